@@ -6,6 +6,7 @@ model's files, and sentence-transformers only when an encoder is loaded.
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING
 
 from engine.errors import SpawnFailed
@@ -172,9 +173,11 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
     Face model that is not cached is downloaded.
 
     Raises:
-        SpawnFailed: there are no such files, or they are not those of a model that is served.
+        SpawnFailed: there are no such files, they are not those of a model that is served, or no
+            temporary folder can be written, without which torch cannot be imported.
     """
     try:
+        _find_temporary_folder()
         source = resolve(spec.model, spec.revision)
         if source.gguf is not None:
             if kind is not None and kind is not Capability.TEXT_TO_TEXT:
@@ -194,6 +197,14 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
     except Refusal as refusal:
         raise refusal.spawn_failed() from refusal
     return kind
+
+
+def _find_temporary_folder() -> None:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        told = "needs a temporary folder, and none can be written; name one in TMPDIR"
+        raise Refusal(told) from None
 
 
 def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> Capability:

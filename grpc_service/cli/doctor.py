@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -42,6 +43,7 @@ TORCH_TIMEOUT_S = 120  # guess: a first import from a slow disk
 SAME_PATH = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
 ASK_TORCH = """
 import json, torch
+from huggingface_hub.constants import HF_HUB_CACHE
 devices = []
 if torch.cuda.is_available():
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -49,11 +51,11 @@ from engine.worker.forward import native
 try:
     library, missing = native.load(), ""
     kernels, integers = native.kind(library), native.integer_kind(library)
-    origin = native.origin(library)
+    origin, uncached = native.origin(library), native.uncached()
 except native.Unavailable as error:
-    kernels, integers, origin, missing = "", "", "", str(error)
+    kernels, integers, origin, missing, uncached = "", "", "", str(error), ""
 print(json.dumps({"devices": devices, "kernels": kernels, "integers": integers, "origin": origin,
-                  "missing": missing}))
+                  "missing": missing, "uncached": uncached, "hub": HF_HUB_CACHE}))
 """
 
 
@@ -90,6 +92,7 @@ def examine(host: str, port: int, tls_cert: str) -> Iterator[Finding]:
     yield _cores()
     yield _memory()
     yield _processor(_cpu_flags(Path("/proc/cpuinfo")))
+    yield _temporary_folder()
     yield from _torch()
     yield _spin_count()
     yield _compiler()
@@ -159,12 +162,35 @@ def _torch() -> Iterator[Finding]:
         return
     report = json.loads(done.stdout)
     yield Finding("devices", ", ".join(["cpu", *report["devices"]]))
+    yield _downloads(report["hub"])
     if report["kernels"]:
-        yield Finding("attention", f"compiled kernels, {report['kernels']} ({report['origin']})")
+        again = report["uncached"] and f"compiled again at every start: {report['uncached']}"
+        value = f"compiled kernels, {report['kernels']} ({report['origin']})"
+        yield Finding("attention", value, advice=again)
         yield Finding("small weights", f"compiled kernels, {report['integers']}")
     else:
         advice = f"{report['missing']}; models run without the kernels, several times slower"
         yield Finding("attention", "reference", advice=advice)
+
+
+def _downloads(directory: str) -> Finding:
+    """Report the Hugging Face cache, which a server of local models does without."""
+    another = "Hub models cannot be downloaded; name a folder in HF_HOME"
+    if directory.startswith("~"):
+        return Finding("downloads", "this user has no home directory", advice=another)
+    place = Path(directory).absolute()
+    existing = next(one for one in (place, *place.parents) if one.exists())
+    if os.access(existing, os.W_OK | os.X_OK):
+        return Finding("downloads", directory)
+    return Finding("downloads", f"{directory} cannot be written", advice=another)
+
+
+def _temporary_folder() -> Finding:
+    try:
+        return Finding("temporary files", tempfile.gettempdir())
+    except FileNotFoundError:
+        advice = "name a folder in TMPDIR; torch cannot be imported without one"
+        return Finding("temporary files", "no folder can be written", False, advice)
 
 
 def _spin_count() -> Finding:

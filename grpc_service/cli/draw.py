@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def paths_of(output: str, count: int) -> list[Path | None]:
         if count > 1:
             raise ConfigError("-o - takes one image; give a file's name, or leave out --n")
         return [None]
-    path = Path(output).expanduser()
+    path = Path(os.path.expanduser(output))
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"-o {output} is no file in a folder that exists")
     if count == 1:

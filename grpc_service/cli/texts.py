@@ -9,6 +9,7 @@ is read from its file only for its call.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -45,7 +46,7 @@ class ImageFile(NamedTuple):
             ConfigError: it cannot be read.
         """
         try:
-            return Path(self.path).expanduser().read_bytes()
+            return Path(os.path.expanduser(self.path)).read_bytes()
         except OSError as error:
             raise ConfigError(f"--image {self.path} cannot be read: {error.strerror}") from None
 
@@ -59,7 +60,7 @@ def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> l
     """
     found = []
     for path in paths:
-        whole = Path(path).expanduser()
+        whole = Path(os.path.expanduser(path))
         if not whole.is_file():
             what = "is a directory" if whole.is_dir() else "is not a file"
             raise ConfigError(f"{name}{path} {what}{hint}")
@@ -110,7 +111,7 @@ def _name(file: str | None) -> str:
 
 def _read(file: str) -> str:
     try:
-        return Path(file).expanduser().read_text("utf-8")
+        return Path(os.path.expanduser(file)).read_text("utf-8")
     except OSError as error:
         raise ConfigError(f"--file {file} cannot be read: {error.strerror}") from None
     except UnicodeError:

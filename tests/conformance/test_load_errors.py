@@ -1,17 +1,21 @@
 """Every failure of a load is a `SpawnFailed` of one sentence, and nothing is kept."""
 
 import json
+import os
+import pwd
 import shutil
+import tempfile
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import huggingface_hub  # noqa: E402
+import huggingface_hub.constants  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
+from engine.worker import factory  # noqa: E402
 from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
@@ -331,6 +335,35 @@ def test_an_id_not_cached_without_a_network_is_refused(hub):
 def test_a_name_that_is_almost_a_demos_gets_their_names(hub):
     with pytest.raises(resolve.Refusal, match="; the demos are demo-stories, demo-embed, demo-re"):
         resolve.resolve("demo-storys")
+
+
+@pytest.mark.parametrize("number", resolve.UNWRITABLE)
+def test_a_cache_that_cannot_be_written_is_not_taken_for_a_network(hub, monkeypatch, number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number), "/a/place")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    told = rf"cache cannot be written \({os.strerror(number)}\); name another folder in HF_HOME$"
+    with pytest.raises(resolve.Refusal, match=told):
+        resolve.resolve("some-org/tiny")
+
+
+def test_a_hub_id_needs_a_home_directory_or_a_folder(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _uid: {}["nobody"])
+    assert resolve.resolve_local("some-org/tiny") is None
+    with pytest.raises(resolve.Refusal, match="without a home directory there is no Hugging Face"):
+        resolve.resolve("some-org/tiny")
+
+
+def test_without_a_temporary_folder_a_load_says_so(stock, monkeypatch):
+    def fail():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(SpawnFailed, match="none can be written; name one in TMPDIR"):
+        factory.look_at_files(RunnerSpec(str(stock)), None)
 
 
 def test_a_cached_id_needs_no_network(hub, stock):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -136,7 +137,7 @@ def a_variant_of_another_processor(monkeypatch, tmp_path):
 
 def no_temporary_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "find_built", lambda *_: None)
-    monkeypatch.setattr(native, "cache_directory", lambda: None)
+    no_home(monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     return "no folder to compile them in can be written: No such file or directory"
 
@@ -207,13 +208,60 @@ def test_the_reference_does_what_the_kernels_cannot(device, dtype, width, why):
     assert why in reason
 
 
-@pytest.mark.slow
-def test_a_cache_that_others_can_write_is_not_used(fresh, quick):
-    fresh.mkdir(parents=True)
-    fresh.chmod(0o777)
-    assert native.cache_directory() is None
-    assert isinstance(pick_backend(CPU, torch.float32, NARROW, ())[0], NativeBackend)
-    assert not list(fresh.iterdir())
+def no_home(monkeypatch, directory=None):
+    """Be a user without HOME that no passwd file knows."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _uid: {}["nobody"])
+    return "this user has no home directory; name a folder in XDG_CACHE_HOME"
+
+
+def a_cache_that_others_can_write(monkeypatch, directory):
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    return f"{directory} cannot keep them (other users may write there); name another folder"
+
+
+def a_cache_of_another_user(monkeypatch, directory):
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    return f"{directory} cannot keep them (other users may write there); name another folder"
+
+
+def a_read_only_cache(monkeypatch, directory):
+    stock = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: path != directory and stock(path, how))
+    return f"{directory} cannot keep them (it is read-only); name another folder"
+
+
+def a_file_in_the_place_of_the_cache(monkeypatch, directory):
+    directory.parent.write_text("")
+    return f"{directory} cannot keep them (Not a directory); name another folder"
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        no_home,
+        a_cache_that_others_can_write,
+        a_cache_of_another_user,
+        a_read_only_cache,
+        a_file_in_the_place_of_the_cache,
+    ],
+)
+def test_a_cache_that_cannot_be_used_is_told_once_and_the_kernels_run(
+    fresh, monkeypatch, caplog, trouble
+):
+    """Nothing is compiled here."""
+    monkeypatch.setattr(native, "find_built", lambda *_: None)
+    monkeypatch.setattr(native, "_compile", lambda _compiler, _flags, path: path.touch())
+    monkeypatch.setattr(native, "_open", lambda path: SimpleNamespace(_name=str(path)))
+    why = trouble(monkeypatch, fresh)
+    with caplog.at_level("WARNING", "engine.worker.forward.native"):
+        assert native.load() is native.load()
+    [record] = caplog.records
+    assert record.message.startswith(f"the kernels are compiled at every start: {why}")
+    assert native.uncached().startswith(why)
+    assert not list(fresh.glob("*.so"))
 
 
 @pytest.mark.slow

@@ -520,6 +520,20 @@ def test_tokenize_takes_one_text(capsys):
     assert "either a text or --detokenize" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["embed", "--image", "~nobody-here/a.png"], "--image ~nobody-here/a.png is not a file"),
+        (["rerank", "q", "--file", "~nobody-here/a"], "--file ~nobody-here/a cannot be read: No"),
+        (["draw", "a", "-o", "~nobody-here/a.png"], "-o ~nobody-here/a.png is no file in a folder"),
+    ],
+)
+def test_the_home_of_a_user_who_is_unknown_is_no_traceback(argv, sentence, capsys):
+    """Nor is one's own where there is none: `pathlib` raises a RuntimeError for both."""
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"triolet: {sentence}")
+
+
 def test_proto_writes_every_proto_as_it_stands_in_the_repository(tmp_path, capsys):
     target = tmp_path / "new" / "protos"
     for _ in range(2):  # the second time over the first

@@ -19,7 +19,7 @@ from grpc_service.cli.main import main
 RUN = subprocess.run
 TOLD = {
     "devices": [], "kernels": "AVX512-BF16", "integers": "AVX512-VNNI",
-    "origin": "compiled here", "missing": "",
+    "origin": "compiled here", "missing": "", "uncached": "", "hub": "/",
 }  # fmt: skip
 
 
@@ -120,6 +120,8 @@ def test_a_torch_that_does_not_import_says_why(monkeypatch):
         ({}, "compiled kernels, AVX512-BF16 (compiled here)", ""),
         ({"kernels": "", "missing": "there is no C++ compiler"}, "reference",
          "there is no C++ compiler; models run without the kernels, several times slower"),
+        ({"uncached": "this user has no home"}, "compiled kernels, AVX512-BF16 (compiled here)",
+         "compiled again at every start: this user has no home"),
     ],
 )  # fmt: skip
 def test_which_attention_is_used_and_why(monkeypatch, told, value, advice):
@@ -160,3 +162,32 @@ def test_a_compiler_of_the_users_own_comes_first(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert doctor._compiler().is_fit
     assert doctor._compiler().value == "none"
+
+
+def test_a_machine_without_a_temporary_folder_is_unfit(monkeypatch, capsys):
+    def fail():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(doctor.tempfile, "gettempdir", fail)
+    assert main(["doctor", "--port", "0"]) == 1
+    told = "BAD temporary files no folder can be written – name a folder in TMPDIR"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hub", "value", "advice"),
+    [
+        ("{0}/a/b", "{0}/a/b", ""),
+        ("~/.cache/huggingface/hub", "this user has no home directory", "name a folder in HF_HOME"),
+        ("/proc/1/hub", "/proc/1/hub cannot be written", "name a folder in HF_HOME"),
+    ],
+)
+def test_where_downloads_go_and_whether_they_can(tmp_path, monkeypatch, hub, value, advice):
+    writable = doctor.os.access
+    monkeypatch.setattr(
+        doctor.os, "access", lambda path, how: "/proc" not in str(path) and writable(path, how)
+    )
+    finding = doctor._downloads(hub.format(tmp_path))
+    assert (finding.value, finding.is_fit) == (value.format(tmp_path), True)
+    assert finding.advice.endswith(advice)
+    assert bool(finding.advice) == bool(advice)

@@ -321,6 +321,19 @@ def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
     } == ONE_WAY_IN
 
 
+def test_no_home_directory_is_taken_for_granted():
+    """These raise for a user whom no passwd file knows; `os.path.expanduser` does not."""
+    raising = {"home", "expanduser", "getuser"}
+    found = {
+        (module, node.lineno)
+        for module in product_modules()
+        for node in ast.walk(ast.parse(modules()[module].read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in raising
+        if ast.unparse(node) != "os.path.expanduser"
+    }
+    assert found == set()
+
+
 SYNCHRONISERS = {"threading.Lock", "threading.RLock", "threading.Event"}
 
 

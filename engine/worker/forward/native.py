@@ -2,28 +2,32 @@
 
 Rule 1: a wheel may have libraries for this processor (`engine.worker.forward.variants`). If not, a
 library is built once for each source, compiler, set of flags and processor. It lies in the user's
-cache directory and is put there by a rename, so that two servers that start at once both work. Rule
-2: the server starts without the kernels, too; `Unavailable` says in one sentence why they are
-missing. Rule 3: only the variable `SWITCH` chooses a library that is not the best one.
+cache directory and is put there by a rename, so that two servers that start at once both work;
+where there can be no such directory, a warning says so. Rule 2: the server starts without the
+kernels, too; `Unavailable` says in one sentence why they are missing. Rule 3: only the variable
+`SWITCH` chooses a library that is not the best one.
 
 `load` compares the sizes of the structs (`engine.worker.forward.kernel_structs`) with those of the
-library, so that one of another layout is never called. ctypes releases the GIL during a call.
+library, so that one of another layout is never called. Models load beside each other in threads:
+the one that holds `_loading` loads the library for all. ctypes releases the GIL during a call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineBug
 from engine.worker.forward import variants
@@ -47,16 +51,36 @@ COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
 OUT_OF_BOUNDS = 3  # Status in engine/kernels/bounds.h
 
 
+log = logging.getLogger(__name__)
+_loading = threading.Lock()
+
+
 class Unavailable(Exception):
     """The compiled kernels cannot be used; the message says why."""
 
 
+class NoCache(Exception):
+    """There can be no directory of compiled libraries; the message says why."""
+
+
+class _Found(NamedTuple):
+    """The library, or why it is ``missing``, and why the next start compiles it again
+    (``uncached``)."""
+
+    library: ctypes.CDLL | None
+    missing: str = ""
+    uncached: str = ""
+
+
 @lru_cache(maxsize=1)
-def _load_once() -> tuple[ctypes.CDLL | None, str]:
+def _load_once() -> _Found:
     try:
-        return _load(), ""
+        found = _load()
     except Unavailable as error:
-        return None, str(error)
+        return _Found(None, str(error))
+    if found.uncached:
+        log.warning("the kernels are compiled at every start: %s", found.uncached)
+    return found
 
 
 def load() -> ctypes.CDLL:
@@ -67,10 +91,11 @@ def load() -> ctypes.CDLL:
     """
     if _wanted() in ("off", "0"):
         raise Unavailable(f"{SWITCH} is off")
-    library, reason = _load_once()
-    if library is None:
-        raise Unavailable(reason)
-    return library
+    with _loading:
+        found = _load_once()
+    if found.library is None:
+        raise Unavailable(found.missing)
+    return found.library
 
 
 def loaded() -> ctypes.CDLL | None:
@@ -78,7 +103,13 @@ def loaded() -> ctypes.CDLL | None:
     here, because the kernels may have to be compiled for that."""
     if not _load_once.cache_info().currsize or _wanted() in ("off", "0"):
         return None
-    return _load_once()[0]
+    return _load_once().library
+
+
+def uncached() -> str:
+    """Return why the library that `load` returned is compiled again by the next process; empty if
+    it is not."""
+    return _load_once().uncached
 
 
 def new_arena(library: ctypes.CDLL, owner: object) -> int:
@@ -146,28 +177,29 @@ def find_compiler() -> str:
     raise Unavailable("there is no C++ compiler (c++, g++ or clang++)")
 
 
-def _load() -> ctypes.CDLL:
+def _load() -> _Found:
     if platform.system() != "Linux":
         raise Unavailable(f"they are built on Linux only, and this is {platform.system()}")
     name = _wanted()
     flags = _flags_of(name) if name else FLAGS
     built = find_built(SOURCES, _cpuinfo(), name)
     if built is not None:
-        return _open(built)
+        return _Found(_open(built))
     compiler = find_compiler()
     file = f"kernels-{_key(compiler, flags)}.so"
-    directory = cache_directory()
-    if directory is not None:
-        path = directory / file
-        if not path.exists():
+    try:
+        path = cache_directory() / file
+    except NoCache as error:
+        with _writing():
+            private = tempfile.TemporaryDirectory(prefix="triolet-kernels-")
+        with private as directory:
+            path = Path(directory) / file
             _compile(compiler, flags, path)
-        return _open(path)
-    with _writing():
-        private = tempfile.TemporaryDirectory(prefix="triolet-kernels-")
-    with private as directory_name:
-        path = Path(directory_name) / file
+            # a mapped library no longer needs its file
+            return _Found(_open(path), uncached=str(error))
+    if not path.exists():
         _compile(compiler, flags, path)
-        return _open(path)  # a mapped library no longer needs its file
+    return _Found(_open(path))
 
 
 @contextmanager
@@ -229,18 +261,30 @@ def _cpuinfo() -> str:
         return ""
 
 
-def cache_directory() -> Path | None:
-    """Return the directory of compiled libraries, which only this user may write, or None if
-    there can be none."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+def cache_directory() -> Path:
+    """Return the directory of compiled libraries, which only this user may write.
+
+    Raises:
+        NoCache: there can be none.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if root.startswith("~"):
+        raise NoCache("this user has no home directory; name a folder in XDG_CACHE_HOME")
     directory = Path(root) / "triolet" / "kernels"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = directory.stat()
-    except OSError:
-        return None
-    is_ours = state.st_uid == os.getuid() and not state.st_mode & 0o022
-    return directory if is_ours and os.access(directory, os.W_OK) else None
+    except OSError as error:
+        raise NoCache(_unwritable(directory, str(error.strerror))) from error
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise NoCache(_unwritable(directory, "other users may write there"))
+    if not os.access(directory, os.W_OK):
+        raise NoCache(_unwritable(directory, "it is read-only"))
+    return directory
+
+
+def _unwritable(directory: Path, why: str) -> str:
+    return f"{directory} cannot keep them ({why}); name another folder in XDG_CACHE_HOME"
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:

@@ -8,6 +8,7 @@ model that the local cache does not hold completely, so that a second start need
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -63,6 +64,8 @@ WANTED_FILES = (
     "text_encoder*/model.safetensors", "text_encoder*/model-*.safetensors",
 )  # fmt: skip
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# errors of a file system that a download cannot write to
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # A first check of Hub ids; the Hub's own rules are stricter (`_is_hub_id`).
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -169,7 +172,12 @@ def _cached(model: str, revision: str) -> Source | None:
 def _hub_directory(model: str, revision: str) -> Path:
     """Return the snapshot of a Hugging Face id: the cached one if it is complete, else a new
     download."""
-    download, http_error = _hub()
+    download, cache, http_error = _hub()
+    if cache.startswith("~"):  # this user has none, and Path.expanduser raises
+        raise Refusal(
+            "there is no directory of this name, and without a home directory there is no Hugging "
+            f"Face cache; name a folder in HF_HOME{_hint(model)}"
+        )
     snapshot = partial(
         download,
         model,
@@ -193,6 +201,12 @@ def _hub_directory(model: str, revision: str) -> Path:
             detail=str(error),
         ) from error
     except Exception as error:  # the Hub's HTTP client raises many kinds without a network
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            raise Refusal(
+                "there is no directory of this name, and the Hugging Face cache cannot be written "
+                f"({error.strerror}); name another folder in HF_HOME",
+                detail=str(error),
+            ) from error
         raise Refusal(
             "there is no directory of this name, it is not in the Hugging Face cache, and the "
             f"Hub cannot be reached{_hint(model)}",
@@ -208,12 +222,12 @@ def _hub_directory(model: str, revision: str) -> Path:
 
 
 @importing
-def _hub() -> tuple[Callable[..., str], type[HfHubHTTPError]]:
-    """Return what downloads a snapshot, and its error of an answer."""
-    from huggingface_hub import snapshot_download
+def _hub() -> tuple[Callable[..., str], str, type[HfHubHTTPError]]:
+    """Return what downloads a snapshot, the directory of the cache, and the error of an answer."""
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    return snapshot_download, HfHubHTTPError
+    return snapshot_download, constants.HF_HUB_CACHE, HfHubHTTPError
 
 
 def _hint(model: str) -> str:
