@@ -290,7 +290,7 @@ def test_other_processors_get_the_same_numbers(fresh, monkeypatch, processor, le
     target = f"-march={processor}" if os.uname().machine == "x86_64" else "-O2"
     others = {"-march=native": target, "-O3": level}
     monkeypatch.setattr(native, "FLAGS", tuple(others.get(flag, flag) for flag in native.FLAGS))
-    check_numbers(NativeBackend(native._load()))
+    check_numbers(NativeBackend(native._load().library))
 
 
 RUNNABLE = [
@@ -305,7 +305,7 @@ RUNNABLE = [
 def test_a_wheels_variant_gets_the_same_numbers(fresh, monkeypatch, variant):
     flags = tuple(flag for flag in native.FLAGS if flag != "-march=native")
     monkeypatch.setattr(native, "FLAGS", flags + variant.flags)
-    check_numbers(NativeBackend(native._load()))
+    check_numbers(NativeBackend(native._load().library))
 
 
 def check_numbers(backend):
