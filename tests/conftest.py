@@ -4,6 +4,7 @@ has."""
 import gc
 import os
 import signal
+import sys
 from collections import defaultdict
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before any test imports torch (D13)
@@ -12,6 +13,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.workers import Workers
+
+# As tools/test does: without bytecode each server and worker process compiles torch, transformers
+# and diffusers for 12 s of CPU time, and tests wait for many of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests send it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -200,7 +200,7 @@ class Adapters:
     ) -> AdapterInfo:
         """Load a version with a replica that does not serve yet."""
         load = partial(_load, runner, version.config.directory)
-        info: AdapterInfo = await self._jobs.run_for_load(entry, load)
+        info: AdapterInfo = await self._jobs.run_for_load(load)
         try:
             self._check_content(entry, version, info)
         except SpawnFailed:
@@ -210,7 +210,7 @@ class Adapters:
 
     async def _unload_from(self, entry: Entry, runner: AnyRunner, info: AdapterInfo) -> None:
         """Drop what a replica that does not serve yet has loaded."""
-        await self._jobs.run_for_load(entry, partial(_store_of(runner).unload, info.digest))
+        await self._jobs.run_for_load(partial(_store_of(runner).unload, info.digest))
 
     def _check_content(self, entry: Entry, version: AdapterVersion, info: AdapterInfo) -> None:
         """Check that other replicas have the same content of an adapter.
@@ -256,7 +256,7 @@ class Adapters:
     async def _run(self, entry: Entry, version: AdapterVersion, job: Callable[[], Any]) -> Any:
         """Run a job of a load, with the adapter's name in its error."""
         try:
-            return await self._jobs.run_for_load(entry, job)
+            return await self._jobs.run_for_load(job)
         except Exception as error:
             log_failed_adapter(version.name, error)
             raise error_for_request(version.name, error) from error
@@ -305,7 +305,7 @@ class Adapters:
                 continue
             reservation: Any = replica.reservation
             try:
-                await self._jobs.run_for_load(entry, partial(store.unload, info.digest))
+                await self._jobs.run_for_load(partial(store.unload, info.digest))
             except Exception as error:  # its worker died, and the adapter with it
                 log.debug("%s was not unloaded: %r", version.name, error)
             reservation.change(-info.num_bytes)

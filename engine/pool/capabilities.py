@@ -15,10 +15,10 @@ class ModelTraits:
     """How the pool treats the models of one capability.
 
     ``description`` completes the sentence "a model that …". ``also`` is what such models can do
-    besides. ``loads_alone``: no two such models
-    load at the same time. ``loads_last``: when the server starts, such a model loads after all
-    others have loaded. ``has_kv_cache``: the model's memory includes a KV pool, whose size the
-    operator can set and which may hold a request's prefix.
+    besides. ``loads_alone``: no two such models load at the same time in the server's process.
+    ``loads_last``: when the server starts, such a model loads after all others have loaded.
+    ``has_kv_cache``: the model's memory includes a KV pool, whose size the operator can set and
+    which may hold a request's prefix.
     """
 
     description: str

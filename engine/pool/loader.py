@@ -139,7 +139,7 @@ class ReplicaLoader:
                 runner.close()
                 raise
 
-        return await self._jobs.run_for_load(entry, make)
+        return await self._jobs.run_for_load(make, is_alone=_loads_alone(entry, config))
 
     async def _load_replica(
         self,
@@ -160,7 +160,8 @@ class ReplicaLoader:
 
         replica: AnyReplica | None = None
         try:
-            info = await self._jobs.run_for_load(entry, load_it)
+            is_alone = _loads_alone(entry, candidate.config)
+            info = await self._jobs.run_for_load(load_it, is_alone=is_alone)
             adapters: dict[AdapterVersion, AdapterInfo] = {}
             if entry.adapters and self.adapters is not None:
                 adapters = await self.adapters.load_all(entry, runner)
@@ -203,3 +204,9 @@ class ReplicaLoader:
         if not load.settled.is_set():  # the first replica of this load
             entry.breaker.succeeded()
         return replica
+
+
+def _loads_alone(entry: Entry, config: ModelConfig) -> bool:
+    """Return whether a replica loads while no other such one does. What a load changes for every
+    thread, it changes in a process of its own for no other model."""
+    return entry.traits.loads_alone and config.runner != "process"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from engine.errors import TrioletError
-    from engine.pool.entry import Entry
     from engine.replica.replica import AnyRunner, ProcessWorker
     from engine.replica.threads import Threads
 
@@ -34,18 +33,19 @@ class RunnerJobs:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._load_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
-        self._alone_limiter = trio.CapacityLimiter(1)  # for models that load alone
+        self._alone_limiter = trio.CapacityLimiter(1)
         self._close_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
 
-    async def run_for_load(self, entry: Entry, job: Callable[[], T]) -> T:
-        """Return what ``job``, a part of a model's load, returns in a thread.
+    async def run_for_load(self, job: Callable[[], T], *, is_alone: bool = False) -> T:
+        """Return what ``job``, a part of a model's load, returns in a thread. ``is_alone``: no two
+        such jobs run at the same time.
 
         Raises:
             SpawnFailed: the job raised something that is not an `Exception`.
             Exception: the job raised it.
         Cancellation: before the job starts; a job that has started is waited for.
         """
-        limiter = self._alone_limiter if entry.traits.loads_alone else self._load_limiter
+        limiter = self._alone_limiter if is_alone else self._load_limiter
         return await self._threads.run(_as_failure(job), limiter)
 
     async def close(self, runner: AnyRunner) -> None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,7 @@ def examine(host: str, port: int, tls_cert: str) -> Iterator[Finding]:
     TLS."""
     yield _python()
     yield from map(_package, PACKAGES)
+    yield from _bytecode()
     yield _cores()
     yield _memory()
     yield _processor(_cpu_flags(Path("/proc/cpuinfo")))
@@ -115,6 +116,19 @@ def _package(name: str) -> Finding:
         return Finding(name, metadata.version(name))
     except metadata.PackageNotFoundError:
         return Finding(name, "missing", False, "install Triolet's dependencies")
+
+
+def _bytecode() -> Iterator[Finding]:
+    """Report an environment in which every process compiles the source text of its libraries."""
+    torch = util.find_spec("torch")
+    if not sys.dont_write_bytecode or torch is None or not torch.cached:
+        return
+    if not Path(torch.cached).exists():
+        advice = (
+            "PYTHONDONTWRITEBYTECODE is set, so that each server and worker process compiles torch "
+            "and transformers for seconds; unset it, or run python -m compileall on site-packages"
+        )
+        yield Finding("bytecode", "none is kept", advice=advice)
 
 
 def _cores() -> Finding:

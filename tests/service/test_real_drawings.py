@@ -48,7 +48,7 @@ def images_of_diffusers(directory, prompt, count):
     return [np.asarray(image.convert("RGB")).astype(int) for image in made.images]
 
 
-@pytest.mark.parametrize("runner", ["thread", pytest.param("process", marks=pytest.mark.full)])
+@pytest.mark.parametrize("runner", ["thread", "process"])
 def test_drawings_beside_text(pipelines, runner):
     """Red if an image is not diffusers' own, or a worker goes on after its drawing's end."""
     flags = [flag for path in pipelines.values() for flag in ("--model", path)]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import assert_no_checkpoints
 
+from engine.config import RUNNERS
 from engine.errors import (
     EngineBug,
     MemoryExhausted,
@@ -68,6 +69,21 @@ async def later(at, job, *args):
     """Run ``job`` after ``at`` seconds."""
     await trio.sleep(at)
     await job(*args)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("capability", Capability)
+def test_models_load_beside_each_other_unless_a_load_changes_the_process(capability, runner):
+    """sentence-transformers and diffusers change torch for every thread of their process while they
+    load; a process of its own has no other model."""
+    world = World(*(Model(one, capability=capability, runner=runner) for one in "ab"))
+
+    async def body(world):
+        ready = [at for _, at in await world.hold_all(("a",), ("b",))]
+        assert sorted(ready) == [1.0, 2.0 if has_own_library and runner != "process" else 1.0]
+
+    has_own_library = capability not in (Capability.TEXT_TO_TEXT, Capability.VISION)
+    world.run(body)
 
 
 def test_waiters_wake_at_the_instant_of_ready():

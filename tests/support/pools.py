@@ -47,6 +47,7 @@ class Model:
     replicas: int = 1
     lazy: bool = True
     capability: Capability | None = None
+    runner: str = "thread"
     load_errors: list = field(default_factory=list)
     estimate_error: BaseException | None = None
     measured: int | None = None
@@ -55,7 +56,13 @@ class Model:
     def config(self):
         """Return the model's configuration."""
         workers = (WorkerConfig(count=self.replicas),)
-        return ModelConfig(self.name, lazy=self.lazy, workers=workers, capability=self.capability)
+        return ModelConfig(
+            self.name,
+            lazy=self.lazy,
+            workers=workers,
+            capability=self.capability,
+            runner=self.runner,
+        )
 
 
 class Worker:

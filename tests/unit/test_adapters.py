@@ -122,7 +122,7 @@ class Store:
 class Jobs:
     """Runs each job after a second of virtual time."""
 
-    async def run_for_load(self, entry, job):
+    async def run_for_load(self, job):
         """Return what the job returns."""
         await trio.sleep(1)
         return job()

@@ -41,6 +41,22 @@ def test_a_port_that_is_taken_makes_the_machine_unfit(capsys):
     assert main(["doctor", "--port", "0"]) == 0
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_libraries_that_each_process_compiles_anew_are_shown(
+    tmp_path, monkeypatch, capsys, is_compiled, is_kept
+):
+    cached = tmp_path / "torch.pyc"
+    if is_compiled:
+        cached.touch()
+    torch = types.SimpleNamespace(cached=str(cached))
+    monkeypatch.setattr(doctor.util, "find_spec", lambda name: torch)
+    monkeypatch.setattr(doctor.sys, "dont_write_bytecode", not is_kept)
+    assert main(["doctor", "--port", "0"]) == 0
+    is_slow = not is_compiled and not is_kept
+    assert ("ok  bytecode        none is kept" in capsys.readouterr().out) == is_slow
+
+
 CERTIFICATES = {
     "valid": (100, "ok ", "valid until "),
     "soon": (5, "ok ", "expires on "),
