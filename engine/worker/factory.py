@@ -14,7 +14,7 @@ from engine.limits.cpu import cpu_limit
 from engine.limits.memory import default_limit
 from engine.status import Capability
 from engine.worker.diffusion import pipelines
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
 from engine.worker.load.foreign import refuse_pointers
@@ -221,7 +221,7 @@ def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> 
     return Capability.VISION if sees else kind
 
 
-@importing
+@holds_import_lock
 def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
     if kind is Capability.VISION:
         from engine.worker.vision.runner import VisionRunner
@@ -236,14 +236,14 @@ def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
     return TorchRunner(spec)
 
 
-@importing
+@holds_import_lock
 def _image_runner(spec: RunnerSpec) -> ImageRunner:
     from engine.worker.diffusion.runner import DiffusionRunner
 
     return DiffusionRunner(spec)
 
 
-@importing
+@holds_import_lock
 def _encode_runner(spec: RunnerSpec, kind: Capability) -> EncodeRunner:
     from engine.worker.encoders.runner import EncoderRunner
 

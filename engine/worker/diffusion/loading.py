@@ -12,7 +12,7 @@ from engine.worker.diffusion.noise import NoiseSchedulers
 from engine.worker.diffusion.prompts import Prompts
 from engine.worker.diffusion.tiles import TILE_PIXELS, Tiles
 from engine.worker.diffusion.weights import load_module
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import LoadProgress
 from engine.worker.load.checkpoint import Checkpoint
 
@@ -132,7 +132,7 @@ def _dtype_of(name: str, component: Component, dtype: torch.dtype) -> torch.dtyp
     return dtype
 
 
-@importing
+@holds_import_lock
 def _load_tokenizer(pipeline: Pipeline, name: str) -> Any:
     return transformers.CLIPTokenizer.from_pretrained(
         str(pipeline.directory / name), local_files_only=True

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from engine.core.image.types import Drawing
     from engine.worker.diffusion.pipelines import Pipeline
 
+# All of them are imported with this file: diffusers imports each class when it is first asked for,
+# which may be in a drawing's first step.
+KINDS = {name: getattr(diffusers, name_of_class) for name, name_of_class in CLASSES.items()}
 # What no latent diffusion model wants, whatever default a class of diffusers has: latents have no
 # range to be cut to, and Runge-Kutta steps would be twelve more than were asked for.
 ALWAYS: dict[str, Any] = {"clip_sample": False, "skip_prk_steps": True}
@@ -43,7 +46,7 @@ class NoiseSchedulers:
 
     def make(self, name: str) -> Any:
         """Return a new scheduler; an empty name stands for the checkpoint's own."""
-        kind = getattr(diffusers, CLASSES[name or self.default])
+        kind = KINDS[name or self.default]
         known = inspect.signature(kind.__init__).parameters
         return kind(**{field: value for field, value in self._config.items() if field in known})
 

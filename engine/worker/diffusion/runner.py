@@ -23,7 +23,7 @@ from engine.worker.diffusion.noise_names import CLASSES
 from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.image_interface import ImageModelInfo
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import LoadProgress
 from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
@@ -47,7 +47,7 @@ EXTRA_STEPS = (("pndm", 1),)  # its first step is taken twice
 log = logging.getLogger(__name__)
 
 
-@importing
+@holds_import_lock
 def _loading() -> Any:
     """Return the module that loads models: it imports diffusers."""
     from engine.worker.diffusion import loading

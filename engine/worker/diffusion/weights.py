@@ -16,7 +16,7 @@ import diffusers
 import torch
 import transformers
 
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.checkpoint import FLOAT_SIZES, Checkpoint, is_finite
 from engine.worker.load.loader import first_line
 from engine.worker.load.refusal import Refusal
@@ -68,7 +68,7 @@ def load_module(
     return module.eval().requires_grad_(False)
 
 
-@importing
+@holds_import_lock
 def _build_empty(name: str, config: dict[str, Any]) -> Any:
     """Build a module on the meta device: it has shapes, but no memory."""
     kind = MODULES[name]

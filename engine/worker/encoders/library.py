@@ -11,7 +11,7 @@ import torch
 
 from engine.worker.encoders.files import check_all_loaded
 from engine.worker.encoders.input_template import InputTemplate
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
 TEXT_SETTINGS = {"common", "text"}
 
 
-@importing
+@holds_import_lock
 def check_model_type(config: dict[str, Any]) -> None:
     """Check that transformers has a class for the model, because no code of a checkpoint is run.
 
@@ -44,11 +44,15 @@ def check_model_type(config: dict[str, Any]) -> None:
     )
 
 
-@importing
+@holds_import_lock
 def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Tensor] | None) -> Any:
     """Load a model by the library, on the CPU in float32, without the network, foreign code or
     pickled files. ``weights``, where given, replace the transformer's: transformers takes the last
-    copy of a tensor that several files have, whatever the index says."""
+    copy of a tensor that several files have, whatever the index says.
+
+    The library imports what a model's files name, up to the end, so the import lock is held for all
+    of it. That is short: `Checkpoint.check_finite` has read the weights before, and 0.7 GB of them
+    take 0.3 s here."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
@@ -69,7 +73,7 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
     return model
 
 
-@importing
+@holds_import_lock
 def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
     """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
     transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);

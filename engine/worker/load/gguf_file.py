@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
 from engine.worker.load.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, decode
 from engine.worker.load.gguf_models import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.worker.small_weights import Form, SmallWeight
 
 
-@importing
+@holds_import_lock
 def _reader() -> Any:
     """Return transformers' reader of GGUF files: its public functions refuse files with Q5_0, which
     llama.cpp writes.

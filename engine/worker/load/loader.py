@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.forward import attention
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import LoadProgress
 from engine.worker.load.architectures import find
 from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
@@ -88,7 +88,7 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     return architecture, config
 
 
-@importing
+@holds_import_lock
 def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
@@ -170,7 +170,7 @@ def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
                       "weights are needed")  # fmt: skip
 
 
-@importing
+@holds_import_lock
 def _build_empty(architecture: Architecture, config: Any) -> Any:
     """Build the model on the meta device: it has shapes, but no memory."""
     is_outline = isinstance(config, OutlineConfig)

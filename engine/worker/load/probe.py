@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.attention import KEYWORD, AttentionCall, UnsupportedAttention
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.architectures import NO_KEYS, LayerShape
 from engine.worker.load.loader import first_line
 from engine.worker.load.refusal import Refusal
@@ -55,7 +56,7 @@ def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCa
     recorder = _Recorder()
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
-        model.module(input_ids=tokens, position_ids=tokens, use_cache=False, **{KEYWORD: recorder})
+        _first_forward(model, tokens, recorder)
     except UnsupportedAttention as error:
         raise Refusal(f"{model.architecture.name} is not served: {error}") from error
     except torch.OutOfMemoryError:
@@ -67,6 +68,12 @@ def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCa
         ) from error
     _check_layers(model.architecture.name, recorder, shapes)
     return tuple(sorted(recorder.calls, key=lambda call: call.layer))
+
+
+@holds_import_lock
+def _first_forward(model: LoadedModel, tokens: torch.Tensor, recorder: _Recorder) -> None:
+    """Run the model; its modules may import others in their first forward."""
+    model.module(input_ids=tokens, position_ids=tokens, use_cache=False, **{KEYWORD: recorder})
 
 
 def _check_layers(name: str, recorder: _Recorder, shapes: Sequence[LayerShape]) -> None:

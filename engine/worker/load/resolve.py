@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.foreign import (
     ADAPTER_NAME,
     is_gguf,
@@ -144,7 +144,7 @@ def _path_of(model: str) -> Path:
     return path
 
 
-@importing
+@holds_import_lock
 def _is_hub_id(model: str) -> bool:
     if not HUB_ID.fullmatch(model):
         return False
@@ -158,7 +158,7 @@ def _is_hub_id(model: str) -> bool:
     return True
 
 
-@importing
+@holds_import_lock
 def _cached(model: str, revision: str) -> Source | None:
     import huggingface_hub
 
@@ -221,7 +221,7 @@ def _hub_directory(model: str, revision: str) -> Path:
     return directory
 
 
-@importing
+@holds_import_lock
 def _hub() -> tuple[Callable[..., str], str, type[HfHubHTTPError]]:
     """Return what downloads a snapshot, the directory of the cache, and the error of an answer."""
     from huggingface_hub import constants, snapshot_download

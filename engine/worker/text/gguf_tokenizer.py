@@ -23,10 +23,11 @@ from tokenizers import (
 )
 
 from engine.errors import SpawnFailed
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.text.gguf_splits import SPLITS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from engine.worker.load.gguf_vocabulary import Vocabulary
@@ -129,18 +130,22 @@ def _pieces(vocabulary: Vocabulary) -> Tokenizer:
     return backend
 
 
-@importing
+@holds_import_lock
+def _generate_merges() -> Callable[..., list[tuple[str, str]]]:
+    """Return what finds the merges of a vocabulary; importing it takes seconds."""
+    from transformers.tokenization_utils_base import generate_merges
+
+    return generate_merges
+
+
 def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
     """Return the merges of a sentencepiece vocabulary: those of the file or, where it has none,
     each pair that is a token together, by the scores; of equal scores the first token's."""
     if vocabulary.merges is not None:
         return [_pair(merge) for merge in vocabulary.merges]
-    from transformers.tokenization_utils_base import generate_merges
-
     order = sorted(range(len(tokens)), key=lambda index: (-vocabulary.scores[index], index))
     ranks = {vocabulary.tokens[index]: -float(rank) for rank, index in enumerate(order)}
-    found: list[tuple[str, str]] = generate_merges(tokens, ranks)
-    return found
+    return _generate_merges()(tokens, ranks)
 
 
 def _pair(merge: str) -> tuple[str, str]:

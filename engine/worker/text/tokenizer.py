@@ -25,7 +25,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, SpawnFailed
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import TokenSpan
 from engine.worker.text.call_turns import CallForm, form_of, in_form
 from engine.worker.text.templates import check_syntax, render, takes_tools
@@ -307,7 +307,7 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
     )
 
 
-@importing
+@holds_import_lock
 def _convert(directory: Path) -> HfTokenizer:
     """Have transformers convert the files of an older kind of tokenizer.
 

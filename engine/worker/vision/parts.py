@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.architectures import SERVED, find
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.division import Division
@@ -43,7 +43,7 @@ TEXT = re.compile(r"(?:model\.)?(?:language_model\.|text_model\.)?(?:model\.)?(.
 COMPUTED = re.compile(r"\.(position_ids|inv_freq)$")
 
 
-@importing
+@holds_import_lock
 def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     """Return the architecture and transformers' config of a model that sees.
 
@@ -65,7 +65,7 @@ def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     return vision, config
 
 
-@importing
+@holds_import_lock
 def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, Any]:
     """Return the architecture and the config of the text model.
 
@@ -134,7 +134,7 @@ class TextPart(Division):
         """Return the tensors of the text model."""
         return PartOfCheckpoint(whole, text_name)
 
-    @importing
+    @holds_import_lock
     def complete(self, model: LoadedModel, directory: Path) -> None:
         """Give a text model the rotary embedding that reads three positions, if it has one."""
         vision, config = read_parts(directory)

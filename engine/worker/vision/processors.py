@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 
@@ -25,7 +25,7 @@ MODULES = {
 }
 
 
-@importing
+@holds_import_lock
 def read_processor(directory: Path, default: str) -> Any:
     """Return the image processor of a model's directory, computed with Pillow. ``default`` is the
     module of the one that a model has whose files name none.

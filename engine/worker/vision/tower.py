@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.worker.importing import importing
+from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.checkpoint import is_finite
 from engine.worker.load.loader import first_line
 from engine.worker.load.refusal import Refusal
@@ -37,7 +37,7 @@ ACTIVATIONS_PER_WIDTH = 16
 INPUT_COPIES = 3
 
 
-@importing
+@holds_import_lock
 def build_base(vision: VisionArchitecture, config: Any, text_module: str) -> Any:
     """Return transformers' model without its text model, on the meta device.
 

@@ -4,8 +4,7 @@ Models load in threads beside each other. These libraries' modules import each o
 many of them only when a function first needs them. Where two threads wait for modules of each
 other, Python gives one of them a module that is half made, and its load fails.
 
-Rule: whatever may import a module of such a library runs by `importing`. Reading weights and steps
-do not.
+Rule: whatever may import a module of such a library is decorated. Reading weights and steps do not.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 lock = RLock()  # held by the thread that imports
 
 
-def importing(function: Callable[P, T]) -> Callable[P, T]:
+def holds_import_lock(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function that runs while no other thread is in such a function."""
 
     @wraps(function)
