@@ -1,8 +1,10 @@
 """A client for asyncio programs: `AsyncClient`, and the streams that its calls return.
 
-A method has its RPC's name, takes the RPC's request message, and returns the response message or a
-stream of them. ``timeout`` is in seconds and becomes the server's deadline; without it the call has
-no deadline. A status other than OK is raised as a `CallError`.
+A method has its RPC's name, takes the RPC's request message or what stands for it
+(`grpc_service.client.requests`), and returns the response message or a stream of them. ``timeout``
+is in seconds and becomes the server's deadline; without it the call has no deadline. A status other
+than OK is raised as a `CallError`, and an argument that a method cannot take as a TypeError or
+ValueError that names it, before a call is made.
 
 Cancellation of every method: cancelling the asyncio task that waits for a call cancels the call,
 and the server's work with it. A load, an unload and a drain go on, because they are the server's.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
@@ -20,17 +23,25 @@ import grpc.aio
 from grpc_service.client import messages
 from grpc_service.client.channel import key_metadata, open_aio_channel
 from grpc_service.client.errors import CallError, Cancelled, call_error
-from grpc_service.client.requests import chat_request
+from grpc_service.client.requests import (
+    chat_request,
+    checked,
+    completion_request,
+    request_of,
+    seconds_of,
+    wrong_type,
+)
 from grpc_service.client.resumption import RESUME_S, Resumption, method_of
 from grpc_service.client.stubs import ControlStub, InferenceStub, ModelsStub
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
     from typing import Self, Unpack
 
     from google.protobuf.message import Message
 
     from grpc_service.client.channel import ChannelSettings
+    from grpc_service.client.requests import Conversation, Given
     from grpc_service.client.resumption import OnBreak
 
 Response = TypeVar("Response")
@@ -135,6 +146,7 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
 
         Cancellation: the call ends.
         """
+        checked("choice", choice, int, "a whole number")
         parts = [event.delta.text async for event in self if event.delta.choice == choice]
         return "".join(parts)
 
@@ -176,7 +188,7 @@ class AsyncClient:
         resume_s: float = RESUME_S,
         **settings: Unpack[ChannelSettings],
     ) -> None:
-        self._resume_s = resume_s
+        self._resume_s = checked("resume_s", resume_s, Real, "seconds")
         self._channel = open_aio_channel(address, **settings)
         self._calls = _AsyncCalls(api_key)
         self._stub = InferenceStub(self._channel)
@@ -198,15 +210,18 @@ class AsyncClient:
 
     def generate(
         self,
-        request: messages.GenerateRequest,
+        request: Given[messages.GenerateRequest] | str,
         *,
         timeout: float | None = None,
         on_break: OnBreak | None = None,
     ) -> AsyncTextStream:
         """Continue a prompt or answer a chat. ``on_break`` is called whenever the stream breaks and
-        is about to go on, with the error and the seconds until then."""
+        is about to go on, with the error and the seconds until then. A text is a prompt."""
+        timeout = seconds_of(timeout)
+        if on_break is not None and not callable(on_break):
+            raise wrong_type("on_break", "a function", on_break)
         resumption = Resumption(
-            request,
+            request_of("generate", messages.GenerateRequest, request),
             timeout=timeout,
             resume_s=self._resume_s,
             now=time.monotonic,
@@ -219,55 +234,76 @@ class AsyncClient:
         return AsyncTextStream(start, resumption, timeout)
 
     def attach(
-        self, request: messages.AttachRequest, *, timeout: float | None = None
+        self, request: Given[messages.AttachRequest] | str, *, timeout: float | None = None
     ) -> AsyncStream[messages.GenerateResponse]:
         """Take up a stream whose call was lost. `generate` does so by itself."""
-        return AsyncStream(self._calls.start(self._stub.Attach, request, timeout))
+        asked = request_of("attach", messages.AttachRequest, request)
+        return AsyncStream(self._calls.start(self._stub.Attach, asked, timeout))
+
+    async def complete(
+        self,
+        request: Given[messages.GenerateRequest] | str,
+        *,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Return the whole text for a prompt, or for a request of one choice. ``sampling`` are
+        fields of `messages.SamplingParams`, and override the request's."""
+        asked = completion_request(request, sampling)
+        async with self.generate(asked, timeout=timeout) as stream:
+            return await stream.text()
 
     def chat(
         self,
-        conversation: Iterable[messages.Message | Mapping[str, str]],
+        conversation: Conversation,
         *,
         model: str = "",
-        sampling: messages.SamplingParams | Mapping[str, Any] | None = None,
+        sampling: Given[messages.SamplingParams] | None = None,
         timeout: float | None = None,
         on_break: OnBreak | None = None,
+        **options: Any,
     ) -> AsyncTextStream:
-        """Answer a conversation. A turn is a message, or a mapping with ``role`` and ``content``.
-        `generate` takes everything else that a chat may have."""
-        request = chat_request(conversation, model, sampling)
+        """Answer a conversation: a text, or turns, each a message or a mapping with ``role`` and
+        ``content``. ``options`` are fields of ``sampling``, and override it. `generate` takes
+        everything else that a chat may have."""
+        request = chat_request(conversation, model, sampling, options)
         return self.generate(request, timeout=timeout, on_break=on_break)
 
     def embed(
-        self, request: messages.EmbedRequest, *, timeout: float | None = None
+        self, request: Given[messages.EmbedRequest], *, timeout: float | None = None
     ) -> AsyncStream[messages.EmbedResponse]:
         """Turn each input into a vector. Vectors come as they are ready, in any order."""
-        return AsyncStream(self._calls.start(self._stub.Embed, request, timeout))
+        asked = request_of("embed", messages.EmbedRequest, request)
+        return AsyncStream(self._calls.start(self._stub.Embed, asked, timeout))
 
     def rerank(
-        self, request: messages.RerankRequest, *, timeout: float | None = None
+        self, request: Given[messages.RerankRequest], *, timeout: float | None = None
     ) -> AsyncStream[messages.RerankResponse]:
         """Score documents by how well they answer a query. Scores come in any order,
         unless ``top_n`` is set."""
-        return AsyncStream(self._calls.start(self._stub.Rerank, request, timeout))
+        asked = request_of("rerank", messages.RerankRequest, request)
+        return AsyncStream(self._calls.start(self._stub.Rerank, asked, timeout))
 
     def generate_image(
-        self, request: messages.GenerateImageRequest, *, timeout: float | None = None
+        self, request: Given[messages.GenerateImageRequest] | str, *, timeout: float | None = None
     ) -> AsyncImageStream:
         """Draw images of a prompt. Their progress comes first, then the parts of their files."""
-        return AsyncImageStream(self._calls.start(self._stub.GenerateImage, request, timeout))
+        asked = request_of("generate_image", messages.GenerateImageRequest, request)
+        return AsyncImageStream(self._calls.start(self._stub.GenerateImage, asked, timeout))
 
     async def tokenize(
-        self, request: messages.TokenizeRequest, *, timeout: float | None = None
+        self, request: Given[messages.TokenizeRequest] | str, *, timeout: float | None = None
     ) -> messages.TokenizeResponse:
         """Split a text or a chat into tokens."""
-        return await self._calls.ask(self._stub.Tokenize, request, timeout)
+        asked = request_of("tokenize", messages.TokenizeRequest, request)
+        return await self._calls.ask(self._stub.Tokenize, asked, timeout)
 
     async def detokenize(
-        self, request: messages.DetokenizeRequest, *, timeout: float | None = None
+        self, request: Given[messages.DetokenizeRequest], *, timeout: float | None = None
     ) -> messages.DetokenizeResponse:
         """Turn token ids into text."""
-        return await self._calls.ask(self._stub.Detokenize, request, timeout)
+        asked = request_of("detokenize", messages.DetokenizeRequest, request)
+        return await self._calls.ask(self._stub.Detokenize, asked, timeout)
 
 
 class AsyncModelsClient:
@@ -282,35 +318,40 @@ class AsyncModelsClient:
         return await self._calls.ask(self._stub.ListModels, messages.ListModelsRequest(), timeout)
 
     async def get_model(
-        self, request: messages.GetModelRequest, *, timeout: float | None = None
+        self, request: Given[messages.GetModelRequest] | str, *, timeout: float | None = None
     ) -> messages.GetModelResponse:
         """Describe one model."""
-        return await self._calls.ask(self._stub.GetModel, request, timeout)
+        asked = request_of("get_model", messages.GetModelRequest, request)
+        return await self._calls.ask(self._stub.GetModel, asked, timeout)
 
     def load_model(
-        self, request: messages.LoadModelRequest, *, timeout: float | None = None
+        self, request: Given[messages.LoadModelRequest] | str, *, timeout: float | None = None
     ) -> AsyncStream[messages.LoadModelResponse]:
         """Load a model, and stream the stages of the load. The server goes on loading
         when the stream is left."""
-        return AsyncStream(self._calls.start(self._stub.LoadModel, request, timeout))
+        asked = request_of("load_model", messages.LoadModelRequest, request)
+        return AsyncStream(self._calls.start(self._stub.LoadModel, asked, timeout))
 
     async def unload_model(
-        self, request: messages.UnloadModelRequest, *, timeout: float | None = None
+        self, request: Given[messages.UnloadModelRequest] | str, *, timeout: float | None = None
     ) -> messages.UnloadModelResponse:
         """Unload a model, and return when its memory is free. Cancellation: the unload goes on."""
-        return await self._calls.ask(self._stub.UnloadModel, request, timeout)
+        asked = request_of("unload_model", messages.UnloadModelRequest, request)
+        return await self._calls.ask(self._stub.UnloadModel, asked, timeout)
 
     async def load_adapter(
-        self, request: messages.LoadAdapterRequest, *, timeout: float | None = None
+        self, request: Given[messages.LoadAdapterRequest], *, timeout: float | None = None
     ) -> messages.LoadAdapterResponse:
         """Load an adapter as a model of its own, or replace it, and return when it is loaded."""
-        return await self._calls.ask(self._stub.LoadAdapter, request, timeout)
+        asked = request_of("load_adapter", messages.LoadAdapterRequest, request)
+        return await self._calls.ask(self._stub.LoadAdapter, asked, timeout)
 
     async def unload_adapter(
-        self, request: messages.UnloadAdapterRequest, *, timeout: float | None = None
+        self, request: Given[messages.UnloadAdapterRequest] | str, *, timeout: float | None = None
     ) -> messages.UnloadAdapterResponse:
         """Forget an adapter, and return when its memory is free."""
-        return await self._calls.ask(self._stub.UnloadAdapter, request, timeout)
+        asked = request_of("unload_adapter", messages.UnloadAdapterRequest, request)
+        return await self._calls.ask(self._stub.UnloadAdapter, asked, timeout)
 
 
 class AsyncControlClient:
@@ -333,41 +374,50 @@ class AsyncControlClient:
         )
 
     async def pause(
-        self, request: messages.PauseRequest, *, timeout: float | None = None
+        self, request: Given[messages.PauseRequest], *, timeout: float | None = None
     ) -> messages.PauseResponse:
         """Pause one model or all. A step that runs at that moment still ends."""
-        return await self._calls.ask(self._stub.Pause, request, timeout)
+        asked = request_of("pause", messages.PauseRequest, request)
+        return await self._calls.ask(self._stub.Pause, asked, timeout)
 
     async def resume(
-        self, request: messages.ResumeRequest, *, timeout: float | None = None
+        self, request: Given[messages.ResumeRequest] | str, *, timeout: float | None = None
     ) -> messages.ResumeResponse:
         """End a pause."""
-        return await self._calls.ask(self._stub.Resume, request, timeout)
+        asked = request_of("resume", messages.ResumeRequest, request)
+        return await self._calls.ask(self._stub.Resume, asked, timeout)
 
     async def abort(
-        self, request: messages.AbortRequest, *, timeout: float | None = None
+        self, request: Given[messages.AbortRequest] | str, *, timeout: float | None = None
     ) -> messages.AbortResponse:
         """End requests by their ids."""
-        return await self._calls.ask(self._stub.Abort, request, timeout)
+        asked = request_of("abort", messages.AbortRequest, request)
+        return await self._calls.ask(self._stub.Abort, asked, timeout)
 
     async def drain(
-        self, request: messages.DrainRequest, *, timeout: float | None = None
+        self, request: Given[messages.DrainRequest], *, timeout: float | None = None
     ) -> messages.DrainResponse:
         """Refuse new requests, and return when the last one has ended. Cancellation: the drain goes
         on."""
-        return await self._calls.ask(self._stub.Drain, request, timeout)
+        asked = request_of("drain", messages.DrainRequest, request)
+        return await self._calls.ask(self._stub.Drain, asked, timeout)
 
     async def reset_prefix_cache(
-        self, request: messages.ResetPrefixCacheRequest, *, timeout: float | None = None
+        self,
+        request: Given[messages.ResetPrefixCacheRequest] | str,
+        *,
+        timeout: float | None = None,
     ) -> messages.ResetPrefixCacheResponse:
         """Forget every cached prefix. Running requests keep their blocks."""
-        return await self._calls.ask(self._stub.ResetPrefixCache, request, timeout)
+        asked = request_of("reset_prefix_cache", messages.ResetPrefixCacheRequest, request)
+        return await self._calls.ask(self._stub.ResetPrefixCache, asked, timeout)
 
     async def explain(
-        self, request: messages.ExplainRequest, *, timeout: float | None = None
+        self, request: Given[messages.ExplainRequest] | str, *, timeout: float | None = None
     ) -> messages.ExplainResponse:
         """Return what a live request does, and what it waits for."""
-        return await self._calls.ask(self._stub.Explain, request, timeout)
+        asked = request_of("explain", messages.ExplainRequest, request)
+        return await self._calls.ask(self._stub.Explain, asked, timeout)
 
 
 class _AsyncCalls:
@@ -377,11 +427,11 @@ class _AsyncCalls:
         self._metadata = key_metadata(api_key)
 
     def start(self, method: Any, request: Message, timeout: float | None) -> Any:
-        return method(request, timeout=timeout, metadata=self._metadata)
+        return method(request, timeout=seconds_of(timeout), metadata=self._metadata)
 
     async def ask(self, method: Any, request: Message, timeout: float | None) -> Any:
         try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
+            return await method(request, timeout=seconds_of(timeout), metadata=self._metadata)
         except grpc.RpcError as error:
             raise call_error(error) from error
 

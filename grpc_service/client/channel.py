@@ -5,17 +5,19 @@ A channel is one HTTP/2 connection for all calls of a program, and may be shared
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import grpc
 import grpc.aio
 
 from grpc_service.addresses import is_loopback, target_of
+from grpc_service.client.requests import checked
 from grpc_service.pem import read_authority, read_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Unpack
 
 
@@ -72,6 +74,7 @@ def open_channel(address: str, **settings: Unpack[ChannelSettings]) -> grpc.Chan
     Raises:
         PemError: a TLS file is wrong.
     """
+    _check(address, settings)
     target, options = target_of(address), _options(address, settings)
     if tls := settings.get("tls"):
         return grpc.secure_channel(target, tls.credentials(), options=options)
@@ -84,14 +87,39 @@ def open_aio_channel(address: str, **settings: Unpack[ChannelSettings]) -> grpc.
     Raises:
         PemError: a TLS file is wrong.
     """
+    _check(address, settings)
     target, options = target_of(address), _options(address, settings)
     if tls := settings.get("tls"):
         return grpc.aio.secure_channel(target, tls.credentials(), options=options)
     return grpc.aio.insecure_channel(target, options=options)
 
 
+# What the settings take beside None, for errors.
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "tls": (Tls, "a Tls with the names of its files"),
+    "max_message_bytes": (int, "a whole number of bytes"),
+    "keepalive_time_s": (Real, "seconds"),
+    "options": (Sequence, "a list of pairs of a name and a value"),
+}
+
+
+def _check(address: str, settings: ChannelSettings) -> None:
+    """Check the types of what a channel is made of.
+
+    Raises:
+        TypeError: one is wrong, or there is no such setting.
+    """
+    checked("address", address, str, "a text: HOST, HOST:PORT or unix:PATH")
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise TypeError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+        if value is not None:
+            checked(name, value, *SETTINGS[name])
+
+
 def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata of a call that shows ``api_key``; no metadata if the key is ""."""
+    checked("api_key", api_key, str, "a text")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 

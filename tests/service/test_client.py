@@ -126,6 +126,27 @@ def test_a_chat_takes_mappings_and_messages(client):
     assert client.chat(other, model="fake", sampling=sampling, timeout=CALL_LIMIT_S).text() != text
 
 
+def test_a_text_and_a_mapping_stand_for_a_request(client):
+    """The forms that the engine's own methods take."""
+    wanted = client.generate(story(), timeout=CALL_LIMIT_S).text()
+    sampling = {"max_tokens": 3, "seed": 7}
+    mapping = {"text": "Once", "sampling": sampling, "model": "fake"}
+    assert client.generate(mapping, timeout=CALL_LIMIT_S).text() == wanted
+    assert client.complete("Once", timeout=CALL_LIMIT_S, **sampling) == wanted
+    asked = story(sampling={"max_tokens": 9, "seed": 7, "stop": ["x", "y"]})
+    assert client.complete(asked, max_tokens=3, stop="z") == wanted
+    assert (asked.sampling.max_tokens, list(asked.sampling.stop)) == (9, ["x", "y"])
+    with client.generate("Once", timeout=CALL_LIMIT_S) as stream:
+        assert next(stream).started
+    turns = [{"role": "user", "content": "Hi"}]
+    said = client.chat(turns, sampling=sampling, timeout=CALL_LIMIT_S).text()
+    assert client.chat("Hi", sampling=sampling, timeout=CALL_LIMIT_S).text() == said
+    assert client.chat("Hi", timeout=CALL_LIMIT_S, **sampling).text() == said
+    assert client.chat("Hi", sampling={"max_tokens": 9, "seed": 7}, max_tokens=3).text() == said
+    assert client.models.get_model("emb").model.name == "emb"
+    assert client.control.abort("no-one").results[0].request_id == "no-one"
+
+
 def test_vectors_scores_and_tokens(client):
     inputs = [{"text": "a"}, {"text": "b"}]
     found = client.embed(EmbedRequest(model="emb", inputs=inputs), timeout=CALL_LIMIT_S)
@@ -164,6 +185,8 @@ def test_asyncio_has_the_same_calls(server):
         events = [event async for event in client.generate(story(), timeout=CALL_LIMIT_S)]
         text = "".join(event.delta.text for event in events)
         assert await client.generate(story(), timeout=CALL_LIMIT_S).text() == text
+        assert await client.complete("Once", max_tokens=3, seed=7) == text
+        assert await client.chat("Hi", max_tokens=3).text()
         turns = [{"role": "user", "content": "Hi"}]
         assert await client.chat(turns, model="fake", sampling={"max_tokens": 3}).text()
         found = client.embed(EmbedRequest(model="emb", inputs=[{"text": "a"}]), timeout=9)
@@ -185,7 +208,7 @@ def test_asyncio_has_the_same_calls(server):
 
 def test_both_clients_have_every_rpc():
     pairs = (
-        ("Client", messages.GenerateRequest, {"close", "chat"}),
+        ("Client", messages.GenerateRequest, {"close", "chat", "complete"}),
         ("ModelsClient", messages.GetModelRequest, set()),
         ("ControlClient", messages.PauseRequest, set()),
     )
