@@ -17,10 +17,8 @@ from engine.worker.diffusion import pipelines
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
-from engine.worker.load.foreign import refuse_pointers
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import (
-    WANTED_FILES,
     read_json,
     resolve,
     resolve_local,
@@ -184,7 +182,6 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
                 raise Refusal("a GGUF file is served as a text model only")
             return Capability.TEXT_TO_TEXT
         directory = source.directory
-        refuse_pointers(directory, WANTED_FILES)
         kind = capability.fitting(directory, kind)
         if kind in ENCODERS:
             from engine.worker.encoders.files import check

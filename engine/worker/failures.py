@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,11 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
             f"the device has too little free memory for its {needs}",
             log_detail=describe(error),
         )
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        # A library's: every reader of ours says it itself.
+        name = os.path.basename(os.fsdecode(error.filename))
+        said = f"its load could not use the file {name} ({error.strerror})"
+        return SpawnFailed(said, log_detail=describe(error))
     log.error("the load of %s failed in an unexpected way", name, exc_info=error)
     return SpawnFailed(
         f"its load failed in an unexpected way ({type(error).__name__}); the log has the details",

@@ -9,8 +9,10 @@ is read from its file only for its call.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 import sys
 import time
 from operator import gt
@@ -56,15 +58,19 @@ def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> l
     behind that of a path where there is no file.
 
     Raises:
-        ConfigError: there is no such file, or it is empty.
+        ConfigError: a file cannot be read as far as its size shows, or it is empty.
     """
     found = []
     for path in paths:
         whole = Path(os.path.expanduser(path))
-        if not whole.is_file():
-            what = "is a directory" if whole.is_dir() else "is not a file"
-            raise ConfigError(f"{name}{path} {what}{hint}")
-        size = whole.stat().st_size
+        try:
+            status = whole.stat()
+        except OSError as error:
+            raise ConfigError(f"{name}{path} cannot be read: {error.strerror}{hint}") from None
+        if not stat.S_ISREG(status.st_mode):
+            reason = os.strerror(errno.EISDIR) if whole.is_dir() else "it is not a regular file"
+            raise ConfigError(f"{name}{path} cannot be read: {reason}{hint}")
+        size = status.st_size
         if not size:
             raise ConfigError(f"{name}{path} is an empty file")
         found.append(ImageFile(path, size))

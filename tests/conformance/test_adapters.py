@@ -331,9 +331,8 @@ def test_only_regular_files_are_read(tmp_path):
         directory = files_in(tmp_path / file)
         (directory / file).unlink()
         os.mkfifo(directory / file)
-        with pytest.raises(Refusal, match=f"no {file} that can be read") as refused:
+        with pytest.raises(Refusal, match=f"{file} cannot be read .it is not a regular file"):
             measure_adapter(str(directory))
-        assert "no regular file" in refused.value.detail
     with pytest.raises(Refusal, match="more than 1 MiB"):
         measure_adapter(str(files_in(tmp_path / "large", base_model_name_or_path="x" * (1 << 20))))
 

@@ -1,5 +1,6 @@
 """GGUF files are read as llama.cpp means them: types, names, orders, norms, tokens, templates."""
 
+import importlib
 import sys
 
 import numpy as np
@@ -160,6 +161,8 @@ def test_a_transformers_that_reads_gguf_otherwise_is_named(checkpoints, tmp_path
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
     monkeypatch.delattr(transformers.integrations.gguf, "reader", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.reader", None)
+    package = importlib.import_module("transformers.integrations.gguf")
+    monkeypatch.delattr(package, "reader", raising=False)  # which another test has imported
     with pytest.raises(SpawnFailed, match=r"no reader of GGUF files .* install that version"):
         load_gguf(path)
 

@@ -142,7 +142,10 @@ BREAKERS = {
         "its first step gave no token (its results are not finite numbers)",
     ),
     "no tokenizer": (unlink("tokenizer.json"), "no tokenizer.json"),
-    "broken tokenizer": (write("tokenizer.json", "{"), "tokenizer.json cannot be read"),
+    "broken tokenizer": (
+        write("tokenizer.json", "{"),
+        "tokenizer.json is damaged, or of a newer kind",
+    ),
     "broken generation config": (write("generation_config.json", "{"), "not valid JSON"),
     "temperature out of range": (
         write("generation_config.json", '{"temperature": -1}'),
@@ -288,6 +291,15 @@ def test_an_unforeseen_error_is_spawn_failed_and_the_log_has_it_all(stock, monke
         runner.load(lambda _progress: None)
     assert "surprise" in failed.value.log_detail
     assert "Traceback" in caplog.text
+
+
+def test_a_file_that_vanishes_while_a_library_reads_it_is_named_with_the_reason(stock, monkeypatch):
+    def fail(_self):
+        (stock / "nowhere.json").read_text()
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "__enter__", fail)
+    said = failure(stock)
+    assert said.endswith("could not use the file nowhere.json (No such file or directory)")
 
 
 def test_a_load_that_failed_can_be_tried_again(stock, tmp_path):

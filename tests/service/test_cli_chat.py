@@ -160,8 +160,11 @@ def test_a_reset_forgets_images_that_wait(chat, tmp_path):
 def test_an_image_that_is_no_file_ends_a_pipe_and_is_a_note_on_a_terminal(chat, tmp_path):
     empty = tmp_path / "empty.png"
     empty.touch()
-    for path, what in (("none.png", "is not a file"), (tmp_path, "is a directory"),
-                       (empty, "is an empty file")):  # fmt: skip
+    for path, what in (
+        ("none.png", "cannot be read: No such file or directory"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (empty, "is an empty file"),
+    ):
         assert chat(FakeBackend(), "a\n", "--image", str(path))[0] == 2
         code, out, err = chat(FakeBackend(), f"/image {path}\na\n")
         assert (code, out, err) == (2, "", f"triolet: /image {path} {what}\n")

@@ -88,7 +88,10 @@ def test_every_flag_is_sent(draw, tmp_path):
     [
         (["-o", "no/such/folder/a.png"], "-o no/such/folder/a.png is no file in a folder"),
         (["-o", "-", "--n", "2"], "-o - takes one image"),
-        (["-o", "a.png", "--image", "nobody.png"], "--image nobody.png is not a file"),
+        (
+            ["-o", "a.png", "--image", "nobody.png"],
+            "--image nobody.png cannot be read: No such file or directory",
+        ),
         (["-o", "a.png", "--size", "40"], "'40' is no size, such as 512x512"),
         (["-o", "a.png", "--steps", "0"], "steps: is 0, outside [1, 150]"),
         (["-o", "a.png", "--scheduler", "mine"], "scheduler: is not one of the model's"),

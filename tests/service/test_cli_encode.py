@@ -127,7 +127,7 @@ def test_embed_of_images_alone_reads_no_standard_input(ask, tmp_path, stdin):
 def test_embed_names_an_image_that_is_no_file(ask, tmp_path):
     code, _, err = ask(Encoder(), "embed", "--image", str(tmp_path / "none.png"))
     assert code == 2
-    assert "none.png is not a file; texts come before --image" in err
+    assert "none.png cannot be read: No such file or directory; texts come before --image" in err
 
 
 def test_many_images_are_sent_in_several_calls_each_read_for_its_own(ask, tmp_path, monkeypatch):

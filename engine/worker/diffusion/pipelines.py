@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.worker.diffusion.noise_names import NAMES_OF_CLASSES
+from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import PIPELINE_INDEX, read_json, weight_index
 
@@ -150,7 +151,7 @@ def _weight_files(folder: Path, name: str) -> tuple[str, tuple[str, ...], dict[s
     for variant in VARIANTS:
         part = f".{variant}" if variant else ""
         whole = f"{WEIGHTS[name]}{part}.safetensors"
-        if (folder / whole).is_file():
+        if has_file(folder / whole):
             return variant, (whole,), {}
         shards = f"{WEIGHTS[name]}.safetensors.index{part}.json"
         if index := weight_index(folder, shards):

@@ -7,15 +7,15 @@ safetensors are accepted. Rule 2: no weight is ever initialised at random or rep
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from engine.status import Capability
 from engine.worker.load.capability import IMAGE_TEXT_TYPES, MODULES_NAME, OWN_CONFIG_NAME
+from engine.worker.load.reading import check_readable, has_file
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import read_json, weight_files
+from engine.worker.load.resolve import parse_file, read_json, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,15 +62,16 @@ def check(directory: Path, capability: Capability) -> Path:
     folders = [_folder_of(directory, module) for module in modules] or [directory]
     for name, folder in zip(names or ["Transformer"], folders, strict=True):
         if name in WITH_WEIGHTS:
-            weight_files(folder)
+            for file in weight_files(folder):
+                check_readable(folder / file)
         if name == "Dense":
             _check_activation(read_json(folder, "config.json").get("activation_function"))
-    if (folders[0] / "adapter_config.json").is_file():
+    if has_file(folders[0] / "adapter_config.json"):
         raise Refusal("it is an adapter, and adapters are not supported")
     config = read_json(folders[0], "config.json")
     if capability is Capability.IMAGE_EMBEDDING:
         _check_image_model(config, folders[0])
-    own = read_json(directory, OWN_CONFIG_NAME) if (directory / OWN_CONFIG_NAME).is_file() else {}
+    own = read_json(directory, OWN_CONFIG_NAME) if has_file(directory / OWN_CONFIG_NAME) else {}
     _check_activation(own.get("activation_fn"))
     _check_activation(config.get("sbert_ce_default_activation_function"))
     inner = config.get("sentence_transformers")
@@ -85,18 +86,14 @@ def _check_image_model(config: dict[str, Any], folder: Path) -> None:
             f"its model type is {model_type!r}, and models that embed images are one of "
             f"{', '.join(IMAGE_TEXT_TYPES)}"
         )
-    if not any((folder / name).is_file() for name in PROCESSOR_NAMES):
+    if not any(has_file(folder / name) for name in PROCESSOR_NAMES):
         raise Refusal(f"it has no image processor ({' or '.join(PROCESSOR_NAMES)})")
 
 
 def _modules(directory: Path) -> list[dict[str, Any]]:
-    path = directory / MODULES_NAME
-    if not path.is_file():
+    if not has_file(directory / MODULES_NAME):
         return []
-    try:
-        modules = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refusal(f"its {MODULES_NAME} is not valid JSON", detail=str(error)) from error
+    modules = parse_file(directory, MODULES_NAME)
     is_list = isinstance(modules, list) and all(isinstance(one, dict) for one in modules)
     if not is_list or not modules:
         raise Refusal(f"its {MODULES_NAME} is not a list of modules")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.worker.load.adapter_config import read_form
 from engine.worker.load.foreign import ADAPTER_NAME
+from engine.worker.load.reading import has_file, opened, reading
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -82,11 +84,11 @@ def measure_adapter(directory: str) -> AdapterSize:
         Refusal: it is not an adapter that is served, as far as these show.
     """
     folder = _folder(directory)
-    read_form(_read(folder / ADAPTER_NAME))
+    read_form(_read(folder))
+    _check_weights(folder)
     try:
-        path = _file(folder / WEIGHTS_NAME)
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with opened(folder / WEIGHTS_NAME) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > min(size, HEADER_BYTES_MAX):
                 raise ValueError("the header is longer than the file")
@@ -100,8 +102,6 @@ def measure_adapter(directory: str) -> AdapterSize:
         values = sum(_placed_values(name, header[name]["shape"]) for name in names)
         ranks = [header[name]["shape"][0] for name in names if name.endswith(SHRINK)]
         return AdapterSize(size, values, max(ranks, default=0))
-    except OSError as error:
-        raise _missing(folder, error) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(error) from error
 
@@ -132,12 +132,11 @@ def read_adapter(directory: str, places: Mapping[str, tuple[int, int]], head: st
     from safetensors.torch import load
 
     folder = _folder(directory)
-    config = _read(folder / ADAPTER_NAME)
+    config = _read(folder)
     form = read_form(config)
-    try:
-        weights = _file(folder / WEIGHTS_NAME).read_bytes()
-    except OSError as error:
-        raise _missing(folder, error) from error
+    _check_weights(folder)
+    with opened(folder / WEIGHTS_NAME) as file:
+        weights = file.read()
     try:
         tensors: dict[str, Any] = load(weights)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -195,45 +194,37 @@ def _part(tensors: dict[str, Any], name: str, size: tuple[int, int], form: Adapt
 
 def _folder(directory: str) -> Path:
     folder = Path(directory)
-    if not folder.is_dir():
+    if not has_file(folder):
         raise Refusal("its directory does not exist", detail=directory)
+    with reading("directory"):
+        folder.stat()
     return folder
 
 
-def _file(path: Path) -> Path:
-    """Return ``path`` if it is a file or a link to one. Reading a device or a pipe may never end.
-
-    Raises:
-        OSError: it is something else.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no regular file")
-    return path
-
-
-def _read(path: Path) -> bytes:
+def _read(folder: Path) -> bytes:
     """Return an adapter's configuration."""
-    try:
-        with _file(path).open("rb") as file:
-            found = file.read(CONFIG_BYTES_MAX + 1)
-        if len(found) > CONFIG_BYTES_MAX:
-            raise Refusal(f"its {path.name} has more than {CONFIG_BYTES_MAX >> 20} MiB")
-        return found
-    except OSError as error:
+    if not has_file(folder / ADAPTER_NAME):
         raise Refusal(
-            f"its directory has no {path.name} that can be read; name the directory that peft's "
-            "save_pretrained wrote",
-            detail=str(error),
-        ) from error
+            f"its directory has no {ADAPTER_NAME}; name the directory that peft's save_pretrained "
+            "wrote",
+            detail=str(folder),
+        )
+    with opened(folder / ADAPTER_NAME) as file:
+        found = file.read(CONFIG_BYTES_MAX + 1)
+    if len(found) > CONFIG_BYTES_MAX:
+        raise Refusal(f"its {ADAPTER_NAME} has more than {CONFIG_BYTES_MAX >> 20} MiB")
+    return found
 
 
-def _missing(folder: Path, error: OSError) -> Refusal:
-    if (folder / PICKLE_NAME).exists():
-        return Refusal(
+def _check_weights(folder: Path) -> None:
+    if has_file(folder / WEIGHTS_NAME):
+        return
+    if has_file(folder / PICKLE_NAME):
+        raise Refusal(
             f"its weights are pickled ({PICKLE_NAME}), and such a file is not read; save it by "
             "peft with safe_serialization=True"
         )
-    return Refusal(f"its directory has no {WEIGHTS_NAME} that can be read", detail=str(error))
+    raise Refusal(f"its directory has no {WEIGHTS_NAME}", detail=str(folder))
 
 
 def _damaged(error: Exception) -> Refusal:

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.worker.load.joined_experts import Joining, is_joined, joining_of
+from engine.worker.load.reading import check_readable, has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import weight_files, weight_index
 
@@ -70,8 +71,8 @@ class Checkpoint:
     names for it; copies in other files are ignored.
 
     Raises:
-        Refusal: On entering: there are no files, or one is missing, cut short, or not a safetensors
-            file.
+        Refusal: On entering: there are no files, or one is missing, cannot be read, is cut short,
+            or is not a safetensors file.
     """
 
     def __init__(
@@ -185,8 +186,9 @@ class Checkpoint:
 
     def _open(self, name: str) -> None:
         path = self._directory / name
-        if not path.is_file():
+        if not has_file(path):
             raise Refusal(f"its weight file {name} is missing")
+        check_readable(path)
         try:
             file = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
             for key in file.keys():  # noqa: SIM118  (not a dict: it has no __iter__)

@@ -7,23 +7,28 @@ and torch is not imported.
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from engine.worker.load.reading import begins_with, has_file, reading
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 ADAPTER_NAME = "adapter_config.json"  # of PEFT
 GGUF_MAGIC = b"GGUF"
 POINTER_MAGIC = b"version https://git-lfs.github.com/spec/"
-POINTER_BYTES_MAX = 1024  # git-LFS's specification: a pointer is smaller
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether the file is a GGUF file."""
-    return path.is_file() and _begins_with(path, GGUF_MAGIC)
+    """Return whether there is a file at ``path``, and it is a GGUF file.
+
+    Raises:
+        Refusal: it cannot be read.
+    """
+    return has_file(path) and begins_with(path, GGUF_MAGIC)
 
 
 def refusal_of_file(path: Path) -> Refusal:
@@ -51,20 +56,37 @@ def refusal_of_directory(directory: Path, otherwise: str) -> Refusal:
     return Refusal(otherwise, detail=str(directory))
 
 
-def refuse_pointers(directory: Path, patterns: Iterable[str]) -> None:
-    """Refuse a directory in which one of the files that ``patterns`` name is a pointer of git-LFS.
+def check_files(directory: Path, patterns: Sequence[str]) -> None:
+    """Check every file of a directory that ``patterns`` name, before libraries read some of them,
+    which ignore a file that is optional and cannot be read.
 
     Raises:
-        Refusal: there is such a file.
+        Refusal: one cannot be read, or is a pointer of git-LFS.
     """
-    found = [path for pattern in patterns for path in directory.glob(pattern) if _is_pointer(path)]
+    names = _names(directory, patterns)
+    found = [name for name in names if begins_with(directory / name, POINTER_MAGIC, name)]
     if found:
         more = len(found) - 1
         what = f"and {more} more are pointers" if more else "is a pointer"
         raise Refusal(
-            f"its {found[0].name} {what} of git-LFS, without the content; run 'git lfs pull' in "
+            f"its {found[0]} {what} of git-LFS, without the content; run 'git lfs pull' in "
             "the model's directory"
         )
+
+
+def _names(directory: Path, patterns: Sequence[str], within: str = "") -> Iterator[str]:
+    """Yield the names in a directory that patterns such as ``*/*.json`` match, whatever they stand
+    for (`Path.glob` leaves out links to nothing). ``within`` stands before each name."""
+    with reading(within.rstrip("/") or "directory"):
+        entries = sorted(directory.iterdir())
+    split = [pattern.partition("/") for pattern in patterns]
+    for entry in entries:
+        name = f"{within}{entry.name}"
+        if any(not rest and fnmatchcase(entry.name, own) for own, _, rest in split):
+            yield name
+        inner = [rest for own, _, rest in split if rest and fnmatchcase(entry.name, own)]
+        if inner and not entry.is_file():
+            yield from _names(entry, inner, f"{name}/")
 
 
 def _base_of(directory: Path) -> str:
@@ -78,19 +100,3 @@ def _base_of(directory: Path) -> str:
         return ""
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     return f", {name.rstrip('/').rpartition('/')[2] if is_path else name},"
-
-
-def _is_pointer(path: Path) -> bool:
-    try:
-        is_small = path.stat().st_size < POINTER_BYTES_MAX
-    except OSError:  # a link to nothing; whoever needs the file will say that it is missing
-        return False
-    return is_small and _begins_with(path, POINTER_MAGIC)
-
-
-def _begins_with(path: Path, magic: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError:
-        return False

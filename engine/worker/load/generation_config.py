@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from engine.worker.interface import SamplingDefaults
+from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 
@@ -70,7 +71,7 @@ def read_generation(source: Source, config: Any) -> tuple[SamplingDefaults, froz
         Refusal: The file is broken, or a value is outside its range.
     """
     raw: Mapping[str, Any] = {}
-    if (source.directory / FILE_NAME).is_file():
+    if has_file(source.directory / FILE_NAME):
         raw = read_json(source.directory, FILE_NAME)
     _log_unfollowed(source.name, raw)
     ends = raw.get("eos_token_id")

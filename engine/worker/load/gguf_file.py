@@ -25,6 +25,7 @@ from engine.worker.load.gguf_models import (
     row_order,
 )
 from engine.worker.load.gguf_vocabulary import STRING_LISTS, read_vocabulary
+from engine.worker.load.reading import check_readable
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class GgufFile(Checkpoint):
     that transformers gives them.
 
     Raises:
-        Refusal: On entering: the file is damaged, or has something that is not read.
+        Refusal: On entering: the file cannot be read, is damaged, or has something that is not
+            read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,6 +75,7 @@ class GgufFile(Checkpoint):
 
     def __enter__(self) -> GgufFile:
         reader = _reader()
+        check_readable(self._path)
         try:
             blob = reader._mapped(str(self._path))
             self.metadata, count, place = reader._read_metadata(blob, str(self._path), STRING_LISTS)

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.foreign import (
     ADAPTER_NAME,
+    check_files,
     is_gguf,
     refusal_of_directory,
     refusal_of_file,
 )
+from engine.worker.load.reading import has_file, read_text, reading
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -92,8 +94,16 @@ def resolve(model: str, revision: str = "") -> Source:
     """Find the model's directory. A Hugging Face id that is not cached yet is downloaded.
 
     Raises:
-        Refusal: There is no such model; the message says where it was searched.
+        Refusal: There is no such model; the message says where it was searched. Or one of its files
+            cannot be read, or is a pointer of git-LFS.
     """
+    source = _find(model, revision)
+    if source.gguf is None:
+        check_files(source.directory, WANTED_FILES)
+    return source
+
+
+def _find(model: str, revision: str) -> Source:
     path = _path_of(model)
     if path.is_dir():
         return Source(path, short_name(model), gguf=_only_gguf(path))
@@ -112,10 +122,16 @@ def resolve(model: str, revision: str = "") -> Source:
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """Return the GGUF file of a directory that has one and no config.json."""
-    if (directory / "config.json").is_file():
+    """Return the GGUF file of a directory that has one and no config.json.
+
+    Raises:
+        Refusal: the directory, or such a file, cannot be read.
+    """
+    with reading("directory"):
+        paths = [path for path in directory.iterdir() if path.suffix == ".gguf"]
+    if has_file(directory / "config.json"):
         return None
-    found = [path for path in directory.glob("*.gguf") if is_gguf(path)]
+    found = [path for path in paths if is_gguf(path)]
     return found[0] if len(found) == 1 else None
 
 
@@ -125,7 +141,7 @@ def resolve_local(model: str, revision: str = "") -> Source | None:
     try:
         if model not in DEMOS and not _path_of(model).exists() and _is_hub_id(model):
             return _cached(model, revision)
-        return resolve(model, revision)
+        return _find(model, revision)
     except Refusal:
         return None
 
@@ -259,7 +275,7 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     """
     if index := weight_index(directory):
         return tuple(sorted(set(index.values())))
-    if (directory / WEIGHTS_NAME).is_file():
+    if has_file(directory / WEIGHTS_NAME):
         return (WEIGHTS_NAME,)
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLED)
     raise refusal_of_directory(
@@ -277,7 +293,7 @@ def weight_index(directory: Path, name: str = INDEX_NAME) -> dict[str, str]:
     Raises:
         Refusal: The index is broken, or names a file in another directory.
     """
-    if not (directory / name).is_file():
+    if not has_file(directory / name):
         return {}
     index = read_json(directory, name).get("weight_map")
     if not isinstance(index, dict) or not index:
@@ -294,16 +310,22 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     Raises:
         Refusal: The file is missing, unreadable, not JSON, or not an object.
     """
-    path = directory / name
-    try:
-        parsed = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise refusal_of_directory(directory, f"it has no {name}") from None
-    except OSError as error:
-        raise Refusal(f"its {name} cannot be read ({error.strerror})", detail=str(path)) from error
-    except ValueError as error:
-        where = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise Refusal(f"its {name} is not valid JSON{where}", detail=str(error)) from error
+    parsed = parse_file(directory, name)
     if not isinstance(parsed, dict):
         raise Refusal(f"its {name} is not a JSON object")
     return parsed
+
+
+def parse_file(directory: Path, name: str) -> Any:
+    """Return what a JSON file of the model's directory has.
+
+    Raises:
+        Refusal: The file is missing, unreadable or not JSON.
+    """
+    if not has_file(directory / name):
+        raise refusal_of_directory(directory, f"it has no {name}")
+    try:
+        return json.loads(read_text(directory / name))
+    except json.JSONDecodeError as error:
+        raise Refusal(f"its {name} is not valid JSON at line {error.lineno}",
+                      detail=str(error)) from error  # fmt: skip

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer as Backend
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import TokenSpan
+from engine.worker.load.reading import check_readable, has_file, read_text, reading
 from engine.worker.text.call_turns import CallForm, form_of, in_form
 from engine.worker.text.templates import check_syntax, render, takes_tools
 
@@ -284,17 +285,19 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
     """Read the tokenizer of a model directory.
 
     Raises:
-        SpawnFailed: tokenizer.json is missing or unreadable, a file beside it is not JSON, or a
+        SpawnFailed: tokenizer.json is missing or no tokenizer, a file beside it is not JSON, or a
             chat template cannot be parsed.
+        Refusal: one of the files cannot be read.
     """
     directory = Path(path)
     file = directory / "tokenizer.json"
-    if not file.is_file():
+    if not has_file(file):
         return _convert(directory)
+    check_readable(file)
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:
-        message = "the model's tokenizer.json cannot be read"
+        message = "the model's tokenizer.json is damaged, or of a newer kind"
         raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
@@ -314,9 +317,11 @@ def _convert(directory: Path) -> HfTokenizer:
     Raises:
         SpawnFailed: there are no such files, or they cannot be converted here.
     """
-    found = [names for names in _OLDER_FILES if all((directory / one).is_file() for one in names)]
+    found = [names for names in _OLDER_FILES if all(has_file(directory / one) for one in names)]
     if not found:
         raise SpawnFailed("the model has no tokenizer.json", log_detail=str(directory))
+    for name in found[0]:
+        check_readable(directory / name)
     files = " and ".join(found[0])
     if files == "tokenizer.model" and find_spec("sentencepiece") is None:
         raise _not_converted(files, 'pip install "triolet[sentencepiece]"')
@@ -347,10 +352,10 @@ def _not_converted(files: str, way_out: str, detail: str = "") -> SpawnFailed:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not has_file(file):
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_text(file))
     except ValueError as error:
         message = f"the model's {file.name} is not JSON"
         raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
@@ -393,16 +398,20 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
     Raises:
         SpawnFailed: as `check_syntax`, or a file is not JSON.
+        Refusal: a file cannot be read.
     """
     of_processor = {
         name: _named_templates(_read_json(directory / name).get("chat_template"))
         for name in ("processor_config.json", "chat_template.json")
     }
-    has_processor = any((directory / name).is_file() for name in _PROCESSOR_FILES)
+    has_processor = any(has_file(directory / name) for name in _PROCESSOR_FILES)
     files = {"default": directory / "chat_template.jinja"}
     folder = directory / "additional_chat_templates"
-    files |= {file.stem: file for file in sorted(folder.glob("*.jinja"))}
-    written = {name: _read(file) for name, file in files.items() if file.is_file()}
+    if has_file(folder):
+        with reading(folder.name):
+            named = sorted(folder.iterdir())
+        files |= {file.stem: file for file in named if file.suffix == ".jinja"}
+    written = {name: read_text(file) for name, file in files.items() if has_file(file)}
     of_tokenizer = {
         "": written,
         "tokenizer_config.json": _named_templates(config.get("chat_template")),
@@ -422,10 +431,6 @@ def _named_templates(written: Any) -> dict[str, str]:
     if isinstance(named, dict):
         return {str(name): str(template) for name, template in named.items()}
     return {str(one["name"]): str(one["template"]) for one in named or ()}
-
-
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
 
 
 def _find_anchor(backend: Backend) -> tuple[int, ...]:

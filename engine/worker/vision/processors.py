@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from engine.worker.import_lock import holds_import_lock
+from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 
@@ -57,7 +58,7 @@ def _settings(directory: Path) -> dict[str, Any]:
         ("processor_config.json", "image_processor"),
         ("preprocessor_config.json", ""),
     ):
-        if not (directory / name).exists():
+        if not has_file(directory / name):
             continue
         read = read_json(directory, name)
         found = read.get(key) if key else read

@@ -1,0 +1,87 @@
+"""A file that a command or a setting names and that cannot be read is named with the system's
+reason. Commands and their flags are found by walking the parsers."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from engine.errors import ConfigError
+from grpc_service.access.keys import KeyRing
+from grpc_service.app.server_config import ServerConfig
+from grpc_service.app.tls import server_context
+from grpc_service.cli import doctor
+from grpc_service.cli.completion import _commands
+from grpc_service.cli.main import build_parser, main
+from grpc_service.ray.command import read_fleet
+from tests.support.unreadable import FAULTS, broken, open_folder, reason
+
+PARSERS = _commands(build_parser())
+BESIDE = {("generate", "--image"): ["--chat"]}  # what a flag needs beside it
+PAIRED = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}
+
+
+def flags():
+    """Return the commands and flags that take a file to read. Of commands that share a flag, with
+    its text of help, the first is returned."""
+    found = {}
+    for command, parser in PARSERS.items():
+        for action in parser._actions:
+            for flag in action.option_strings[-1:]:
+                if str(action.metavar).startswith("FILE") and flag != "--output":
+                    found.setdefault((flag, action.help), (command, flag))
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """Return a folder that any user may enter."""
+    with open_folder() as made:
+        yield made
+
+
+def arguments(command, flag, path, folder):
+    """Return a command line with a file that cannot be read."""
+    needed = [
+        "x"
+        for action in PARSERS[command]._actions
+        if not action.option_strings and action.nargs != "*"
+    ]
+    required = ["-o", str(folder / "out.png")] if command == "draw" else []
+    pair = [PAIRED[flag], str(path)] if flag in PAIRED and command != "doctor" else []
+    return [command, *needed, *required, *BESIDE.get((command, flag), ()), *pair, flag, str(path)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("command", "flag"), flags())
+def test_a_file_of_a_flag_that_cannot_be_read_is_named(
+    folder, monkeypatch, capsys, command, flag, fault
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    monkeypatch.setattr(doctor, "_torch", list)  # which would start a process
+    path = folder / "wanted"
+    with broken(path, fault):
+        assert main(arguments(command, flag, path, folder)) != 0
+    shown = capsys.readouterr()
+    assert f"{path} cannot be read: {reason(fault)}" in shown.out + shown.err
+    assert "Traceback" not in shown.err
+
+
+SETTINGS = {
+    "tls_cert": lambda path: server_context(ServerConfig(tls_cert=path, tls_key=path)),
+    "api_key_file": KeyRing,
+    "fleet": read_fleet,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_file_of_a_servers_setting_that_cannot_be_read_is_named(
+    folder, monkeypatch, setting, fault
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: True)  # Ray need not be installed
+    path = folder / "wanted"
+    with broken(path, fault), pytest.raises(ConfigError) as refused:
+        SETTINGS[setting](str(path))
+    assert f"{path} cannot be read: {reason(fault)}" in str(refused.value)
