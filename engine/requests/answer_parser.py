@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.requests.answer_format import HERMES_CLOSE, MISTRAL_ARGS, MISTRAL_ID, ToolFormat
-from engine.requests.answer_reader import AnswerReader
+from engine.requests.answer_reader import AnswerReader, Object
 
 if TYPE_CHECKING:
     from engine.requests.answer_format import AnswerFormat, Pair
@@ -94,7 +94,7 @@ class AnswerParser(AnswerReader):
     def _read_hermes(self, raw: str) -> Reading:
         """Read one call and its closing marker."""
         raw += yield from self._skip_space()
-        if (yield from self._try_call(raw)):
+        if (yield from self._try_call(raw)) is Object.CALL:
             space = yield from self._skip_space()
             if not (yield from self._try_marker(HERMES_CLOSE)):
                 self._unread(space)
@@ -102,15 +102,15 @@ class AnswerParser(AnswerReader):
     def _read_llama(self, raw: str) -> Reading:
         """Read calls separated by ";" or by nothing."""
         raw += yield from self._skip_space()
-        while (yield from self._try_call(raw)):
+        while (found := (yield from self._try_call(raw))) is not Object.NO_CALL:
             space = yield from self._skip_space()
             if self._next not in ("{", ";"):
                 self._unread(space)
                 return
-            raw = ""
+            raw = "" if found is Object.CALL else space
             if self._next == ";":
                 yield from self._advance()
-                raw = ";" + (yield from self._skip_space())
+                raw += ";" + (yield from self._skip_space())
 
     def _read_mistral(self, raw: str) -> Reading:
         """Read a list of calls, or one call whose name stands before its arguments."""
@@ -122,21 +122,19 @@ class AnswerParser(AnswerReader):
             yield from self._read_named(raw)
 
     def _read_list(self, raw: str) -> Reading:
-        """Read calls separated by "," up to "]"."""
-        while True:
-            raw += yield from self._skip_space()
-            if not (yield from self._try_call(raw)):
-                return
+        """Read calls separated by "," up to "]", which is text behind text."""
+        raw += yield from self._skip_space()
+        while (found := (yield from self._try_call(raw))) is not Object.NO_CALL:
             space = yield from self._skip_space()
-            if self._next == ",":
-                raw = ","
-                yield from self._advance()
-                continue
-            if self._next == "]":
-                yield from self._advance()
-            else:
-                self._unread(space)
-            return
+            if self._next != ",":
+                if self._next == "]" and found is Object.CALL:
+                    yield from self._advance()
+                else:
+                    self._unread(space)
+                return
+            raw = "," if found is Object.CALL else space + ","
+            yield from self._advance()
+            raw += yield from self._skip_space()
 
     def _read_named(self, raw: str) -> Reading:
         """Read ``name[CALL_ID]id[ARGS]{…}``, where only the name and the object are required."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ class ToolCall(NamedTuple):
     name: str
     arguments_json: str
     call_id: str = ""
+
+
+class Object(Enum):
+    """What a JSON object turned out to be. All but a call became text."""
+
+    CALL = auto()
+    OTHER_CALL = auto()  # of a function that was not offered
+    NO_CALL = auto()
 
 
 class Parts(NamedTuple):
@@ -153,26 +162,30 @@ class AnswerReader(ABC):
             yield from self._advance()
         return "".join(word)
 
-    def _try_call(self, raw: str, name: str = "", call_id: str = "") -> Trying:
-        """Consume a JSON object that is a call, and return whether there was one. If not, ``raw``
-        and what was consumed become text. With a ``name``, any object is the call's arguments."""
+    def _try_call(
+        self, raw: str, name: str = "", call_id: str = ""
+    ) -> Generator[None, str, Object]:
+        """Consume a JSON object that may be a call, and return what it is. Of any but a call,
+        ``raw`` and what was consumed become text. With a ``name``, any object is the call's
+        arguments."""
         json_text: list[str] = []
         scanner = _Scanner()
         while self._next and scanner.takes(self._next):
             json_text.append(self._next)
             if scanner.depth == 0:
                 call = _call_of("".join(json_text), name, call_id, self._needs_arguments)
-                is_call = call is not None and call.name in self._names
-                if call is not None and is_call:
+                if call is not None and call.name in self._names:
                     self._calls.append(call)
                     self._is_after_call = True
                 else:
                     self._emit_text(raw, *json_text)
                 yield from self._advance()
-                return is_call
+                if call is None:
+                    return Object.NO_CALL
+                return Object.CALL if self._is_after_call else Object.OTHER_CALL
             yield from self._advance()
         self._emit_text(raw, *json_text)
-        return False
+        return Object.NO_CALL
 
 
 class _Scanner:

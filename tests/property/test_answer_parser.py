@@ -105,6 +105,53 @@ def test_what_calls_no_tool_that_was_offered_is_text(text, tools):
     assert (said, reasoning, calls) == (text, "", [])
 
 
+OBJECTS = {
+    True: st.sampled_from(
+        [
+            ('{"name": "f", "arguments": {"x": 1}}', ToolCall("f", '{"x": 1}')),
+            ('{"name": "g", "parameters": {"s": "]},;"}}', ToolCall("g", '{"s": "]},;"}')),
+        ]
+    ),
+    False: st.sampled_from(
+        [('{"name": "h", "arguments": {"x": 1}}', None), ('{"name": "i", "parameters": {}}', None)]
+    ),
+}
+LISTS = {
+    ToolFormat.HERMES: ("", "<tool_call>{}</tool_call>", [""], ""),
+    ToolFormat.LLAMA: ("<|python_tag|>", "{}", ["", ";"], ""),
+    ToolFormat.MISTRAL: ("[TOOL_CALLS][", "{}", [","], "]"),
+}
+
+
+@given(
+    tools=st.sampled_from(INSIDE),
+    objects=st.lists(st.booleans().flatmap(OBJECTS.get), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_an_offered_call_is_a_call_whatever_stands_beside_it(tools, objects, data):
+    """Calls of tools that were not offered stay in the text, each as it was written."""
+    opening, frame, separators, closing = LISTS[tools]
+    spaces = st.sampled_from(["", " ", "\n"])
+    text = opening
+    for number, (written, _) in enumerate(objects):
+        if number:
+            text += data.draw(spaces) + data.draw(st.sampled_from(separators)) + data.draw(spaces)
+        text += frame.format(written)
+    text += data.draw(spaces) + closing
+    said, _, calls = parse(form_of(tools), text)
+    assert calls == [call for _, call in objects if call is not None]
+    left = said
+    for written in (written for written, call in objects if call is None):
+        before, found, left_behind = left.partition(written)
+        assert found
+        left = before + left_behind
+    for marker in (opening, *frame.split("{}")):
+        left = left.replace(marker, "") if marker else left
+    assert set(left) <= set(",;] \n")
+    if not calls:
+        assert said == text
+
+
 @pytest.mark.parametrize(
     "fields",
     [
