@@ -223,8 +223,9 @@ def test_held_invalid_bytes_are_bounded():
 
 def oracle_steps(tokenizer, stops, prompt, output):
     """Return (all text so far, finish, matched) after each token, by decoding everything again."""
-    hidden = searched(tokenizer, stops)
-    whole = [s for s in stops.strings if any(text in s for text in hidden.values())]
+    searched = special_tokens_within(tokenizer, stops.strings)
+    hidden = searched if stops.skip_special else {}
+    whole = [s for s in stops.strings if any(text in s for text in searched.values())]
     plain = [s for s in stops.strings if s not in whole]
     arrived, steps = [], []
     for count, token_id in enumerate(output):
@@ -232,7 +233,9 @@ def oracle_steps(tokenizer, stops, prompt, output):
         is_stop_id = armed and token_id in stops.token_ids
         is_last = count + 1 == stops.max_tokens
         tokens = output[: count + (stops.include or not is_stop_id)]
-        full = marked_text(tokenizer, prompt, tokens, stops, {} if is_stop_id else hidden)
+        full = marked_text(tokenizer, prompt, tokens, stops, hidden)
+        if is_stop_id and not stops.include:  # it is found, and is no part of the output
+            full = [*full, *((c, False) for c in searched.get(token_id, ""))]
         old = len(arrived)
         if is_stop_id or is_last or full[-1:] != [("\ufffd", True)]:
             arrived = full
@@ -253,13 +256,11 @@ def oracle_steps(tokenizer, stops, prompt, output):
     return steps
 
 
-def searched(tokenizer, stops):
-    """Return the special tokens that are left out of the text and may be part of a stop string."""
-    if not stops.skip_special:
-        return {}
+def special_tokens_within(tokenizer, strings):
+    """Return the texts of the special tokens that occur in stop strings, by their ids."""
     added = tokenizer.backend.get_added_tokens_decoder()
     texts = {id_: token.content for id_, token in added.items() if token.special}
-    return {id_: t for id_, t in texts.items() if any(t in s for s in stops.strings)}
+    return {id_: t for id_, t in texts.items() if any(t in s for s in strings)}
 
 
 def marked_text(tokenizer, prompt, tokens, stops, hidden):
@@ -316,10 +317,13 @@ def actual_steps(state, output):
 
 END_TOKEN = BYTES.backend.token_to_id("<|endoftext|>")
 FEW_IDS = [*byte_ids(BYTES, "abcé".encode()), *BYTES.encode(" a"), END_TOKEN]
-letters = st.sampled_from([*"abcé a", "<|endoftext|>"])
-stop_strings = st.lists(st.lists(letters, min_size=1, max_size=5).map("".join), max_size=4).map(
-    tuple
-)
+END_TEXT = "<|endoftext|>"
+letters = st.sampled_from([*"abcé a", END_TEXT])
+stop_strings = st.lists(
+    st.lists(letters, min_size=1, max_size=5).map("".join)
+    | st.sampled_from("abc").map(lambda letter: letter + END_TEXT),
+    max_size=4,
+).map(tuple)
 
 
 @settings(max_examples=200, deadline=None)
@@ -327,7 +331,7 @@ stop_strings = st.lists(st.lists(letters, min_size=1, max_size=5).map("".join), 
     output=st.lists(st.sampled_from(FEW_IDS), min_size=1, max_size=40),
     prompt=st.sampled_from([(), BYTES.encode("Once upon"), tuple(byte_ids(BYTES, b"a\xc3"))]),
     strings=stop_strings,
-    token_ids=st.frozensets(st.sampled_from(FEW_IDS), max_size=2),
+    token_ids=st.just(frozenset({END_TOKEN})) | st.frozensets(st.sampled_from(FEW_IDS), max_size=2),
     limits=st.tuples(st.integers(0, 12), st.integers(1, 45)),
     include=st.booleans(),
     skip=st.booleans(),
@@ -419,7 +423,6 @@ def test_a_stop_token_shows_its_text_only_when_asked_and_not_special():
         assert got[-1] == (text, EndReason.STOP, END_TOKEN)
 
 
-END_TEXT = "<|endoftext|>"
 # A stop string, what the model writes, and the text that is shown without and with the stop string.
 SPECIAL_STOPS = [
     (END_TEXT, ["ab", END_TOKEN], "ab", "ab"),
@@ -446,6 +449,23 @@ def test_a_stop_string_with_a_special_token_stops_at_the_token(
     steps = actual_steps(TextState(BYTES, stops, ()), [*ids, *byte_ids(BYTES, b"zz")])
     assert steps[-1] == (whole if include else before, STOP, stop)
     assert len(steps) == len(ids)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", [END_TEXT, "b" + END_TEXT])
+def test_a_stop_string_that_ends_in_the_models_own_end_token_is_cut_out_whole(stop, include, skip):
+    ends = frozenset({END_TOKEN})
+    stops = Stops(
+        max_tokens=99, strings=(stop,), token_ids=ends, include=include, skip_special=skip
+    )
+    ids = [*byte_ids(BYTES, b"ab"), END_TOKEN]
+    shown = ("ab" if skip else "ab" + END_TEXT) if include else ("ab" + END_TEXT)[: -len(stop)]
+    assert actual_steps(TextState(BYTES, stops, ()), ids)[-1] == (shown, STOP, stop)
+    state = TextState(BYTES, stops, ())
+    said = "".join(state.push(id_).text for id_ in ids[:-1])
+    step = state.push_end(END_TOKEN)  # as the end of a grammar
+    assert (said + step.text, step.matched) == (shown, stop)
 
 
 def test_min_tokens_defers_stops_and_a_stop_that_ended_before_stays_unseen():

@@ -19,8 +19,9 @@ For each token, with ``count`` tokens before it, these rules apply in this order
    output only with ``include``, and not if special tokens are skipped.
 3. A stop string ends the sequence with STOP. Of several, the one that ends first is the match, and
    of those that end together the longest. The text behind it is dropped, and without ``include``
-   its own text too. It takes precedence over ``max_tokens``, and, as in vLLM, over a stop token
-   that only released the text with the stop string. A stop string in which the text of a special
+   its own text too. It takes precedence over ``max_tokens``, over a special stop token at whose
+   text it ends, and, as in vLLM, over a stop token that only released the text with the stop
+   string. A stop string in which the text of a special
    token occurs is found where the model wrote that token, even though the token is left out of the
    output's text. So ``<|im_end|>`` stops at its token, as the id would, and ``x<|im_end|>`` at the
    token behind an ``x``.
@@ -75,17 +76,26 @@ class TextState:
     when a `TextStep` has a ``finish``. A push after that is a bug.
     """
 
-    __slots__ = ("_decoder", "_is_done", "_matcher", "_num_tokens", "_searched", "_stops")
+    __slots__ = (
+        "_decoder",
+        "_hidden",
+        "_is_done",
+        "_matcher",
+        "_num_tokens",
+        "_searched",
+        "_stops",
+    )
 
     def __init__(self, tokenizer: HfTokenizer, stops: Stops, prompt: Sequence[int]) -> None:
         self._stops = stops
         hidden = tokenizer.special_ids - stops.shown if stops.skip_special else frozenset()
+        self._hidden = hidden
         self._decoder = IncrementalDecoder(tokenizer, prompt, hidden=hidden)
-        # Texts of the tokens that are left out of the text and may end it, by their ids.
+        # Texts of the special tokens that occur in stop strings, by their ids.
         self._searched: dict[int, str] = {
             token_id: tokenizer.backend.id_to_token(token_id) or ""
             for string in stops.strings
-            for token_id in tokenizer.special_ids_within(string) & hidden
+            for token_id in tokenizer.special_ids_within(string)
         }
         self._matcher = StopMatcher(
             stops.strings, include=stops.include, hidden=self._searched.values()
@@ -108,7 +118,7 @@ class TextState:
         if is_armed and token_id in stops.token_ids:
             return self._end_by_token(token_id)
         is_last = self._num_tokens >= stops.max_tokens
-        hidden = self._searched.get(token_id, "")
+        hidden = self._searched.get(token_id, "") if token_id in self._hidden else ""
         text = self._decoder.step(token_id)
         if is_last or is_complete or hidden:
             text += self._decoder.flush()
@@ -136,8 +146,10 @@ class TextState:
         return twin
 
     def _end_by_token(self, token_id: int) -> TextStep:
-        text = self._decoder.step(token_id) if self._stops.include else ""
-        text, matched = self._matcher.feed(text + self._decoder.flush())
+        is_shown = self._stops.include and token_id not in self._hidden
+        text = self._decoder.step(token_id) if is_shown else ""
+        hidden = "" if is_shown else self._searched.get(token_id, "")
+        text, matched = self._matcher.feed(text + self._decoder.flush(), hidden)
         if matched is not None:
             return self._end(text, EndReason.STOP, matched)
         return self._end(text + self._matcher.flush(), EndReason.STOP, token_id)
