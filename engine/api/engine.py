@@ -180,7 +180,8 @@ class Engine:
         """Return the text of token ids.
 
         Raises:
-            InvalidRequest: an id is outside the vocabulary. Others as `Leases.acquire`.
+            InvalidRequest: an id is outside the vocabulary, and the tokenizer has no token for it
+                either. Others as `Leases.acquire`.
         Cancellation: at once.
         """
         needed = _text_if_unnamed(model, Capability.TEXT_TO_TEXT)

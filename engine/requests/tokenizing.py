@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
-from engine.core.common.vocabulary import check_ids
+from engine.core.common.vocabulary import check_ids, first_outside
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.images.decoder import decode_here
 
@@ -119,13 +119,17 @@ class Tokenizing:
         """Return the text of ids.
 
         Raises:
-            InvalidRequest: an id is outside the vocabulary.
+            InvalidRequest: an id is that of no token, and outside the vocabulary.
         Cancellation: as the class.
         """
+        tokenizer, vocab_size = replica.tokenizer, replica.info.vocab_size
 
         def job() -> str:
-            check_ids("ids", ids, replica.info.vocab_size)
-            return replica.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            if first_outside(ids, vocab_size) is not None:
+                for index, one in enumerate(ids):
+                    if not tokenizer.is_known(one):
+                        check_ids("ids", (one,), vocab_size, first=index)
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
         return await self.run(len(ids), job)
 

@@ -260,6 +260,11 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
         ...
 
+    def is_known(self, token_id: int) -> bool:
+        """Return whether the tokenizer has a token with this id. It may have some for which the
+        model has no row."""
+        ...
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],

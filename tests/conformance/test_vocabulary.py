@@ -199,7 +199,7 @@ class Said:
     that is right is answered. Models of one kind are loaded together, when the first is needed."""
 
     def __init__(self, root):
-        self.root, self.told, self.own = root, {}, {}
+        self.root, self.told, self.own, self.back = root, {}, {}, {}
 
     def of(self, model, name):
         """Return what a case was told, and the id of its model's token without a row."""
@@ -230,6 +230,14 @@ class Said:
                     except Exception as error:
                         self.told[model, name] = error
                     assert await ask(eng, model, GOOD[type(request)]())
+                for name, _, own in made if write is not write_drawers else ():
+                    spans, _ = await eng.tokenize(name, text=f"a {OWN}")
+                    ids = [span.token_id for span in spans]
+                    assert own in ids
+                    self.back[name] = await eng.detokenize(name, ids, skip_special_tokens=False)
+                    for wrong in (own + 1, 2**40, -1):
+                        with pytest.raises(InvalidRequest, match=rf"ids\[2\]: is {wrong}, outside"):
+                            await eng.detokenize(name, [own, 0, wrong])
 
         trio.run(main)
 
@@ -249,6 +257,13 @@ def test_a_token_without_a_row_is_refused_by_name(said, model, name):
     assert f"outside the vocabulary of {own}" in violation.description
     is_text = not violation.field.endswith("]") or "documents" in violation.field
     assert not is_text or f"the token '{OWN}' with the id {own}" in violation.description
+
+
+@pytest.mark.parametrize("model", ["llama", "embedder"])
+def test_the_tokens_of_a_text_are_text_again_with_or_without_a_row(said, model):
+    """Detokenize computes nothing, so it takes every id that Tokenize returns."""
+    said.of(model, "ids")
+    assert all(OWN in text for text in said.back.values())
 
 
 # ---- what no field names

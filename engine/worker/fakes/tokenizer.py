@@ -69,6 +69,10 @@ class FakeTokenizer:
         shown = (i for i in token_ids if not (skip_special_tokens and i == EOS))
         return "".join(f"<{token_id}>" for token_id in shown)
 
+    def is_known(self, token_id: int) -> bool:
+        """Return false: it has no tokens of its own."""
+        return False
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],

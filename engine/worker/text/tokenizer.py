@@ -145,7 +145,7 @@ class HfTokenizer:
         """Return whether the vocabulary has the id. A vocabulary may have gaps."""
         if token_id in self._known:
             return True
-        if self.backend.id_to_token(token_id) is None:
+        if not 0 <= token_id < 2**32 or self.backend.id_to_token(token_id) is None:
             return False
         self._known.add(token_id)
         return True
