@@ -10,6 +10,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+import trio
+
 from engine.requests.quota import Origin
 from grpc_service.rpc.receipt import wait_received
 from grpc_service.services import draw_codec, encode_codec, text_codec, text_encoder
@@ -34,6 +36,7 @@ class Inference:
 
         Cancellation: ends the request.
         """
+        arrived_at = trio.current_time()
         asked = text_codec.decode_generate(request, clients_timeout(rpc.call.time_remaining()))
         is_large = request.output.HasField("prompt_logprobs")
         writer = self._text_writer(
@@ -43,7 +46,7 @@ class Inference:
             is_kept=asked.resume_window_s is not None,
         )
         del request  # its images were copied, and it is as large as they are
-        await self._serve(asked, rpc, writer)
+        await self._serve(asked, rpc, writer, arrived_at)
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
         """Stream the rest of what a Generate request generates, after its call was lost.
@@ -94,32 +97,38 @@ class Inference:
 
         Cancellation: ends the request.
         """
+        arrived_at = trio.current_time()
         asked = encode_codec.decode_embed(request, clients_timeout(rpc.call.time_remaining()))
         del request  # its images were copied, and it is as large as they are
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
-        await self._serve(asked, rpc, writer)
+        await self._serve(asked, rpc, writer, arrived_at)
 
     async def Rerank(self, request: inference_pb2.RerankRequest, rpc: Rpc) -> None:
         """Stream one score for each document. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
+        arrived_at = trio.current_time()
         asked = encode_codec.decode_rerank(request, clients_timeout(rpc.call.time_remaining()))
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
-        await self._serve(asked, rpc, writer)
+        await self._serve(asked, rpc, writer, arrived_at)
 
     async def GenerateImage(self, request: images_pb2.GenerateImageRequest, rpc: Rpc) -> None:
         """Stream the progress of a drawing, and its images in parts. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
+        arrived_at = trio.current_time()
         asked = draw_codec.decode_draw(request, clients_timeout(rpc.call.time_remaining()))
         del request  # its source was copied, and it is as large as that
         writer = CallWriter(rpc, self._backend.unread_calls, draw_codec.encode_drawing)
-        await self._serve(asked, rpc, writer)
+        await self._serve(asked, rpc, writer, arrived_at)
 
-    async def _serve(self, request: ClientRequest, rpc: Rpc, writer: CallWriter) -> None:
-        """Submit a request and write its events until the call ends.
+    async def _serve(
+        self, request: ClientRequest, rpc: Rpc, writer: CallWriter, arrived_at: float
+    ) -> None:
+        """Submit a request and write its events until the call ends. ``arrived_at`` is when its
+        timeout was what it says, on Trio's clock.
 
         Raises:
             Disconnected: the client has ended the call.
@@ -130,6 +139,7 @@ class Inference:
             request,
             buffer=backend.engine.config.stream_buffer,
             reader=writer,
+            arrived_at=arrived_at,
             origin=Origin(rpc.request_id, rpc.quota),
         )
         await writer.run(stream)

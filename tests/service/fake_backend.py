@@ -139,7 +139,7 @@ class FakeEngine:
         self.script = script
         self.streams = []
 
-    def submit(self, request, *, buffer, reader, origin):
+    def submit(self, request, *, buffer, reader, arrived_at, origin):
         try:
             request.validate()
         except InvalidRequest as error:
