@@ -290,7 +290,9 @@ async def test_clients_of_killed_workers_all_learn_how_their_request_ended(
         )
     assert set(undisturbed) == {"ok"}
     assert set(ends) <= {"ok", "WORKER_LOST"}
-    assert ends["ok"] > 10 * ends["WORKER_LOST"]
+    # A kill ends the requests of one worker of four; its neighbours may have more than their share.
+    assert ends["WORKER_LOST"] <= seconds / every_s * clients / 2
+    assert ends["ok"] > ends["WORKER_LOST"]
 
 
 @pytest.mark.model
