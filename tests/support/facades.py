@@ -90,7 +90,8 @@ async def fake_rank(model, query, documents):
 PRELUDE = """
 import asyncio, atexit, logging, os, signal, sys, threading, time
 # asyncio's debug mode names each task that took 0.1 s, as any may on a busy machine.
-logging.getLogger("asyncio").addFilter(lambda record: not record.getMessage().startswith("Executing"))
+is_other = lambda record: not record.getMessage().startswith("Executing")
+logging.getLogger("asyncio").addFilter(is_other)
 atexit.register(time.sleep, 0.1)  # registered first, runs last: whoever is woken may complain
 import engine
 from engine.api import aio, blocking, portal
