@@ -1,18 +1,23 @@
 """The index of a checkpoint decides in which file a tensor counts, for every reader of weights.
 
 Each checkpoint is cut into two files. Both have all tensors, and those that the index gives to the
-other file are negated, as after a half-finished update.
+other file are negated, as after a half-finished update. Or they have no copies, and the whole file
+stays beside them with all tensors negated.
+
+A broken index is refused by name before any weights are read.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, ModelConfig
+from engine.errors import SpawnFailed
 from engine.worker.diffusion.runner import DiffusionRunner
 from engine.worker.factory import make_runner
 from engine.worker.interface import RunnerSpec
@@ -29,16 +34,24 @@ pytestmark = [
 ]
 
 
-def cut(folder, stem="model"):
-    """Cut a checkpoint's file into two that have stale copies of each other's tensors."""
+def cut(folder, stem="model", *, leaves_whole=False):
+    """Cut a checkpoint's file into two that have stale copies of each other's tensors, or leave
+    the whole file as the stale copy."""
     whole = folder / f"{stem}.safetensors"
     tensors = load_file(whole)
     files = [f"{stem}-0000{number}-of-00002.safetensors" for number in (1, 2)]
     index = {name: files[place % 2] for place, name in enumerate(tensors)}
     for file in files:
-        stale = {name: one if index[name] == file else -one for name, one in tensors.items()}
+        stale = {
+            name: one if index[name] == file else -one
+            for name, one in tensors.items()
+            if index[name] == file or not leaves_whole
+        }
         save_file(stale, folder / file, metadata={"format": "pt"})
     whole.unlink()
+    if leaves_whole:
+        stale = {name: -one for name, one in tensors.items()}
+        save_file(stale, whole, metadata={"format": "pt"})
     listed = {"metadata": {}, "weight_map": index}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(listed))
 
@@ -110,10 +123,119 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("leaves_whole", [False, True], ids=["cut", "beside the whole file"])
 @pytest.mark.parametrize(("make", "places", "read"), READERS.values(), ids=READERS)
-def test_the_index_decides_in_which_file_a_tensor_counts(make, places, read, tmp_path):
+def test_the_index_decides_in_which_file_a_tensor_counts(
+    make, places, read, leaves_whole, tmp_path
+):
     directory = make(tmp_path / "model")
     want = read(directory)
     for folder, stem in places.items():
-        cut(directory / folder, stem)
+        cut(directory / folder, stem, leaves_whole=leaves_whole)
     assert read(directory) == want
+
+
+LISTS_NOTHING = "lists no weights"
+NO_FILE = "names no safetensors file for 'a'"
+OUTSIDE = "points outside the model's directory"
+# What the index's file holds, and what the refusal says of it.
+BROKEN = {
+    "empty": ("", "is not valid JSON"),
+    "cut short": ('{"weight_map": {"a": "model', "is not valid JSON"),
+    "not UTF-8": (b"\xff\xfe", "is not UTF-8"),
+    "a number without end": ("9" * 5000, "is not valid JSON"),
+    "nested deeply": ("[" * 100_000, "is not valid JSON"),
+    "a list": ("[]", "is not a JSON object"),
+    "no weight_map": ('{"metadata": {}}', LISTS_NOTHING),
+    "a list as weight_map": ('{"weight_map": ["model.safetensors"]}', LISTS_NOTHING),
+    "an empty weight_map": ('{"weight_map": {}}', LISTS_NOTHING),
+    "a number as file": ('{"weight_map": {"a": 5}}', NO_FILE),
+    "null as file": ('{"weight_map": {"a": null}}', NO_FILE),
+    "no name": ('{"weight_map": {"a": ""}}', NO_FILE),
+    "pickled": ('{"weight_map": {"a": "pytorch_model.bin"}}', NO_FILE),
+    "a NUL": ('{"weight_map": {"a": "a\\u0000.safetensors"}}', NO_FILE),
+    "half a character": ('{"weight_map": {"a": "\\ud800.safetensors"}}', NO_FILE),
+    "a long name": (f'{{"weight_map": {{"a": "{"a" * 300}.safetensors"}}}}', NO_FILE),
+    "above": ('{"weight_map": {"a": "../a.safetensors"}}', OUTSIDE),
+    "a path": ('{"weight_map": {"a": "/tmp/a.safetensors"}}', OUTSIDE),
+    "a folder": ('{"weight_map": {"a": "b/a.safetensors"}}', OUTSIDE),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return the directory of a model for each reader."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("models")
+            make = PLACES[kind][0]
+            made[kind] = make(folder / "model")
+        return made[kind]
+
+    return get
+
+
+def refusal(directory):
+    """Return why a model does not load."""
+
+    def load():
+        model = ModelConfig(str(directory))
+        runner = make_runner(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
+        runner.estimate()
+        runner.load(lambda progress: None)
+
+    with pytest.raises(SpawnFailed) as refused:
+        load()
+    return str(refused.value)
+
+
+# What makes a checkpoint, and where an index of it may lie.
+PLACES = {
+    "text": (text.make, ".", "model"),
+    "an embedding model": (encoder.make_embedder, ".", "model"),
+    "a reranker": (encoder.make_reranker, ".", "model"),
+    "CLIP": (encoder.make_image_embedder, ".", "model"),
+    "a vision model": (vision.make, ".", "model"),
+    "a unet": (diffusion.make, "unet", "diffusion_pytorch_model"),
+    "a text encoder": (diffusion.make, "text_encoder", "model"),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_broken_index_is_refused_by_its_name_and_fault(kind, models, tmp_path):
+    _, folder, stem = PLACES[kind]
+    directory = shutil.copytree(models(kind), tmp_path / "model")
+    index = directory / folder / f"{stem}.safetensors.index.json"
+    for name, (content, fault) in BROKEN.items():
+        index.write_bytes(content if isinstance(content, bytes) else content.encode())
+        told = refusal(directory)
+        assert f"{index.name} {fault}" in told, name
+        told.encode()  # clients get it as UTF-8
+    index.write_text('{"metadata": {}, "weight_map": {"a": "gone.safetensors"}}')
+    assert "gone.safetensors" in refusal(directory)
+
+
+@pytest.mark.parametrize("metadata", ["", '"metadata": null, ', '"metadata": [], '])
+def test_an_encoders_index_has_the_metadata_that_transformers_needs(models, tmp_path, metadata):
+    directory = shutil.copytree(models("an embedding model"), tmp_path / "model")
+    cut(directory)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"metadata": {}, ', metadata))
+    assert 'has no "metadata"' in refusal(directory)
+
+
+def test_an_encoders_config_names_no_other_weights(models, tmp_path):
+    directory = shutil.copytree(models("an embedding model"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["transformers_weights"] = "model.safetensors"
+    (directory / "config.json").write_text(json.dumps(config))
+    assert "(transformers_weights)" in refusal(directory)
+
+
+def test_a_dense_layer_has_one_file_of_weights(tmp_path):
+    """sentence-transformers reads no index there."""
+    directory = encoder.make_embedder(tmp_path / "model", dense=8)
+    cut(directory / "2_Dense")
+    assert "its 2_Dense has no model.safetensors" in refusal(directory)

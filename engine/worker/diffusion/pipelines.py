@@ -151,11 +151,11 @@ def _weight_files(folder: Path, name: str) -> tuple[str, tuple[str, ...], dict[s
     for variant in VARIANTS:
         part = f".{variant}" if variant else ""
         whole = f"{WEIGHTS[name]}{part}.safetensors"
-        if has_file(folder / whole):
-            return variant, (whole,), {}
         shards = f"{WEIGHTS[name]}.safetensors.index{part}.json"
         if index := weight_index(folder, shards):
             return variant, tuple(sorted(set(index.values()))), index
+        if has_file(folder / whole):
+            return variant, (whole,), {}
     raise Refusal(
         f"its {name} has no {WEIGHTS[name]}.safetensors; pickled weights (.bin) are not read, "
         "because they can run code: save the pipeline with safe_serialization"

@@ -15,7 +15,13 @@ from engine.status import Capability
 from engine.worker.load.capability import IMAGE_TEXT_TYPES, MODULES_NAME, OWN_CONFIG_NAME
 from engine.worker.load.reading import check_readable, has_file
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import parse_file, read_json, weight_files
+from engine.worker.load.resolve import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    parse_file,
+    read_json,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,13 +68,17 @@ def check(directory: Path, capability: Capability) -> Path:
     folders = [_folder_of(directory, module) for module in modules] or [directory]
     for name, folder in zip(names or ["Transformer"], folders, strict=True):
         if name in WITH_WEIGHTS:
-            for file in weight_files(folder):
-                check_readable(folder / file)
+            _check_weights(folder, name)
         if name == "Dense":
             _check_activation(read_json(folder, "config.json").get("activation_function"))
     if has_file(folders[0] / "adapter_config.json"):
         raise Refusal("it is an adapter, and adapters are not supported")
     config = read_json(folders[0], "config.json")
+    if config.get("transformers_weights") is not None:
+        raise Refusal(
+            "its config.json names a file of weights (transformers_weights) in the place of "
+            f"{WEIGHTS_NAME}, which is not supported; remove the field"
+        )
     if capability is Capability.IMAGE_EMBEDDING:
         _check_image_model(config, folders[0])
     own = read_json(directory, OWN_CONFIG_NAME) if has_file(directory / OWN_CONFIG_NAME) else {}
@@ -77,6 +87,21 @@ def check(directory: Path, capability: Capability) -> Path:
     inner = config.get("sentence_transformers")
     _check_activation(inner.get("activation_fn") if isinstance(inner, dict) else None)
     return folders[0]
+
+
+def _check_weights(folder: Path, module: str) -> None:
+    """Check that a module's files of weights can be read, by its library too: transformers needs
+    another field of the index, and the library's own modules read no index."""
+    if module not in FIRST and not has_file(folder / WEIGHTS_NAME):
+        raise Refusal(f"its {folder.name} has no {WEIGHTS_NAME}")
+    for file in weight_files(folder):
+        check_readable(folder / file)
+    has_index = module in FIRST and has_file(folder / INDEX_NAME)
+    if has_index and not isinstance(read_json(folder, INDEX_NAME).get("metadata"), dict):
+        raise Refusal(
+            f'its {INDEX_NAME} has no "metadata", without which transformers does not read it; '
+            'add "metadata": {} to it'
+        )
 
 
 def _check_image_model(config: dict[str, Any], folder: Path) -> None:

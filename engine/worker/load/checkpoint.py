@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from engine.worker.load.joined_experts import Joining, is_joined, joining_of
 from engine.worker.load.reading import check_readable, has_file
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import weight_files, weight_index
+from engine.worker.load.resolve import WEIGHTS_NAME, weight_files, weight_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -97,6 +97,8 @@ class Checkpoint:
             names = self._names or weight_files(self._directory)
             if not self._names:
                 self._index = weight_index(self._directory)
+                is_whole = has_file(self._directory / WEIGHTS_NAME)
+                self._has_copies = is_whole and WEIGHTS_NAME not in names
             for name in names:
                 self._open(name)
             self._split_experts()

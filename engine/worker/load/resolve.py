@@ -291,17 +291,23 @@ def weight_index(directory: Path, name: str = INDEX_NAME) -> dict[str, str]:
     """Return the file of each tensor, as the checkpoint's index says; nothing if it has none.
 
     Raises:
-        Refusal: The index is broken, or names a file in another directory.
+        Refusal: The index is broken, or names what is no safetensors file of this directory.
     """
     if not has_file(directory / name):
         return {}
     index = read_json(directory, name).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise Refusal(f"its {name} lists no weights")
-    files = {tensor: str(file) for tensor, file in index.items()}
-    if any(Path(file).name != file for file in files.values()):
-        raise Refusal(f"its {name} points outside the model's directory")
-    return files
+    for tensor, file in index.items():
+        if not isinstance(file, str) or not _is_file_of_weights(file):
+            raise Refusal(f"its {name} names no safetensors file for {ascii(tensor)[:200]}")
+        if Path(file).name != file:
+            raise Refusal(f"its {name} points outside the model's directory")
+    return index
+
+
+def _is_file_of_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and name.isprintable() and len(os.fsencode(name)) <= 255
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -326,6 +332,6 @@ def parse_file(directory: Path, name: str) -> Any:
         raise refusal_of_directory(directory, f"it has no {name}")
     try:
         return json.loads(read_text(directory / name))
-    except json.JSONDecodeError as error:
-        raise Refusal(f"its {name} is not valid JSON at line {error.lineno}",
-                      detail=str(error)) from error  # fmt: skip
+    except (ValueError, RecursionError) as error:  # numbers or lists without end, too
+        where = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Refusal(f"its {name} is not valid JSON{where}", detail=str(error)) from error
