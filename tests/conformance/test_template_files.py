@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers import ProcessorMixin
 
-from engine.errors import SpawnFailed
+from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.load.resolve import WANTED_FILES
 from engine.worker.model_files import open_files
 from engine.worker.text.tokenizer import load_tokenizer
@@ -113,6 +113,28 @@ def test_every_file_of_a_template_is_downloaded():
 
     for path, _ in FILES.values():
         assert any(fnmatch(path, pattern) for pattern in WANTED_FILES), path
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_broken_named_template_ends_only_the_requests_that_need_it(tmp_path, checkpoint, is_gguf):
+    """The model answers all others, and nobody may ever ask for a template called rag."""
+    broken, plain = "{% if tools %}", "plain" + READS
+    if is_gguf:
+        key = "tokenizer.chat_template"
+        metadata = {key: plain, f"{key}.tool_use": broken, f"{key}.rag": broken}
+        path = write_model(checkpoint, tmp_path / "made.gguf", metadata=metadata)
+        with open_files(str(path), "", with_tokenizer=True) as files:
+            ours = load_tokenizer(files.source.directory)
+    else:
+        write(tmp_path, {"jinja"})
+        (tmp_path / "chat_template.jinja").write_text(plain)
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(broken)
+        ours = load_tokenizer(tmp_path)
+    assert ours.render_chat(ASK) == "plain"
+    with pytest.raises(InvalidRequest, match=r"chat: the model's chat template is wrong at line 1"):
+        ours.render_chat(ASK, tools=TOOLS)
 
 
 GGUF = {

@@ -564,7 +564,7 @@ def test_a_template_with_a_syntax_error_fails_the_spawn_with_file_and_line(direc
         "of the template: Expected an expression, got 'end of statement block'"
     )
     (directory / "chat_template.jinja").unlink()
-    config = {"chat_template": [{"name": "tool_use", "template": BROKEN_TEMPLATE}]}
+    config = {"chat_template": [{"name": "default", "template": BROKEN_TEMPLATE}]}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(SpawnFailed, match=r"in tokenizer_config\.json is wrong at line 3"):
         load_tokenizer(directory)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from jinja2 import TemplateSyntaxError
+
 SECONDS_MAX = 10.0  # guess: 5 times what 4 MiB of messages of 60 characters took
 CHARS_MAX = 16 * 2**20  # guess: four times the largest request; indented JSON may grow that much
 LINES_PER_LOOK = 256  # traced lines between two looks at the clock; a look costs about ten lines
@@ -57,10 +59,12 @@ def check_syntax(template: str, place: str) -> None:
     try:
         parse(template)
     except TemplateSyntaxError as error:
-        raise SpawnFailed(
-            f"the model's chat template in {place} is wrong at line {error.lineno} of the "
-            f"template: {str(error.message)[:MESSAGE_MAX]}"
-        ) from error
+        what = f"the model's chat template in {place} is wrong at {_place_of(error)}"
+        raise SpawnFailed(what) from error
+
+
+def _place_of(error: TemplateSyntaxError) -> str:
+    return f"line {error.lineno} of the template: {str(error.message)[:MESSAGE_MAX]}"
 
 
 def render(
@@ -78,7 +82,7 @@ def render(
             the field ``chat``.
         RequestTooLarge: the template wrote more than `CHARS_MAX`.
     """
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     from engine.worker.text.template_environment import compiled, variables_of
 
@@ -93,6 +97,8 @@ def render(
         # A template's own raise_exception() raises exactly TemplateError, with a text for users.
         own = str(error)[:MESSAGE_MAX] if type(error) is TemplateError else ""
         what = "the model's chat template refused the chat" + (f": {own}" if own else "")
+        if isinstance(error, TemplateSyntaxError):
+            what = f"the model's chat template is wrong at {_place_of(error)}"
         refused = InvalidRequest.of("chat", what)
         refused.log_detail = f"{type(error).__name__}: {error}"
         raise refused from error

@@ -396,6 +396,8 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     transformers: a processor's own files, template files, tokenizer_config.json. Without a
     processor, chat_template.json comes last, which transformers does not read then.
 
+    Only the default one must be right: nobody may need the others.
+
     Raises:
         SpawnFailed: as `check_syntax`, or a file is not JSON.
         Refusal: a file cannot be read.
@@ -418,8 +420,8 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     }
     places = {**of_processor, **of_tokenizer} if has_processor else {**of_tokenizer, **of_processor}
     for place, templates in places.items():
-        for name, template in templates.items():
-            check_syntax(template, place or files[name].name)
+        if "default" in templates:
+            check_syntax(templates["default"], place or files["default"].name)
         if templates:
             return templates
     return {}
