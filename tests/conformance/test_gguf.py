@@ -1,6 +1,5 @@
 """GGUF files are read as llama.cpp means them: types, names, orders, norms, tokens, templates."""
 
-import importlib
 import sys
 
 import numpy as np
@@ -16,12 +15,16 @@ from engine.worker import model_files  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load import gguf_file  # noqa: E402
+from engine.worker.load.generation_config import read_generation  # noqa: E402
 from engine.worker.load.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
 from engine.worker.load.gguf_file import GgufFile  # noqa: E402
 from engine.worker.load.gguf_models import LLAMA3_ROPE, MODELS  # noqa: E402
 from engine.worker.load.gguf_vocabulary import TOKENS  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.model_files import open_files  # noqa: E402
 from engine.worker.outline.config import OutlineConfig  # noqa: E402
+from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import PRESETS, Shape, make  # noqa: E402
 from tests.conformance.test_rewrites import (  # noqa: E402
@@ -161,8 +164,6 @@ def test_a_transformers_that_reads_gguf_otherwise_is_named(checkpoints, tmp_path
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
     monkeypatch.delattr(transformers.integrations.gguf, "reader", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.reader", None)
-    package = importlib.import_module("transformers.integrations.gguf")
-    monkeypatch.delattr(package, "reader", raising=False)  # which another test has imported
     with pytest.raises(SpawnFailed, match=r"no reader of GGUF files .* install that version"):
         load_gguf(path)
 
@@ -418,6 +419,32 @@ def test_a_damaged_or_unknown_file_is_refused_by_what_is_wrong(checkpoints, tmp_
 def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, metadata, why):
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(SpawnFailed, match=why):
+        load_gguf(path)
+
+
+@pytest.mark.parametrize("value", [[1, 2], ["a"], [[1]], "x"], ids=str)
+def test_no_value_of_another_kind_is_unexpected(checkpoints, tmp_path, value):
+    """Each key of a file in turn has a value of another kind: it is refused, or has no effect."""
+    checkpoint, path = checkpoints("llama"), tmp_path / "model.gguf"
+    with GgufFile(write_model(checkpoint, path)) as file:
+        keys = [*file.metadata, "tokenizer.ggml.eot_token_id", "llama.rope.scaling.factor"]
+    refused = 0
+    for key in keys:
+        write_model(checkpoint, path, metadata={key: value})
+        try:
+            with open_files(str(path), "", with_tokenizer=True) as files:
+                config = read_config(files.source.directory)[1]
+                load_tokenizer(files.source.directory)
+                read_generation(files.source, config)
+        except (SpawnFailed, Refusal):
+            refused += 1
+    assert refused >= 8
+
+
+def test_a_token_id_that_is_a_list_is_named(checkpoints, tmp_path):
+    metadata = {"tokenizer.ggml.eos_token_id": [1, 2]}
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(SpawnFailed, match=r"eos_token_id is \[1, 2\], and must be one token id"):
         load_gguf(path)
 
 

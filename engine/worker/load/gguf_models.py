@@ -25,6 +25,7 @@ OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+TEXTS = ("rope.scaling.type",)  # the fields of an architecture that are no numbers
 ROPE_FACTORS = "rope_freqs.weight"  # how Llama 3's rotary frequencies are divided
 IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -323,13 +324,19 @@ def _key_heads(metadata: Mapping[str, Any]) -> list[int]:
 
 def _of_model(metadata: Mapping[str, Any], key: str) -> Any:
     """Return a field of the architecture; None if there is none. A list, which has a number for
-    each layer, must have the same number for all."""
-    value = metadata.get(f"{metadata['general.architecture']}.{key}")
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
+    each layer, must have the same number for all.
+
+    Raises:
+        Refusal: the layers differ, or the field has no number.
+    """
+    name = f"{metadata['general.architecture']}.{key}"
+    value = metadata.get(name)
+    values = value if isinstance(value, list) else [value]
+    if key not in TEXTS and not all(isinstance(one, float | int | None) for one in values):
+        raise Refusal(f"its {name} is {str(value)[:200]!r}, and must be a number")
+    if len(set(values)) != 1:
         raise Refusal(f"its layers differ in {key}")
-    return value[0]
+    return values[0]
 
 
 def _need(metadata: Mapping[str, Any], key: str) -> Any:

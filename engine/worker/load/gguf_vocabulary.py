@@ -164,10 +164,21 @@ def _special_ids(
     metadata: Mapping[str, Any], count: int, otherwise: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the ids of special tokens by their fields. As in llama.cpp, an id outside the
-    vocabulary, which old files have for a padding token, names no token."""
+    vocabulary, which old files have for a padding token, names no token.
+
+    Raises:
+        Refusal: a field has something else than an id.
+    """
     names = ("bos_token_id", "unknown_token_id", "padding_token_id", *END_FIELDS, *FILL_END_TEXTS)
-    told = {name: metadata.get(f"{PREFIX}{name}") for name in names}
-    ids = dict(otherwise) | {name: int(value) for name, value in told.items() if value is not None}
+    ids = dict(otherwise)
+    for name in names:
+        value = metadata.get(f"{PREFIX}{name}")
+        if value is None:
+            continue
+        if type(value) is not int:
+            shown = str(value)[:200]
+            raise Refusal(f"its {PREFIX}{name} is {shown}, and must be one token id")
+        ids[name] = value
     return {name: value for name, value in ids.items() if 0 <= value < count}
 
 
