@@ -386,10 +386,16 @@ async def open_engine(
     given. ``kinds`` are the kinds of work that the engine does; ``batch`` holds back what readers
     write while a step is delivered.
 
+    Raises:
+        ConfigError: there are no files where the models' paths say.
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
     """
     config = engine_config(config)
+    if make_runner is make_torch_runner:
+        from engine.worker.factory import require_a_model
+
+        require_a_model(config)
     if watchdog is None and threads is None:  # virtual time has no hung steps
         watchdog = Watchdog(config.step_timeout_s)
     own_threads = WorkerThreads()

@@ -24,7 +24,7 @@ import trio
 
 from engine.pool.backoff import CircuitBreaker
 from engine.pool.capabilities import TRAITS
-from engine.pool.load_errors import error_for_request
+from engine.pool.load_errors import reason
 from engine.pool.routing import by_prefix, least_busy
 from engine.status import Capability, ModelState, ModelStatus
 
@@ -193,7 +193,7 @@ class Entry:
             name=version.name,
             state=ModelState.FAILED if has_failed else own.state,
             aliases=version.config.aliases,
-            error=str(error_for_request(version.name, version.error)) if has_failed else own.error,
+            error=reason(version.error) if has_failed else own.error,
             memory_bytes=sum(info.num_bytes for info in infos),
             replicas=(),
             leases=version.num_leases,
@@ -217,7 +217,7 @@ class Entry:
             state=state,
             capability=self.likely_capability,
             aliases=self.config.aliases,
-            error=str(error_for_request(self.config.name, self.cause)) if has_failed else "",
+            error=reason(self.cause) if has_failed else "",
             memory_bytes=sum(replica.reservation.num_bytes for replica in self.replicas),
             replicas=tuple(replica.status() for replica in self.replicas),
             leases=sum(replica.num_leases for replica in self.replicas),

@@ -29,14 +29,21 @@ def error_for_request(model: str, cause: BaseException | None, hint: str = "") -
     if isinstance(cause, EngineBug):
         return EngineBug(cause.log_detail)
     kind: type[TrioletError] = type(cause) if isinstance(cause, _KEPT_CAUSES) else SpawnFailed
-    text, retry_after_s = "its loading failed; the reason was logged", None
-    if isinstance(cause, TrioletError):
-        text, retry_after_s = str(cause).removeprefix(kind.prefix), cause.retry_after_s
+    text = reason(cause).removeprefix(kind.prefix)
     if kind is SpawnFailed:
         text = f"{model}: {text}" + (f"; {hint}" if hint else "")
+    retry_after_s = cause.retry_after_s if isinstance(cause, TrioletError) else None
     error = kind(text, retry_after_s=retry_after_s)
     error.__cause__ = cause
     return error
+
+
+def reason(cause: BaseException | None) -> str:
+    """Return why a load failed, to stand behind the model's name; what is not a `TrioletError`
+    stays in the log."""
+    if not isinstance(cause, TrioletError):
+        return "its loading failed; the reason was logged"
+    return str(cause).removeprefix(SpawnFailed.prefix)
 
 
 def log_failed_load(model: str, error: Exception) -> None:
@@ -57,5 +64,5 @@ def _log(what: str, error: Exception) -> None:
     is_known = isinstance(error, TrioletError)
     detail = " ".join(error.log_detail.split()) if isinstance(error, TrioletError) else ""
     shown, extra = f" [{detail}]" if detail else "", {"detail": detail}
-    text = str(error) if is_known else f"{type(error).__name__}: {error}"
+    text = reason(error) if is_known else f"{type(error).__name__}: {error}"
     log.warning("%s did not load: %s%s", what, text, shown, extra=extra)

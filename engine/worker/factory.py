@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING
 
-from engine.errors import SpawnFailed
+from engine.errors import ConfigError, SpawnFailed
 from engine.limits.cpu import cpu_limit
 from engine.limits.memory import default_limit
 from engine.status import Capability
@@ -19,6 +19,7 @@ from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import (
+    absence,
     read_json,
     resolve,
     resolve_local,
@@ -112,6 +113,17 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         speculation=model.speculation if tp == 1 else "off",
         draft_model=_draft_model(model),
     )
+
+
+def require_a_model(config: EngineConfig) -> None:
+    """Check that one of the configured models may be there, or is loaded later.
+
+    Raises:
+        ConfigError: their names are only those of paths, and nothing is there.
+    """
+    found = {one.name: "" if one.lazy else absence(one.model) for one in config.models}
+    if all(found.values()):
+        raise ConfigError("; ".join(f"{name}: {why}" for name, why in found.items()))
 
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:

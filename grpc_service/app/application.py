@@ -319,7 +319,7 @@ def _failure(engine: Engine) -> str:
         return ""
     if len(models) > 1:
         return f"none of the {len(models)} models was loaded; the log says why"
-    return models[0].error + _where(engine)
+    return f"{models[0].name}: {models[0].error}{_where(engine)}"
 
 
 def _where(engine: Engine) -> str:

@@ -130,7 +130,7 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
     lines += [
         f"  {_threads(engine)}",
         "Try:",
-        *_first_requests(engine, where, config),
+        *(f"  {line}" for line in first_requests(engine, config, port)),
         "Ctrl-C drains; a second Ctrl-C cuts.",
     ]
     print("\n".join(lines), flush=True)
@@ -159,29 +159,38 @@ def _memory(model: ModelStatus) -> str:
     return f"{size} with its KV pool for {count} sequence{'s' * (count != 1)} of full length"
 
 
-def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterator[str]:
+def first_requests(engine: Engine, config: ServerConfig, port: int) -> Iterator[str]:
     """Yield a command for each kind of model that is served."""
-    needs = _needs(config)
+    where, needs = _reachable(config, port), _needs(config)
     server = "" if where == f"{DEFAULT_HOST}:{DEFAULT_PORT}" else f" --server {where}"
     models = engine.list_models()
     kinds = {model.capability for model in models if model.state is not ModelState.FAILED}
-    generates = any(kind.generates_text for kind in kinds)
-    if generates:
-        yield f'  triolet generate "Once upon a time"{server}{needs}'
+    if Capability.TEXT_TO_TEXT in kinds:
+        yield f'triolet generate "Once upon a time"{server}{needs}'
+    if Capability.VISION in kinds:
+        yield f'triolet generate --chat --image FILE "What do you see?"{server}{needs}'
     if Capability.TEXT_EMBEDDING in kinds:
-        yield f'  triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
+        yield f'triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
     if Capability.IMAGE_EMBEDDING in kinds:
-        yield f'  triolet embed "a dog" "a ship" --image FILE{server}{needs}'
+        yield f'triolet embed "a dog" "a ship" --image FILE{server}{needs}'
     if Capability.RERANK in kinds:
         texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
-        yield f"  triolet rerank {texts}{server}{needs}"
+        yield f"triolet rerank {texts}{server}{needs}"
     if Capability.TEXT_TO_IMAGE in kinds:
-        yield f'  triolet draw "a red circle" -o FILE{server}{needs}'
-    if generates and not needs:
+        yield f'triolet draw "a red circle" -o FILE{server}{needs}'
+    if Capability.TEXT_TO_TEXT in kinds and not needs:
         yield (
-            f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
+            f'grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
             "triolet.v1.Inference/Generate"
         )
+
+
+def _reachable(config: ServerConfig, port: int) -> str:
+    """Return an address at which a client on this machine reaches the server."""
+    if config.uds:
+        return f"unix:{config.uds}"
+    host = {"0.0.0.0": DEFAULT_HOST, "::": "::1"}.get(config.host.strip("[]"), config.host)
+    return f"[{host}]:{port}" if ":" in host.strip("[]") and host[0] != "[" else f"{host}:{port}"
 
 
 def _needs(config: ServerConfig) -> str:

@@ -88,8 +88,8 @@ def check_failed(server, code=1):
 def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name):
     """R158."""
     told = check_failed(ended[name])
-    assert told.startswith("triolet: Worker spawn failed: model: ")
-    reason = told.removeprefix("triolet: Worker spawn failed: model: ").partition(" [")[0]
+    assert told.startswith("triolet: model: ")
+    reason = told.removeprefix("triolet: model: ").partition(" [")[0]
     assert "model:" not in reason, "the model is named once"
     assert ended[name].log.count(reason) == 1, "the log does not repeat the sentence"
 
@@ -99,6 +99,14 @@ def test_the_log_has_the_details_that_the_sentence_leaves_out(ended):
     server = ended["with truncated weights"]
     server.wait(MODEL_START_LIMIT_S)
     assert "details of the failed load: SafetensorError" in server.log
+
+
+def test_models_that_are_nowhere_fail_the_start_at_once():
+    with real_process("--model", "/nope", "--model", "./neither", "--port", "0") as server:
+        told = check_failed(server)
+        assert "nope: there is no such directory or file [/nope]; neither: there is no" in told
+        assert "loading" not in server.log
+        assert "Worker" not in server.log
 
 
 def test_a_port_in_use_is_one_sentence_and_a_failure_before_the_model_is_loaded():

@@ -225,6 +225,8 @@ def test_an_estimate_that_fails_is_a_load_that_fails():
     async def body(world):
         error, at = await world.hold("a")
         assert (str(error), at) == ("Worker spawn failed: a: no config.json", 0.0)
+        [status] = [entry.status() for entry in world.pool.registry.entries.values()]
+        assert status.error == "no config.json"  # beside the model's name, and nothing twice
         assert world.num_loads("a") == 0
 
     world.run(body)
@@ -246,9 +248,7 @@ def test_the_log_has_once_why_a_model_did_not_load_with_details_that_clients_do_
     world.run(body)
     [line] = [one for one in caplog.records if "no config.json" in one.getMessage()]
     assert line.levelname == "WARNING"
-    assert line.getMessage() == (
-        "a worker of a did not load: Worker spawn failed: no config.json [/secret/path]"
-    )
+    assert line.getMessage() == ("a worker of a did not load: no config.json [/secret/path]")
     assert line.exc_info is None
 
 

@@ -146,6 +146,15 @@ def resolve_local(model: str, revision: str = "") -> Source | None:
         return None
 
 
+def absence(model: str) -> str:
+    """Return why there is no such model, if its name is only that of a path; empty if there may be
+    one. This needs no network and no large import."""
+    path = Path(os.path.expanduser(model))
+    if model in DEMOS or HUB_ID.fullmatch(model) or os.path.exists(path):
+        return ""
+    return f"there is no such directory or file [{path.absolute()}]"
+
+
 def _path_of(model: str) -> Path:
     """Return the path that the name would have as a directory.
 
