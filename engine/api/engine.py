@@ -358,7 +358,7 @@ def files_of(model: ModelConfig) -> Path | None:
     from engine.worker.load.resolve import resolve_local
 
     found = resolve_local(model.model, model.revision)
-    return None if found is None else found.directory
+    return found and found.directory
 
 
 @asynccontextmanager
@@ -386,8 +386,8 @@ async def open_engine(
     given. ``kinds`` are the kinds of work that the engine does; ``batch`` holds back what readers
     write while a step is delivered.
 
-    Raises:
-        ConfigError: there are no files where the models' paths say.
+    Raises ConfigError if there are no files where the models' paths say.
+
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
     """
