@@ -358,7 +358,7 @@ def files_of(model: ModelConfig) -> Path | None:
     from engine.worker.load.resolve import resolve_local
 
     found = resolve_local(model.model, model.revision)
-    return found and found.directory
+    return None if found is None else found.directory
 
 
 @asynccontextmanager
@@ -375,7 +375,7 @@ async def open_engine(
     batch: WriteBatch | None = None,
 ) -> AsyncIterator[Engine]:
     """Start an engine; its models load in the background (`Engine.wait_ready`). ``config`` may also
-    be a model, or its name or path.
+    be a model, or its name or path. It is a ConfigError if no model's path exists.
 
     ``make_runner`` and ``threads`` can be replaced by fakes and virtual time, in which images are
     decoded without another process. ``on_change`` is called on the Trio thread whenever a model's
@@ -386,16 +386,14 @@ async def open_engine(
     given. ``kinds`` are the kinds of work that the engine does; ``batch`` holds back what readers
     write while a step is delivered.
 
-    Raises ConfigError if there are no files where the models' paths say.
-
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
     """
     config = engine_config(config)
     if make_runner is make_torch_runner:
-        from engine.worker.factory import require_a_model
+        from engine.worker import factory
 
-        require_a_model(config)
+        factory.require_a_model(config)
     if watchdog is None and threads is None:  # virtual time has no hung steps
         watchdog = Watchdog(config.step_timeout_s)
     own_threads = WorkerThreads()
