@@ -1,7 +1,7 @@
 """Decodes images in a process of its own, the decoder, which has a lower priority (D23).
 
 A decoder in a thread of the server delays every token: it takes a core from the step's threads, and
-whoever waits for Python's lock waits for a thread without a core. A file that crashes a library
+whoever waits for the GIL waits for a thread without a core. A file that crashes a library
 ends this process alone.
 
 Rule: whatever a file does to the decoder, its own request gets an answer, and the next image is

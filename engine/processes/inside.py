@@ -32,7 +32,7 @@ def live_with_the_server() -> None:
 
 def die_with_the_server(fd: int) -> None:
     """Have the kernel kill this process when the pipe's other end is closed. Only Linux can do
-    that; elsewhere the end of the channels ends the process, once its thread has Python's lock."""
+    that; elsewhere the end of the channels ends the process, once its thread has the GIL."""
     if not hasattr(fcntl, "F_SETSIG"):
         return
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())

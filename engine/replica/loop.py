@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 # From this many events on, the loop waits until the step's thread has begun before it delivers
-# them: the thread needs Python's lock to begin, and delivering holds the lock. Waiting costs a
+# them: the thread needs the GIL to begin, and delivering holds the GIL. Waiting costs a
 # wake-up of about 45 µs, and fewer events do not hold the thread up for longer than that.
 EVENTS_TO_HOLD_BACK = 32
 # With no more events and rows than this, the loop delivers the events and prepares the next plan

@@ -46,7 +46,7 @@ ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RE
 # length; a pool for --max-num-seqs sequences would reserve a gigabyte for a model of 4 MB.
 DEMO_KV_BYTES = 128 << 20
 # The least time after which a rank that says nothing while it loads counts as hung, however short
-# the step timeout: importing torch holds Python's lock for seconds, and for more on a busy machine.
+# the step timeout: importing torch holds the GIL for seconds, and for more on a busy machine.
 SILENCE_S = 20.0
 
 

@@ -2,11 +2,11 @@
 
 A process has three advantages. If it dies, by a crash of a library or because the kernel needs its
 memory, only one replica is lost. A step that hangs can be killed. And the steps of several replicas
-do not share Python's lock.
+do not share the GIL.
 
 Rule 1: imports no torch; the process makes its own runner from a reference (`messages.Setup`).
 Rule 2: a step takes no lock of ours and starts no thread: the caller's thread writes the plan and
-waits for the answer, with Python's lock released (R35, R66). Rule 3: a worker is lost once: the
+waits for the answer, with the GIL released (R35, R66). Rule 3: a worker is lost once: the
 first call that finds out ends and reaps the process, and every other call raises the same error.
 
 `estimate`, `load` and `execute` use the main channel, one thread at a time. Each `compile` uses a
@@ -14,7 +14,7 @@ side channel of its own, so that compilations and steps do not wait for each oth
 not wait, so it sends nothing: the next `compile` carries its constraint.
 
 The tokenizers are sent over once, pickled, and work here. If each text were sent to the process, it
-would take a hop of at least 0.05 ms (bench `process`) and wait for Python's lock
+would take a hop of at least 0.05 ms (bench `process`) and wait for the GIL
 beside a step, where encoding a line takes 0.03 ms; and a dead worker could encode nothing. If they
 were read here from the model's files, they could differ from those that the model runs with, above
 all an encoder's, which sentence-transformers makes. A tokenizer of 128,000 tokens is 6 MB and takes

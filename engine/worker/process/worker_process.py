@@ -121,7 +121,7 @@ class WorkerProcess:
 
     def dump_stacks(self) -> None:
         """Have the process write the stacks of its threads to standard error, even if a thread
-        holds Python's lock. The process must have answered once: before that, the signal kills it.
+        holds the GIL. The process must have answered once: before that, the signal kills it.
         """
         if self.is_alive:
             with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ Each of them alternates what it compares, so that a drift of the machine affects
 `BENCH_ONLY` is a regular expression that selects among these five names.
 
 Tried for decoding beside steps, by hand: lower priorities of threads, longer time slices for them
-(a thread that holds Python's lock and has no core stops everybody), and never to decode and encode
+(a thread that holds the GIL and has no core stops everybody), and never to decode and encode
 at the same time, did not pay; a process of its own did (D23), with a niceness of 10 as with 19.
 """
 
