@@ -27,15 +27,15 @@ END_TEXTS = frozenset((
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 ))  # fmt: skip
-# Of the tokens that fill in the middle of a text, those that end it, by the field that names one.
-FILL_END_TEXTS = {
+# Of the tokens for filling in the middle (FIM), those that end a text, by the field that names one.
+FIM_END_TEXTS = {
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep_token_id": (
         "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
     ),
     "fim_sep_token_id": ("<|file_sep|>",),
 }  # fmt: skip
-FILL_TEXTS = frozenset((
+FIM_TEXTS = frozenset((
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
     "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
     "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
@@ -169,7 +169,7 @@ def _special_ids(
     Raises:
         Refusal: a field has something else than an id.
     """
-    names = ("bos_token_id", "unknown_token_id", "padding_token_id", *END_FIELDS, *FILL_END_TEXTS)
+    names = ("bos_token_id", "unknown_token_id", "padding_token_id", *END_FIELDS, *FIM_END_TEXTS)
     ids = dict(otherwise)
     for name in names:
         value = metadata.get(f"{PREFIX}{name}")
@@ -185,11 +185,11 @@ def _special_ids(
 def _ends(tokens: Sequence[str], ids: Mapping[str, int]) -> frozenset[int]:
     """Return the ids at which an answer ends."""
     texts = set(END_TEXTS)
-    for field, found in FILL_END_TEXTS.items():
+    for field, found in FIM_END_TEXTS.items():
         if field not in ids:
             texts.update(found)
     ends = {index for index, token in enumerate(tokens) if token in texts}
-    ends |= {ids[field] for field in (*END_FIELDS, *FILL_END_TEXTS) if field in ids}
+    ends |= {ids[field] for field in (*END_FIELDS, *FIM_END_TEXTS) if field in ids}
     end_texts = {tokens[index] for index in ends}
     no_ends = {text for beside, text, _ in NO_END_BESIDE if beside <= end_texts}
     return frozenset(index for index in ends if tokens[index] not in no_ends)
@@ -197,7 +197,7 @@ def _ends(tokens: Sequence[str], ids: Mapping[str, int]) -> frozenset[int]:
 
 def _correct(kinds: list[int], tokens: Sequence[str], ends: frozenset[int]) -> None:
     """Make the tokens that are markers by their texts control tokens, whatever kind is stored."""
-    markers = END_TEXTS.union(FILL_TEXTS, *FILL_END_TEXTS.values())
+    markers = END_TEXTS.union(FIM_TEXTS, *FIM_END_TEXTS.values())
     other = {text: kind for _, text, kind in NO_END_BESIDE}
     for index, text in enumerate(tokens):
         if text in markers:
