@@ -27,16 +27,16 @@ class Splits:
     adds_bos: bool = False
 
 
-_SHORT_FORMS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"  # one character before a word
+_WORD = rf"{_LEAD}\p{{L}}+"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_QWEN2 = rf"{_SHORT_FORMS}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}"
-_LLAMA3 = rf"{_SHORT_FORMS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_PUNCTUATION}|{_SPACES}"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
 _MARKS_IN_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 )
@@ -50,7 +50,7 @@ _TEKKEN = (
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 _GPT4O = (
-    rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORT_FORMS}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORT_FORMS}?"
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
@@ -128,18 +128,18 @@ SPLITS: dict[str, Splits] = {
     "falcon": Splits((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "qwen35": Splits(
         (
-            rf"{_SHORT_FORMS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}"
             rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
         )
     ),
     "minicpm5": Splits(
-        (r"\p{N}{1,3}", rf"{_SHORT_FORMS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_SPACES}"),
+        (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_PUNCTUATION}|{_SPACES}"),
         ignores_merges=True,
     ),
     "seed-coder": Splits(
-        (rf"{_SHORT_FORMS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+        (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
     ),
-    "ufakzeka": Splits((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",)),
+    "ufakzeka": Splits((rf"{_WORD}|\p{{N}}|{_PUNCTUATION}|{_SPACES}",)),
     "laguna": Splits((r"[^\n]+|[\n]+", _QWEN2)),
     "superbpe": Splits((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
 }  # fmt: skip
