@@ -66,9 +66,9 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
         yield ModelFiles(source, None)
         return
     with ExitStack() as stack:
-        with _writing():
+        with _needs_temporary_folder():
             written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
-        with GgufFile(source.gguf) as file, _writing():
+        with GgufFile(source.gguf) as file, _needs_temporary_folder():
             file.write_config(written)
             if with_tokenizer:
                 write_tokenizer(file.vocabulary(), written)
@@ -77,7 +77,7 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def _needs_temporary_folder() -> Iterator[None]:
     try:
         yield
     except OSError as error:

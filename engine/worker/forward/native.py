@@ -190,7 +190,7 @@ def _load() -> _Found:
     try:
         path = cache_directory() / file
     except NoCache as error:
-        with _writing():
+        with _needs_build_folder():
             private = tempfile.TemporaryDirectory(prefix="triolet-kernels-")
         with private as directory:
             path = Path(directory) / file
@@ -203,7 +203,7 @@ def _load() -> _Found:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def _needs_build_folder() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -288,7 +288,7 @@ def _unwritable(directory: Path, why: str) -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    with _writing():
+    with _needs_build_folder():
         handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
