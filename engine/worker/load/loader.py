@@ -152,8 +152,10 @@ def load_model(
     module.eval()
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     form = checkpoint.quantization if quantization == "none" else quantization
-    small = {part for part in checkpoint.tensors if checkpoint.form(part) is not None}
-    if any(is_one_expert(part) for part in small) and not isinstance(module, Outline):
+    has_small_experts = any(
+        is_one_expert(name) and checkpoint.form(name) is not None for name in checkpoint.tensors
+    )
+    if has_small_experts and not isinstance(module, Outline):
         form += " (experts expanded)"
     return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
