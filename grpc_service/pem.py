@@ -80,17 +80,17 @@ def validity_of(file: str, now: float) -> Validity:
     """
     found = _CERTIFICATE.findall(_read(file).decode("latin-1"))
     try:
-        spans = [_validity(ssl.PEM_cert_to_DER_cert(one)) for one in found]
+        periods = [_validity_period(ssl.PEM_cert_to_DER_cert(one)) for one in found]
     except (ValueError, IndexError, StopIteration):
-        spans = []
-    if not spans:
+        periods = []
+    if not periods:
         raise PemError(file, "holds no PEM certificate")
-    begins, ends = max(begin for begin, _ in spans), min(end for _, end in spans)
+    begins, ends = max(begin for begin, _ in periods), min(end for _, end in periods)
     if ends <= now:
         return Validity(False, False, f"has expired on {_day(ends)}")
     if begins > now:
         return Validity(False, False, f"is not valid before {_day(begins)}")
-    if any(end - now < min(SOON_S, (end - begin) * SOON_SHARE) for begin, end in spans):
+    if any(end - now < min(SOON_S, (end - begin) * SOON_SHARE) for begin, end in periods):
         return Validity(True, True, f"expires on {_day(ends)}")
     return Validity(True, False, f"valid until {_day(ends)}")
 
@@ -99,14 +99,14 @@ def _day(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
-def _validity(certificate: bytes) -> tuple[float, float]:
-    """Return when a certificate in DER begins and ends to be valid, in seconds since 1970."""
-    _, signed = next(_fields(certificate))
-    fields = _fields(next(_fields(signed))[1])
+def _validity_period(certificate: bytes) -> tuple[float, float]:
+    """Return notBefore and notAfter of a certificate in DER, in seconds since 1970."""
+    _, content = next(_fields(certificate))
+    _, to_be_signed = next(_fields(content))
     # An optional version, the serial number, the signature's algorithm, the issuer, the validity.
-    tags = [field for field in fields if field[0] != _VERSION]
-    begin, end = (_seconds(*time) for time in _fields(tags[3][1]))
-    return begin, end
+    _, _, _, validity, *_ = (field for tag, field in _fields(to_be_signed) if tag != _VERSION)
+    not_before, not_after = (_seconds(tag, digits) for tag, digits in _fields(validity))
+    return not_before, not_after
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
