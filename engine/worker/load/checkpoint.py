@@ -1,4 +1,4 @@
-"""Opens a checkpoint's safetensors files and gives out its tensors by name.
+"""Reads the tensors of a checkpoint's safetensors files by name.
 
 Rule 1: headers come first. Names, shapes and dtypes are known, and every refusal is raised, before
 any weights are read. Rule 2: pickled files are never read.
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
 # floats) are quantised and are refused.
 FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-# Names in checkpoints, also those that transformers writes, and those of transformers' modules: of
-# Mixtral, GPT-NeoX, Granite 4 with experts, and Qwen3.5's text model in a checkpoint of one that
-# sees. Source: transformers' table of conversions, with which the tests compare this one.
+# Names of tensors in checkpoints, and transformers' names of the same parameters: of Mixtral,
+# GPT-NeoX, Granite 4 with experts, and Qwen3.5's text model in a checkpoint with a vision tower.
+# Source: transformers' table of conversions, with which the tests compare this one.
 OLDER_NAMES = (
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w1\b"), r"\1.gate_proj"),
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w3\b"), r"\1.up_proj"),
@@ -133,8 +133,8 @@ class Checkpoint:
         return tensor
 
     def without_copies(self) -> dict[str, torch.Tensor] | None:
-        """Return all tensors in memory, by the names in their files, for a library that would take
-        those that the index leaves out; None if there are none of these."""
+        """Return copies of all tensors, by their names in the files, for a library that would read
+        copies that the index ignores; None if there are no such copies."""
         if not self._has_copies:
             return None
         wholes = {name: self._joined[name][0] if name in self._joined else name
@@ -149,13 +149,13 @@ class Checkpoint:
         return None
 
     def small(self, name: str) -> Callable[[], SmallWeight] | None:
-        """Return what reads such a tensor in its form, as often as it is called, even after the
-        checkpoint is closed."""
+        """Return a function that reads a tensor in 8 or 4 bits, also after the checkpoint is closed;
+        None for one of floats."""
         return None
 
     @property
     def quantization(self) -> str:
-        """The types of the tensors in 8 or 4 bits, for people to read; "" if there is none."""
+        """The types of the tensors in 8 or 4 bits, for messages; "" if there is none."""
         kinds = {one.dtype for one in self.tensors.values() if self.form(one.name)}
         return ", ".join(sorted(kinds))
 

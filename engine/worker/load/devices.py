@@ -45,8 +45,8 @@ def _unavailable(name: str, why: str) -> Refusal:
 
 
 def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:
-    """Return an estimate of ``num_bytes`` on a device. Its limit for CUDA is the same share of the
-    device's memory that may be used of the CPU's (R116)."""
+    """Return an estimate of ``num_bytes`` on a device. On CUDA, its limit is `LIMIT_FRACTION` of the
+    device's memory (R116); elsewhere it has none."""
     limit = None
     if device.type == "cuda":
         limit = int(torch.cuda.mem_get_info(device)[1] * LIMIT_FRACTION)
@@ -54,8 +54,8 @@ def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:
 
 
 def pick_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for a value of ``--dtype``. ``auto`` is float32 for a checkpoint stored in
-    float32, else bfloat16 if the device supports it, else float32.
+    """Return the dtype for a value of ``--dtype`` and safetensors' name of the stored one. ``auto``
+    is bfloat16 if the device supports it and the checkpoint is not stored in float32, else float32.
 
     Raises:
         Refusal: ``name`` is not a supported dtype.
