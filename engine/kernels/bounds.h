@@ -9,12 +9,12 @@
 // The indices, and where each is looked at. tests/conformance/test_kernel_bounds.py has a test of
 // each, and test_request_indices.py sends those that requests bring.
 //   token ids                                    `embed` in decoder.h
-//   starts, ends, offsets, blocks, slots and sights of rows      `rows_fit`
+//   starts, ends, offsets, blocks, slots of rows, and the positions that tokens attend to  `rows_fit`
 //   kept tokens, images' tokens, tokens of adapters              `step_fits` in decoder.h
 //   rows, offsets and slots of states            `states_fit` in short_convolution.h
 //   experts of a token      chosen here, of no fewer than a token has (`_pack_experts` in decoder.py)
 //   codes of 4 bits         16, of a table of 16; scales: as many as groups (`SmallWeight.in_halves`)
-//   turned numbers of a head                     no more than it has (`_check_rotaries` in decoder.py)
+//   rotated dimensions of a head                 no more than it has (`_check_rotaries` in decoder.py)
 //   windows, heads that share keys               `paged_attention` in attention.py
 //   products of adapters, kinds of rotary embeddings, layers     made with the model, one of each
 //   tokens of a draw                             found in the row itself (draw_rows.py)
