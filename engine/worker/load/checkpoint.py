@@ -149,8 +149,8 @@ class Checkpoint:
         return None
 
     def small(self, name: str) -> Callable[[], SmallWeight] | None:
-        """Return a function that reads a tensor in 8 or 4 bits, also after the checkpoint is closed;
-        None for one of floats."""
+        """Return a function that reads a tensor in 8 or 4 bits, also after the checkpoint is
+        closed; None for one of floats."""
         return None
 
     @property
