@@ -469,7 +469,7 @@ def test_a_model_directory_that_is_missing_is_named_with_its_path(tmp_path):
         [*argv, str(tmp_path / "nope")], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert f"there is no such directory [{tmp_path / 'nope'}]" in done.stderr
+    assert f"there is no such directory or file [{tmp_path / 'nope'}]" in done.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)

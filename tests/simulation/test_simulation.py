@@ -22,8 +22,8 @@ from tests.simulator.run import simulate
 from tools.simulate import RARE, Table, listed_transitions, main
 
 ROOT = Path(__file__).parents[2]
-SEEDS_PER_CHUNK = 10
-NUM_CHUNKS = 2
+SEEDS_PER_CHUNK = 5
+NUM_CHUNKS = 4
 # Worlds with transitions that no world of the first chunks has. `--table` names a seed for each.
 BESIDE = (29, 30, 31, 47, 50, 80, 157)
 
@@ -39,7 +39,7 @@ HIT: set[str] = set()
 CHUNKS = (
     0,
     *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, NUM_CHUNKS)),
-    *(pytest.param(chunk, marks=pytest.mark.full) for chunk in range(NUM_CHUNKS, 20)),
+    *(pytest.param(chunk, marks=pytest.mark.full) for chunk in range(NUM_CHUNKS, 40)),
 )
 
 

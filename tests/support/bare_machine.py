@@ -13,13 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 UID = 54321  # nobody has it
 SHM_BYTES = 64 * 1024
 # Runs as the root of a namespace: $1 is the folder for the new root, $2 the places that get an
-# empty file system of some bytes each (PLACE=BYTES), and the rest the command.
+# empty file system of some bytes each (PLACE=BYTES), $3 the folders that lie in these and are kept,
+# and the rest the command.
 MAKE = """
 set -e
-root=$1 places=$2; shift 2
+root=$1 places=$2 kept=$3; shift 3
 mount --rbind / "$root"
 while read -r _ _ _ _ place _; do
     case $place in
@@ -28,6 +30,11 @@ while read -r _ _ _ _ place _; do
 done < /proc/self/mountinfo
 for one in $places; do
     mount -t tmpfs -o "size=${one#*=},mode=1777" none "$root${one%%=*}"
+done
+for one in $kept; do
+    mkdir -p "$root$one"
+    mount --rbind "$one" "$root$one"
+    mount -o remount,bind,ro "$root$one"
 done
 exec unshare --user --map-user=$UID_INSIDE --map-group=$UID_INSIDE --root "$root" --wd / \\
     env -i PATH="$PATH_INSIDE" "$@"
@@ -41,8 +48,10 @@ def command(root, *argv, writable=("/tmp",), path="/nowhere", **variables):
     that are empty and can be written; ``path`` is its PATH, which by default has no program.
     """
     places = [f"/dev/shm={SHM_BYTES}", *(f"{place}={1 << 24}" for place in writable)]
+    needed = sorted({str(ROOT), sys.prefix, sys.base_prefix})
+    kept = [one for one in needed if one.startswith(tuple(f"{place}/" for place in writable))]
     inside = [f"UID_INSIDE={UID}", f"PATH_INSIDE={path}"]
-    shell = ["/bin/sh", "-c", MAKE, "sh", str(root), " ".join(places)]
+    shell = ["/bin/sh", "-c", MAKE, "sh", str(root), " ".join(places), " ".join(kept)]
     given = [f"{name}={value}" for name, value in variables.items()]
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     return ["env", *inside, *namespace, *shell, *given, *map(str, argv)]
@@ -53,7 +62,7 @@ def triolet(*args):
     return [sys.executable, "-P", "-c", ENTRY, *args]
 
 
-ENTRY = f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n" + (
+ENTRY = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
     "from grpc_service.cli.entry import main; sys.exit(main())"
 )
 

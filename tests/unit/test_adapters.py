@@ -394,8 +394,10 @@ def test_settings_of_adapters_that_cannot_be_are_refused_by_name(tmp_path, chang
 def test_a_start_says_why_its_only_model_failed_whether_or_not_it_has_adapters(adapters):
     """Adapters are listed as models, but the start waits for none of them."""
     registry = registry_of(*(AdapterConfig(name, "d") for name in adapters))
-    failed = SimpleNamespace(state=ModelState.FAILED, error="its directory is empty", base="")
+    failed = SimpleNamespace(
+        name="m", state=ModelState.FAILED, error="its directory is empty", base=""
+    )
     also = SimpleNamespace(state=ModelState.FAILED, error="its base failed", base="m")
     listed = [failed, *[also for _ in adapters]]
     engine = SimpleNamespace(list_models=lambda: listed, registry=registry)
-    assert application._failure(engine) == "its directory is empty"
+    assert application._failure(engine) == "m: its directory is empty"

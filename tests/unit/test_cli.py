@@ -523,7 +523,7 @@ def test_tokenize_takes_one_text(capsys):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["embed", "--image", "~nobody-here/a.png"], "--image ~nobody-here/a.png is not a file"),
+        (["embed", "--image", "~nobody-here/a.png"], "--image ~nobody-here/a.png cannot be read"),
         (["rerank", "q", "--file", "~nobody-here/a"], "--file ~nobody-here/a cannot be read: No"),
         (["draw", "a", "-o", "~nobody-here/a.png"], "-o ~nobody-here/a.png is no file in a folder"),
     ],
