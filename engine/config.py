@@ -19,6 +19,8 @@ DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process (R7)
 STREAM_BUFFER = 256  # messages of a gRPC stream that are not written yet (R7)
 RUNNERS = ("thread", "pinned", "process")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "int4")
 SPECULATIONS = ("off", "lookup", "model")
 ROUTINGS = ("least-tokens", "round-robin", "prefix")
 RANKS_MAX = 64  # guess: as for replicas
@@ -120,9 +122,9 @@ class ModelConfig:
         if isinstance(self.capability, str):
             _one_of("capability", self.capability, tuple(one.value for one in Capability))
             object.__setattr__(self, "capability", Capability(self.capability))
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("dtype", self.dtype, DTYPES)
         _one_of("runner", self.runner, RUNNERS)
-        _one_of("quantization", self.quantization, ("none", "int8", "int4"))
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("speculation", self.speculation, SPECULATIONS)
         object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
         if self.speculation == "model" and not self.draft_model:

@@ -9,19 +9,38 @@ This file is long because it is one table, of which a reader looks up one row.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config import DEMO_MODELS, AdapterConfig, EngineConfig, ModelConfig
+from engine.config import (
+    DEMO_MODELS,
+    DTYPES,
+    QUANTIZATIONS,
+    ROUTINGS,
+    RUNNERS,
+    SPECULATIONS,
+    AdapterConfig,
+    EngineConfig,
+    ModelConfig,
+)
 from engine.errors import ConfigError
-from grpc_service.app.server_config import ServerConfig
+from grpc_service.app.server_config import LOG_FORMATS, ServerConfig
 from grpc_service.cli.config_file import read_file, read_table
-from grpc_service.cli.values import ADAPTER, BYTES, COUNT, PORTS, SECONDS, SWITCH, TEXT, Kind
+from grpc_service.cli.values import (
+    BYTES,
+    COUNT,
+    PORTS,
+    SECONDS,
+    SWITCH,
+    Kind,
+    one_of,
+    text,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import argparse
+    from collections.abc import Mapping
 
     Target = type[EngineConfig] | type[ServerConfig] | type[ModelConfig]
 
@@ -53,9 +72,9 @@ class Flag:
 
 
 FLAGS = (
-    Flag("host", ServerConfig, "host", TEXT, "address to listen on"),
+    Flag("host", ServerConfig, "host", text("ADDRESS"), "address to listen on"),
     Flag("port", ServerConfig, "port", COUNT, "port to listen on; 0 takes a free one"),
-    Flag("uds", ServerConfig, "uds", TEXT, "path of a Unix socket to listen on instead"),
+    Flag("uds", ServerConfig, "uds", text("PATH"), "path of a Unix socket to listen on instead"),
     Flag("insecure", ServerConfig, "insecure", SWITCH, "serve other machines without TLS or key"),
     Flag(
         "max-message-bytes",
@@ -71,20 +90,26 @@ FLAGS = (
         BYTES,
         "most bytes of the images of one request, beside --max-message-bytes",
     ),
-    Flag("tls-cert", ServerConfig, "tls_cert", TEXT, "PEM file of the server's certificate chain"),
-    Flag("tls-key", ServerConfig, "tls_key", TEXT, "PEM file of the server's private key"),
+    Flag(
+        "tls-cert",
+        ServerConfig,
+        "tls_cert",
+        text("FILE"),
+        "PEM file of the server's certificate chain",
+    ),
+    Flag("tls-key", ServerConfig, "tls_key", text("FILE"), "PEM file of the server's private key"),
     Flag(
         "client-ca",
         ServerConfig,
         "client_ca",
-        TEXT,
+        text("FILE"),
         "PEM file of the authority that must have signed the clients' certificates (mTLS)",
     ),
     Flag(
         "api-key-file",
         ServerConfig,
         "api_key_file",
-        TEXT,
+        text("FILE"),
         "file of the keys that clients must show, a name and a key per line; read again on SIGHUP",
     ),
     Flag(
@@ -108,7 +133,7 @@ FLAGS = (
         COUNT,
         "port for Prometheus; 0 takes a free one (default: none)",
     ),
-    Flag("metrics-host", ServerConfig, "metrics_host", TEXT, "address for Prometheus"),
+    Flag("metrics-host", ServerConfig, "metrics_host", text("ADDRESS"), "address for Prometheus"),
     Flag(
         "vllm-engine-port",
         ServerConfig,
@@ -121,14 +146,14 @@ FLAGS = (
         "adapter-root",
         ServerConfig,
         "adapter_root",
-        TEXT,
+        text("DIR"),
         "directory below which clients may have adapters loaded (LoadAdapter)",
     ),
     Flag(
         "log-format",
         ServerConfig,
         "log_format",
-        TEXT,
+        one_of(*LOG_FORMATS),
         "human, json, or auto: human on a terminal",
     ),
     Flag(
@@ -189,14 +214,18 @@ FLAGS = (
         "most bytes kept of requests that are not complete and answers that are not read",
     ),
     Flag(
-        "revision", ModelConfig, "revision", TEXT, "branch, tag or commit of a Hugging Face model"
+        "revision",
+        ModelConfig,
+        "revision",
+        text("NAME"),
+        "branch, tag or commit of a Hugging Face model",
     ),
-    Flag("dtype", ModelConfig, "dtype", TEXT, "auto, float32, bfloat16 or float16"),
+    Flag("dtype", ModelConfig, "dtype", one_of(*DTYPES), "the numbers that models compute with"),
     Flag(
         "quantization",
         ModelConfig,
         "quantization",
-        TEXT,
+        one_of(*QUANTIZATIONS),
         "none, or what a text model's float weights are rounded to: int8 (half of bfloat16's "
         "memory, and nearly its accuracy) or int4 (a third of the memory, faster, less accurate)",
     ),
@@ -211,7 +240,7 @@ FLAGS = (
         "speculation",
         ModelConfig,
         "speculation",
-        TEXT,
+        one_of(*SPECULATIONS),
         "how a text model's next tokens are guessed, so that one step can verify several: off, "
         "lookup (what followed the same tokens before, in prompt or answer) or model (also by the "
         "--draft-model). It changes no token, and adapts to how often it is right",
@@ -220,11 +249,11 @@ FLAGS = (
         "draft-model",
         ModelConfig,
         "draft_model",
-        TEXT,
+        text("NAME_OR_DIR"),
         "a small model of the same tokenizer, which guesses a text model's next tokens, too; it "
         "implies --speculation model, and drafts nothing where that does not pay",
     ),
-    Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
+    Flag("device", ModelConfig, "device", text("DEVICE"), "auto, cpu, cuda or cuda:N"),
     Flag(
         "threads",
         ModelConfig,
@@ -239,7 +268,7 @@ FLAGS = (
         "runner",
         ModelConfig,
         "runner",
-        TEXT,
+        one_of(*RUNNERS),
         "thread: models compute in threads of the server; pinned: each always in the same thread; "
         "process: each in a process of its own",
     ),
@@ -372,7 +401,7 @@ FLAGS = (
         "routing",
         EngineConfig,
         "routing",
-        TEXT,
+        one_of(*ROUTINGS),
         "how the worker of a request is chosen: least-tokens, round-robin, or prefix (the worker "
         "that has cached most of the prompt, unless it has much more to do)",
     ),
@@ -414,62 +443,6 @@ FLAGS = (
     ),
 )
 BY_KEY = {flag.key: flag for flag in FLAGS}
-
-
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of serve. A flag that is not given sets no attribute."""
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="NAME_OR_DIR",
-        help="a directory, a GGUF file, a demo id or a Hugging Face id; may be given several times "
-        f"(default: {', '.join(DEMO_MODELS)})",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="the name that clients use; the first is that of the first --model, and so on",
-    )
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="BASE:NAME=DIR",
-        type=_argument_type(ADAPTER),
-        help="an adapter (LoRA) that peft wrote to DIR, served beside its base model as the model "
-        "BASE:NAME; may be given several times",
-    )
-    parser.add_argument("--config", metavar="FILE.toml", help="a file with any of these settings")
-    for flag in FLAGS:
-        if flag.kind.is_switch:
-            parser.add_argument(
-                f"--{flag.name}",
-                action="store_true",
-                default=argparse.SUPPRESS,
-                help=flag.help_text(),
-            )
-        else:
-            parser.add_argument(
-                f"--{flag.name}",
-                type=_argument_type(flag.kind),
-                action="extend" if flag.kind.is_repeated else "store",
-                default=argparse.SUPPRESS,
-                metavar=flag.kind.metavar,
-                help=flag.help_text(),
-            )
-
-
-def _argument_type(kind: Kind) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return kind.read(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"is {text!r}, but must be {kind.wanted}") from None
-
-    return read
 
 
 def configs_of(

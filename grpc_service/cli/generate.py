@@ -1,12 +1,15 @@
-"""``triolet generate``: prints a completion while it is generated.
+"""``triolet generate``: prints a completion while it is generated, or those of a file's prompts.
 
-Rule 1: however the command ends, the call ends with it, and so does the server's work.
+Rule 1: however the command ends, its calls end with it, and so does the server's work. Rule 2: the
+prompts of a file are asked by threads, each of which has one call at a time; the main thread prints
+the answers in the order of their prompts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
@@ -14,25 +17,31 @@ from google.protobuf import json_format
 from engine.errors import ConfigError
 from grpc_service.cli.client import break_note, run_client
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
-from grpc_service.client import messages
+from grpc_service.cli.texts import progress, texts_of
+from grpc_service.client import CallError, messages
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from grpc_service.cli.images import Turn
     from grpc_service.client import Client
 
     Events = Iterable[messages.GenerateResponse]
 
+PARALLEL = 16  # calls for a file's prompts; guess: fills a step, and a queue has room for others
+
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print a completion. Return the exit code.
 
     Raises:
-        ConfigError: log-probabilities are wanted without --json, or images without --chat; or an
-            image's file cannot be read.
+        ConfigError: there is no prompt, or flags do not fit together; or a file cannot be read.
     """
+    if args.file is not None:
+        return _run_file(args)
+    if args.prompt is None:
+        raise ConfigError("there is no prompt; give one (- is standard input), or --file FILE")
     for flag, given in (("logprobs", args.logprobs), ("prompt-logprobs", args.prompt_logprobs)):
         if given is not None and not args.json:
             raise ConfigError(f"--{flag} needs --json")
@@ -53,6 +62,77 @@ def run(args: argparse.Namespace) -> int:
                 print_text(stream)
 
     return run_client(args, job)
+
+
+def _run_file(args: argparse.Namespace) -> int:
+    """Generate a completion for each line of a file. Return the exit code."""
+    given = [] if args.prompt is None else [args.prompt]
+    prompts = texts_of(given, args.file, "prompts")
+    for flag, is_given in (
+        ("image", args.images),
+        ("n", args.n is not None),
+        ("logprobs", args.logprobs is not None),
+        ("prompt-logprobs", args.prompt_logprobs is not None),
+    ):
+        if is_given:
+            raise ConfigError(f"--{flag} takes one prompt, and --file has many")
+
+    def job(client: Client) -> None:
+        with progress("generating", len(prompts), is_quiet=sys.stdout.isatty()) as advance:
+            for place, (text, finished) in enumerate(_answers(client, args, prompts)):
+                advance()
+                if args.json:
+                    print(_answer_line(place, text, finished), flush=True)
+                else:
+                    print(f"--- {place + 1} of {len(prompts)} ---")
+                    print(text.removesuffix("\n"), flush=True)
+
+    return run_client(args, job)
+
+
+def _answers(
+    client: Client, args: argparse.Namespace, prompts: Sequence[str]
+) -> Iterator[tuple[str, messages.Finished]]:
+    """Yield the answer to each prompt, in their order, and how it ended.
+
+    Raises:
+        CallError: a call failed; the prompt's line is printed.
+    """
+
+    def answer(place: int) -> tuple[str, messages.Finished]:
+        text, finished = [], messages.Finished()
+        request = request_of(args, user_turn(prompts[place], []))
+        try:
+            with client.generate(request, timeout=args.timeout) as stream:
+                for event in stream:
+                    text.append(event.delta.text)
+                    finished.MergeFrom(event.finished)
+        except CallError as error:
+            error.add_note(f"triolet: at line {place + 1} of {args.file}:")
+            raise
+        return "".join(text), finished
+
+    pool = ThreadPoolExecutor(PARALLEL)
+    try:
+        yield from pool.map(answer, range(len(prompts)))
+    except BaseException as error:
+        client.close()  # which ends the calls of the other threads
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _answer_line(place: int, text: str, finished: messages.Finished) -> str:
+    """Return an answer as one line of JSON; ``index`` counts the prompts from 0."""
+    fields = {
+        "index": place,
+        "text": text,
+        "reason": messages.FinishReason.Name(finished.reason),
+        "completion_tokens": finished.usage.completion_tokens,
+    }
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def _prompt(given: str) -> str:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
-from grpc_service.cli.flags import add_serve_arguments, configs_of
+from grpc_service.cli.flags import configs_of
 from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
 from grpc_service.cli.security import add_security_arguments
+from grpc_service.cli.serve_arguments import add_serve_arguments
 from grpc_service.cli.values import COUNT, SECONDS
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ exit codes of serve: 0 all requests finished, 75 some were cut, 1 the server can
 command line is wrong, 70 an internal error or a step that hangs, 128 + n a second signal n"""
 EXIT_USAGE = 2  # argparse's own
 EXIT_INTERRUPTED = 130
+SERVER_VARIABLE = "TRIOLET_SERVER"
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
@@ -144,9 +146,10 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
     """Add the flags that every client command has."""
     parser.add_argument(
         "--server",
-        default=f"{DEFAULT_HOST}:{DEFAULT_PORT}",
+        default=os.environ.get(SERVER_VARIABLE) or f"{DEFAULT_HOST}:{DEFAULT_PORT}",
         metavar="ADDRESS",
-        help="HOST:PORT or unix:PATH of the server (default: %(default)s)",
+        help=f"HOST:PORT or unix:PATH of the server (default: ${SERVER_VARIABLE}, or "
+        f"{DEFAULT_HOST}:{DEFAULT_PORT})",
     )
     parser.add_argument(
         "--timeout",
@@ -160,7 +163,13 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="the prompt; - reads it from standard input")
+    parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
+    parser.add_argument(
+        "--file",
+        metavar="FILE",
+        help="instead of a prompt: a file with one in each line, whose answers come in their "
+        "order (- is standard input)",
+    )
     parser.add_argument(
         "--chat",
         action="store_true",

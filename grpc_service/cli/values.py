@@ -102,10 +102,20 @@ def read_adapter(given: object) -> tuple[str, str, str]:
     return base, name, directory
 
 
+def text(metavar: str) -> Kind:
+    """Return a kind of texts that are not empty, by what they are."""
+    return Kind("a text that is not empty", metavar, read_text)
+
+
+def one_of(*values: str) -> Kind:
+    """Return a kind of texts that are one of these; the configuration refuses others."""
+    return text(f"{{{','.join(values)}}}")
+
+
 COUNT = Kind("a whole number", "N", read_count)
 SECONDS = Kind("a number of seconds", "SECONDS", read_seconds)
 BYTES = Kind("a number of bytes, or such as 512MiB or 4GiB", "BYTES", read_size)
-TEXT = Kind("a text that is not empty", "TEXT", read_text)
+TEXT = text("TEXT")
 SWITCH = Kind("true or false", "", read_switch, is_switch=True)
 ADAPTER = Kind("BASE:NAME=DIR", "BASE:NAME=DIR", read_adapter)
 PORTS = Kind("a port, or MODEL=PORT", "[MODEL=]PORT", read_ports, is_repeated=True)

@@ -132,6 +132,59 @@ def test_generate_reads_its_prompt_from_standard_input(ask, monkeypatch):
     assert backend.last.request.text == "two\nlines\n"
 
 
+def echo():
+    """Return a backend that answers a prompt with itself in capitals, and refuses "bad" ones."""
+    backend = FakeBackend()
+
+    def script_of(request):
+        text = request.text
+        error = InvalidRequest.of("text", "is bad") if text == "bad" else None
+        return {"batches": [[STARTED], [tokens(text.upper())], [finished()]], "error": error}
+
+    backend.engine.script_of = script_of
+    return backend
+
+
+def test_generate_answers_every_line_of_a_file_in_order(ask, tmp_path, monkeypatch):
+    lines = [f"line {number}" for number in range(40)]
+    (tmp_path / "prompts").write_text("\n".join(lines) + "\n")
+    code, out, err = ask(echo(), "generate", "--file", str(tmp_path / "prompts"))
+    wanted = [f"--- {n + 1} of 40 ---\n{line.upper()}\n" for n, line in enumerate(lines)]
+    assert (code, out, err) == (0, "".join(wanted), "")
+    monkeypatch.setattr("sys.stdin.read", lambda: "a\n\nb")
+    code, out, _ = ask(echo(), "generate", "--file", "-", "--json")
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"index": n, "text": text, "reason": "FINISH_REASON_STOP", "completion_tokens": 2}
+        for n, text in enumerate(("A", "", "B"))
+    ]
+
+
+def test_generate_names_the_line_whose_call_failed(ask, tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text("a\nbad\nc")
+    code, out, err = ask(echo(), "generate", "--file", str(path))
+    assert (code, out) == (1, "--- 1 of 3 ---\nA\n")
+    assert err == f"triolet: at line 2 of {path}:\ntriolet: text: is bad\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "there is no prompt; give one (- is standard input), or --file FILE"),
+        (["x", "--file", "f"], "give prompts as arguments or by --file, not both"),
+        (["--file", "/nowhere/f"], "--file /nowhere/f cannot be read: No such file or directory"),
+        (["--file", "/dev/null"], "there are no prompts in /dev/null"),
+        (["--file", "{}", "--n", "2"], "--n takes one prompt, and --file has many"),
+        (["--file", "{}", "--image", "i"], "--image takes one prompt, and --file has many"),
+    ],
+)
+def test_generate_takes_a_prompt_or_a_file(argv, told, capsys, tmp_path):
+    (tmp_path / "f").write_text("a")
+    given = [word.format(tmp_path / "f") for word in argv]
+    assert main(["generate", *given, "--server", SILENT]) == 2
+    assert capsys.readouterr().err == f"triolet: {told}\n"
+
+
 def test_generate_prints_several_choices_one_after_the_other(ask):
     batch = [tokens("b", 1), finished(1), tokens("a", 0), finished(0)]
     code, out, _ = ask(FakeBackend([STARTED], batch), "generate", "x", "--n", "2")

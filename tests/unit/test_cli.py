@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from grpc_service.app.server_config import ServerConfig
 from grpc_service.cli import client, flags
 from grpc_service.cli.main import build_parser, main
 from grpc_service.cli.models import print_models
+from grpc_service.cli.serve_arguments import SECTIONS
 from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT
 from grpc_service.client import messages
 
@@ -149,6 +151,9 @@ BESIDE = {
 }
 
 
+REQUIRED = {ModelConfig: {"model": "demo-stories"}}  # the arguments that have no default
+
+
 @pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_sets_its_field_alike_as_argument_and_in_the_file(flag, tmp_path):
     argument, toml = OTHER[flag.key]
@@ -163,6 +168,37 @@ def test_every_flag_sets_its_field_alike_as_argument_and_in_the_file(flag, tmp_p
     target = {EngineConfig: engine, ServerConfig: server, ModelConfig: engine.models[0]}
     default = {f.name: f.default for f in dataclasses.fields(flag.target)}[flag.field]
     assert getattr(target[flag.target], flag.field) != default
+
+
+def test_the_help_of_serve_has_every_flag_in_one_section(capsys):
+    named = [name for names in SECTIONS.values() for name in names]
+    assert sorted(named) == sorted(flag.name for flag in flags.FLAGS)
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    told = capsys.readouterr().out
+    heads = [line[:-1] for line in told.splitlines() if re.fullmatch(r"\w[\w, ]*:", line)]
+    assert heads == ["options", *SECTIONS]
+    assert max(map(len, SECTIONS.values())) <= 12
+    assert len(told.partition("\n\n")[0].splitlines()) == 1, "the usage is one line"
+
+
+CHOICES = re.compile(r"\{(.*)\}")
+
+
+def test_the_help_of_serve_shows_the_choices_that_the_configuration_takes():
+    """Found by trying: a flag whose field refuses "no-such" by a list shows that list."""
+    shown = {flag.name: CHOICES.findall(flag.kind.metavar) for flag in flags.FLAGS}
+    assert "TEXT" not in [flag.kind.metavar for flag in flags.FLAGS]
+    for flag in flags.FLAGS:
+        if flag.kind.read is not TEXT.read:
+            continue
+        try:
+            flag.target(**{flag.field: "no-such"} | REQUIRED.get(flag.target, {}))
+            listed = []
+        except ConfigError as error:
+            listed = re.findall(rf"^--{flag.name} is 'no-such'; use (.*)$", str(error))
+        values = [re.split(r", | or ", one) for one in listed]
+        assert [one.split(",") for one in shown[flag.name]] == values
 
 
 def test_an_argument_wins_over_the_file(tmp_path):
@@ -404,6 +440,18 @@ def test_impossible_times_are_refused(target, field, flag, seconds):
 )
 def test_a_clients_server_may_leave_the_port_out(server, target):
     assert client.target_of(server) == target
+
+
+def test_a_variable_names_the_server_of_every_client_command(monkeypatch):
+    commands = (["stats"], ["models", "list"], ["drain"], ["chat"], ["generate", "x"])
+    for given in commands:
+        assert build_parser().parse_args(given).server == "127.0.0.1:50051"
+    monkeypatch.setenv("TRIOLET_SERVER", "unix:/run/t.sock")
+    for given in commands:
+        assert build_parser().parse_args(given).server == "unix:/run/t.sock"
+        assert build_parser().parse_args([*given, "--server", "a:1"]).server == "a:1"
+    monkeypatch.setenv("TRIOLET_SERVER", "")
+    assert build_parser().parse_args(["stats"]).server == "127.0.0.1:50051"
 
 
 # ---- values ----------------------------------------------------------------------------------

@@ -283,6 +283,7 @@ OWN_THREADS = {
     "none; the job that `engine.replica.threads` runs waits for it, so steps are joined",
     "engine.worker.process.main": "a process of its own, without Trio",
     "engine.worker.sampling.sandbox_main": "a process of its own, without Trio",
+    "grpc_service.cli.generate": "a command, which asks for a file's prompts beside each other",
     "grpc_service.app.tracing": "the last flush to a collector, left behind if that is mute",
 }
 
