@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import io
 import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -29,13 +31,12 @@ import sys
 import tempfile
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 ANSWER = struct.Struct("<q")
 START_LIMIT_S = 120.0
 REQUEST_BYTES_MAX = 1 << 20
-
-_running = {}  # the socket of each prestarted interpreter, by its options and imports
 
 
 class ForkedProcess:
@@ -98,7 +99,7 @@ def start(module, args, stdout, stderr, *, imports, options=(), cwd=None, env=No
     the tests run, and without ``env`` in their environment.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(_interpreter(tuple(options), frozenset(imports)))
+    connection.connect(str(share().path_of(tuple(options), frozenset(imports))))
     cwd = str(cwd or os.getcwd())
     request = {"module": module, "args": args, "cwd": cwd, "env": env or dict(os.environ)}
     message = json.dumps(request).encode()
@@ -111,32 +112,53 @@ def start(module, args, stdout, stderr, *, imports, options=(), cwd=None, env=No
     return ForkedProcess(connection, write_end)
 
 
-def _interpreter(options, imports):
-    """Return the socket of an interpreter with these options and imports, and perhaps more imports.
-    Start one if need be."""
-    for (others, imported), path in _running.items():
-        if others == options and imports <= imported:
+class Shared:
+    """The interpreters of this process and of those that it forks, until all of them have ended."""
+
+    def __init__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="triolet-prestarted-"))
+        # The interpreters end when nobody has the pipe's other end any more.
+        self._stdin, self._life = os.pipe()
+        self._processes = []
+        atexit.register(self._end)
+
+    def path_of(self, options, imports):
+        """Return the socket of an interpreter with these options and imports, and perhaps more
+        imports. Start one if need be."""
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for one in self.folder.glob("*.json"):
+                others, imported = json.loads(one.read_text())
+                if tuple(others) == options and imports <= set(imported):
+                    return one.with_suffix("")
+            path = self.folder / str(len(list(self.folder.iterdir())))
+            self._start(path, options, imports)
+            path.with_suffix(".json").write_text(json.dumps([options, sorted(imports)]))
             return path
-    directory = tempfile.TemporaryDirectory(prefix="triolet-prestarted-")
-    path = str(Path(directory.name, "socket"))
-    argv = [sys.executable, *options, "-m", __name__, path, *sorted(imports)]
-    # Numpy's OpenBLAS starts threads when it is imported, and threads do not survive a fork.
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env)
-    atexit.register(_end, process, directory)
-    limit = time.monotonic() + START_LIMIT_S
-    while not os.path.exists(path):
-        assert process.poll() is None, "the prestarted interpreter has ended"
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    _running[options, imports] = path
-    return path
+
+    def _start(self, path, options, imports):
+        argv = [sys.executable, *options, "-m", __name__, str(path), *sorted(imports)]
+        # Numpy's OpenBLAS starts threads when it is imported, and threads do not survive a fork.
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        process = subprocess.Popen(argv, stdin=self._stdin, env=env)
+        self._processes.append(process)
+        limit = time.monotonic() + START_LIMIT_S
+        while not path.exists():
+            assert process.poll() is None, "the prestarted interpreter has ended"
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+    def _end(self):
+        os.close(self._life)
+        for process in self._processes:
+            process.wait()
+        shutil.rmtree(self.folder)
 
 
-def _end(process, directory):
-    process.stdin.close()
-    process.wait()
-    directory.cleanup()
+@cache
+def share():
+    """Return the interpreters. What is forked after the first call has the same."""
+    return Shared()
 
 
 # ---- the prestarted interpreter's side

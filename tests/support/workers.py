@@ -1,9 +1,9 @@
 """Runs the tests in forked processes: ``pytest --workers N``.
 
 The tests are imported and collected once; then N workers are forked. A worker takes one file after
-another. Half of the workers take them from the front of the list and half from its end, so that
-few of them test servers: each of these starts the prepared interpreters that it forks servers from
-(`tests.support.prestarted`).
+another, half of the workers from the front of the list and half from its end: at one end are tests
+that compute, at the other tests that wait for servers. All workers fork their servers from the same
+interpreters (`tests.support.prestarted`).
 """
 
 import atexit
@@ -16,6 +16,8 @@ from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 
 import pytest
+
+from tests.support import prestarted
 
 
 class Files:
@@ -62,6 +64,7 @@ class Workers:
             return None  # the collection failed, which pytest's own loop says
         self._files = [list(items) for _, items in groupby(session.items, lambda one: one.path)]
         self._config._tmp_path_factory.getbasetemp()  # the workers' directories are in one
+        prestarted.share()
         left = Files(len(self._files))
         workers = []
         try:
