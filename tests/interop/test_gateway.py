@@ -12,11 +12,13 @@ import subprocess
 import time
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from grpc_service.client import messages, stubs
 from tests.support.gateway import PACKAGES, free_ports, gateway, need_gateway, worker
+from tests.support.server import real
 from tests.support.wire import generate, wait_until
 
 pytestmark = [pytest.mark.interop, pytest.mark.full, pytest.mark.model]
@@ -170,6 +172,36 @@ def test_an_embedding_is_that_of_triolet_v1_and_several_inputs_become_one(tmp_pa
     for index, answer in enumerate(answers):
         [vector] = answer["data"]
         assert vector["embedding"] == pytest.approx(expected[index], abs=1e-5)
+
+
+def test_a_gateway_has_each_model_of_a_server_as_one_of_its_own(tmp_path):
+    """By the flags that docs/fleets.md has; with --enable-igw smg would ignore --worker-urls."""
+    ports = free_ports(2)
+    names = {"stories": "demo-stories", "words": "demo-embed"}
+    args = [
+        word
+        for (name, model), port in zip(names.items(), ports, strict=True)
+        for word in (
+            *("--model", model, "--served-model-name", name),
+            *("--vllm-engine-port", f"{name}={port}"),
+        )
+    ]
+    with (
+        real(*args, model=None) as server,
+        gateway(
+            [SimpleNamespace(gateway_port=port) for port in ports],
+            *("--policy", "cache_aware"),
+            log=tmp_path / "log",
+        ) as one,
+    ):
+        listed = one.get("/v1/models")["data"]
+        assert sorted(model["id"] for model in listed) == sorted(names)
+        told, vector = one.call(
+            [chat(), {"path": "embeddings", "args": {"model": "words", "input": "The dog."}}]
+        )
+        assert told["choices"][0]["message"]["content"]
+        assert len(vector["data"]) == 1
+        assert server.is_running
 
 
 # ---- the files in deploy/

@@ -6,6 +6,7 @@ import configparser
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import kubernetes_validate
@@ -141,6 +142,51 @@ def test_nothing_kills_a_server_behind_the_gateway_while_it_drains(fleet):
     assert spec["terminationGracePeriodSeconds"] > drain + 60
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in fleet["triolet-worker"]["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_caches_of_servers_outlive_their_pods(name):
+    found = documents(name)
+    claims = [one["metadata"]["name"] for one in found if one["kind"] == "PersistentVolumeClaim"]
+    for one in found:
+        pod = one["spec"]["template"]["spec"] if one["kind"] == "Deployment" else {"containers": ()}
+        for container in pod["containers"]:
+            if container["args"][0] != "serve":
+                continue
+            [home] = [
+                m["name"] for m in container["volumeMounts"] if m["mountPath"].startswith("/home")
+            ]
+            [volume] = [one for one in pod["volumes"] if one["name"] == home]
+            assert volume["persistentVolumeClaim"]["claimName"] in claims
+            # Kubernetes would make the kernels' folder writable for the group at each mount
+            assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+    assert claims
+
+
+def test_no_command_of_a_gateway_has_flags_that_exclude_each_other():
+    """smg ignores --worker-urls with --enable-igw, and then has no servers."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DEPLOY.iterdir()]
+    launches = [
+        one for page in pages for one in re.findall(r"smg launch(?:.*\\\n)*.*", page.read_text())
+    ]
+    assert len(launches) >= 3
+    assert [one for one in launches if "--enable-igw" in one and "--worker-urls" in one] == []
+
+
+def test_each_extra_that_a_page_or_a_message_names_is_one_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "engine").rglob("*.py")]
+    texts += (ROOT / "grpc_service").rglob("*.py")
+    named = {
+        extra
+        for text in texts
+        for extra in re.findall(r"(?:triolet|\.)\[([a-z]+)\]['\"`]", text.read_text())
+    }
+    assert {"smg", "ray", "images", "tracing", "sentencepiece"} <= named
+    assert named <= set(project["optional-dependencies"])
+    pages = [path for path in texts if path.suffix == ".md"]
+    unpublished = [path.name for path in pages if "triolet[" in path.read_text()]
+    assert unpublished == [], "no index has the package: a page installs it from the repository"
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
