@@ -88,6 +88,7 @@ def test_scores_are_probabilities_for_every_text(reranker):
     assert ((scores >= 0) & (scores <= 1)).all()
 
 
+@pytest.mark.slow
 def test_the_embedding_model_prefers_held_out_paraphrases_to_texts_with_the_same_words(embedder):
     held_out = [held_out_triple(0, index) for index in range(TRIPLES)]
     texts = [t.texts for t in held_out]

@@ -131,6 +131,7 @@ def test_two_ranks_give_many_tokens_of_the_whole_model_in_both_ways(divided, nam
     tally.check()
 
 
+@pytest.mark.slow
 def test_stock_modules_give_them_too(divided):
     for name in ("llama", "phi3", "gemma2"):
         loaded = divided(name, REFERENCE)
@@ -147,6 +148,7 @@ def test_a_rank_runs_compiled_unless_its_norms_are_those_of_all_heads(divided):
         assert not isinstance(rank._model.module, NativeDecoder)
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_tokens_of_the_whole_model(zoo, tmp_path):
     shape = Shape(heads=8, kv_heads=4)
     directory = make(tmp_path / "four", "llama", shape)

@@ -41,6 +41,7 @@ from tests.support.draft_rows import (  # noqa: E402
     drafts_of,
     request_of,
 )
+from tests.support.examples import examples  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -114,7 +115,7 @@ def greedy(**fields):
 ACCEPTED: Counter[str] = Counter()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(row=ROWS)
 def test_on_equals_off_for_every_parameter(plain, drafting, row):
     ACCEPTED.update(compare(plain, drafting, request_of(row), acceptance=row["acceptance"]))
@@ -275,6 +276,7 @@ CACHE_FAULTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", CACHE_FAULTS, ids=lambda fault: fault.title)
 def test_a_fault_of_the_draft_model_costs_acceptance_and_no_token(plain, drafting, fault):
     """`acceptance_of` checks the tokens with the fault, too."""

@@ -289,7 +289,14 @@ def test_each_request_ends_as_at_grpcios_server(ports, name):
     check(ports, [name])
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        50,
+        pytest.param(200, marks=pytest.mark.slow),
+        pytest.param(2000, marks=pytest.mark.full),
+    ],
+)
 def test_drawn_requests_end_as_at_grpcios_server(ports, count):
     draw = random.Random(7)
     for _ in range(count):

@@ -219,4 +219,5 @@ def test_a_pool_of_100000_blocks_takes_and_releases_in_constant_time_each():
 
     small = min(seconds_for(100) for _ in range(3))
     large = min(seconds_for(100_000) for _ in range(3))
-    assert large < 5 * small  # equal but for the processor's caches; linear would be 1000 ×
+    # Equal but for the processor's caches and for what else it does; linear would be 1000 ×.
+    assert large < 50 * small

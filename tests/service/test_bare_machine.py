@@ -38,6 +38,7 @@ def served(root, *args, **settings):
         return server.log
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_server_needs_no_home_no_writable_root_and_no_compiler(root):
     log = served(root, CXX="/bin/false")  # as a compiler it fails, after the cache was looked for

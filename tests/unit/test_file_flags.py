@@ -19,7 +19,11 @@ from tests.support.unreadable import FAULTS, broken, open_folder, reason
 
 PARSERS = _commands(build_parser())
 BESIDE = {("generate", "--image"): ["--chat"]}  # what a flag needs beside it
-PAIRED = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}
+PAIRED = {
+    "--tls-cert": ["--tls-key"],
+    "--tls-key": ["--tls-cert"],
+    "--client-ca": ["--tls-cert", "--tls-key"],
+}
 
 
 def flags():
@@ -46,10 +50,13 @@ def arguments(command, flag, path, folder):
     needed = [
         "x"
         for action in PARSERS[command]._actions
-        if not action.option_strings and action.nargs != "*"
+        if not action.option_strings
+        and action.nargs != "*"
+        and (command, flag) != ("generate", "--file")
     ]
     required = ["-o", str(folder / "out.png")] if command == "draw" else []
-    pair = [PAIRED[flag], str(path)] if flag in PAIRED and command != "doctor" else []
+    others = PAIRED.get(flag, ()) if command != "doctor" else ()
+    pair = [word for other in others for word in (other, str(path))]
     return [command, *needed, *required, *BESIDE.get((command, flag), ()), *pair, flag, str(path)]
 
 

@@ -538,6 +538,7 @@ async def test_unknown_settings_are_not_kept_and_many_at_once_end_the_connection
             assert len(connection.http2.h2.remote_settings) < 20
 
 
+@pytest.mark.slow
 async def test_failures_of_the_server_do_not_end_a_busy_connection(autojump_clock):
     async def handler(call):
         if call.method == "a.B/Dead":

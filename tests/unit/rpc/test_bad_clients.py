@@ -124,7 +124,7 @@ async def test_headers_too_large_end_their_connection_alone(autojump_clock):
         assert good.ends == {call: "0"}
 
 
-@pytest.mark.parametrize("handler", [wait, linger])
+@pytest.mark.parametrize("handler", [wait, pytest.param(linger, marks=pytest.mark.slow)])
 async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
     autojump_clock, handler
 ):
