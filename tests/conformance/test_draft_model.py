@@ -121,6 +121,7 @@ def test_on_equals_off_for_every_parameter(plain, drafting, row):
     ACCEPTED.update(compare(plain, drafting, request_of(row), acceptance=row["acceptance"]))
 
 
+@pytest.mark.slow
 def test_the_drawn_rows_were_drafted():
     """Red if the draft model of the test above did nothing."""
     assert ACCEPTED["accepted"] > 50

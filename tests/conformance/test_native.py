@@ -58,6 +58,7 @@ def count_compilations(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_a_library_is_compiled_once_and_found_again(fresh, quick, monkeypatch):
     compiled = count_compilations(monkeypatch)
     first = native.load()

@@ -1,9 +1,9 @@
 """Runs the tests in forked processes: ``pytest --workers N``.
 
 The tests are imported and collected once; then N workers are forked. A worker takes one file after
-another, half of the workers from the front of the list and half from its end: at one end are tests
-that compute, at the other tests that wait for servers. All workers fork their servers from the same
-interpreters (`tests.support.prestarted`).
+another, one of three workers from the front of the list and two from its end: in front are tests
+that compute, at the end tests that wait for servers, between them short ones. All workers fork
+their servers from the same interpreters (`tests.support.prestarted`).
 """
 
 import atexit
@@ -69,7 +69,7 @@ class Workers:
         workers = []
         try:
             while len(workers) < self._config.option.workers:
-                workers.append(self._fork(left, at_front=len(workers) % 2 == 0))
+                workers.append(self._fork(left, at_front=len(workers) % 3 == 0))
             open_pipes = {worker.pipe: worker for worker in workers}
             while open_pipes:
                 for pipe in wait(open_pipes):
