@@ -71,6 +71,7 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
 LEAVE_PATIENCE_S = 3.0  # guess: for a load that runs, although no request waits for it any more
+LOADING_PATIENCE_S = 0.5  # guess: the same before the server was ready, when it has no clients yet
 CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S` and a step of ordinary length
 
 
@@ -80,7 +81,8 @@ class _Ending:
 
     The first signal drains. When all connections have ended, there is no client left to answer, so
     a thread that is still busy is joined for a limited time: a step for as long as `Watchdog` says,
-    a load for `LEAVE_PATIENCE_S`. A second signal ends the process within `CUT_PATIENCE_S`.
+    a load for `LEAVE_PATIENCE_S`, or for `LOADING_PATIENCE_S` if the server was never ready. A
+    second signal ends the process within `CUT_PATIENCE_S`.
     """
 
     watchdog: Watchdog
@@ -89,6 +91,7 @@ class _Ending:
     server: RpcServer | None = None  # None before it listens
     gateways: GatewayPorts | None = None  # as `server`
     is_serving: bool = False
+    was_ready: bool = False
     first: trio.Event = field(default_factory=trio.Event)
     second: trio.Event = field(default_factory=trio.Event)
     served: int = EXIT_INTERNAL  # until serving has ended in order
@@ -121,7 +124,8 @@ class _Ending:
         """Limit what remains after all connections have ended: joining threads. A server that
         could not even listen has no limit, because its error message would be lost."""
         if self.is_serving and self.cut_by is None:
-            self.watchdog.leave(self.code, patience_s=LEAVE_PATIENCE_S, waits_for_steps=True)
+            patience_s = LEAVE_PATIENCE_S if self.was_ready else LOADING_PATIENCE_S
+            self.watchdog.leave(self.code, patience_s=patience_s, waits_for_steps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,7 @@ async def _serve(
 
                 async def wait_ready() -> None:
                     await _wait_loaded(engine, reasons)
+                    ending.was_ready = True
                     freeze_after_load()
                     if shows_progress and not engine.is_draining:
                         show_ready(engine, server_config, port)

@@ -1,8 +1,7 @@
 """What the client commands share: a client, and one line of text for every way a call can fail.
 
 Rule 1: a command prints its answer to standard output and everything else to standard error.
-Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong) and 130 (Ctrl-C; before
-the command has begun, the signal itself ends the process, which a shell also reports as 130).
+Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong) and 130 (Ctrl-C).
 """
 
 from __future__ import annotations

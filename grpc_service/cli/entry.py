@@ -1,21 +1,30 @@
-"""Where the process of a command starts: Ctrl-C ends it quietly while it is still importing.
+"""Where the process of a command starts: Ctrl-C ends it with a sentence while it still imports.
 
 Rule 1: this file is small, because nothing of ours may be imported before the signal is set.
 
 An import that is interrupted prints a traceback, or leaves half a module behind. Therefore the
-signal ends the process, as it ends any program, until the command calls `raise_on_ctrl_c`.
+signal ends the process until the command calls `raise_on_ctrl_c`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+
+EXIT_INTERRUPTED = 130
+
+
+def end_at_once(*_: object) -> None:
+    """End the process; nothing has begun that would have to end in order."""
+    os.write(2, b"triolet: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def main() -> int:
     """Run the command ``triolet`` and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, end_at_once)
     from grpc_service.cli.main import main as run_command
 
     return run_command()

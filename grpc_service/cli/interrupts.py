@@ -9,7 +9,8 @@ import threading
 def raise_on_ctrl_c() -> None:
     """Make Ctrl-C a KeyboardInterrupt again, if `grpc_service.cli.entry` made it end the
     process."""
-    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    handler = signal.getsignal(signal.SIGINT)  # that of the entry cannot be imported: a circle
+    if _is_main_thread() and getattr(handler, "__name__", "") == "end_at_once":
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
