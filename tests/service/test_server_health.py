@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from engine.limits.cpu import cpu_limit
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
 from grpc_service.client import messages as pb
@@ -186,6 +187,7 @@ def test_the_summary_says_which_models_are_missing():
         assert re.match(r"Triolet is ready on \S+ after [\d.]+ s, but without bad\.\n", server.out)
         holds = "with its KV pool for 4 sequences of full length"  # 512 blocks of 16 tokens
         assert f"  good: fake, none on cpu, context 2048, 0 MiB {holds}\n" in server.out
+        assert f"\n  {cpu_limit()}\nTry:\n" in server.out
 
 
 def test_if_no_text_model_loads_the_server_serves_its_encoders():
