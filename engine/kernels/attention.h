@@ -10,6 +10,7 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "team.h"
 
 namespace triolet {
 
@@ -83,7 +84,7 @@ static inline long key_heads_of_task(const Attention &call, const Rows &rows,
         const Seen seen(call, rows, plan.tasks[i]);
         num_tasks += seen.begin < seen.end;
     }
-    if (num_tasks < TASKS_OF_THREAD * omp_get_num_threads()) return 1;
+    if (num_tasks < TASKS_OF_THREAD * num_members()) return 1;
     const long most = larger(1, smaller(call.kv_heads, QUERIES / (call.heads / call.kv_heads)));
     const long shares = (call.kv_heads + most - 1) / most;
     return (call.kv_heads + shares - 1) / shares;
@@ -123,24 +124,22 @@ static void attend_decodes(const Attention &call, const Rows &rows, const Attent
                            const float *queries, long ldq, T *out, long ldo, Gathered<T> &has) {
     const long most = key_heads_of_task(call, rows, plan);
     const long shares = (call.kv_heads + most - 1) / most;
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < plan.num_tasks * shares; i++) {
+    share_tasks(plan.num_tasks * shares, 1, [&](long i) {
         const long first = i % shares * most;
         run_decode(call, rows, plan, plan.tasks[i / shares], first,
                    smaller(most, call.kv_heads - first), queries, ldq, out, ldo, has);
-    }
+    });
     if (!plan.num_parts) return;
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < plan.num_tasks; i++) {
+    share_tasks(plan.num_tasks, 1, [&](long i) {
         const DecodeTask &task = plan.tasks[i];
-        if (task.num_parts == 1 || task.part) continue;
+        if (task.num_parts == 1 || task.part) return;
         T *to = out + rows.offsets[task.row] * ldo;
         for (long head = 0; head < call.heads; head++)
             join_parts<T>(plan.partials + task.place * call.heads + head,
                           plan.sums_ + (task.place * call.heads + head) * call.width,
                           task.num_parts, call.heads, call.width, sink_of(call, head),
                           to + head * call.width);
-    }
+    });
 }
 
 template <class T>
@@ -162,13 +161,11 @@ static void attend_chunk(const Attention &call, const Rows &rows, const Attentio
             return Packed<T>{keys, keys + length * Packed<T>::depth(width), origin,
                              rows.ends[row], length};
         };
-#pragma omp for schedule(dynamic, 8)
-        for (long i = 0; i < own * tiles; i++) {
+        share_tasks(own * tiles, 8, [&](long i) {
             Packed<T> to = packed(i / tiles);
             pack_positions<T>(call, rows, row, low + i / tiles, to, i % tiles);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (long i = 0; i < own * group * blocks; i++) {
+        });
+        share_tasks(own * group * blocks, 1, [&](long i) {
             // The last blocks see most: they are computed first.
             const long block = blocks - 1 - i / (own * group), head = i % (own * group);
             const long begin = block * QUERIES, at = (token + begin) * ldq;
@@ -178,11 +175,11 @@ static void attend_chunk(const Attention &call, const Rows &rows, const Attentio
                               smaller(QUERIES, count - begin),
                               queries + at + column, ldq,
                               out + (token + begin) * ldo + column, ldo, has);
-        }
+        });
     }
 }
 
-// Called by all threads of a region: attention of every row. ``queries`` [num_tokens], ``ldq``
+// Called by all members of a team: attention of every row. ``queries`` [num_tokens], ``ldq``
 // numbers apart, each [heads][width] float32; ``out`` likewise, ``ldo`` apart.
 template <class T>
 static void attend(const Attention &call, const Rows &rows, const AttentionPlan &plan,

@@ -1,4 +1,4 @@
-// The whole forward of a Llama-like decoder, in one parallel region.
+// The whole forward of a Llama-like decoder, computed by one team.
 //
 // Rule 1: the residual stream, sums, norms and rotary embeddings are float32 in every dtype. The
 // inputs of products and the cache are in the model's dtype. Rule 2: the result of a row does not
@@ -6,8 +6,6 @@
 //
 // This file is long because all parts of a layer work on one set of buffers.
 #pragma once
-
-#include <omp.h>
 
 #include <initializer_list>
 
@@ -179,7 +177,7 @@ struct Buffers {
     }
 };
 
-// --- parts of a layer, each called by all threads of the region ---------------------------------
+// --- parts of a layer, each called by all members of the team ---------------------------------
 
 // Writes the RMS norm of ``from`` to ``to``, which may be the same. Without ``weight`` it converts.
 template <class T>
@@ -223,29 +221,28 @@ static bool step_fits(const Model &model, const Step &step) {
 template <class T>
 static void embed(const Model &model, const Step &step, float *residual) {
     const long depth = padded_depth<T>(model.hidden);
-#pragma omp for
-    for (long token = 0; token < step.rows.num_tokens; token++) {
+    share_evenly(step.rows.num_tokens, [&](long token) {
         const long id = step.ids[token];
         float *to = residual + token * model.hidden;
         if (!is_inside(id, model.embedding_rows)) {
             for (long d = 0; d < model.hidden; d++) to[d] = NAN;
-            continue;
+            return;
         }
         if (!model.is_packed) {
             const T *from = (const T *)model.embedding + id * model.hidden;
             for (long d = 0; d < model.hidden; d++)
                 to[d] = to_float(from[d]) * model.embedding_scale;
-            continue;
+            return;
         }
         if (model.table.scales) {
             for (long d = 0; d < model.hidden; d++)
                 to[d] = small_weight(model.table, id, d) * model.embedding_scale;
-            continue;
+            return;
         }
         const T *from = (const T *)model.table.weight + id / PANEL * PANEL * depth;
         for (long d = 0; d < model.hidden; d++)
             to[d] = to_float(from[panel_index<T>(d, id % PANEL)]) * model.embedding_scale;
-    }
+    });
 }
 
 // Sets the residuals of images' tokens, or adds the rows that come ``behind`` a layer, from 1 on.
@@ -254,20 +251,19 @@ static inline void take_images(const Model &model, const Step &step, long behind
     const long count = step.num_image_tokens;
     if (!count || behind > step.num_deep) return;
     const float *rows = step.image_rows + behind * count * model.hidden;
-#pragma omp for
-    for (long i = 0; i < count; i++) {
+    share_evenly(count, [&](long i) {
         float *to = residual + step.image_tokens[i] * model.hidden;
         const float *from = rows + i * model.hidden;
         for (long d = 0; d < model.hidden; d++) to[d] = behind ? to[d] + from[d] : from[d];
-    }
+    });
 }
 
 template <class T>
 static void norm_rows(const Model &model, long rows, const float *from, const float *weight, T *to,
                       long depth) {
-#pragma omp for
-    for (long token = 0; token < rows; token++)
+    share_evenly(rows, [&](long token) {
         norm(from + token * model.hidden, weight, model.eps, model.hidden, to + token * depth);
+    });
 }
 
 static inline void rotate(float *head, const float *cosine, const float *sine, long half) {
@@ -295,14 +291,13 @@ template <class T>
 static void prepare_attention(const Model &model, const Layer &layer, const Step &step,
                               const Buffers<T> &has) {
     const Attention &call = layer.attention;
-#pragma omp for
-    for (long token = 0; token < step.rows.num_tokens; token++) {
+    share_evenly(step.rows.num_tokens, [&](long token) {
         float *query = has.qkv + token * has.qkv_width;
         float *key = query + call.heads * call.width, *value = key + call.kv_heads * call.width;
         prepare_heads(layer, step, model.eps, token, query, layer.query_norm, call.heads);
         prepare_heads(layer, step, model.eps, token, key, layer.key_norm, call.kv_heads);
         write_token<T>(call, step.rows, token, key, value);
-    }
+    });
 }
 
 static inline v16 activate(int64_t kind, v16 x) {
@@ -390,9 +385,9 @@ static void project_and_add(const Linear &layer, const T *x, long ldx, long rows
 // Adds up a branch over the ranks. The thread that called the step does this, because the function
 // may need what belongs to that thread. After a failure, no branch of the step is added up.
 static void add_up_branch(const Model &model, long rows, float *branch, bool &has_failed) {
-#pragma omp master
-    if (!has_failed) has_failed = model.add_up(branch, rows * model.hidden) != 0;
-#pragma omp barrier
+    run_in_caller([&] {
+        if (!has_failed) has_failed = model.add_up(branch, rows * model.hidden) != 0;
+    });
 }
 
 // Adds a branch to the residual. Before that, a branch of a divided model is added up, and the norm
@@ -400,13 +395,12 @@ static void add_up_branch(const Model &model, long rows, float *branch, bool &ha
 template <class T>
 static void add_branch(const Model &model, long rows, const float *after, const Buffers<T> &has) {
     if (model.add_up) add_up_branch(model, rows, has.branch, *has.has_failed);
-#pragma omp for
-    for (long token = 0; token < rows; token++) {
+    share_evenly(rows, [&](long token) {
         float *branch = has.branch + token * model.hidden;
         float *to = has.residual + token * model.hidden;
         if (after) norm(branch, after, model.eps, model.hidden, branch);
         for (long d = 0; d < model.hidden; d++) to[d] += model.residual_scale * branch[d];
-    }
+    });
 }
 
 // Computes a branch's last product and its norm, if there is one, and adds it to the residual.
@@ -447,10 +441,11 @@ static void mix(const Model &model, const Layer &layer, long rows, const Buffers
     const Experts &experts = layer.experts;
     const Routing<T> &own = has.routing;
     route(experts, has.normed, rows, own, scratch);
-    linear_of_experts(experts.gate_up, experts, own.starts, own.inputs, own.input_depth, scratch,
+    const long places = rows * experts.chosen;
+    linear_of_experts(experts.gate_up, experts, own.starts, places, own.inputs, own.input_depth, scratch,
                       store_gated(model, experts.down[0].inputs, own.gated,
                                   own.gated_depth));
-    linear_of_experts(experts.down, experts, own.starts, own.gated, own.gated_depth, scratch,
+    linear_of_experts(experts.down, experts, own.starts, places, own.gated, own.gated_depth, scratch,
                       store_sums(model.hidden, own.outputs));
     add_experts(experts, rows, model.hidden, own, has.branch);
     add_branch(model, rows, layer.after_mlp, has);
@@ -461,14 +456,15 @@ static void mix(const Model &model, const Layer &layer, long rows, const Buffers
 template <class T>
 static void gather_kept(const Model &model, const Step &step, float *residual, T *mixed,
                         long depth) {
-#pragma omp single
-    for (long i = 0; i < step.num_kept; i++) {
-        const long from = step.keep[i];
-        if (from == i) continue;
-        memcpy(residual + i * model.hidden, residual + from * model.hidden,
-               model.hidden * sizeof(float));
-        memcpy(mixed + i * depth, mixed + from * depth, depth * sizeof(T));
-    }
+    run_once([&] {
+        for (long i = 0; i < step.num_kept; i++) {
+            const long from = step.keep[i];
+            if (from == i) continue;
+            memcpy(residual + i * model.hidden, residual + from * model.hidden,
+                   model.hidden * sizeof(float));
+            memcpy(mixed + i * depth, mixed + from * depth, depth * sizeof(T));
+        }
+    });
 }
 
 // Computes one layer. In the last layer, a row whose logits are not wanted is done once its keys
@@ -519,10 +515,10 @@ template <class T>
 static void run_head(const Model &model, const Step &step, const Buffers<T> &has,
                      Scratch &scratch) {
     if (!step.num_kept || !step.logits) return;
-#pragma omp for
-    for (long i = 0; i < step.num_kept; i++)
+    share_evenly(step.num_kept, [&](long i) {
         norm(has.residual + i * model.hidden, model.final_norm, model.eps, model.hidden,
              has.last + i * has.normed_depth);
+    });
     StepAdapters<T> adapters{step, has.shrunk};
     linear(model.head, has.last, has.normed_depth, step.num_kept, scratch,
            [&](long row, long count, long panel, long panels, const float *sums_) {
@@ -558,12 +554,10 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
     has.clear_padding(step);
     bool has_failed = false;
     has.has_failed = &has_failed;
-#pragma omp parallel num_threads((int)step.num_threads)
-    {
-        Tiles tiles;
-        Scratch &scratch = has.scratch[omp_get_thread_num()];
+    Team::run((int)step.num_threads, [&] {
+        Scratch &scratch = has.scratch[member_index()];
         scratch.rounded = has.rounded;
-        Gathered<T> &gathered = has.gathered[omp_get_thread_num()];
+        Gathered<T> &gathered = has.gathered[member_index()];
         embed<T>(model, step, has.residual);
         take_images(model, step, 0, has.residual);
         for (long i = 0; i < model.num_layers; i++) {
@@ -571,7 +565,7 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
             take_images(model, step, i + 1, has.residual);
         }
         run_head(model, step, has, scratch);
-    }
+    });
     return has_failed ? SUM_FAILED : DONE;
 }
 

@@ -102,7 +102,7 @@ static void place_rows(const Experts &experts, long rows, const Routing<T> &has)
     has.starts[0] = 0;
 }
 
-// Called by all threads of a region. Chooses the experts of ``rows`` rows and copies each row to
+// Called by all members of a team. Chooses the experts of ``rows`` rows and copies each row to
 // its places.
 template <class T>
 static void route(const Experts &experts, const T *x, long rows, const Routing<T> &has,
@@ -116,45 +116,45 @@ static void route(const Experts &experts, const T *x, long rows, const Routing<T
                           (left < panels * PANEL ? left : panels * PANEL) * sizeof(float));
                }
            });
-#pragma omp for
-    for (long row = 0; row < rows; row++)
+    share_evenly(rows, [&](long row) {
         choose(experts, has.scores + row * experts.count, has.experts + row * experts.chosen,
                has.shares + row * experts.chosen);
-#pragma omp single
-    place_rows(experts, rows, has);
-#pragma omp for
-    for (long place = 0; place < rows * experts.chosen; place++)
+    });
+    run_once([&] { place_rows(experts, rows, has); });
+    share_evenly(rows * experts.chosen, [&](long place) {
         memcpy(has.inputs + place * has.input_depth, x + has.sources[place] * has.input_depth,
                has.input_depth * sizeof(T));
+    });
 }
 
-// Called by all threads of a region. Computes every expert's outputs of its places, and passes them
-// on as `linear` does. No thread waits between two experts.
+// Called by all members. Computes every expert's outputs of its places, ``places`` in all, and passes
+// them on as `linear` does. A task has some panels of one expert, which may have no place.
 template <class T, class Take>
 static void linear_of_experts(const Linear *linears, const Experts &experts, const int32_t *starts,
-                              const T *x, long ldx, Scratch &scratch, Take take) {
-    const Rounded rounded = round_all(linears[0], x, ldx, starts[experts.count], scratch);
-    for (long expert = 0; expert < experts.count; expert++)
-        if (starts[expert] < starts[expert + 1])
-            run_tasks(linears[expert], x, ldx, rounded, starts[expert], starts[expert + 1], scratch,
-                      take);
-#pragma omp barrier
+                              long places, const T *x, long ldx, Scratch &scratch, Take take) {
+    const Rounded rounded = round_all(linears[0], x, ldx, places, scratch);
+    const Panels panels(linears[0], (places + experts.count - 1) / experts.count);
+    share_tasks(experts.count * panels.groups, 1, [&](long task) {
+        const long expert = task / panels.groups;
+        for (long row = starts[expert]; row < starts[expert + 1]; row += ROWS_AT_ONCE)
+            run_task<T>(linears[expert], x, ldx, rounded, row, starts[expert + 1],
+                        panels.of(task % panels.groups), scratch, take);
+    });
 }
 
-// Called by all threads of a region. Returns each row's sum of its experts' outputs in ``to``,
+// Called by all members of a team. Returns each row's sum of its experts' outputs in ``to``,
 // [rows][hidden].
 template <class T>
 static void add_experts(const Experts &experts, long rows, long hidden, const Routing<T> &has,
                         float *to) {
-#pragma omp for
-    for (long row = 0; row < rows; row++) {
+    share_evenly(rows, [&](long row) {
         float *own = to + row * hidden;
         memset(own, 0, hidden * sizeof *own);
         for (long i = row * experts.chosen; i < (row + 1) * experts.chosen; i++) {
             const float *from = has.outputs + has.places[i] * hidden;
             for (long d = 0; d < hidden; d++) own[d] += has.shares[i] * from[d];
         }
-    }
+    });
 }
 
 }  // namespace triolet

@@ -1,9 +1,7 @@
-// A whole linear layer, computed by all threads of a region: its tasks, and their passes over the
+// A whole linear layer, computed by all members of a team: its tasks, and their passes over the
 // inputs. The products themselves are in matmul.h and small_weights.h; what adapters add to them is
 // in adapters.h.
 #pragma once
-
-#include <omp.h>
 
 #include "adapters.h"
 
@@ -49,7 +47,7 @@ static inline Rounded rounded_in(char *memory, long rows, const Linear &linear) 
 static inline long panels_of_task(long rows, long panels) {
     if (rows > ROWS_AT_ONCE) return PANELS_MOST;
     if (rows <= ROWS_OF_LONG_TASKS) {
-        const long share = panels / (2 * omp_get_num_threads()) / 2 * 2;
+        const long share = panels / (2 * num_members()) / 2 * 2;
         return share < 2 ? 2 : share > PANELS_MOST ? PANELS_MOST : share;
     }
     return panels >= 512 ? 8 : panels >= 64 ? 4 : 2;
@@ -69,7 +67,7 @@ static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long
     const long step = rows <= ROW_PAD ? depth : even_step(depth);
     const T *weight = (const T *)linear.weight + panel * stride;
     // The threads take tasks in turn, so that a thread's next one is probably so far behind this.
-    const long behind = panel + panels * omp_get_num_threads();
+    const long behind = panel + panels * num_members();
     const bool is_last = (behind + 1) * PANEL >= linear.outputs;
     const T *next = is_last ? nullptr : (const T *)linear.weight + behind * stride;
     for (long k = 0; k < depth; k += step)
@@ -127,7 +125,7 @@ static inline void add_bias(const Linear &linear, long rows, long panel, long pa
         }
 }
 
-// Called by all threads of a region. Computes the shrunk rows of all adapters.
+// Called by all members of a team. Computes the shrunk rows of all adapters.
 template <class T>
 static void shrink(const Adaptation<T> &with, const T *x, long ldx, Scratch &scratch) {
     constexpr long PAIR = 2;
@@ -138,8 +136,7 @@ static void shrink(const Adaptation<T> &with, const T *x, long ldx, Scratch &scr
     };
     long total = 0;
     for (long group = 0; group < with.num_groups; group++) total += tasks_of(group);
-#pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < total; task++) {
+    share_tasks(total, 1, [&](long task) {
         long group = 0, own = task;
         for (; own >= tasks_of(group); group++) own -= tasks_of(group);
         const Adapted &adapted = with.adapted(group);
@@ -157,10 +154,10 @@ static void shrink(const Adaptation<T> &with, const T *x, long ldx, Scratch &scr
                 store(with.shrunk + (row + m) * with.width + (panel + n) * PANEL,
                       load(scratch.sums + (m * panels + n) * PANEL) * scale);
             }
-    }
+    });
 }
 
-// Called by all threads of a region. Rounds the rows for a layer with weights of 8 or 4 bits;
+// Called by all members of a team. Rounds the rows for a layer with weights of 8 or 4 bits;
 // another layer takes its rows as they are.
 template <class T>
 static Rounded round_all(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch) {
@@ -170,43 +167,54 @@ static Rounded round_all(const Linear &linear, const T *x, long ldx, long rows, 
     return rounded;
 }
 
-// Called by all threads of a region. Computes every output of the rows from ``begin`` to ``end``,
-// and passes them on block by block as ``take(first row, rows, first panel, panels, sums)``, with
-// sums [rows][panels x 16]. A thread that finds no task left does not wait for the others. ``with``
-// are the adapters of rows, which are shrunk, or null.
-template <class T, class Take>
-static void run_tasks(const Linear &linear, const T *x, long ldx, const Rounded &rounded, long begin,
-                      long end, Scratch &scratch, Take take,
-                      const Adaptation<T> *with = nullptr) {
-    const long rows = end - begin;
-    const long panels = (linear.outputs + PANEL - 1) / PANEL;
-    const long group = panels_of_task(rows, panels);
-    const long groups = (panels + group - 1) / group;
-    const long parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (long task = 0; task < groups * parts; task++) {
-        const long panel = task / parts * group, row = begin + task % parts * ROWS_AT_ONCE;
-        const long own_panels = panels - panel < group ? panels - panel : group;
-        const long own_rows = end - row < ROWS_AT_ONCE ? end - row : ROWS_AT_ONCE;
-        if (linear.scales)
-            sum_small_task(linear, rounded, row, own_rows, panel, own_panels, scratch);
-        else
-            sum_task(linear, x + row * ldx, ldx, own_rows, panel, own_panels, scratch);
-        add_bias(linear, own_rows, panel, own_panels, scratch.sums);
-        if (with) expand(*with, row, own_rows, panel, own_panels, scratch.sums);
-        take(row, own_rows, panel, own_panels, scratch.sums);
+// How a layer's panels are divided: tasks with ``group`` panels each, ``groups`` in all.
+struct Panels {
+    long count, group, groups;
+
+    struct Part {
+        long first, count;
+    };
+
+    Panels(const Linear &linear, long rows)
+        : count((linear.outputs + PANEL - 1) / PANEL), group(panels_of_task(rows, count)),
+          groups((count + group - 1) / group) {}
+
+    Part of(long index) const {
+        const long first = index * group;
+        return {first, count - first < group ? count - first : group};
     }
+};
+
+// Computes a task: outputs of at most ROWS_AT_ONCE rows from ``row`` on, all before ``end``. Passes
+// them on as ``take(first row, rows, first panel, panels, sums)``, with sums [rows][panels x 16].
+// ``with`` are the adapters of rows, which are shrunk, or null.
+template <class T, class Take>
+static void run_task(const Linear &linear, const T *x, long ldx, const Rounded &rounded, long row,
+                     long end, Panels::Part panels, Scratch &scratch, Take take,
+                     const Adaptation<T> *with = nullptr) {
+    const long rows = end - row < ROWS_AT_ONCE ? end - row : ROWS_AT_ONCE;
+    if (linear.scales)
+        sum_small_task(linear, rounded, row, rows, panels.first, panels.count, scratch);
+    else
+        sum_task(linear, x + row * ldx, ldx, rows, panels.first, panels.count, scratch);
+    add_bias(linear, rows, panels.first, panels.count, scratch.sums);
+    if (with) expand(*with, row, rows, panels.first, panels.count, scratch.sums);
+    take(row, rows, panels.first, panels.count, scratch.sums);
 }
 
-// Called by all threads of a region. Computes every output of ``rows`` rows, and passes them on as
-// `run_tasks` does. ``with`` are the adapters of rows, or null.
+// Called by all members. Computes every output of ``rows`` rows, and passes them on as `run_task`
+// does. ``with`` are the adapters of rows, or null.
 template <class T, class Take>
 static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch,
                    Take take, const Adaptation<T> *with = nullptr) {
     if (with) shrink(*with, x, ldx, scratch);
-    run_tasks(linear, x, ldx, round_all(linear, x, ldx, rows, scratch), 0, rows, scratch, take,
-              with);
-#pragma omp barrier
+    const Rounded rounded = round_all(linear, x, ldx, rows, scratch);
+    const Panels panels(linear, rows);
+    const long parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    share_tasks(panels.groups * parts, 1, [&](long task) {
+        run_task(linear, x, ldx, rounded, task % parts * ROWS_AT_ONCE, rows,
+                 panels.of(task / parts), scratch, take, with);
+    });
 }
 
 }  // namespace triolet

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "bounds.h"
+#include "team.h"
 
 namespace triolet {
 
@@ -44,26 +45,24 @@ static inline bool states_fit(const StateRows &rows, long num_tokens) {
 }
 
 // Computes one layer for all tokens: from ``products`` [num_tokens][3][hidden] to ``to``
-// [num_tokens][depth], and the state behind each row. All threads of the region call this.
+// [num_tokens][depth], and the state behind each row. All members of a team call this.
 template <class T>
 static void convolve(const Convolution &own, const StateRows &rows, long num_tokens, long hidden,
                      float *products, T *to, long depth) {
     const long length = own.length, size = length * hidden;
-#pragma omp for
-    for (long token = 0; token < num_tokens; token++) {
+    share_evenly(num_tokens, [&](long token) {
         float *gate = products + token * 3 * hidden, *input = gate + 2 * hidden;
         T rounded[LANES];
         for (long d = 0; d < hidden; d += LANES) {
             store(rounded, load(gate + d) * load(input + d));
             store(input + d, load(rounded));
         }
-    }
+    });
     auto state_of = [&](long row) {
         const long slot = rows.sources[row];
         return slot < 0 ? nullptr : (const T *)own.states + slot * size;
     };
-#pragma omp for nowait
-    for (long token = 0; token < num_tokens; token++) {
+    share_evenly(num_tokens, [&](long token) {
         const long row = rows.owners[token], within = token - rows.offsets[row];
         const T *state = state_of(row);
         const float *gate = products + token * 3 * hidden + hidden;
@@ -78,9 +77,8 @@ static void convolve(const Convolution &own, const StateRows &rows, long num_tok
             }
             store(to + token * depth + d, load(gate + d) * sum);
         }
-    }
-#pragma omp for
-    for (long i = 0; i < rows.count * length; i++) {
+    });
+    share_evenly(rows.count * length, [&](long i) {
         const long row = i / length, count = rows.offsets[row + 1] - rows.offsets[row];
         const long at = count - length + i % length;  // in the row; before it if negative
         T *result = (T *)rows.results + (own.place * rows.count + row) * size + i % length * hidden;
@@ -90,7 +88,7 @@ static void convolve(const Convolution &own, const StateRows &rows, long num_tok
             store(result + d, at >= 0 ? load(input + d)
                               : state ? load(state + (length + at) * hidden + d)
                                       : splat(0.0f));
-    }
+    });
 }
 
 }  // namespace triolet

@@ -414,4 +414,13 @@ static inline float to_float_of_half(uint16_t half) {
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
+// Tells the processor that its thread spins.
+static inline void spin() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 }  // namespace triolet

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "matmul.h"
+#include "team.h"
 
 namespace triolet {
 
@@ -107,16 +108,15 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     to.sums_[at] = total;
 }
 
-// Called by all threads of a region. Rounds rows for a layer; ends with a barrier.
+// Called by all members of a team. Rounds rows for a layer; returns when all are rounded.
 template <class T>
 static void round_rows(const T *x, long ldx, long rows, long inputs, const Rounded &to) {
     const long blocks = to.blocks();
-#pragma omp for collapse(2) schedule(static)
-    for (long row = 0; row < rows; row++)
-        for (long index = 0; index < blocks; index++) {
-            const long first = index * to.block, left = inputs - first;
-            round_block(x + row * ldx + first, left < to.block ? left : to.block, to, row, index);
-        }
+    share_evenly(rows * blocks, [&](long i) {
+        const long row = i / blocks, index = i % blocks;
+        const long first = index * to.block, left = inputs - first;
+        round_block(x + row * ldx + first, left < to.block ? left : to.block, to, row, index);
+    });
 }
 
 // --- products -----------------------------------------------------------------------------------

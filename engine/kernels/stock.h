@@ -32,18 +32,15 @@ static int run_attention(const Attention &call, const Rows &rows, const T *query
     has.lay_out<T>(given, call, rows, num_threads);
     list_decodes(rows, has.plan);
     const long own = call.heads * call.width, kept = call.kv_heads * call.width;
-#pragma omp parallel num_threads((int)num_threads)
-    {
-        Tiles tiles;
-        Gathered<T> &gathered = ((Gathered<T> *)has.gathered)[omp_get_thread_num()];
-#pragma omp for
-        for (long token = 0; token < rows.num_tokens; token++) {
+    Team::run((int)num_threads, [&] {
+        Gathered<T> &gathered = ((Gathered<T> *)has.gathered)[member_index()];
+        share_evenly(rows.num_tokens, [&](long token) {
             for (long d = 0; d < own; d += LANES)
                 store(has.queries + token * own + d, load(query + token * own + d));
             write_token<T>(call, rows, token, key + token * kept, value + token * kept);
-        }
+        });
         attend<T>(call, rows, has.plan, has.queries, own, out, own, gathered);
-    }
+    });
     return DONE;
 }
 
@@ -58,16 +55,14 @@ static int run_linear(const Linear &layer, const T *x, long rows, T *out, long n
     if (!arena.reserve(size + scratch_size + rounded_size)) return NO_MEMORY;
     Scratch *scratch = (Scratch *)arena.memory;
     T *own = (T *)(arena.memory + scratch_size);
-#pragma omp parallel num_threads((int)num_threads)
-    {
-        Tiles tiles;
-        scratch[omp_get_thread_num()].rounded = arena.memory + scratch_size + size;
-#pragma omp for
-        for (long m = 0; m < rows; m++) {
+    Team::run((int)num_threads, [&] {
+        Scratch &own_scratch = scratch[member_index()];
+        own_scratch.rounded = arena.memory + scratch_size + size;
+        share_evenly(rows, [&](long m) {
             memcpy(own + m * depth, x + m * layer.inputs, layer.inputs * sizeof(T));
             memset(own + m * depth + layer.inputs, 0, (depth - layer.inputs) * sizeof(T));
-        }
-        linear(layer, own, depth, rows, scratch[omp_get_thread_num()],
+        });
+        linear(layer, own, depth, rows, own_scratch,
                [&](long row, long count, long panel, long panels, const float *sums_) {
                    each_vector(sums_, count, panels, [&](long m, long n, v16 value) {
                        const long column = (panel + n) * PANEL;
@@ -79,7 +74,7 @@ static int run_linear(const Linear &layer, const T *x, long rows, T *out, long n
                        for (long i = 0; i < layer.outputs - column; i++) store_one(to + i, value[i]);
                    });
                });
-    }
+    });
     return DONE;
 }
 
