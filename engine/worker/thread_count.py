@@ -61,7 +61,7 @@ class _Direction:
 class _Trial:
     """Steps with another count, and the time that they would have taken with the usual one."""
 
-    home: int
+    before: int
     waiting: float
     taken: float = 0.0
     expected: float = 0.0
@@ -146,11 +146,11 @@ class ThreadCount:
         if trial.taken > HOPELESS * max(trial.expected, TRIAL_S / 2):
             self._end(trial, now, keeps=False)
         elif trial.steps >= TRIAL_STEPS and trial.expected >= TRIAL_S:
-            gain = GAIN * min(1.0, max(0, self.count - trial.home) / trial.home)
+            gain = GAIN * min(1.0, max(0, self.count - trial.before) / trial.before)
             self._end(trial, now, keeps=trial.taken <= (1 - gain) * trial.expected)
 
     def _end(self, trial: _Trial, now: float, *, keeps: bool) -> None:
-        is_more = self.count > trial.home
+        is_more = self.count > trial.before
         own, other = (self._more, self._fewer) if is_more else (self._fewer, self._more)
         self._trial = None
         if keeps:
@@ -160,7 +160,7 @@ class ThreadCount:
             other.pause_ends, other.waiting = now + PAUSE_AFTER_S, math.inf
             self._stride = 2 * self._stride if is_more else 1
             return
-        self.count, self._stride = trial.home, 1
+        self.count, self._stride = trial.before, 1
         lost = max(0.0, trial.taken - trial.expected)
         pause = max(PAUSE_MIN_S, lost / COST) * 2 ** min(own.failures, FAILURES_MAX)
         own.failures += 1
