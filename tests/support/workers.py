@@ -9,6 +9,7 @@ their servers from the same interpreters (`tests.support.prestarted`).
 import atexit
 import os
 import signal
+import sys
 import traceback
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -165,6 +166,7 @@ class Workers:
             for report in found:
                 hook.pytest_runtest_logreport(report=report)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        sys.stdout.flush()  # which may be a file
 
 
 class Sender:
