@@ -19,14 +19,7 @@ import trio
 
 from engine import logs
 from engine.core.common.credit import Credit
-from engine.core.common.events import (
-    Admitted,
-    ClientCame,
-    ClientLeft,
-    Finished,
-    ReaderDrained,
-    Refused,
-)
+from engine.core.common.events import Admitted, Finished, ReaderDrained, Refused
 from engine.core.common.types import EndReason
 from engine.errors import (
     DeadlineExceeded,
@@ -41,7 +34,7 @@ from engine.errors import (
 from engine.requests.quota import QueuedTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from engine.core.common.events import OutputEvent
     from engine.core.common.types import RequestId, Timings
@@ -148,10 +141,9 @@ class StreamOptions(Generic[EventT]):
 
     ``core_id`` is the core's name for the request, ``buffer`` the number of messages that may wait
     for the reader. Events go to ``reader``; None opens a memory channel, which
-    `RequestStream.receive` reads. ``quota`` and ``address`` are the client's (`Origin`). ``on_end``
-    is called once, before the reader hears of the end. ``on_loss`` is called when the reader's
-    client has lost its connection; it returns whether the stream waits for that client.
-    ``on_leave`` is called when the last reader has left.
+    `RequestStream.receive` reads. ``on_end`` is called once, before the reader hears of the end.
+    ``on_loss`` is called when the reader's client has lost its connection; it returns whether the
+    stream waits for that client. ``on_leave`` is called when the last reader has left.
     """
 
     request_id: str
@@ -159,7 +151,6 @@ class StreamOptions(Generic[EventT]):
     buffer: int
     reader: Reader[EventT] | None = None
     quota: Quota | None = None
-    address: str = ""
     on_end: Callable[[RequestStream[Any]], None] = lambda stream: None
     on_loss: Callable[[Any], bool] = lambda stream: False
     on_leave: Callable[[Any], None] = lambda stream: None
@@ -175,9 +166,8 @@ class RequestStream(Generic[EventT]):
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.
     ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
-    quota, and ``party`` the holder, or the client's address where there is no key. ``attach_token``
-    is what a client must show to take the stream up again; empty for a stream that nobody can take
-    up.
+    quota. ``attach_token`` is what a client must show to take the stream up again; empty for a
+    stream that nobody can take up.
     """
 
     attach_token = ""
@@ -203,7 +193,6 @@ class RequestStream(Generic[EventT]):
         self.credit = Credit(options.buffer)
         self.num_per_release = max(1, options.buffer // RELEASE_SHARE)
         self.holder = options.quota
-        self.party: Hashable = options.quota or options.address
         self.queued = QueuedTokens(options.quota)
         self._channel: ChannelReader[EventT] | None = None
         reader = options.reader
@@ -255,12 +244,6 @@ class RequestStream(Generic[EventT]):
         """Let the core know that a stream which was starved has free slots again."""
         if self.replica is not None:
             self.replica.loop.post(ReaderDrained(self.core_id))
-
-    def report_client(self, *, is_there: bool) -> None:
-        """Let the core know whether the client has its connection."""
-        if self.replica is not None:
-            event = ClientCame if is_there else ClientLeft
-            self.replica.loop.post(event(self.core_id))
 
     def leave(self, reader: Reader[EventT], left_at: float, *, is_lost: bool = False) -> None:
         """Act on the leave of ``reader`` at ``left_at``, on Trio's clock. ``is_lost``: its client

@@ -163,7 +163,6 @@ class Supervisor:
             buffer,
             reader,
             origin.quota,
-            origin.address,
             self._count if error is None else self._count_refusal,
             self.detached.add,
             self.detached.remove,
@@ -317,8 +316,6 @@ class Supervisor:
         stream.phase = "queued"
         stream.queued.add(request.num_tokens)
         replica.loop.submit(Submit(request, stream.credit), stream)
-        if self.detached.is_waiting(stream):
-            stream.report_client(is_there=False)
         try:
             with replica.busy_with(request.num_tokens_ahead):
                 await stream.wait_turn()

@@ -6,7 +6,7 @@ They know nothing of how the scheduler decides. Each sentence is an invariant of
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,6 @@ from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
 from engine.core.image.scheduler import ImageScheduler
 from engine.core.image.types import Drawn, Stepped
-from engine.core.text.lifecycle import State
 from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
@@ -70,26 +69,6 @@ def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set
     lost = {event.sequence for event in events if isinstance(event, Preempted)}
     got = {row.sequence for row in rows if row.blocks is not None or row.children}
     return set() if got - lost else lost
-
-
-class GuestWatch:
-    """Watches who is computed beside requests whose clients have lost their connections.
-
-    A plan that was prepared before another request came may have rows of theirs, the next may not.
-    """
-
-    def __init__(self) -> None:
-        self._was_beside = False
-
-    def planned(self, scheduler: Scheduler, plan: StepPlan) -> str:
-        """Return what is wrong with a plan, or nothing."""
-        lives = scheduler._ledger.requests.values()
-        guests = {seq.sequence_id for live in lives if live.is_guest for seq in live.sequences}
-        others = [seq for live in lives if not live.is_guest for seq in live.sequences]
-        is_wanted = any(seq.state in (State.RUNNING, State.WAITING) for seq in others)
-        found = guests.intersection(row.sequence for row in plan.rows)
-        was_beside, self._was_beside = self._was_beside, is_wanted and bool(found)
-        return f"{found} are computed beside others" if was_beside and self._was_beside else ""
 
 
 @dataclass
@@ -133,7 +112,6 @@ class CoreWatch:
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
         self._artists: dict[ImageScheduler, ImageWatch] = {}
         self._paces: dict[Scheduler, PaceWatch] = {}
-        self._guests: defaultdict[Scheduler, GuestWatch] = defaultdict(GuestWatch)
 
     def note(self, event: Journaled) -> None:
         """Record an event and judge it.
@@ -293,7 +271,6 @@ class CoreWatch:
             self._tell(f"{lost} gave way for nobody", "plan")
         if plan is not None:
             self._tell(self._pace_of(scheduler).planned(plan, now), "plan")
-            self._tell(self._guests[scheduler].planned(scheduler, plan), "plan")
         return plan, events
 
     def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:

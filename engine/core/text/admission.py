@@ -136,7 +136,7 @@ def states_over(ledger: Ledger, seq: Sequence) -> int:
 def promised_states(ledger: Ledger) -> int:
     """Return how many state slots are promised to choices that have still to fork from sequences
     with blocks."""
-    parked = [seq for live in ledger.parked_requests() for seq in live.sequences]
+    parked = [seq for live in ledger.parked.values() for seq in live.sequences]
     residents = [seq for seq in (*ledger.running, *parked) if seq.state_slot is not None]
     return sum([ledger.seats_of(seq) - 1 for seq in residents])
 
@@ -291,7 +291,7 @@ def _parked_residents(ledger: Ledger) -> list[Sequence]:
     """Return the parked sequences that hold blocks and are in no step."""
     return [
         seq
-        for live in ledger.parked_requests()
+        for live in ledger.parked.values()
         for seq in live.sequences
         if seq.blocks and not seq.in_step
     ]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.types import RequestId, SequenceId
 from engine.core.text.blocks import BlockPool, blocks_for
-from engine.core.text.guests import Guests
 from engine.core.text.lifecycle import Event, State
 from engine.core.text.prefix import PrefixCache
 from engine.core.text.sequence import LiveRequest, Sequence
@@ -48,7 +47,6 @@ class Ledger:
         self.waiting = WaitingQueue(config.aging_s)
         self.running: list[Sequence] = []
         self.parked: dict[RequestId, LiveRequest] = {}
-        self.guests = Guests(config)
         self.released: list[SequenceId] = []  # ended sequences that the next plan releases
         self.num_seats = 0
         self._next_id = 1
@@ -99,11 +97,9 @@ class Ledger:
         child.enter("queued", now)
 
     def park(self, live: LiveRequest, now: float) -> None:
-        """Park every choice of a request whose stream is full, or whose client is away: no step
-        computes them."""
+        """Park every choice of a request whose stream is full: no step computes them."""
         live.parked_since = now
-        if not live.is_guest:
-            self.parked[live.request.request_id] = live
+        self.parked[live.request.request_id] = live
         for seq in live.sequences:
             if seq.state is State.RUNNING:
                 self._leave_running(seq)
@@ -113,18 +109,12 @@ class Ledger:
                 continue
             seq.advance(Event.PARK)
             seq.enter("parked", now)
-        if live.is_guest:
-            self._park_guest(live, now)
 
     def unpark(self, live: LiveRequest, now: float) -> None:
-        """End a request's parking, since its reader has drained its stream, or its client is back.
-        Choices that still hold blocks run on if there are seats for them; the others wait, with the
-        arrival they had."""
+        """End a request's parking, since its reader has drained its stream. Choices that still hold
+        blocks run on if there are seats for them; the others wait, with the arrival they had."""
         live.parked_since = None
-        if live.is_guest:
-            self.guests.unpark(live)
-        else:
-            del self.parked[live.request.request_id]
+        del self.parked[live.request.request_id]
         for seq in live.sequences:
             if seq.state is not State.PARKED:
                 continue
@@ -141,27 +131,6 @@ class Ledger:
                     self.waiting.add(seq, now)
                 seq.enter(self._phase_of_waiting(seq), now)
 
-    def leave(self, live: LiveRequest, now: float) -> None:
-        """Make a request whose client has lost its connection a guest."""
-        live.is_guest = True
-        if self.parked.pop(live.request.request_id, None) is None:
-            self.guests.add(live)
-        else:
-            self._park_guest(live, now)
-
-    def come_back(self, live: LiveRequest, now: float) -> None:
-        """Let a guest, whose client is back, run and wait like any other request."""
-        if live.parked_since is not None:
-            self.unpark(live, now)
-        self.guests.remove(live)
-        live.is_guest = False
-
-    def _park_guest(self, live: LiveRequest, now: float) -> None:
-        for other in self.guests.park(live):
-            for seq in other.sequences:
-                if seq.blocks:
-                    self.preempt(seq, now)
-
     def end(self, seq: Sequence, now: float) -> None:
         """Move a sequence from any live state to ENDING if a step in flight uses it, otherwise to
         FINISHED. An ENDING one gives its blocks back by `finish`, at that step's commit."""
@@ -177,7 +146,6 @@ class Ledger:
             self.finish(seq)
         if seq.live.is_over:
             self.parked.pop(seq.live.request.request_id, None)
-            self.guests.remove(seq.live)
 
     def finish(self, seq: Sequence) -> None:
         """Move a sequence to FINISHED: give its blocks back, have the worker release it, and forget
@@ -261,13 +229,6 @@ class Ledger:
             return "decode"
         return "prefill" if seq.is_known_to_worker else "queued"
 
-    # ---- the parked
-
-    def parked_requests(self) -> Iterator[LiveRequest]:
-        """Yield the parked requests that may hold blocks."""
-        yield from self.parked.values()
-        yield from self.guests.residents
-
     # ---- invariants
 
     def live_sequences(self) -> Iterator[Sequence]:
@@ -283,7 +244,6 @@ class Ledger:
         """
         self.pool.check([seq.blocks for seq in self.live_sequences()])
         self.cache.check()
-        self.guests.check()
         assert self.running == sorted(self.running, key=_rank)
         self.waiting.check()
         assert self.num_seats == sum(self.seats_of(seq) for seq in self.running)
@@ -292,7 +252,7 @@ class Ledger:
             self._check_sequence(seq)
 
     def _check_sequence(self, seq: Sequence) -> None:
-        parked = seq.live.request.request_id in self.parked or self.guests.is_parked(seq.live)
+        parked = seq.live.request.request_id in self.parked
         assert (seq in self.running) == (seq.state is State.RUNNING), seq
         assert (seq in self.waiting.sequences) == (
             seq.state is State.WAITING and not seq.is_attached

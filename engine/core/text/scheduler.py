@@ -22,8 +22,6 @@ from engine.core.common.core import CoreStatistics, Phase
 from engine.core.common.events import (
     Admitted,
     Cancel,
-    ClientCame,
-    ClientLeft,
     ObservePrefixes,
     OutputEvent,
     Pause,
@@ -40,7 +38,6 @@ from engine.core.common.events import (
 from engine.core.common.stalls import next_stall
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.types import EndReason, Explanation, PlanId, RequestId
-from engine.core.text import guests
 from engine.core.text.commit import Committer
 from engine.core.text.drafts import Drafts
 from engine.core.text.endings import Endings
@@ -109,8 +106,6 @@ class Scheduler:
             case ReaderDrained():
                 if (live := self._ledger.parked.get(event.request_id)) is not None:
                     self._ledger.unpark(live, now)
-            case ClientLeft() | ClientCame():
-                self._client_moved(event, now)
             case StepFailed():
                 self._step_failed(event.failure, now)
             case Tick():
@@ -152,8 +147,6 @@ class Scheduler:
         nothing if no step is in flight, or if what comes next is too uncertain."""
         if self._step is None or self._prepared is not None or not self.config.prepared_plans:
             return
-        if guests.must_give_way(self._ledger):
-            return
         # How many tokens a row with drafts makes is not known before it is computed.
         if self._pause is None and not self._recovery.is_under_way and not self._step.num_drafts:
             self._prepared = self._builder(now).build_ahead(self._step)
@@ -186,7 +179,6 @@ class Scheduler:
 
     def _build(self, now: float) -> PlannedStep | None:
         """Return a step planned now: one row of a failed step alone, or else all that can go on."""
-        guests.settle(self._ledger, now)
         while (suspect := self._recovery.next_suspect()) is not None:
             step = self._builder(now).build_alone(suspect)
             if step is not None:
@@ -219,17 +211,6 @@ class Scheduler:
             self._discard_prepared(now)  # the request outranks a running row (D9)
         self._prompt_tokens += len(request.prompt)
         self._events.append(Admitted(request.request_id, len(request.prompt)))
-
-    def _client_moved(self, event: ClientLeft | ClientCame, now: float) -> None:
-        live = self._ledger.requests.get(event.request_id)
-        if live is None or live.is_over or live.is_guest == isinstance(event, ClientLeft):
-            return
-        if isinstance(event, ClientCame):
-            self._ledger.come_back(live, now)
-            return
-        self._ledger.leave(live, now)
-        if guests.must_give_way(self._ledger):
-            self._discard_prepared(now)
 
     def _take_step(self, plan_id: int) -> PlannedStep:
         step = self._step
