@@ -7,9 +7,10 @@ steps of the same kind before them. Fewer are tried when threads wait for a core
 system does not say so, now and then; more when a pause is over.
 
 Rule 1: the pause before the next trial in a direction grows with what the last one has cost, and
-with each that fails, so that trials take about `COST` of the time. Rule 2: more threads have to be
-faster by `GAIN`, fewer only not slower: where two numbers are alike, the smaller one stays, and the
-count does not go back and forth. Rule 3: this class has no clock and asks the system nothing.
+with each that fails, so that trials take about `COST` of the time. Rule 2: fewer threads have to be
+faster by `GAIN`, more only not slower, because the kernels' team loses little by a thread that is
+late: where two numbers are alike, the larger one stays, and the count does not go back and forth.
+Rule 3: this class has no clock and asks the system nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 COST, COST_MOST = 0.02, 0.1  # of all time, for trials; most where steps are long
-GAIN = 0.10  # of twice as many threads; of fewer, in proportion
+GAIN = 0.10
 WAITING = 0.1  # threads that wait for a core, from which on fewer are tried
 PAUSE_MIN_S, PAUSE_MAX_S = 0.25, 8.0  # before a trial in the same direction
 PAUSE_AFTER_S = 1.0  # before one in the other direction, after one that was kept
@@ -146,7 +147,7 @@ class ThreadCount:
         if trial.taken > HOPELESS * max(trial.expected, TRIAL_S / 2):
             self._end(trial, now, keeps=False)
         elif trial.steps >= TRIAL_STEPS and trial.expected >= TRIAL_S:
-            gain = GAIN * min(1.0, max(0, self.count - trial.before) / trial.before)
+            gain = GAIN if self.count < trial.before else 0.0
             self._end(trial, now, keeps=trial.taken <= (1 - gain) * trial.expected)
 
     def _end(self, trial: _Trial, now: float, *, keeps: bool) -> None:
