@@ -70,10 +70,14 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
             f"the device has too little free memory for its {needs}",
             log_detail=describe(error),
         )
-    if isinstance(error, OSError) and error.strerror and error.filename:
+    if (
+        isinstance(error, OSError)
+        and error.strerror
+        and isinstance(error.filename, str | bytes)  # a number, if a descriptor was used
+    ):
         # A library's: every reader of ours says it itself.
-        name = os.path.basename(os.fsdecode(error.filename))
-        said = f"its load could not use the file {name} ({error.strerror})"
+        file = os.path.basename(os.fsdecode(error.filename))
+        said = f"its load could not use the file {file} ({error.strerror})"
         return SpawnFailed(said, log_detail=describe(error))
     log.error("the load of %s failed in an unexpected way", name, exc_info=error)
     return SpawnFailed(

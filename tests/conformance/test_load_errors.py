@@ -15,7 +15,7 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker import factory  # noqa: E402
+from engine.worker import factory, failures  # noqa: E402
 from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
@@ -300,6 +300,13 @@ def test_a_file_that_vanishes_while_a_library_reads_it_is_named_with_the_reason(
     monkeypatch.setattr(checkpoint.Checkpoint, "__enter__", fail)
     said = failure(stock)
     assert said.endswith("could not use the file nowhere.json (No such file or directory)")
+
+
+def test_an_error_of_a_descriptor_names_no_file():
+    with pytest.raises(OSError, match="descriptor") as caught:
+        os.stat(10**6)
+    failed = failures.spawn_failed("model", caught.value, needs="weights")
+    assert "in an unexpected way (OSError)" in str(failed)
 
 
 def test_a_load_that_failed_can_be_tried_again(stock, tmp_path):
