@@ -11,6 +11,8 @@ import trio
 import engine
 from engine import EngineConfig, ModelConfig, aio, blocking
 from engine.errors import ConfigError
+from engine.worker.load import resolve
+from tests.support.unreadable import as_nobody, open_folder
 
 
 async def open_by_trio(config):
@@ -47,6 +49,15 @@ def test_an_engine_of_a_model_that_is_nowhere_is_not_opened(facade, name):
         FACADES[facade](name)
     assert f"{ModelConfig(name).name}: there is no such directory or file [" in str(caught.value)
     assert ("torch" in sys.modules) == had_torch
+
+
+def test_a_model_that_may_not_be_read_is_not_said_to_be_nowhere():
+    with open_folder() as folder:
+        (folder / "closed").mkdir(mode=0o700)
+        path = folder / "closed" / "model"
+        assert resolve.absence(str(path))
+        with as_nobody():
+            assert not resolve.absence(str(path))
 
 
 @pytest.mark.parametrize("lazy", [(True, True), (True, False)])

@@ -149,10 +149,16 @@ def resolve_local(model: str, revision: str = "") -> Source | None:
 def absence(model: str) -> str:
     """Return why there is no such model, if its name is only that of a path; empty if there may be
     one. This needs no network and no large import."""
-    path = Path(os.path.expanduser(model))
-    if model in DEMOS or HUB_ID.fullmatch(model) or os.path.exists(path):
+    if model in DEMOS or HUB_ID.fullmatch(model):
         return ""
-    return f"there is no such directory or file [{path.absolute()}]"
+    path = Path(os.path.expanduser(model))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"there is no such directory or file [{path.absolute()}]"
+    except (OSError, ValueError):  # the load says why it cannot be read
+        return ""
+    return ""
 
 
 def _path_of(model: str) -> Path:
