@@ -193,7 +193,7 @@ def _downloads(directory: str) -> Finding:
     if directory.startswith("~"):
         return Finding("downloads", "this user has no home directory", advice=another)
     place = Path(directory).absolute()
-    existing = next(one for one in (place, *place.parents) if one.exists())
+    existing = next(one for one in (place, *place.parents) if os.path.exists(one))
     if os.access(existing, os.W_OK | os.X_OK):
         return Finding("downloads", directory)
     return Finding("downloads", f"{directory} cannot be written", advice=another)

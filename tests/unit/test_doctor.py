@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import types
+from functools import partial
 
 import pytest
 import trustme
@@ -15,6 +16,7 @@ import engine
 from engine.limits.cpu import CpuLimit
 from grpc_service.cli import doctor
 from grpc_service.cli.main import main
+from tests.support.unreadable import as_nobody, open_folder
 
 RUN = subprocess.run
 TOLD = {
@@ -207,3 +209,12 @@ def test_where_downloads_go_and_whether_they_can(tmp_path, monkeypatch, hub, val
     assert (finding.value, finding.is_fit) == (value.format(tmp_path), True)
     assert finding.advice.endswith(advice)
     assert bool(finding.advice) == bool(advice)
+
+
+def test_downloads_to_a_folder_of_another_user_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(doctor.os, "access", partial(doctor.os.access, effective_ids=True))
+    with open_folder() as folder:
+        (folder / "closed").mkdir(mode=0o700)
+        with as_nobody():
+            finding = doctor._downloads(str(folder / "closed" / "hub"))
+    assert finding.value.endswith("/closed/hub cannot be written")
