@@ -206,6 +206,8 @@ def _single(field: Any, name: str, given: Any) -> Any:
         return _one_message(GetMessageClass(field.message_type), name, given)
     if field.type == FieldDescriptor.TYPE_BYTES and isinstance(given, bytearray | memoryview):
         return bytes(given)
+    if given is None:
+        raise wrong_type(name, _wanted(field), given)
     try:  # protobuf says what the field can hold
         made = GetMessageClass(field.containing_type)
         made(**{field.name: [given] if field.is_repeated else given})

@@ -141,6 +141,8 @@ def test_a_wrong_field_anywhere_in_a_mapping_is_named(made):
          "is a messages.Message or a mapping of its fields, not {} (dict)"),
         ({"sampling": {"logit_bias": {-1: 2}}}, "GenerateRequest.sampling.logit_bias (a key) is "
          "-1, outside [0, 4294967295]"),
+        ({"sampling": {"logit_bias": {1: None}}}, "GenerateRequest.sampling.logit_bias[1] takes "
+         "a number, not None (NoneType)"),
     ],
 )  # fmt: skip
 def test_what_a_field_cannot_hold_is_said(fields, told):
