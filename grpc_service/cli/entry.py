@@ -17,8 +17,10 @@ EXIT_INTERRUPTED = 130
 
 def end_at_once(*_: object) -> None:
     """End the process; nothing has begun that would have to end in order."""
-    os.write(2, b"triolet: interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
+    try:
+        os.write(2, b"triolet: interrupted\n")
+    finally:  # also if nobody reads standard error
+        os._exit(EXIT_INTERRUPTED)
 
 
 def main() -> int:

@@ -619,6 +619,11 @@ def test_files_named_like_our_packages_in_the_working_directory_are_not_imported
     assert done.stderr.startswith("triolet: no server answers at 127.0.0.1:1")
 
 
+def test_ctrl_c_ends_an_importing_command_also_if_nobody_reads_standard_error():
+    code = "import os; from grpc_service.cli import entry; os.close(2); entry.end_at_once()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
+
+
 @pytest.fixture
 def hangups():
     """Restore how this process reacts to SIGHUP, which `triolet serve` changes."""
