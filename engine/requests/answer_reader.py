@@ -174,15 +174,15 @@ class AnswerReader(ABC):
             json_text.append(self._next)
             if scanner.depth == 0:
                 call = _call_of("".join(json_text), name, call_id, self._needs_arguments)
+                found = Object.NO_CALL if call is None else Object.OTHER_CALL
                 if call is not None and call.name in self._names:
+                    found = Object.CALL
                     self._calls.append(call)
                     self._is_after_call = True
                 else:
                     self._emit_text(raw, *json_text)
                 yield from self._advance()
-                if call is None:
-                    return Object.NO_CALL
-                return Object.CALL if self._is_after_call else Object.OTHER_CALL
+                return found
             yield from self._advance()
         self._emit_text(raw, *json_text)
         return Object.NO_CALL

@@ -21,10 +21,9 @@ For each token, with ``count`` tokens before it, these rules apply in this order
    of those that end together the longest. The text behind it is dropped, and without ``include``
    its own text too. It takes precedence over ``max_tokens``, over a special stop token at whose
    text it ends, and, as in vLLM, over a stop token that only released the text with the stop
-   string. A stop string in which the text of a special
-   token occurs is found where the model wrote that token, even though the token is left out of the
-   output's text. So ``<|im_end|>`` stops at its token, as the id would, and ``x<|im_end|>`` at the
-   token behind an ``x``.
+   string. A stop string in which the text of a special token occurs is found where the model wrote
+   that token, even though the token is left out of the output's text. So ``<|im_end|>`` stops at
+   its token, as the id would, and ``x<|im_end|>`` at the token behind an ``x``.
 4. The token that completes a constraint's grammar ends the sequence with STOP and no match.
 5. With ``max_tokens`` tokens, the sequence ends with LENGTH.
 Every end but a stop string releases what was held back: text that could have become a stop string,
