@@ -9,7 +9,6 @@ their servers from the same interpreters (`tests.support.prestarted`).
 import atexit
 import os
 import signal
-import sys
 import traceback
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -166,7 +165,7 @@ class Workers:
             for report in found:
                 hook.pytest_runtest_logreport(report=report)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        sys.stdout.flush()  # which may be a file
+        self._config.get_terminal_writer().flush()  # its file may be a pipe
 
 
 class Sender:
