@@ -9,6 +9,7 @@ their servers from the same interpreters (`tests.support.prestarted`).
 import atexit
 import os
 import signal
+import time
 import traceback
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -18,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 import pytest
 
 from tests.support import prestarted
+
+INTERRUPTED_S = 5.0  # guess: longer than a test's servers take to end
 
 
 class Files:
@@ -66,18 +69,17 @@ class Workers:
         self._config._tmp_path_factory.getbasetemp()  # the workers' directories are in one
         prestarted.share()
         left = Files(len(self._files))
-        workers = []
+        workers = {}  # those that have not ended, by their pipes
         try:
             while len(workers) < self._config.option.workers:
-                workers.append(self._fork(left, at_front=len(workers) % 3 == 0))
-            open_pipes = {worker.pipe: worker for worker in workers}
-            while open_pipes:
-                for pipe in wait(open_pipes):
-                    if not self._receive(open_pipes[pipe]):
-                        del open_pipes[pipe]
+                worker = self._fork(left, at_front=len(workers) % 3 == 0)
+                workers[worker.pipe] = worker
+            while workers:
+                for pipe in wait(workers):
+                    if not self._receive(workers[pipe]):
+                        del workers[pipe]
         except BaseException:
-            for worker in workers:
-                os.kill(worker.pid, signal.SIGTERM)
+            self._end(workers)
             raise
         for number in set(range(len(self._files))) - self._shown:
             self._show(number, [], "the worker that had taken the file died before it")
@@ -100,7 +102,6 @@ class Workers:
     def _be_worker(self, left, at_front, sender):
         """Run files until none is left, and exit."""
         atexit._clear()  # what is registered is the parent's
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         code = 1
         try:
             plugins = self._config.pluginmanager
@@ -125,6 +126,18 @@ class Workers:
 
     def _run(self, item, following):
         self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+    def _end(self, workers):
+        """End the workers. A terminal's Ctrl-C has reached them, too, and they have `INTERRUPTED_S`
+        to take down their fixtures."""
+        limit = time.monotonic() + INTERRUPTED_S
+        while workers and (left_s := limit - time.monotonic()) > 0:
+            for pipe in wait(workers, left_s):
+                if not os.read(pipe.fileno(), 1 << 16):
+                    os.waitpid(workers.pop(pipe).pid, 0)
+        for worker in workers.values():
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitpid(worker.pid, 0)
 
     def _receive(self, worker):
         """Take in a worker's message: the next file's number, a report, or None at its end. Return

@@ -1,12 +1,16 @@
 """Tests in forked workers have the results that they have in one process (`support/workers.py`)."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 CONFTEST = """
 from tests.conftest import pytest_addoption, pytest_configure
@@ -51,19 +55,18 @@ def test_many(value): pass
 }
 
 
-def run(folder, *args):
-    """Run the files' tests; return the exit code and the output."""
-    for name, text in FILES.items():
+def write(folder, files):
+    """Write the files of tests, and what they need."""
+    for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+
+
+def run(folder, *args):
+    """Run the files' tests; return the exit code and the output."""
+    write(folder, FILES)
+    done = subprocess.run([*PYTEST, *args], cwd=folder, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -93,3 +96,43 @@ def test_files_of_workers_that_died_are_not_lost(tmp_path):
     assert code == 1
     assert "ERROR test_c.py::test_many[7] - the worker that had taken the file died" in out
     assert "ERROR test_d.py::test_last" in out
+
+
+LONG = """
+import pathlib, time
+def test_long():
+    pathlib.Path("begun").touch()
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(0.2)
+        pathlib.Path("taken down").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reached", ["all", "the parent"])
+def test_an_interrupt_ends_the_workers_after_their_fixtures(tmp_path, reached):
+    """Also where one of the workers has ended before."""
+    write(tmp_path, {"test_long.py": LONG})
+    process = subprocess.Popen(
+        [*PYTEST, "--workers", "3"],
+        cwd=tmp_path,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    limit = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    time.sleep(0.5)  # the other two workers have had nothing to do
+    interrupt = os.killpg if reached == "all" else os.kill
+    interrupt(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, out
+    assert "INTERNALERROR" not in out
+    assert (tmp_path / "taken down").exists() == (reached == "all")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
