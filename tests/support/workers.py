@@ -78,6 +78,8 @@ class Workers:
                 for pipe in wait(workers):
                     if not self._receive(workers[pipe]):
                         del workers[pipe]
+                if session.shouldfail:  # as -x has it
+                    raise session.Failed(session.shouldfail)
         except BaseException:
             self._end(workers)
             raise

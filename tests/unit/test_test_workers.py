@@ -91,6 +91,13 @@ def test_results_are_those_of_one_process_and_a_death_fails_its_file(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_first_failure_ends_the_run_if_it_is_to(tmp_path):
+    code, out = run(tmp_path, "--workers", "1", "-x")
+    assert code == 1
+    assert "stopping after 1 failures" in out
+
+
+@pytest.mark.slow
 def test_files_of_workers_that_died_are_not_lost(tmp_path):
     code, out = run(tmp_path, "--workers", "1", "-rE")
     assert code == 1
