@@ -86,7 +86,7 @@ class Answers:
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat. Cancellation: safe; the tokens are dropped."""
         given = text_codec.decode_tokenize(request)
-        spans, max_model_len = await self._engine.tokenize(**given)
+        spans, max_model_len = await self._engine.tokenize(request.model, **given)
         return text_encoder.encode_tokens(spans, max_model_len)
 
     async def detokenize(
