@@ -2,8 +2,7 @@
 
 Start: the engine starts, and models load in the background → the address is bound and calls are
 served → the server is ready when every preloaded text model has loaded or failed; without text
-models, when every encoder has. End (D17): health is NOT_SERVING → the sockets close, and clients
-are asked to go on elsewhere → when no call is on its way any more, new requests are refused →
+models, when every encoder has. End (D17): health is NOT_SERVING → new requests are refused →
 running ones may finish within the drain timeout → the rest is cut with a status → connections end →
 all threads are joined, except those that `_Ending` does not wait for.
 
@@ -46,12 +45,12 @@ from grpc_service.app.startup import awaited, reasons_held_back, show_loading, s
 from grpc_service.app.statistics import log_statistics
 from grpc_service.app.tls import certificate_warnings, server_context
 from grpc_service.app.tracing import open_tracing
-from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
-from grpc_service.services.methods import LASTING_METHODS, SERVICE_NAMES, TAKING_IMAGES, methods
+from grpc_service.services.methods import SERVICE_NAMES, TAKING_IMAGES, methods
 from grpc_service.services.reflection import reflection_methods
 
 if TYPE_CHECKING:
@@ -68,11 +67,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LASTING_NAMES = (
-    *(f"{HEALTH_NAME}/", "grpc.reflection.", *LASTING_METHODS),
-    *(f"vllm.grpc.engine.VllmEngine/{name}" for name in ("HealthCheck", "Abort")),
-)
-LASTING = tuple(f"/{name}".encode() for name in LASTING_NAMES)
 EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
@@ -206,14 +200,7 @@ async def _serve(
             if ending.gateways is not None:
                 ending.gateways.refresh()
             if engine.is_draining and ending.server is not None:
-                ending.server.leave()
-
-    async def take_leave() -> None:
-        """Wait until no call is on its way any more, as `on_change` has asked clients to leave."""
-        if ending.server is not None and ending.gateways is not None:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ending.server.settle)
-                nursery.start_soon(ending.gateways.settle)
+                ending.server.drain_connections()
 
     flusher = Flusher()
     with reasons_held_back(engine_config) as reasons:
@@ -221,7 +208,6 @@ async def _serve(
             engine_config,
             make_runner=make_runner,
             on_change=on_change,
-            take_leave=take_leave,
             watchdog=ending.watchdog,
             batch=flusher,
         ) as engine:
@@ -308,7 +294,6 @@ def _limits_of(config: ServerConfig) -> Limits:
         budget=config.connection_budget,
         budget_per_s=config.connection_budget / 2,
         held_bytes=config.max_held_bytes,
-        lasting_methods=LASTING,
     )
 
 

@@ -24,7 +24,6 @@ import trio
 
 from grpc_service.rpc import accounts
 from grpc_service.rpc.accounts import Account
-from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.rpc.call import Call
 from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.held_bytes import Holder, Holding
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
         OverheadLimiter,
         StartLimiter,
     )
-    from grpc_service.rpc.flusher import Flusher
     from grpc_service.rpc.held_bytes import HeldBytes
     from grpc_service.rpc.limits import Limits
     from grpc_service.rpc.request_body import RequestBody
@@ -85,8 +83,7 @@ class Connection:
 
     ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. For
     its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch
-    it with ``flusher`` after making output. ``arrivals`` has those on their way.
-    Large compressed requests go to ``to_decompress``.
+    it with ``flusher`` after making output. Large compressed requests go to ``to_decompress``.
     """
 
     def __init__(self, shared: Shared, transport: Transport, peer: str) -> None:
@@ -103,7 +100,6 @@ class Connection:
         self._nursery: trio.Nursery
         self._calls: CallTasks
         self._is_asked_to_leave = trio.Event()
-        self._is_to_close = trio.Event()  # after the last call
         self._is_over = False  # what the client still sends is dropped
         self._frame_left_s = math.inf  # for the rest of what is incomplete
         self._scope = trio.CancelScope()
@@ -119,7 +115,6 @@ class Connection:
         budget_share = shared.addresses.budget_share(self.address)
         self.account = Account(shared.limits, trio.current_time, budget_share)
         self.http2 = Http2Connection(self._on_stream, shared.limits, self.account)
-        self.arrivals = Arrivals(shared.on_progress)
 
     async def run(self) -> None:
         """Serve until the connection ends; then cancel its calls and close it.
@@ -154,12 +149,9 @@ class Connection:
         """End the connection and its calls."""
         self._scope.cancel(reason=reason)
 
-    def drain(self, *, stays: bool = False) -> None:
-        """Ask the client to begin no more calls. Those that run, or are on their way, go on. Close
-        the connection after the last one unless it ``stays`` open for `Limits.lasting_methods`.
-        Idempotent."""
-        if not stays:
-            self._is_to_close.set()
+    def drain(self) -> None:
+        """Ask the client to begin no more calls, and close the connection after those that run and
+        those on their way. Idempotent."""
         if not (self._is_asked_to_leave.is_set() or self._is_over):
             self._is_asked_to_leave.set()
             self.http2.drain()
@@ -183,7 +175,7 @@ class Connection:
 
     async def _leave(self) -> None:
         """When the client is asked to leave: take no more calls once it knows, and close the
-        connection after the last one, when it need not stay."""
+        connection after the last one."""
         await self._is_asked_to_leave.wait()
         with trio.move_on_after(self.limits.leave_patience_s):
             while not self.http2.is_ending:
@@ -191,7 +183,6 @@ class Connection:
         self.http2.send_goaway()
         self.flush()
         self._shared.on_progress()
-        await self._is_to_close.wait()
         while not self.is_quiet:
             await self._wait_for_change()
         self._is_over = True
@@ -427,6 +418,33 @@ class Connection:
 
     def _on_stream(self, stream: Stream) -> Call:
         call = Call(stream, self)
-        self.arrivals.add(call)
         self._calls.start(call)
         return call
+
+
+class Flusher:
+    """Sends what was written to many connections, each with one system call: at once or, between
+    `hold` and `release`, at `release`. Each connection is then flushed once, whatever was written
+    for it."""
+
+    def __init__(self) -> None:
+        self.touched: dict[Connection, None] = {}
+        self._is_holding = False
+
+    def touch(self, connection: Connection) -> None:
+        """Note that ``connection`` has output."""
+        if self._is_holding:
+            self.touched[connection] = None
+        else:
+            connection.flush()
+
+    def hold(self) -> None:
+        """Collect output until `release`. Must not be nested."""
+        self._is_holding = True
+
+    def release(self) -> None:
+        """Send the output that was collected since `hold`. Never raises."""
+        self._is_holding = False
+        touched, self.touched = self.touched, {}
+        for connection in touched:
+            connection.flush()

@@ -214,8 +214,7 @@ class Http2Connection:
             self.account.charge(accounts.HEADER_BYTE * excess)
         if not self.h2.is_open(stream_id):
             return  # a reset came with the request
-        is_late = self.is_ending and not self._is_lasting(headers)
-        if is_late or len(self.streams) >= self._limits.streams_per_connection:
+        if self.is_ending or len(self.streams) >= self._limits.streams_per_connection:
             self._refuse(stream_id, ErrorCodes.REFUSED_STREAM)
             return
         if fault := fault_of(headers):
@@ -225,9 +224,6 @@ class Http2Connection:
         stream = Stream(self, stream_id, headers, length_of(headers))
         self.streams[stream_id] = stream
         stream.listener = self._on_stream(stream)
-
-    def _is_lasting(self, headers: Headers) -> bool:
-        return dict(headers).get(b":path", b"").startswith(self._limits.lasting_methods)
 
     def _refuse(self, stream_id: int, code: ErrorCodes) -> None:
         """Reset a stream that was never served."""

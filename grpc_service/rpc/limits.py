@@ -70,12 +70,6 @@ class Limits:
     connections_per_address_max: int = 4096
     # Time that a client gets to answer that its connection will end. Guess: a slow round trip.
     leave_patience_s: float = 1.0
-    # Beginnings of the paths of methods that a server which leaves serves on the connections that
-    # are open. A client that obeys GOAWAY opens no such call; a simple one may.
-    lasting_methods: tuple[bytes, ...] = ()
-    # Time that a server which leaves gives the calls that are on their way. Guess: 4 MiB over a
-    # usual network.
-    settle_patience_s: float = 5.0
     # Time, and bytes, that a client may still send after its connection has ended. Guess.
     linger_s: float = 1.0
     linger_bytes: int = 2**18

@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING
 import trio
 
 from grpc_service.rpc.accounts import BROKEN_CONNECTION, OPENING, POINT_S, Addresses
-from grpc_service.rpc.connection import Connection, Shared
+from grpc_service.rpc.connection import Connection, Flusher, Shared
 from grpc_service.rpc.fairness import (
     FairLock,
     FairShareLimiter,
     OverheadLimiter,
     StartLimiter,
 )
-from grpc_service.rpc.flusher import Flusher
 from grpc_service.rpc.held_bytes import LOOK_S, HeldBytes
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from grpc_service.rpc.call_tasks import ServeCall
     from grpc_service.rpc.sockets import Listener, Transport
@@ -66,7 +65,6 @@ class RpcServer:
         self._connections: dict[Connection, None] = {}
         self._num_open: Counter[str] = Counter()  # transports, also before they are ready
         self._told: set[str] = set()  # why handshakes failed
-        self._listeners: Sequence[Listener] = ()
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
         # The server keeps too many bytes, or a request waits for room.
@@ -83,7 +81,6 @@ class RpcServer:
 
         Cancellation: every call is cancelled, and every connection closed.
         """
-        self._listeners = listeners
         with self._serving:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._shared.overhead.run)
@@ -97,26 +94,11 @@ class RpcServer:
                     for listener in listeners:
                         listener.close()
 
-    def leave(self) -> None:
-        """Accept no more connections, and ask all clients to open no more calls here. Calls that
-        run, or are on their way, are served, and so are `Limits.lasting_methods` on connections
-        that their clients keep open. Idempotent."""
-        self._listening.cancel(reason="the server leaves")
-        for listener in self._listeners:  # now: who hears that it is asked to leave connects anew
-            listener.close()
+    def drain_connections(self) -> None:
+        """Ask all clients that are connected to connect anew. Calls that run, or are on their way,
+        go on; each connection is closed after its last one."""
         for connection in self.connections:
-            connection.drain(stays=True)
-
-    async def settle(self) -> None:
-        """After `leave`: wait until every client knows, and every call that was on its way has been
-        taken by its handler (`Arrivals.note_taken`); at most for `Limits.settle_patience_s`.
-
-        Cancellation: safe.
-        """
-        with trio.move_on_after(self.limits.settle_patience_s):
-            await self._wait_for_all(
-                lambda one: not one.arrivals and (one.http2.is_ending or one.is_done)
-            )
+            connection.drain()
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls,
@@ -125,18 +107,13 @@ class RpcServer:
 
         Cancellation: the server goes on without accepting; `stop` may be called again.
         """
-        self.leave()
-        for connection in self.connections:
-            connection.drain()
+        self._listening.cancel(reason="the server stops")
+        self.drain_connections()
         with trio.move_on_after(grace_s):
-            await self._wait_for_all(lambda connection: connection.is_done)
-        self._serving.cancel(reason="the server stops")
-
-    async def _wait_for_all(self, is_so: Callable[[Connection], bool]) -> None:
-        while not all(map(is_so, self._connections)):
-            if self._progress.is_set():  # others may wait for the same
+            while not all(connection.is_done for connection in self._connections):
                 self._progress = trio.Event()
-            await self._progress.wait()
+                await self._progress.wait()
+        self._serving.cancel(reason="the server stops")
 
     def _on_short(self) -> None:
         self._is_short.set()
@@ -184,7 +161,7 @@ class RpcServer:
             return
         connection = Connection(self._shared, transport, peer)
         self._connections[connection] = None
-        if self._listening.cancel_called:  # the client was accepted just before `leave`
+        if self._listening.cancel_called:  # the client was accepted just before `stop`
             connection.drain()
         try:
             await connection.run()

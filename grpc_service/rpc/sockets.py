@@ -115,8 +115,6 @@ class SocketListener:
         Cancellation: safe; no client is lost.
         """
         while True:
-            if self._socket.fileno() < 0:  # it was closed while this task was about to run
-                await trio.sleep_forever()
             await trio.lowlevel.wait_readable(self._socket)
             try:
                 client, address = self._socket.accept()

@@ -33,7 +33,7 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 
-from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.framing import MessageReader
 from grpc_service.rpc.h2_overrides import UnrulyClientH2
 from grpc_service.rpc.server import RpcServer
