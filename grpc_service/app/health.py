@@ -19,7 +19,6 @@ from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.methods import methods_of
 from grpc_service.rpc.status import StatusCode
 from grpc_service.services.methods import CONTROL, INFERENCE, MODELS
-from grpc_service.services.value_counts import judges_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,8 +124,7 @@ class HealthServicer:
 
 def health_methods(servicer: HealthServicer) -> list[Method]:
     """Return the methods of grpc.health.v1."""
-    service = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    return methods_of(service, servicer, judges_of(service, {}))
+    return methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"], servicer)
 
 
 def apply_states(servicer: HealthServicer, models: Sequence[ModelStatus], draining: bool) -> None:

@@ -474,3 +474,31 @@ def test_an_event_that_cannot_be_split_is_sent_whole():
         patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", 50)
         messages = text_encoder.encode_events([tokens("", logprobs=(entry,))])
     assert [len(m.delta.logprobs) for m in messages] == [1]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (
+            common_pb2.AttachRequest(request_id="a", attach_token="t", received=[{}] * 17),
+            "received",
+        ),
+        (
+            inference_pb2.GenerateRequest(continuation={"choices": [{}] * 17}),
+            "continuation.choices",
+        ),
+        (inference_pb2.GenerateRequest(chat={"messages": [{}] * 10_001}), "chat.messages"),
+        (inference_pb2.GenerateRequest(chat={"tools": [{}] * 10_001}), "chat.tools"),
+        (
+            inference_pb2.GenerateRequest(chat={"messages": [{"tool_calls": [{}] * 10_001}]}),
+            "chat.messages.tool_calls",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_list_that_would_hold_up_the_loop_is_refused_before_it_is_converted(message, field):
+    """4 MiB of empty entries, of two bytes each, took the loop 2 to 5 s."""
+    is_attach = isinstance(message, common_pb2.AttachRequest)
+    with pytest.raises(InvalidRequest) as caught:
+        (text_codec.decode_received if is_attach else text_codec.decode_generate)(message)
+    assert [violation.field for violation in caught.value.violations] == [field]

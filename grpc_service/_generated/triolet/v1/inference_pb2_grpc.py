@@ -34,11 +34,10 @@ class InferenceStub:
     that is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
-    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
-    map are counted over the whole request, before it is decoded; the field's comment has their limit
-    ("At most 64."). The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. A request that does not succeed ends with a status other than OK, whose
-    reason is in a google.rpc.ErrorInfo of domain `triolet`.
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
+    request's deadline, and cancelling the call ends the request within one step. A request that does
+    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
+    `triolet`.
     """
 
     def __init__(self, channel):
@@ -91,11 +90,10 @@ class InferenceServicer:
     that is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
-    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
-    map are counted over the whole request, before it is decoded; the field's comment has their limit
-    ("At most 64."). The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. A request that does not succeed ends with a status other than OK, whose
-    reason is in a google.rpc.ErrorInfo of domain `triolet`.
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
+    request's deadline, and cancelling the call ends the request within one step. A request that does
+    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
+    `triolet`.
     """
 
     def Generate(self, request, context):
@@ -219,11 +217,10 @@ class Inference:
     that is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
-    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
-    map are counted over the whole request, before it is decoded; the field's comment has their limit
-    ("At most 64."). The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. A request that does not succeed ends with a status other than OK, whose
-    reason is in a google.rpc.ErrorInfo of domain `triolet`.
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
+    request's deadline, and cancelling the call ends the request within one step. A request that does
+    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
+    `triolet`.
     """
 
     @staticmethod
