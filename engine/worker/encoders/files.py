@@ -92,9 +92,10 @@ def check(directory: Path, capability: Capability) -> Path:
 def _check_weights(folder: Path, module: str) -> None:
     """Check that a module's files of weights can be read, by its library too: transformers needs
     another field of the index, and the library's own modules read no index."""
+    files = weight_files(folder)
     if module not in FIRST and not has_file(folder / WEIGHTS_NAME):
         raise Refusal(f"its {folder.name} has no {WEIGHTS_NAME}")
-    for file in weight_files(folder):
+    for file in files:
         check_readable(folder / file)
     has_index = module in FIRST and has_file(folder / INDEX_NAME)
     if has_index and not isinstance(read_json(folder, INDEX_NAME).get("metadata"), dict):
