@@ -12,7 +12,6 @@ Rule: threads may share a client. One thread reads a stream, and any thread may 
 from __future__ import annotations
 
 import threading
-import time
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -27,9 +26,8 @@ from grpc_service.client.requests import (
     completion_request,
     request_of,
     seconds_of,
-    wrong_type,
 )
-from grpc_service.client.resumption import RESUME_S, Resumption, method_of
+from grpc_service.client.resumption import RESUME_S, method_of, resumption_of
 from grpc_service.client.stubs import ControlStub, InferenceStub, ModelsStub
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
     from grpc_service.client.channel import ChannelSettings
     from grpc_service.client.requests import Conversation, Given
-    from grpc_service.client.resumption import OnBreak
+    from grpc_service.client.resumption import OnBreak, Resumption
 
 Response = TypeVar("Response")
 
@@ -201,15 +199,7 @@ class Client:
         """Continue a prompt or answer a chat. ``on_break`` is called whenever the stream breaks and
         is about to go on, with the error and the seconds until then. A text is a prompt."""
         timeout = seconds_of(timeout)
-        if on_break is not None and not callable(on_break):
-            raise wrong_type("on_break", "a function", on_break)
-        resumption = Resumption(
-            request_of("generate", messages.GenerateRequest, request),
-            timeout=timeout,
-            resume_s=self._resume_s,
-            now=time.monotonic,
-            on_break=on_break,
-        )
+        resumption = resumption_of(request, timeout, self._resume_s, on_break)
 
         def start(asked: Message, left: float | None) -> Any:
             return self._calls.start(method_of(self._stub, asked), asked, left)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -22,11 +23,13 @@ from grpc_service.client.errors import (
     Unavailable,
     Unimplemented,
 )
+from grpc_service.client.requests import request_of, wrong_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from grpc_service.client.errors import CallError
+    from grpc_service.client.requests import Given
 
     OnBreak = Callable[[CallError, float], None]
 
@@ -202,3 +205,25 @@ class Resumption:
         choices = [self._choices[index] for index in range(max(1, self.request.n))]
         request.continuation.choices.extend(choices)
         return request
+
+
+def resumption_of(
+    request: Given[messages.GenerateRequest] | str,
+    timeout: float | None,
+    resume_s: float,
+    on_break: OnBreak | None,
+) -> Resumption:
+    """Return the `Resumption` for the arguments of a client's ``generate``.
+
+    Raises:
+        TypeError, ValueError: An argument cannot be what it stands for; it is named.
+    """
+    if on_break is not None and not callable(on_break):
+        raise wrong_type("on_break", "a function", on_break)
+    return Resumption(
+        request_of("generate", messages.GenerateRequest, request),
+        timeout=timeout,
+        resume_s=resume_s,
+        now=monotonic,
+        on_break=on_break,
+    )
