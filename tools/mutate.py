@@ -45,7 +45,7 @@ UNIT = [
     for name in (
         *("backoff", "decode_pace", "drafts", "encode_scheduler", "image_scheduler", "invariants"),
         *("lifecycle", "moving", "prefix", "prompt_images", "rate", "routing", "scheduler"),
-        *("states", "types"),
+        *("states", "types", "vocabulary"),
     )
 ]
 COMMANDS = (
