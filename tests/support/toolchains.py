@@ -10,6 +10,7 @@ to the machine, and only root may install them.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -53,15 +54,20 @@ PROTOS = ("triolet/v1/common.proto", "triolet/v1/images.proto", "triolet/v1/infe
 
 def need_npm() -> None:
     """Have npm install what package.json pins, unless exactly those versions are there."""
-    missing = missing_npm_packages()
-    if missing:
-        _install_from_npm(missing)
+    with (INTEROP / "package.json").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two npm in one folder break each other
+        if missing := missing_npm_packages():
+            _install_from_npm(missing)
 
 
 def missing_npm_packages() -> list[str]:
-    """Return the packages that are not there in the version that package.json pins."""
+    """Return the packages that are not there in the version that package.json pins: all, if npm
+    was interrupted before it wrote its own list, its last file."""
     pinned = json.loads((INTEROP / "package.json").read_text())["devDependencies"]
-    return [name for name, version in pinned.items() if _npm_version(name) != version]
+    is_whole = (NODE_MODULES / ".package-lock.json").exists()
+    return [
+        name for name, version in pinned.items() if not is_whole or _npm_version(name) != version
+    ]
 
 
 def _npm_version(package: str) -> str | None:

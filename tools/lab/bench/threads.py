@@ -6,6 +6,8 @@ the default number of threads, which the engine chooses, and each other a fixed 
 of a control group of version 1 (this needs root), which the engine is in from its start, because it
 looks for its quota then. The default's first run in a place is not counted: it takes up to a second
 to adapt. A ratio is that of the tokens per second in the same turn.
+
+Alone, the time between tokens of one sequence is measured beside llama.cpp, in runs of `TOKENS`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.limits.cpu import cpu_limit
-from tools.lab.bench.frame import Row, repeat_in_turn, row_of
+from tools.lab.bench.frame import Row, percentile, repeat_in_turn, row_of
 from tools.lab.bench.step import STEPS, Case, Measured, busy, settings
-from tools.lab.peers.process import OURS, EngineProcess
+from tools.lab.peers.environments import PEERS
+from tools.lab.peers.process import OURS, EngineProcess, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +35,7 @@ QUOTAS = (0.5, 1.0, 1.5)
 BATCHES = (1, 8)
 REPEATS = int(os.environ.get("BENCH_COUNT", "7"))
 BAR = 0.9
+PEER, TOKENS, P99_BAR = "llama.cpp", 200, 1.2
 GROUPS = Path("/sys/fs/cgroup/cpu")
 DEFAULT = "the default"
 
@@ -99,6 +104,25 @@ def compare(where: str, batch: int, engines: dict[str, EngineProcess]) -> list[R
     return [*rows, row_of(name, ratios, "×", bar=BAR, better="higher", note=note)]
 
 
+def between_tokens(ours: EngineProcess) -> Iterator[Row]:
+    """Yield the rows of the time between the tokens of one sequence, beside another engine."""
+    other = start(PEERS[PEER], settings(SHAPE, max(BATCHES)))
+    engines = [ours] if other is None else [ours, other]
+
+    def p99_ms(engine: EngineProcess) -> float:
+        step_s = engine.ask("decode", "between tokens", 1, 129, TOKENS)["step_s"]
+        return 1e3 * percentile(step_s, 0.99)
+
+    samples = repeat_in_turn([partial(p99_ms, engine) for engine in engines], REPEATS)
+    name = "alone, B=1: between tokens, p99"
+    for engine, found in zip(engines, samples, strict=True):
+        yield row_of(f"{name}: {engine.name}", found, "ms")
+    if other is not None:
+        other.close()
+        ratios = [mine / their for mine, their in zip(*samples, strict=True)]
+        yield row_of(f"{name}: against {PEER}", ratios, "×", bar=P99_BAR)
+
+
 def run() -> Iterator[Row]:
     """Yield the bench's rows."""
     wanted = os.environ.get("BENCH_ONLY", "")
@@ -111,6 +135,8 @@ def run() -> Iterator[Row]:
                 with busy(spinning):
                     for batch in BATCHES:
                         yield from compare(where, batch, engines)
+                if not spinning:
+                    yield from between_tokens(engines[DEFAULT])
     for quota in QUOTAS:
         where = f"quota of {quota:g} cores"
         if wanted not in where:

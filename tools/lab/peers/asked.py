@@ -24,8 +24,9 @@ class Engine(Protocol):
 
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
         """Compute the prompts and one token for each, and then ``steps`` more tokens for each, all
-        together. Only the latter are on the clock. The answer has ``seconds``, and the ``first``
-        and ``last`` token of each prompt."""
+        together. Only the latter are on the clock. The answer has ``seconds``, those of each step
+        (``step_s``; not every engine says them), and the ``first`` and ``last`` token of each
+        prompt."""
         ...
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:

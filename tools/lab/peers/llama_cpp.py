@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 import llama_cpp
@@ -64,11 +65,16 @@ class LlamaCppEngine:
             self._fill(context, [prompt[:-1] for prompt in prompts])
             self._kept[key] = prompts
         first = tokens = self._next(context, [prompt[-1] for prompt in prompts], length - 1)
-        start = time.perf_counter()
+        times = [time.perf_counter()]
         for step in range(steps):
             tokens = self._next(context, tokens, length + step)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "first": first, "last": tokens}
+            times.append(time.perf_counter())
+        return {
+            "seconds": times[-1] - times[0],
+            "step_s": [after - before for before, after in pairwise(times)],
+            "first": first,
+            "last": tokens,
+        }
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Measure a prefill, as `tools.lab.peers.asked.Engine` says."""

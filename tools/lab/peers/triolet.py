@@ -80,15 +80,16 @@ class TrioletEngine:
             for name, token in self._step():
                 firsts.setdefault(name, token)
         self._timings.clear()
-        start = time.perf_counter()
+        times = [time.perf_counter()]
         lasts: dict[RequestId, int] = {}
         for _ in range(steps):
             lasts = dict(self._step())
+            times.append(time.perf_counter())
             assert len(lasts) == len(names)
-        seconds = time.perf_counter() - start
         self._end(names)
         return {
-            "seconds": seconds,
+            "seconds": times[-1] - times[0],
+            "step_s": [after - before for before, after in itertools.pairwise(times)],
             "first": [firsts[name] for name in names],
             "last": [lasts[name] for name in names],
             "forward_s": sum(one.forward_s for one in self._timings),
