@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
@@ -136,15 +137,15 @@ def names() -> Names:
     for module, path in modules().items():
         if path.name == Path(__file__).name:
             continue  # this file names what does not exist
-        source = path.read_text()
-        code = compile(source, path, "exec", dont_inherit=True)
+        code = SourceFileLoader(module, str(path)).get_code(module)  # from the bytecode, if any
+        assert code
         _look_at(code, found)
         found.words |= set(module.split("."))
         found.top.setdefault(module, set()).update(code.co_names)
         parent, _, last = module.rpartition(".")
         found.top.setdefault(parent, set()).add(last)
         if not module.startswith("tests."):
-            for node in ast.walk(ast.parse(source)):
+            for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     _look_at_class(node, found)
     for path in PROTOS:
