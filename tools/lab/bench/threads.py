@@ -104,8 +104,8 @@ def compare(where: str, batch: int, engines: dict[str, EngineProcess]) -> list[R
     return [*rows, row_of(name, ratios, "×", bar=BAR, better="higher", note=note)]
 
 
-def between_tokens(ours: EngineProcess) -> Iterator[Row]:
-    """Yield the rows of the time between the tokens of one sequence, beside another engine."""
+def between_tokens(where: str, ours: EngineProcess) -> Iterator[Row]:
+    """Yield the rows of the time between tokens of one sequence, beside another engine."""
     other = start(PEERS[PEER], settings(SHAPE, max(BATCHES)))
     engines = [ours] if other is None else [ours, other]
 
@@ -114,7 +114,7 @@ def between_tokens(ours: EngineProcess) -> Iterator[Row]:
         return 1e3 * percentile(step_s, 0.99)
 
     samples = repeat_in_turn([partial(p99_ms, engine) for engine in engines], REPEATS)
-    name = "alone, B=1: between tokens, p99"
+    name = f"{where}, B=1: between tokens, p99"
     for engine, found in zip(engines, samples, strict=True):
         yield row_of(f"{name}: {engine.name}", found, "ms")
     if other is not None:
@@ -136,7 +136,7 @@ def run() -> Iterator[Row]:
                     for batch in BATCHES:
                         yield from compare(where, batch, engines)
                 if not spinning:
-                    yield from between_tokens(engines[DEFAULT])
+                    yield from between_tokens(where, engines[DEFAULT])
     for quota in QUOTAS:
         where = f"quota of {quota:g} cores"
         if wanted not in where:
