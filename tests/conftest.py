@@ -50,20 +50,29 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as `slow` the cases that the quick run leaves out; those that it keeps are spread
-    evenly."""
+    """Mark the cases of a test that --all leaves out (the mark `cases`) as `full`, and those that
+    the quick run leaves out as `slow`."""
     tests = defaultdict(list)
     for item in items:
-        if not any(item.get_closest_marker(mark) for mark in ("slow", "alone", "full")):
+        if not any(item.get_closest_marker(mark) for mark in ("alone", "full")):
             tests[item.nodeid.partition("[")[0]].append(item)
     for name, cases in tests.items():
-        most = QUICK_CASES.get(name.split("/")[1])
-        if most is None or len(cases) <= most:
-            continue
-        quick = {number * (len(cases) - 1) // max(1, most - 1) for number in range(most)}
-        for number, case in enumerate(cases):
-            if number not in quick:
-                case.add_marker("slow")
+        mark = cases[0].get_closest_marker("cases")
+        kept = leave_out(cases, *mark.args, "full") if mark else cases
+        quick = [case for case in kept if not case.get_closest_marker("slow")]
+        leave_out(quick, QUICK_CASES.get(name.split("/")[1], len(quick)), "slow")
+
+
+def leave_out(cases, most, mark):
+    """Keep at most so many cases of a test, spread evenly, and mark the others. Return those that
+    are kept."""
+    if len(cases) <= most:
+        return cases
+    kept = {number * (len(cases) - 1) // max(1, most - 1) for number in range(most)}
+    for number, case in enumerate(cases):
+        if number not in kept:
+            case.add_marker(mark)
+    return [cases[number] for number in sorted(kept)]
 
 
 def pytest_collection_finish(session):

@@ -363,6 +363,7 @@ def test_other_threads_may_build_modules_meanwhile(made, monkeypatch):
 # ---- memory
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sd", "sdxl"])
 def test_the_estimate_holds_what_a_drawing_takes(tmp_path, arch):

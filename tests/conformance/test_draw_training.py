@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     return folder / "made"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_engine_draws_with_it_what_diffusers_draws(folder):
     from diffusers import StableDiffusionPipeline
 
@@ -59,7 +59,7 @@ def test_the_engine_draws_with_it_what_diffusers_draws(folder):
     assert np.abs(got - np.asarray(expected)).max() <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_model_that_has_learnt_nothing_misses_the_bar(folder):
     figures, wrong = measure_draw.measure(folder, seed=0, count=3)
     assert figures["drawings_right"] == 0.0

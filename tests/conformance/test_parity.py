@@ -90,6 +90,7 @@ def test_every_served_architecture_has_a_row():
     assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[one.model_type] for one in configs} == set(SERVED)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_machine_with_a_compiler_runs_the_listed_models_compiled(zoo, name):
     runner = zoo.load(name).runner
@@ -270,6 +271,7 @@ def _with_changed_call(stock, change):
     return lambda step, call, *tensors: stock(step, change(call), *tensors)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("name", WINDOWED)
@@ -283,6 +285,7 @@ def test_a_window_off_by_one_is_noticed(zoo, name, shift, way):
         assert_red(loaded)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_an_ignored_window_is_noticed(zoo, name, way):
@@ -325,6 +328,7 @@ def test_experts_whose_gates_are_not_clamped_are_noticed(zoo, monkeypatch, way):
     assert_red(loaded)
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_wrong_scale_is_noticed(zoo, name, way):
@@ -333,6 +337,7 @@ def test_a_wrong_scale_is_noticed(zoo, name, way):
         assert_red(loaded)
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in ZOO if "no positions" not in name])
 def test_positions_off_by_one_after_the_first_step_are_noticed(zoo, monkeypatch, name, way):

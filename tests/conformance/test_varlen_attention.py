@@ -164,6 +164,7 @@ SEND = varlen_attention.send
 # --- a model --------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
 def test_a_models_tokens_are_transformers_own(zoo, without_gpu, name):
     """Chunks of prompts run beside decodes, with windows shorter than the prompts."""

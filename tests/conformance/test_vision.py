@@ -104,6 +104,7 @@ def test_greedy_tokens_are_those_of_transformers(seeing, expected, name):
     assert run(seeing, [name], chunks=1000)[name] == expected[name]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("chunks", [1, 5, 16])
 def test_chunks_that_end_anywhere_change_nothing(seeing, expected, chunks):
     for name in CHATS:
@@ -213,6 +214,7 @@ def test_what_is_loaded_takes_what_was_estimated(seeing):
     assert abs(seeing.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["smolvlm", "qwen3_vl"])
 def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
