@@ -1,5 +1,6 @@
 """tools/test ends with the status that its tests and its static checks have."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,16 +23,19 @@ exit "${status:-9}"
 
 
 @pytest.mark.parametrize(
-    ("pytest_ends", "ruff_ends", "status", "says"),
+    ("again", "pytest_ends", "ruff_ends", "status", "says"),
     [
-        ("0", 0, 0, "== static checks"),
-        ("1 1", 0, 1, "== failed, once more"),
-        ("1 0", 0, 0, "== failed once and passed by themselves"),
-        ("2", 0, 1, "== static checks"),
-        ("0", 1, 1, "== static checks"),
+        ("", "0", 0, 0, "== static checks"),
+        ("", "1 0", 0, 1, "== static checks"),
+        ("1", "1 1", 0, 1, "== failed, once more"),
+        ("1", "1 0", 0, 0, "== failed once and passed by themselves"),
+        ("1", "2 0", 0, 1, "== static checks"),
+        ("", "0", 1, 1, "== static checks"),
     ],
 )
-def test_the_status_is_that_of_tests_and_checks(tmp_path, pytest_ends, ruff_ends, status, says):
+def test_the_status_is_that_of_tests_and_checks(
+    tmp_path, again, pytest_ends, ruff_ends, status, says
+):
     """A run in which nothing fails ends with 0, any other with 1."""
     (tmp_path / "tools").mkdir()
     for name in ("tools/test", "tools/setup.sh", "pyproject.toml", "constraints.txt"):
@@ -49,6 +53,9 @@ def test_the_status_is_that_of_tests_and_checks(tmp_path, pytest_ends, ruff_ends
     stamp = "cat pyproject.toml constraints.txt | cksum >.venv/.triolet-dev"
     subprocess.run(["bash", "-c", stamp], cwd=tmp_path, check=True)
     command = ["bash", "tools/test"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"TEST_AGAIN": again}
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == status, run.stdout + run.stderr
     assert says in run.stdout
