@@ -1,4 +1,5 @@
 """Generates the Python code of every proto into grpc_service/_generated, or checks it for drift.
+The comments of repeated fields and maps have their limits, which become a table.
 
     python tools/regen_proto.py            writes the generated package
     python tools/regen_proto.py --check    writes nothing; exits with 1 and names files that differ
@@ -21,9 +22,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("grpc_service/_generated")
+FIELD = DescriptorProto.FIELD_FIELD_NUMBER
 OUTPUT_PACKAGE = "grpc_service._generated"
+LIMITS = Path("triolet/v1/count_limits.py")
+# "At most 64.", and of a tree of JSON values "At most 64 values, 8 levels deep."
+LIMIT = re.compile(r"(?:^|\. )At most (\d+)(?: values, (\d+) levels deep)?\.")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ def generate(destination: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             run_protoc(source, Path(scratch))
             place(source, Path(scratch), destination)
+    write_limits(destination / LIMITS)
 
 
 def run_protoc(source: Source, out: Path) -> None:
@@ -100,6 +108,39 @@ def move_imports(text: str) -> str:
         builder = r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')"
         text = re.sub(rf"{builder}{package}\.", rf"\g<1>{moved}.", text)
     return text
+
+
+def write_limits(path: Path) -> None:
+    """Write the table of the limits that the comments of triolet.v1 have."""
+    lines = [
+        '"""Written by tools/regen_proto.py from the comments of the protos; do not edit."""\n',
+        "# By the full name of a field: values, and levels of a tree of JSON values.",
+        "COUNT_LIMITS: dict[str, tuple[int, int | None]] = {",
+    ]
+    for name, (count, levels) in sorted(limits().items()):
+        lines.append(f'    "{name}": ({count}, {levels}),')
+    path.write_text("\n".join([*lines, "}", ""]), encoding="utf-8")
+
+
+def limits() -> dict[str, tuple[int, int | None]]:
+    """Return what the comments of triolet.v1's fields say of their values, by full name."""
+    source = SOURCES[0]
+    found: dict[str, tuple[int, int | None]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "set.binpb"
+        options = (f"-I{source.include}", "--include_source_info", f"--descriptor_set_out={out}")
+        command = [sys.executable, "-m", "grpc_tools.protoc", *options, *source.protos()]
+        subprocess.run(command, cwd=ROOT, check=True)
+        files = FileDescriptorSet.FromString(out.read_bytes()).file
+    for file in files:
+        for location in file.source_code_info.location:
+            comment = " ".join(location.leading_comments.split())
+            limit, path = LIMIT.search(comment), location.path
+            if limit is not None and len(path) == 4 and path[2] == FIELD:
+                message = file.message_type[path[1]]
+                name = f"{file.package}.{message.name}.{message.field[path[3]].name}"
+                found[name] = (int(limit[1]), int(limit[2]) if limit[2] else None)
+    return found
 
 
 def write_init(package: Path) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _Bytes = bytes | bytearray | memoryview
 SHOWN_CHARS_MAX = 60  # of a wrong value in a message
+PART = 2**16  # values that are looked at in one call, for which other threads wait
 
 
 class CheckedFields:
@@ -154,12 +155,19 @@ def _tuple(given: Any) -> tuple[Any, ...]:
 
 def _texts(given: Any) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else _tuple(given)
-    return texts if set(map(type, texts)) <= {str} else tuple(map(_text, texts))
+    return texts if _types(texts) <= {str} else tuple(map(_text, texts))
 
 
 def _ids(given: Any) -> tuple[int, ...]:
     ids = _tuple(given)
-    return ids if set(map(type, ids)) <= {int} else tuple(map(index, ids))
+    return ids if _types(ids) <= {int} else tuple(map(index, ids))
+
+
+def _types(values: tuple[Any, ...]) -> set[type]:
+    found: set[type] = set()
+    for at in range(0, len(values), PART):
+        found |= set(map(type, values[at : at + PART]))
+    return found
 
 
 def _inputs(given: Any) -> tuple[str | bytes | tuple[int, ...], ...]:

@@ -285,12 +285,12 @@ def _outputs(
     found: list[tuple[int, ...] | None] = [()] * (asked.n or 1)
     for index, choice in enumerate(continuation.choices):
         path = f"continuation.choices[{index}].token_ids"
-        check_ids(path, choice.token_ids, info.vocab_size)
         if len(choice.token_ids) > stops.max_tokens:
             what = (
                 f"has {len(choice.token_ids)} tokens, but a choice has at most {stops.max_tokens}"
             )
             raise InvalidRequest.of(path, what)
+        check_ids(path, choice.token_ids, info.vocab_size)
         found[index] = None if choice.finished else choice.token_ids
     return tuple(found)
 

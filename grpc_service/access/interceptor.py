@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine import logs
 from grpc_service.access import access_log, policy
+from grpc_service.access.decoding import Decoding
 from grpc_service.access.rpc_record import Rpc
 from grpc_service.rpc.errors import Disconnected
-from grpc_service.rpc.methods import read_request
 from grpc_service.rpc.status import StatusCode
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Interceptor:
         self._status_of = status_of
         self._recorder = recorder
         self.calls: Counter[tuple[str, str]] = Counter() if calls is None else calls
+        self._decoding = Decoding()
 
     async def serve(self, call: Call) -> None:
         """Serve one call to its end. Raises nothing.
@@ -110,7 +111,7 @@ class Interceptor:
             rpc.quota = policy.admit(rpc.method, rpc.peer, rpc.call.metadata, self._keys)
             is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
             quota = rpc.quota if is_limited else None
-            handling = _begin(method, await read_request(method, rpc.call), rpc, quota)
+            handling = _begin(method, await self._decoding.request_of(method, rpc), rpc, quota)
         except Exception as error:
             await rpc.call.end(*self._status_of(error))
             return
@@ -133,7 +134,7 @@ class Interceptor:
 
 def _begin(method: Method, request: Any, rpc: Rpc, quota: Quota | None) -> Awaitable[Any]:
     """Count the request, and return the handler's work on it. The handler alone keeps the request
-    from now on, and drops one that may be large as soon as it has decoded it."""
+    from now on."""
     rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
     logs.request_id.set(logs.printable(rpc.request_id))
     if quota is not None:

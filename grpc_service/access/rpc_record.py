@@ -20,12 +20,14 @@ class Rpc:
     """One RPC, as its handler sees it.
 
     ``call`` is the gRPC call: what a handler reads and writes. ``request_id`` is the client's own
-    or one made for it. ``quota`` is the key holder's, None for a call without a key. ``stream`` is
-    set by the code that submits a request to the engine for this RPC.
+    or one made for it. ``arrived_at`` is when the request had come whole, on Trio's clock.
+    ``quota`` is the key holder's, None for a call without a key. ``stream`` is set by the code that
+    submits a request to the engine for this RPC.
     """
 
     call: Call
     request_id: str = ""
+    arrived_at: float = 0.0
     quota: Quota | None = None
     stream: RequestStream[Any] | None = None
 

@@ -19,6 +19,7 @@ from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.methods import methods_of
 from grpc_service.rpc.status import StatusCode
 from grpc_service.services.methods import CONTROL, INFERENCE, MODELS
+from grpc_service.services.value_counts import judges_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +125,8 @@ class HealthServicer:
 
 def health_methods(servicer: HealthServicer) -> list[Method]:
     """Return the methods of grpc.health.v1."""
-    return methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"], servicer)
+    service = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    return methods_of(service, servicer, judges_of(service, {}))
 
 
 def apply_states(servicer: HealthServicer, models: Sequence[ModelStatus], draining: bool) -> None:

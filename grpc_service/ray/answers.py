@@ -86,17 +86,15 @@ class Answers:
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat. Cancellation: safe; the tokens are dropped."""
         given = text_codec.decode_tokenize(request)
-        spans, max_model_len = await self._engine.tokenize(request.model, **given)
+        spans, max_model_len = await self._engine.tokenize(**given)
         return text_encoder.encode_tokens(spans, max_model_len)
 
     async def detokenize(
         self, request: common_pb2.DetokenizeRequest
     ) -> common_pb2.DetokenizeResponse:
         """Return the text of token ids. Cancellation: safe; the text is dropped."""
-        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        ids = tuple(request.ids)
-        text = await self._engine.detokenize(ids, request.model, skip_special_tokens=skip)
-        return text_encoder.encode_text(text)
+        given = text_codec.decode_detokenize(request)
+        return text_encoder.encode_text(await self._engine.detokenize(**given))
 
 
 def trouble_of(models: Iterable[ModelStatus]) -> str:

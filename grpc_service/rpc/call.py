@@ -141,8 +141,9 @@ class Call:
 
     # ---- the request
 
-    async def read(self) -> bytes | None:
-        """Wait for the next message and return it; None after the last one.
+    async def read(self, *, stays: bool = False) -> bytes | None:
+        """Wait for the next message and return it; None after the last one. If it ``stays``, the
+        next `read` returns it again.
 
         Raises:
             RpcError: the client sent something that is no message, or too large a message. No
@@ -163,6 +164,8 @@ class Call:
                 return None
             self.request.note_waiting()
             await self._wait_for_change()
+        if stays:
+            return reader.messages[0][0]
         message, self.is_compressed = self.request.take()
         return message
 

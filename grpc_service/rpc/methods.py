@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
@@ -32,6 +33,8 @@ class Method(NamedTuple):
     call. It returns the answer, or writes all messages itself and returns None. With
     ``takes_stream`` the request is None, and the handler reads the messages itself (`Call.read`).
     ``judge`` is called with the request's bytes before they are parsed; it may raise an `RpcError`.
+    ``translate`` returns, for a call, what makes of the parsed message what the handler takes
+    instead of it. The judge and what ``translate`` returned may run in a thread.
     """
 
     name: str  # such as helloworld.Greeter/SayHello
@@ -39,15 +42,18 @@ class Method(NamedTuple):
     handler: Handler
     takes_stream: bool = False
     judge: Callable[[bytes], None] | None = None
+    translate: Callable[[Call], Callable[[Any], Any]] | None = None
 
 
 def methods_of(
     service: ServiceDescriptor,
     servicer: object,
     judges: Mapping[str, Callable[[bytes], None]] | None = None,
+    translators: Mapping[str, Callable[[Call], Callable[[Any], Any]]] | None = None,
 ) -> list[Method]:
     """Return the methods of a service; the handler of each is ``servicer``'s method of its name.
-    ``judges`` has ``Method.judge`` by the method's name."""
+    ``judges`` has ``Method.judge``, and ``translators`` ``Method.translate``, by the method's name.
+    """
     return [
         Method(
             f"{service.full_name}/{method.name}",
@@ -55,13 +61,14 @@ def methods_of(
             getattr(servicer, method.name),
             method.client_streaming,
             (judges or {}).get(method.name),
+            (translators or {}).get(method.name),
         )
         for method in service.methods
     ]
 
 
-async def read_request(method: Method, call: Call) -> Message:
-    """Wait for the one request of a call, and return it.
+async def read_request(method: Method, call: Call) -> Any:
+    """Wait for the one request of a call, and return what the handler takes.
 
     Raises:
         MissingMessage: no request was sent.
@@ -70,32 +77,60 @@ async def read_request(method: Method, call: Call) -> Message:
             time.
     Cancellation: safe.
     """
-    data = await (call.read() if call.request.has_message else _read_in_time(call))
-    if data is None:
-        raise MissingMessage(f"{method.name} takes one request, and none was sent")
-    call.request.close()
-    if method.judge is not None:
-        method.judge(data)
-    try:
-        return method.request.FromString(data)
-    except DecodeError:
-        name = method.request.DESCRIPTOR.full_name
-        raise InvalidMessage(f"the bytes sent are not a valid {name}") from None
+    await wait_for_request(method, call)
+    return decoder_of(method, call)(await take_request(method, call))
 
 
-async def _read_in_time(call: Call) -> bytes | None:
-    """Wait for the request for `Limits.request_timeout_s`.
+async def wait_for_request(method: Method, call: Call) -> None:
+    """Wait until the one request of a call has come, for `Limits.request_timeout_s`.
 
     Raises:
+        MissingMessage: no request was sent.
         RpcError: as `Call.read`, or the request did not become complete in time.
     Cancellation: safe.
     """
+    if call.request.has_message:
+        return
     limit_s = call.limits.request_timeout_s
     with trio.move_on_after(limit_s):
-        return await call.read()
+        if await call.read(stays=True) is None:
+            raise MissingMessage(f"{method.name} takes one request, and none was sent")
+        return
     raise RpcError(
         StatusCode.DEADLINE_EXCEEDED, f"the request was not complete within {limit_s:g} s"
     )
+
+
+async def take_request(method: Method, call: Call) -> bytes:
+    """Return the request, which `wait_for_request` has waited for. No more messages are taken.
+
+    Raises:
+        RpcError: the request was given up since, as the server keeps too many bytes.
+    Cancellation: safe.
+    """
+    data = await call.read()
+    if data is None:
+        raise MissingMessage(f"{method.name} takes one request, and none was sent")
+    call.request.close()
+    return data
+
+
+def decoder_of(method: Method, call: Call) -> Callable[[bytes], Any]:
+    """Return what makes of the bytes of a call's request what the handler takes. It may run in a
+    thread. It raises InvalidMessage for bytes that are not of the method's type, and what
+    ``Method.judge`` and ``Method.translate`` raise."""
+    return partial(_decode, method, None if method.translate is None else method.translate(call))
+
+
+def _decode(method: Method, translate: Callable[[Any], Any] | None, data: bytes) -> Any:
+    if method.judge is not None:
+        method.judge(data)
+    try:
+        message = method.request.FromString(data)
+    except DecodeError:
+        name = method.request.DESCRIPTOR.full_name
+        raise InvalidMessage(f"the bytes sent are not a valid {name}") from None
+    return message if translate is None else translate(message)
 
 
 def status_of(error: Exception) -> Status:

@@ -60,6 +60,11 @@ class RequestBody:
         """Whether a whole message waits to be taken."""
         return bool(self.reader.messages)
 
+    @property
+    def next_bytes(self) -> int:
+        """The size of the message that waits to be taken; 0 if none does."""
+        return len(self.reader.messages[0][0]) if self.reader.messages else 0
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
         if self._is_closed:

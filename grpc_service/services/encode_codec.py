@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.encode_values import (
-    MAX_INPUTS,
     Embedding,
     EmbedRequest,
     RerankRequest,
     Score,
-    count_violations,
 )
 from engine.requests.text_values import Started
 from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.services.text_codec import ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +31,8 @@ def decode_embed(
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
     Raises:
-        InvalidRequest: Inputs are not set; it names every one of them. Or there are too many.
+        InvalidRequest: Inputs are not set; it names every one of them.
     """
-    _refuse_too_many("inputs", len(message.inputs))
     found = [
         FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")
         for index, one in enumerate(message.inputs)
@@ -60,7 +58,7 @@ def decode_embed(
 def _input_of(one: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
     match one.WhichOneof("input"):
         case "token_ids":
-            return tuple(one.token_ids.ids)
+            return ids_of(one.token_ids.ids)
         case "image":
             return one.image
     return one.text
@@ -69,12 +67,7 @@ def _input_of(one: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
 def decode_rerank(
     message: inference_pb2.RerankRequest, timeout_s: float | None = None
 ) -> RerankRequest:
-    """Return the engine's request. Its ranges are not checked yet (`RerankRequest.validate`).
-
-    Raises:
-        InvalidRequest: There are too many documents.
-    """
-    _refuse_too_many("documents", len(message.documents))
+    """Return the engine's request. Its ranges are not checked yet (`RerankRequest.validate`)."""
     return RerankRequest(
         model=message.model,
         query=message.query,
@@ -87,13 +80,6 @@ def decode_rerank(
         timeout_s=timeout_s,
         check=False,
     )
-
-
-def _refuse_too_many(field: str, count: int) -> None:
-    """Raise InvalidRequest before the inputs are copied one by one: a message of 4 MiB can hold
-    a million of them."""
-    if count > MAX_INPUTS:
-        raise InvalidRequest(count_violations(field, count))
 
 
 class EmbedEncoder:

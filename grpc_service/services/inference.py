@@ -1,16 +1,15 @@
 """Inference of triolet.v1: generating, encoding, drawing, and turning text into tokens.
 
-Rule: a handler decodes the request, asks the engine, and encodes the answer. Every end other than
-success is an exception, which `grpc_service.access.interceptor` turns into a status.
+Rule: a handler gets the request decoded (`translators`), asks the engine, and encodes the answer.
+Every end other than success is an exception, which `grpc_service.access.interceptor` turns into a
+status.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
-
-import trio
+from typing import TYPE_CHECKING, Any
 
 from engine.requests.quota import Origin
 from grpc_service.rpc.receipt import wait_received
@@ -18,9 +17,15 @@ from grpc_service.services import draw_codec, encode_codec, text_codec, text_enc
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.requests.draw_values import DrawRequest
+    from engine.requests.encode_values import EmbedRequest, RerankRequest
     from engine.requests.kind import ClientRequest
-    from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2
+    from engine.requests.text_values import GenerateRequest
+    from grpc_service._generated.triolet.v1 import common_pb2
     from grpc_service.access.rpc_record import Rpc
+    from grpc_service.rpc.call import Call
     from grpc_service.services.backend import Backend
 
 
@@ -31,22 +36,18 @@ class Inference:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, rpc: Rpc) -> None:
+    async def Generate(self, asked: GenerateRequest, rpc: Rpc) -> None:
         """Stream what the model generates. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
-        arrived_at = trio.current_time()
-        asked = text_codec.decode_generate(request, clients_timeout(rpc.call.time_remaining()))
-        is_large = request.output.HasField("prompt_logprobs")
         writer = self._text_writer(
             rpc,
-            token_ids=request.output.token_ids,
-            is_large=is_large,
+            token_ids=bool(asked.output.token_ids),
+            is_large=asked.output.prompt_logprobs is not None,
             is_kept=asked.resume_window_s is not None,
         )
-        del request  # its images were copied, and it is as large as they are
-        await self._serve(asked, rpc, writer, arrived_at)
+        await self._serve(asked, rpc, writer)
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
         """Stream the rest of what a Generate request generates, after its call was lost.
@@ -92,43 +93,33 @@ class Inference:
             wait_received=wait_received if is_kept else None,
         )
 
-    async def Embed(self, request: inference_pb2.EmbedRequest, rpc: Rpc) -> None:
+    async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
         """Stream one vector for each input. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
-        arrived_at = trio.current_time()
-        asked = encode_codec.decode_embed(request, clients_timeout(rpc.call.time_remaining()))
-        del request  # its images were copied, and it is as large as they are
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
-        await self._serve(asked, rpc, writer, arrived_at)
+        await self._serve(asked, rpc, writer)
 
-    async def Rerank(self, request: inference_pb2.RerankRequest, rpc: Rpc) -> None:
+    async def Rerank(self, asked: RerankRequest, rpc: Rpc) -> None:
         """Stream one score for each document. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
-        arrived_at = trio.current_time()
-        asked = encode_codec.decode_rerank(request, clients_timeout(rpc.call.time_remaining()))
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
-        await self._serve(asked, rpc, writer, arrived_at)
+        await self._serve(asked, rpc, writer)
 
-    async def GenerateImage(self, request: images_pb2.GenerateImageRequest, rpc: Rpc) -> None:
+    async def GenerateImage(self, asked: DrawRequest, rpc: Rpc) -> None:
         """Stream the progress of a drawing, and its images in parts. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
-        arrived_at = trio.current_time()
-        asked = draw_codec.decode_draw(request, clients_timeout(rpc.call.time_remaining()))
-        del request  # its source was copied, and it is as large as that
         writer = CallWriter(rpc, self._backend.unread_calls, draw_codec.encode_drawing)
-        await self._serve(asked, rpc, writer, arrived_at)
+        await self._serve(asked, rpc, writer)
 
-    async def _serve(
-        self, request: ClientRequest, rpc: Rpc, writer: CallWriter, arrived_at: float
-    ) -> None:
-        """Submit a request and write its events until the call ends. ``arrived_at`` is when its
-        timeout was what it says, on Trio's clock.
+    async def _serve(self, request: ClientRequest, rpc: Rpc, writer: CallWriter) -> None:
+        """Submit a request and write its events until the call ends. Its timeout was what it says
+        at `Rpc.arrived_at`.
 
         Raises:
             Disconnected: the client has ended the call.
@@ -139,34 +130,53 @@ class Inference:
             request,
             buffer=backend.engine.config.stream_buffer,
             reader=writer,
-            arrived_at=arrived_at,
+            arrived_at=rpc.arrived_at,
             origin=Origin(rpc.request_id, rpc.quota),
         )
         await writer.run(stream)
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, rpc: Rpc
+        self, asked: text_codec.TokenizeInput, rpc: Rpc
     ) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat.
 
         Cancellation: safe; the tokens are dropped.
         """
-        given = text_codec.decode_tokenize(request)
-        spans, max_model_len = await self._backend.engine.tokenize(request.model, **given)
+        spans, max_model_len = await self._backend.engine.tokenize(**asked)
         # off the loop: 100,000 tokens take a third of a second to encode
         return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
 
     async def Detokenize(
-        self, request: common_pb2.DetokenizeRequest, rpc: Rpc
+        self, asked: text_codec.DetokenizeInput, rpc: Rpc
     ) -> common_pb2.DetokenizeResponse:
         """Return the text of token ids.
 
         Cancellation: safe; the text is dropped.
         """
-        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        ids = tuple(request.ids)
-        text = await self._backend.engine.detokenize(request.model, ids, skip_special_tokens=skip)
-        return text_encoder.encode_text(text)
+        return text_encoder.encode_text(await self._backend.engine.detokenize(**asked))
+
+
+def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
+    """Return `Method.translate` of each method whose handler takes an engine's value."""
+    return {
+        "Generate": _timed(text_codec.decode_generate),
+        "Embed": _timed(encode_codec.decode_embed),
+        "Rerank": _timed(encode_codec.decode_rerank),
+        "GenerateImage": _timed(draw_codec.decode_draw),
+        "Tokenize": lambda _: text_codec.decode_tokenize,
+        "Detokenize": lambda _: text_codec.decode_detokenize,
+    }
+
+
+def _timed(decode: Callable[[Any, float | None], Any]) -> Callable[[Call], Callable[[Any], Any]]:
+    """Return a translator that gives ``decode`` the message, and the timeout that a call has now,
+    before the request is decoded."""
+
+    def translate(call: Call) -> Callable[[Any], Any]:
+        timeout_s = clients_timeout(call.time_remaining())
+        return lambda message: decode(message, timeout_s)
+
+    return translate
 
 
 def clients_timeout(remaining_s: float | None) -> float | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
+from grpc_service._generated.triolet.v1.count_limits import COUNT_LIMITS
 from grpc_service.rpc.methods import methods_of
 from grpc_service.services.control import Control
 from grpc_service.services.image_bytes import DRAW, EMBED, GENERATE, TOKENIZE, judge_of
-from grpc_service.services.inference import Inference
+from grpc_service.services.inference import Inference, translators
 from grpc_service.services.models import Models
+from grpc_service.services.value_counts import judges_of
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import ServiceDescriptor
@@ -30,9 +32,10 @@ def methods(backend: Backend, max_message_bytes: int, *, adapter_root: str = "")
     """Return every method of triolet.v1. `grpc_service.access.interceptor` decides who may call
     which. ``max_message_bytes`` is how much a request may have beside its images. Adapters are
     loaded from below ``adapter_root``; "": from nowhere."""
-    judges = {name: judge_of(path, max_message_bytes) for name, path in IMAGE_FIELDS.items()}
+    sizes = {name: judge_of(path, max_message_bytes) for name, path in IMAGE_FIELDS.items()}
+    judges = judges_of(INFERENCE, COUNT_LIMITS, sizes)
     return [
-        *methods_of(INFERENCE, Inference(backend), judges),
-        *methods_of(MODELS, Models(backend, adapter_root)),
-        *methods_of(CONTROL, Control(backend)),
+        *methods_of(INFERENCE, Inference(backend), judges, translators()),
+        *methods_of(MODELS, Models(backend, adapter_root), judges_of(MODELS, COUNT_LIMITS)),
+        *methods_of(CONTROL, Control(backend), judges_of(CONTROL, COUNT_LIMITS)),
     ]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
 
 PROTOS = (v1_pb2, v1alpha_pb2)
+NAME_BYTES_MAX = 2**12  # of a request, which has the name of a file or of a symbol
 SERVICE_NAMES: tuple[str, ...] = tuple(
     one.DESCRIPTOR.services_by_name["ServerReflection"].full_name for one in PROTOS
 )
@@ -76,13 +77,17 @@ class ReflectionServicer:
         """Answer each request until the client sends no more.
 
         Raises:
-            InvalidRequest: a message cannot be parsed.
+            InvalidRequest: a message cannot be parsed, or is larger than a name can be.
 
         Cancellation: safe; the call ends.
         """
         if self._servicer is None:
             self._make_servicer()
         while (data := await rpc.call.read()) is not None:
+            if len(data) > NAME_BYTES_MAX:
+                raise InvalidRequest(
+                    [], message=f"the message has more than {NAME_BYTES_MAX} bytes"
+                )
             try:
                 request = v1alpha_pb2.ServerReflectionRequest.FromString(data)
             except DecodeError:

@@ -3,9 +3,11 @@
 Rule 1: a proto3 field with presence that is unset becomes None, and nothing else does. Zero and
 unset stay different all the way; only the engine fills in defaults.
 Rule 2: no set field is ignored; a test walks every field.
-Rule 3: the codec checks no range; the engine's values do (`validate`). The codec refuses only what
-an engine value cannot represent, and lists that are so long that to convert them would hold up the
-loop, with a `TrioletError` that names the field.
+Rule 3: the codec checks no range; the engine's values do (`validate`), and
+`grpc_service.services.value_counts` has counted the values of every list. The codec refuses only
+what an engine value cannot represent, with a `TrioletError` that names the field. Rule 4: the codec
+may run in a thread, where no single call may hold Python's lock for long: ids are converted in
+parts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from engine.requests.chat_values import Chat
 from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.kept_events import ReceivedChoice
 from engine.requests.text_values import (
-    MAX_CHOICES,
     GenerateRequest,
     OutputOptions,
     PromptOptions,
@@ -26,7 +27,7 @@ from engine.requests.text_values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from google.protobuf.message import Message
     from google.protobuf.struct_pb2 import Struct, Value
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2, models_pb2
 
 
-# Most messages of a chat, most tools, and most tool calls of all its messages. Guess: to convert so
-# many takes the loop about 10 ms.
-MESSAGES_MAX = 10_000
+IDS_PART = 2**16  # ids that are converted in one call, in about two milliseconds
 
 
 # ---- requests --------------------------------------------------------------------------------
@@ -48,13 +47,12 @@ def decode_generate(
     """Return the engine's request. Its ranges are not checked yet (`GenerateRequest.validate`).
 
     Raises:
-        InvalidRequest: The constraint cannot be represented, with every broken field; or a list is
-            too long.
+        InvalidRequest: The constraint cannot be represented, with every broken field.
     """
     request = GenerateRequest(
         model=message.model,
         text=message.text if message.HasField("text") else None,
-        token_ids=tuple(message.token_ids.ids) if message.HasField("token_ids") else None,
+        token_ids=ids_of(message.token_ids.ids) if message.HasField("token_ids") else None,
         chat=_decode_chat(message.chat) if message.HasField("chat") else None,
         sampling=SamplingParams(**_set_fields(message.sampling)),
         n=message.n if message.HasField("n") else None,
@@ -90,20 +88,24 @@ def _set_fields(message: Message) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (str, int, float)):
         return value
-    return dict(sorted(value.items())) if hasattr(value, "items") else tuple(value)
+    return dict(sorted(value.items())) if hasattr(value, "items") else ids_of(value)
+
+
+def ids_of(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the values of a repeated field of ids or texts, taken in parts."""
+    if len(values) <= IDS_PART:
+        return tuple(values)
+    taken: list[Any] = []
+    for at in range(0, len(values), IDS_PART):
+        taken += values[at : at + IDS_PART]
+    return tuple(taken)
 
 
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
-    _check_count("chat.messages", len(message.messages), MESSAGES_MAX)
-    _check_count("chat.tools", len(message.tools), MESSAGES_MAX)
-    num_parts = sum([len(turn.parts) for turn in message.messages])
-    _check_count("chat.messages.parts", num_parts, MESSAGES_MAX)
-    found = list(_part_violations(message)) if num_parts else []
+    found = list(_part_violations(message))
     if found:
         raise InvalidRequest(found)
-    num_calls = sum([len(turn.tool_calls) for turn in message.messages])
-    _check_count("chat.messages.tool_calls", num_calls, MESSAGES_MAX)
-    return Chat(
+    chat = Chat(
         messages=tuple(_decode_message(turn) for turn in message.messages),
         tools=tuple(_decode_tool(tool) for tool in message.tools),
         template_args=_decode_struct(message.template_args),
@@ -113,37 +115,26 @@ def _decode_chat(message: inference_pb2.Chat) -> Chat:
         tool_choice=message.tool_choice or "auto",
         continue_final_message=message.continue_final_message,
     )
+    chat.look_through()
+    return chat
 
 
 def decode_received(message: common_pb2.AttachRequest) -> tuple[ReceivedChoice, ...]:
     """Return what a client has of each choice.
 
     Raises:
-        InvalidRequest: the id or the token is empty, or there are too many choices.
+        InvalidRequest: the id or the token is empty.
     """
     empty = [name for name in ("request_id", "attach_token") if not getattr(message, name)]
     if empty:
         raise InvalidRequest([FieldViolation(name, "is empty") for name in empty])
-    _check_count("received", len(message.received), MAX_CHOICES)
     return tuple([ReceivedChoice(one.tokens, one.finished) for one in message.received])
 
 
-def _check_count(field: str, count: int, most: int) -> None:
-    """Refuse a field that has more than ``most`` values, before an object is made of each of them
-    on the loop. An empty value takes only two bytes of a message.
-
-    Raises:
-        InvalidRequest: it names the field.
-    """
-    if count > most:
-        raise InvalidRequest([FieldViolation(field, f"has {count} values, of at most {most}")])
-
-
 def _decode_continuation(message: common_pb2.Continuation) -> Continuation:
-    _check_count("continuation.choices", len(message.choices), MAX_CHOICES)
     return Continuation(
         choices=tuple(
-            [ContinuedChoice(tuple(one.token_ids), one.finished) for one in message.choices]
+            [ContinuedChoice(ids_of(one.token_ids), one.finished) for one in message.choices]
         ),
         seed=message.seed if message.HasField("seed") else None,
     )
@@ -247,8 +238,9 @@ def _constraint_violations(message: inference_pb2.Constraint) -> Iterator[FieldV
 
 
 class TokenizeInput(TypedDict):
-    """The arguments of `Engine.tokenize` beside the model's name."""
+    """The arguments of `Engine.tokenize`."""
 
+    model: str
     text: str | None
     chat: Chat | None
     add_special_tokens: bool | None
@@ -257,11 +249,30 @@ class TokenizeInput(TypedDict):
 def decode_tokenize(message: inference_pb2.TokenizeRequest) -> TokenizeInput:
     """Return the text or chat to split, which `Engine.tokenize` checks."""
     return TokenizeInput(
+        model=message.model,
         text=message.text if message.HasField("text") else None,
         chat=_decode_chat(message.chat) if message.HasField("chat") else None,
         add_special_tokens=message.add_special_tokens
         if message.HasField("add_special_tokens")
         else None,
+    )
+
+
+class DetokenizeInput(TypedDict):
+    """The arguments of `Engine.detokenize`."""
+
+    model: str
+    ids: tuple[int, ...]
+    skip_special_tokens: bool
+
+
+def decode_detokenize(message: common_pb2.DetokenizeRequest) -> DetokenizeInput:
+    """Return the ids whose text is asked for."""
+    skips = message.skip_special_tokens
+    return DetokenizeInput(
+        model=message.model,
+        ids=ids_of(message.ids),
+        skip_special_tokens=skips if message.HasField("skip_special_tokens") else True,
     )
 
 

@@ -21,6 +21,7 @@ from engine.requests.text_values import (
     PromptOptions,
     SamplingParams,
 )
+from grpc_service.services.text_codec import ids_of
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -52,7 +53,7 @@ def decode_generate(
     return GenerateRequest(
         model=model,
         text=message.text if kind == "text" else None,
-        token_ids=tuple(message.tokenized.input_ids) if kind == "tokenized" else None,
+        token_ids=ids_of(message.tokenized.input_ids) if kind == "tokenized" else None,
         sampling=_decode_sampling(params),
         n=params.n or 1,
         request_id=message.request_id,
@@ -78,7 +79,7 @@ def decode_embed(message: Any, model: str, timeout_s: float) -> EmbedRequest:
         raise InvalidRequest.of("tokenized", "is not set")
     return EmbedRequest(
         model=model,
-        inputs=(tuple(message.tokenized.input_ids),),
+        inputs=(ids_of(message.tokenized.input_ids),),
         request_id=message.request_id,
         timeout_s=timeout_s,
         check=False,
@@ -118,7 +119,7 @@ def _decode_sampling(params: Any) -> SamplingParams:
         seed=None if seed is None else seed % 2**64,
         ignore_eos=params.ignore_eos or None,
         stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
+        stop_token_ids=ids_of(params.stop_token_ids),
         include_stop=params.include_stop_str_in_output or None,
         logit_bias=dict(sorted(params.logit_bias.items())),
     )

@@ -1,6 +1,6 @@
 """VllmEngine for one model: what a gateway calls.
 
-Rule: a handler decodes the request, asks the engine, and encodes the answer, as those of
+Rule: a handler gets the request decoded, asks the engine, and encodes the answer, as those of
 triolet.v1 do. Every end other than success is an exception, which
 `grpc_service.access.interceptor` turns into a status.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
@@ -23,23 +23,40 @@ from grpc_service.rpc.methods import methods_of
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 from grpc_service.services.inference import clients_timeout
 from grpc_service.services.operations_codec import decode_abort
+from grpc_service.services.value_counts import judges_of
 from grpc_service.vllm_engine.answer_encoder import GenerateEncoder, encode_embeddings
+from grpc_service.vllm_engine.count_limits import LIMITS
 from grpc_service.vllm_engine.kv_feed import KvFeed
 from grpc_service.vllm_engine.loads import Loads
 from grpc_service.vllm_engine.model_info import encode_info, tokenizer_chunks
 from grpc_service.vllm_engine.request_codec import DEADLINE_S, decode_embed, decode_generate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from google.protobuf.descriptor import ServiceDescriptor
 
-    from engine.requests.encode_values import AnyRequest
+    from engine.requests.encode_values import AnyRequest, EmbedRequest
+    from engine.requests.text_values import GenerateRequest
     from grpc_service.access.rpc_record import Rpc
+    from grpc_service.rpc.call import Call
     from grpc_service.rpc.methods import Method
     from grpc_service.services.backend import Backend
 
 SERVICE: ServiceDescriptor = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+
+
+class AskedGenerate(NamedTuple):
+    """A request, and whether its tokens are sent as they are generated."""
+
+    request: GenerateRequest
+    is_stream: bool
+
+    @property
+    def request_id(self) -> str:
+        """The client's own id for the request."""
+        return self.request.request_id
 
 
 class VllmEngine:
@@ -81,34 +98,45 @@ class VllmEngine:
 
     # ---- requests
 
-    async def Generate(self, request: Any, rpc: Rpc) -> None:
+    def translators(self) -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
+        """Return `Method.translate` of Generate and Embed."""
+        return {"Generate": self._generate_decoder, "Embed": self._embed_decoder}
+
+    def _generate_decoder(self, call: Call) -> Callable[[Any], AskedGenerate]:
+        max_model_len, timeout_s = self._entry.status().max_model_len, self._timeout_s(call)
+
+        def decode(message: Any) -> AskedGenerate:
+            asked = decode_generate(message, self._name, max_model_len, timeout_s)
+            return AskedGenerate(asked, message.stream)
+
+        return decode
+
+    def _embed_decoder(self, call: Call) -> Callable[[Any], EmbedRequest]:
+        timeout_s = self._timeout_s(call)
+        return lambda message: decode_embed(message, self._name, timeout_s)
+
+    async def Generate(self, asked: AskedGenerate, rpc: Rpc) -> None:
         """Stream the tokens that the model generates, or send them all at the end. Raises as
         `_serve`.
 
         Cancellation: ends the request.
         """
-        params = request.sampling_params
-        max_model_len = self._entry.status().max_model_len
-        asked = decode_generate(request, self._name, max_model_len, self._timeout_s(rpc))
-        encoder = GenerateEncoder(
-            is_stream=request.stream,
-            alternatives=params.logprobs if params.HasField("logprobs") else None,
-        )
+        output = asked.request.output
+        encoder = GenerateEncoder(is_stream=asked.is_stream, alternatives=output.logprobs)
         writer = CallWriter(
             rpc,
             self._backend.unread_calls,
             encoder.encode,
             encoder.encode_short,
-            is_large=params.HasField("prompt_logprobs"),
+            is_large=output.prompt_logprobs is not None,
         )
-        await self._serve(asked, rpc, writer)
+        await self._serve(asked.request, rpc, writer)
 
-    async def Embed(self, request: Any, rpc: Rpc) -> None:
+    async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
         """Send the vector of one input. Raises as `_serve`.
 
         Cancellation: ends the request.
         """
-        asked = decode_embed(request, self._name, self._timeout_s(rpc))
         writer = CallWriter(rpc, self._backend.unread_calls, encode_embeddings)
         await self._serve(asked, rpc, writer)
 
@@ -124,14 +152,15 @@ class VllmEngine:
             request,
             buffer=self._engine.config.stream_buffer,
             reader=writer,
+            arrived_at=rpc.arrived_at,
             origin=Origin(rpc.request_id, rpc.quota),
         )
         await writer.run(stream)
 
-    def _timeout_s(self, rpc: Rpc) -> float:
+    def _timeout_s(self, call: Call) -> float:
         """Return how long a request may take: until the caller's deadline or, without one, as long
         as the server's own says."""
-        given = clients_timeout(rpc.call.time_remaining())
+        given = clients_timeout(call.time_remaining())
         own = self._engine.config.default_deadline_s or DEADLINE_S
         return own if given is None else given
 
@@ -252,4 +281,4 @@ class VllmEngine:
 
 def methods(service: VllmEngine) -> list[Method]:
     """Return the methods of one model's service."""
-    return methods_of(SERVICE, service)
+    return methods_of(SERVICE, service, judges_of(SERVICE, LIMITS), service.translators())

@@ -220,7 +220,7 @@ def test_a_missing_input_is_named(channel):
     check_invalid(error, ["input"])
 
 
-@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 500_000])
+@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 262_144])
 def test_a_prompt_that_leaves_no_room_is_too_large(channel, num_tokens):
     error = generate(channel, prompt_ids=[1] * num_tokens).error
     check_invalid(error, ["input"], "REQUEST_TOO_LARGE")
@@ -402,9 +402,9 @@ def test_a_broken_chat_is_named_by_both_calls_and_the_next_is_served(channel, ch
     assert generate(channel, chat=whole, max_tokens=1).error is None
 
 
-def test_an_answer_that_does_not_fit_in_a_message_is_too_large(channel):
+def test_more_ids_than_a_request_may_have_are_named(channel):
     request = pb.DetokenizeRequest(ids=[VOCAB - 1] * 900_000)
-    check_invalid(inference(channel, "Detokenize", request), ["ids"], "REQUEST_TOO_LARGE")
+    check_invalid(inference(channel, "Detokenize", request), ["ids"])
 
 
 @pytest.mark.parametrize("place", [0, 1, 999])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Alternative, Constraint, TokenLogprob, Tokens
-from engine.errors import InvalidRequest, TrioletError
+from engine.errors import InvalidRequest, RequestTooLarge, TrioletError
 from engine.requests.text_values import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
@@ -476,29 +476,9 @@ def test_an_event_that_cannot_be_split_is_sent_whole():
     assert [len(m.delta.logprobs) for m in messages] == [1]
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        (
-            common_pb2.AttachRequest(request_id="a", attach_token="t", received=[{}] * 17),
-            "received",
-        ),
-        (
-            inference_pb2.GenerateRequest(continuation={"choices": [{}] * 17}),
-            "continuation.choices",
-        ),
-        (inference_pb2.GenerateRequest(chat={"messages": [{}] * 10_001}), "chat.messages"),
-        (inference_pb2.GenerateRequest(chat={"tools": [{}] * 10_001}), "chat.tools"),
-        (
-            inference_pb2.GenerateRequest(chat={"messages": [{"tool_calls": [{}] * 10_001}]}),
-            "chat.messages.tool_calls",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_list_that_would_hold_up_the_loop_is_refused_before_it_is_converted(message, field):
-    """4 MiB of empty entries, of two bytes each, took the loop 2 to 5 s."""
-    is_attach = isinstance(message, common_pb2.AttachRequest)
-    with pytest.raises(InvalidRequest) as caught:
-        (text_codec.decode_received if is_attach else text_codec.decode_generate)(message)
-    assert [violation.field for violation in caught.value.violations] == [field]
+def test_a_text_that_does_not_fit_in_a_message_is_too_large():
+    """Tokens of more than 16 bytes each can make one of as many ids as a request may have."""
+    assert len(text_encoder.encode_text("x" * 4_000_000).text) == 4_000_000
+    with pytest.raises(RequestTooLarge) as caught:
+        text_encoder.encode_text("x" * 4 * 2**20)
+    assert [violation.field for violation in caught.value.violations] == ["ids"]

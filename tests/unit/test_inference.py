@@ -4,9 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.errors import ShuttingDown
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
+from grpc_service.access.interceptor import Interceptor
+from grpc_service.rpc.testing import open_server
 from grpc_service.services import draw_codec, encode_codec, text_codec
-from grpc_service.services.inference import Inference
+from grpc_service.services.error_status import status_of
+from grpc_service.services.methods import methods
 
 DECODERS = {
     "Generate": (text_codec, "decode_generate", inference_pb2.GenerateRequest(text="a")),
@@ -24,17 +28,16 @@ DECODERS = {
 }
 
 
-class Submitted(Exception):
-    """What was submitted, instead of a stream."""
-
-
 @pytest.mark.parametrize("name", DECODERS)
 async def test_decoding_a_request_takes_from_its_timeout(name, autojump_clock, monkeypatch):
     """Red if the engine counts the timeout from the end of the decoding: then the call's own
     deadline comes first, and the request counts as cancelled."""
 
+    submitted = []
+
     def submit(request, *, arrived_at, **_fields):
-        raise Submitted(request.timeout_s, arrived_at)
+        submitted.append((request.timeout_s, arrived_at))
+        raise ShuttingDown("enough was seen")
 
     codec, function, request = DECODERS[name]
     decode = getattr(codec, function)
@@ -45,12 +48,14 @@ async def test_decoding_a_request_takes_from_its_timeout(name, autojump_clock, m
         return asked
 
     monkeypatch.setattr(codec, function, decode_slowly)
-    began_at = autojump_clock.current_time()
     engine = SimpleNamespace(submit=submit, config=SimpleNamespace(stream_buffer=8))
     backend = SimpleNamespace(engine=engine, unread_calls=None)
-    rpc = SimpleNamespace(
-        call=SimpleNamespace(time_remaining=lambda: 0.5), request_id="", quota=None
-    )
-    with pytest.raises(Submitted) as found:
-        await getattr(Inference(backend), name)(request, rpc)
-    assert found.value.args == (0.5, began_at)
+    async with open_server(Interceptor(methods(backend, 2**20), None, status_of).serve) as server:
+        client = await server.connect()
+        began_at = autojump_clock.current_time()
+        await client.request(
+            f"triolet.v1.Inference/{name}",
+            request.SerializeToString(),
+            headers={"grpc-timeout": "500m"},
+        )
+    assert submitted == [(0.5, began_at)]

@@ -34,10 +34,11 @@ class InferenceStub:
     that is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
-    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
-    request's deadline, and cancelling the call ends the request within one step. A request that does
-    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
-    `triolet`.
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
+    map are counted over the whole request, before it is decoded; the field's comment has their limit
+    ("At most 64."). All fields and ids of a request together are at most 327680. The call's deadline is the request's deadline, and cancelling the call ends the
+    request within one step. A request that does not succeed ends with a status other than OK, whose
+    reason is in a google.rpc.ErrorInfo of domain `triolet`.
     """
 
     def __init__(self, channel):
@@ -90,10 +91,11 @@ class InferenceServicer:
     that is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
-    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
-    request's deadline, and cancelling the call ends the request within one step. A request that does
-    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
-    `triolet`.
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
+    map are counted over the whole request, before it is decoded; the field's comment has their limit
+    ("At most 64."). All fields and ids of a request together are at most 327680. The call's deadline is the request's deadline, and cancelling the call ends the
+    request within one step. A request that does not succeed ends with a status other than OK, whose
+    reason is in a google.rpc.ErrorInfo of domain `triolet`.
     """
 
     def Generate(self, request, context):
@@ -217,10 +219,11 @@ class Inference:
     that is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
-    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
-    request's deadline, and cancelling the call ends the request within one step. A request that does
-    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
-    `triolet`.
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
+    map are counted over the whole request, before it is decoded; the field's comment has their limit
+    ("At most 64."). All fields and ids of a request together are at most 327680. The call's deadline is the request's deadline, and cancelling the call ends the
+    request within one step. A request that does not succeed ends with a status other than OK, whose
+    reason is in a google.rpc.ErrorInfo of domain `triolet`.
     """
 
     @staticmethod

@@ -1,0 +1,259 @@
+"""How many values a request has, counted in its bytes before an object is made of any of them.
+
+An empty value takes two bytes of a message and some hundred of memory, and to make it takes a
+thousand times as long as to skip it. Rule 1: every repeated field and every map of a request has a
+limit, which the comment of the field in the proto says; a field is counted over the whole request.
+Rule 2: the walk ends at the first limit that is exceeded, and after `VALUES_MAX` values, so that
+its time, and that of dropping the request, is bounded by the limits and not by the message. Rule 3:
+bytes that are no message are left to
+the parser, which refuses them.
+Source: protobuf.dev/programming-guides/encoding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
+
+from engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+
+    # A limit by the full name of its field: values, and levels of a tree of JSON values.
+    Limits = Mapping[str, tuple[int, int | None]]
+
+# Fields of a request on the wire, those of its messages included, unknown and repeated ones too,
+# and packed numbers. Two trees of JSON values have 262,144 at most (four for a value of an object),
+# as has the longest prompt of ids; beside it there is room for the other fields.
+VALUES_MAX = 2**18 + 2**16
+VARINT_BYTES_MAX = 10
+COUNTED_BYTES = 2**20  # of packed numbers, counted in one call: about a millisecond
+CONTINUED = bytes(range(0x80, 0x100))  # every byte of a number but its last one
+VARINT, FIXED64, LENGTH_DELIMITED, GROUP, GROUP_END, FIXED32 = range(6)  # protobuf's wire types
+KINDS = {
+    **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64), FIXED64),
+    **dict.fromkeys((FieldDescriptor.TYPE_SFIXED64,), FIXED64),
+    **dict.fromkeys((FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32), FIXED32),
+    **dict.fromkeys((FieldDescriptor.TYPE_SFIXED32,), FIXED32),
+    **dict.fromkeys((FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES), LENGTH_DELIMITED),
+    **dict.fromkeys((FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_GROUP), LENGTH_DELIMITED),
+}
+TREES = {one.DESCRIPTOR.full_name for one in (Struct, ListValue, Value)}
+LEVELS = {one.DESCRIPTOR.full_name for one in (Struct, ListValue)}  # of a tree
+
+
+class Counted(NamedTuple):
+    """A path of a request whose values are counted, such as ``chat.messages``."""
+
+    path: str
+    most: int
+    levels: int | None = None
+
+
+class _Field(NamedTuple):
+    """What the walk does at a field. ``counter`` is the index of its `Counted`, or None.
+    ``value_kind`` is the wire type of a value that may be packed; otherwise None."""
+
+    counter: int | None
+    value_kind: int | None
+    inside: _Plan | None
+
+
+class _Plan:
+    """The fields of a message that matter, by their tags. ``counter`` is that of the tree of which
+    the message is a level; None elsewhere."""
+
+    __slots__ = ("counter", "fields")
+
+    def __init__(self, counter: int | None) -> None:
+        self.fields: dict[int, _Field] = {}
+        self.counter = counter
+
+
+class CountJudge:
+    """Counts the values of requests of one type. ``counted`` has every path with a limit."""
+
+    def __init__(self, request: Descriptor, limits: Limits) -> None:
+        self._limits = limits
+        self.counted: list[Counted] = []
+        self._plan = self._plan_of(request, "")
+
+    def __call__(self, data: bytes) -> None:
+        """Check the bytes of a request.
+
+        Raises:
+            InvalidRequest: a field has more values than it may, which it names; or the request has
+                too many values.
+        """
+        walk = _Walk(data, self.counted)
+        try:
+            walk.inside(self._plan, 0, len(data), 0)
+        except (IndexError, ValueError):
+            return
+
+    def _plan_of(self, message: Descriptor, path: str) -> _Plan:
+        plan = _Plan(None)
+        for field in message.fields:
+            self._add(plan, field, f"{path}.{field.name}" if path else field.name)
+        return plan
+
+    def _add(self, plan: _Plan, field: FieldDescriptor, path: str) -> None:
+        inner, kind = field.message_type, KINDS.get(field.type, VARINT)
+        counter = self._counter(field, path) if field.is_repeated else None
+        inside: _Plan | None = None
+        if inner is not None and inner.full_name in TREES:
+            tree = self._counter(field, path) if counter is None else counter
+            inside = self._tree(inner, tree, {})
+        elif inner is not None:
+            of_inner = self._plan_of(inner, path)
+            inside = of_inner if of_inner.fields else None
+        if counter is None and inside is None:
+            return
+        is_number = counter is not None and kind != LENGTH_DELIMITED
+        found = _Field(counter, kind if is_number else None, inside)
+        plan.fields[field.number << 3 | LENGTH_DELIMITED] = found
+        if is_number:
+            plan.fields[field.number << 3 | kind] = found
+
+    def _tree(self, message: Descriptor, counter: int, made: dict[str, _Plan]) -> _Plan:
+        """Return the plan of a tree of JSON values, all of which have one counter."""
+        if message.full_name in made:
+            return made[message.full_name]
+        plan = _Plan(counter if message.full_name in LEVELS else None)
+        made[message.full_name] = plan
+        for field in message.fields:
+            if field.message_type is not None:
+                inside = self._tree(field.message_type, counter, made)
+                own = counter if field.is_repeated else None
+                plan.fields[field.number << 3 | LENGTH_DELIMITED] = _Field(own, None, inside)
+        return plan
+
+    def _counter(self, field: FieldDescriptor, path: str) -> int:
+        self.counted.append(Counted(path, *self._limits[field.full_name]))
+        return len(self.counted) - 1
+
+
+class _Walk:
+    """One walk over the bytes of a request."""
+
+    def __init__(self, data: bytes, counted: list[Counted]) -> None:
+        self._data = data
+        self._counted = counted
+        self._left = [one.most for one in counted]
+        self._values_left = VALUES_MAX
+
+    def inside(self, plan: _Plan, at: int, end: int, level: int) -> None:
+        """Count the values of the message from ``at`` to ``end``, on a level of a tree.
+
+        Raises:
+            InvalidRequest: as `CountJudge`.
+            IndexError, ValueError: the bytes are no message.
+        """
+        data, fields, num_groups = self._data, plan.fields, 0
+        if plan.counter is not None:
+            level += 1
+            self._check_level(plan.counter, level)
+        while at < end:
+            tag, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+            self._count(1)
+            kind, start = tag & 7, at
+            if kind == LENGTH_DELIMITED:
+                size, start = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+                at = start + size
+                if at > end:
+                    raise ValueError("a field that goes beyond its message")
+            elif kind == VARINT:
+                at = at + 1 if data[at] < 0x80 else _varint(data, at)[1]
+            elif kind == FIXED32:
+                at += 4
+            elif kind == FIXED64:
+                at += 8
+            elif kind == GROUP:  # unknown: no request has one, and nothing in it is known
+                num_groups += 1
+            elif kind == GROUP_END:
+                num_groups -= 1
+            else:
+                raise ValueError("an unknown wire type")
+            found = None if num_groups else fields.get(tag)
+            if found is None:
+                continue
+            if found.counter is not None:
+                is_packed = found.value_kind is not None and kind == LENGTH_DELIMITED
+                count = self._num_packed(found, start, at) if is_packed else 1
+                self._left[found.counter] -= count
+                if self._left[found.counter] < 0:
+                    self._refuse(found.counter)
+                if is_packed:
+                    self._count(count)
+            if found.inside is not None:
+                self.inside(found.inside, start, at, level)
+        if at != end or num_groups:
+            raise ValueError("a message that breaks off")
+
+    def _num_packed(self, field: _Field, start: int, end: int) -> int:
+        """Return how many numbers are packed in the bytes from ``start`` to ``end``, or one more
+        than the limit."""
+        if field.value_kind != VARINT:
+            return (end - start) // (4 if field.value_kind == FIXED32 else 8)
+        assert field.counter is not None
+        count, most = 0, self._left[field.counter]
+        while start < end and count <= most:
+            part = self._data[start : min(end, start + COUNTED_BYTES)]
+            count += len(part.translate(None, CONTINUED))
+            start += len(part)
+        return count
+
+    def _count(self, num_values: int) -> None:
+        self._values_left -= num_values
+        if self._values_left < 0:
+            raise InvalidRequest([], message=f"the request has more than {VALUES_MAX} values")
+
+    def _check_level(self, counter: int, level: int) -> None:
+        _, _, levels = self._counted[counter]
+        if levels is not None and level > levels:
+            path = self._counted[counter].path
+            raise InvalidRequest.of(path, f"is nested more than {levels} levels deep")
+
+    def _refuse(self, counter: int) -> None:
+        path, most, _ = self._counted[counter]
+        raise InvalidRequest.of(path, f"has more than {most} values")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of protobuf's encoding, and the place behind it."""
+    number = 0
+    for shift in range(0, 7 * VARINT_BYTES_MAX, 7):
+        byte = data[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, at
+    raise ValueError("a number that does not end")
+
+
+def judges_of(
+    service: ServiceDescriptor,
+    limits: Limits,
+    others: Mapping[str, Callable[[bytes], None]] | None = None,
+) -> dict[str, Callable[[bytes], None]]:
+    """Return what judges the bytes of each method's request, by the method's name: its counts, and
+    first of all what ``others`` have for it."""
+    found: dict[str, Callable[[bytes], None]] = {}
+    for method in service.methods:
+        counts = CountJudge(method.input_type, limits)
+        other = (others or {}).get(method.name)
+        found[method.name] = counts if other is None else _in_turn((other, counts))
+    return found
+
+
+def _in_turn(judges: Sequence[Callable[[bytes], None]]) -> Callable[[bytes], None]:
+    def judge(data: bytes) -> None:
+        for one in judges:
+            one(data)
+
+    return judge
