@@ -5,6 +5,8 @@ Rule: every end other than success is an exception. This file knows nothing of R
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from grpc_service.services.inference import clients_timeout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+    from google.protobuf.message import Message
 
     from engine.api.aio import Engine
     from engine.api.crossing import Stream
@@ -43,7 +47,7 @@ class Answers:
                 "send it again with a continuation",
                 field="resume_window",
             )
-        asked = text_codec.decode_generate(request, clients_timeout(remaining_s))
+        asked = _decode(text_codec.decode_generate, request, remaining_s)
         encode = partial(text_encoder.encode_events, token_ids=request.output.token_ids)
         async for message in _messages(self._engine.generate(asked), encode):
             yield message
@@ -61,7 +65,7 @@ class Answers:
         self, request: inference_pb2.EmbedRequest, remaining_s: float | None
     ) -> AsyncIterator[inference_pb2.EmbedResponse]:
         """Yield one vector for each input. Cancellation: ends the request."""
-        asked = encode_codec.decode_embed(request, clients_timeout(remaining_s))
+        asked = _decode(encode_codec.decode_embed, request, remaining_s)
         stream = self._engine.embed(asked)
         async for message in _messages(stream, encode_codec.EmbedEncoder()):
             yield message
@@ -70,7 +74,7 @@ class Answers:
         self, request: inference_pb2.RerankRequest, remaining_s: float | None
     ) -> AsyncIterator[inference_pb2.RerankResponse]:
         """Yield one score for each document. Cancellation: ends the request."""
-        asked = encode_codec.decode_rerank(request, clients_timeout(remaining_s))
+        asked = _decode(encode_codec.decode_rerank, request, remaining_s)
         async for message in _messages(self._engine.rerank(asked), encode_codec.encode_scores):
             yield message
 
@@ -79,7 +83,7 @@ class Answers:
     ) -> AsyncIterator[images_pb2.GenerateImageResponse]:
         """Yield the progress of a drawing, and its images in parts. Cancellation: ends the
         request."""
-        asked = draw_codec.decode_draw(request, clients_timeout(remaining_s))
+        asked = _decode(draw_codec.decode_draw, request, remaining_s)
         async for message in _messages(self._engine.draw(asked), draw_codec.encode_drawing):
             yield message
 
@@ -105,6 +109,17 @@ def trouble_of(models: Iterable[ModelStatus]) -> str:
         if model.state is ModelState.FAILED:
             return f"{model.name} cannot be loaded: {model.error}"
     return ""
+
+
+def _decode(
+    decode: Callable[[Any, float | None], Any], message: Message, remaining_s: float | None
+) -> Any:
+    """Return the engine's request. The time that it takes to decode counts against its deadline."""
+    began_at, timeout_s = time.monotonic(), clients_timeout(remaining_s)
+    asked = decode(message, timeout_s)
+    if timeout_s is None:
+        return asked
+    return replace(asked, timeout_s=timeout_s - (time.monotonic() - began_at), check=False)
 
 
 async def _messages(

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from grpc.aio._server import Server
 
 from engine.api import aio
-from engine.errors import InvalidRequest, RequestNotFound, Unsupported, WorkerLost
+from engine.errors import InvalidRequest, RequestNotFound, ShuttingDown, Unsupported, WorkerLost
 from engine.worker.fakes.text import FakeScript
 from grpc_service._generated.triolet.v1 import (
     common_pb2,
@@ -21,6 +23,7 @@ from grpc_service._generated.triolet.v1 import (
 )
 from grpc_service.ray.answers import Answers
 from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
+from grpc_service.services import draw_codec, encode_codec, text_codec
 from grpc_service.services.error_status import status_of
 from tests.support.facades import open_fake
 from tests.support.wire import generate_request, reason
@@ -81,6 +84,37 @@ def test_refusals_are_the_engines():
             await all_of(answers.generate_image(images_pb2.GenerateImageRequest(), None))
 
     run(body)
+
+
+DECODED = {
+    "generate": (text_codec, "decode_generate", generate_request(prompt_ids=[1])),
+    "embed": (encode_codec, "decode_embed", inference_pb2.EmbedRequest(inputs=[{"text": "a"}])),
+    "rerank": (encode_codec, "decode_rerank", inference_pb2.RerankRequest(query="q")),
+    "generate_image": (draw_codec, "decode_draw", images_pb2.GenerateImageRequest(prompt="a")),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding_a_request_takes_from_its_timeout(name, monkeypatch):
+    """Red if the engine counts the timeout from the end of the decoding."""
+    codec, function, request = DECODED[name]
+    decode, timeouts = getattr(codec, function), []
+
+    def decode_slowly(message, timeout_s):
+        time.sleep(0.1)
+        return decode(message, timeout_s)
+
+    def begin(asked):
+        timeouts.append(asked.timeout_s)
+        raise ShuttingDown("enough was seen")
+
+    monkeypatch.setattr(codec, function, decode_slowly)
+    engine = SimpleNamespace(**dict.fromkeys(("generate", "embed", "rerank", "draw"), begin))
+    for remaining_s in (0.5, None):
+        with pytest.raises(ShuttingDown):
+            asyncio.run(all_of(getattr(Answers(engine), name)(request, remaining_s)))
+    assert timeouts[0] <= 0.4
+    assert timeouts[1] is None
 
 
 def test_a_reader_that_is_cancelled_frees_the_blocks():
