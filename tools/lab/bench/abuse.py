@@ -7,7 +7,10 @@ second does not count. Before, a full batch of long requests uses the memory tha
 when it was loaded, so that none of it is taken for the attack's. Windows beside the attack and
 beside the spinning process alternate; from the second one on, the server remembers the attacker's
 address.
-``BENCH_ONLY`` is a pattern for the attacks' names.
+Beside them, one message is sent for each list and each map of each request, with as many of the
+smallest values as a message holds, as one holds that the loop decodes, and as are allowed; the
+fields are those of the descriptors. Of these the row has the victim's longest gap from then on.
+``BENCH_ONLY`` is a pattern for the names of attacks and of methods with their fields.
 """
 
 from __future__ import annotations
@@ -22,12 +25,23 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
+from grpc_service.services.methods import CONTROL, INFERENCE, MODELS
+from tests.support.worst_messages import (
+    Path as FieldPath,
+)
+from tests.support.worst_messages import (
+    allowed_values,
+    paths_of,
+    request_with,
+    worst_request,
+)
 from tools.lab.bench.attackers import ATTACKS
 from tools.lab.bench.frame import Row, percentile, row_of
 
@@ -42,11 +56,16 @@ REPEATS = 3  # windows beside each of the two, in turn
 SETTLE_S = 1.0
 TOKENS = 400
 FILL_REQUESTS, FILL_WORDS = 32, 1900  # of 2,048 tokens, the context of the demo model
+SERVICES = (INFERENCE, MODELS, CONTROL)
 ONE = ("127.0.0.1",)
 TEN = tuple(f"127.0.1.{number}" for number in range(1, 11))
 SPIN = "while True: pass"
 P50_BAR, P99_BAR, RATE_BAR, MEMORY_BAR_MB = 1.5, 3.0, 0.7, 50.0  # of issue 19
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
+MESSAGE_BYTES = 4 * 2**20 - 64  # the largest message, and room for what goes around the field
+# Bar of the longest gap beside one message, in ms: 20, and Python's switch interval.
+MESSAGE_GAP_BAR = 20.0 + 1e3 * sys.getswitchinterval()
+AFTER_S = 0.3  # in which a gap still counts after the message's answer
 
 
 @dataclass(frozen=True)
@@ -209,10 +228,57 @@ def rows_of(name: str, sources: tuple[str, ...]) -> Iterator[Row]:
     yield Row(f"{where}: victim's failed calls", failed, "calls", 0.0, n=REPEATS)
 
 
+def messages_of(path: FieldPath) -> Iterator[tuple[str, bytes]]:
+    """Yield the worst messages for a field, each with a word for it."""
+    yield "most", worst_request(path, MESSAGE_BYTES)
+    yield "the loop's most", worst_request(path, SMALL_BYTES)
+    if len(data := request_with(path, allowed_values(path)[1])) <= MESSAGE_BYTES:
+        yield "allowed", data
+
+
+def message_rows(chosen: re.Pattern[str]) -> Iterator[Row]:
+    """Yield a row for each worst message: the victim's longest gap in ms."""
+    paths = [one for service in SERVICES for one in paths_of(service) if chosen.search(str(one))]
+    if not paths:
+        return
+    with serving() as (address, _), grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        fill_batch(address)
+        victim = Victim(address)
+        victim.start()
+        time.sleep(SETTLE_S)
+        for path in paths:
+            call = channel.unary_stream(path.full_method)
+            for word, data in messages_of(path):
+                samples = [gap_beside(victim, call, data) for _ in range(REPEATS)]
+                gaps, [code, *_] = zip(*samples, strict=True)
+                name = f"{path}, {word} values ({len(data) >> 10} KiB)"
+                yield row_of(f"{name}: gap", gaps, "ms", bar=MESSAGE_GAP_BAR, note=code)
+        victim.is_stopping = True
+        victim.join(60)
+
+
+def gap_beside(victim: Victim, call: Callable[..., Any], data: bytes) -> tuple[float, str]:
+    """Return the victim's longest gap beside one message, in ms, and the answer's code."""
+    begin, code = time.monotonic(), "OK"
+    try:
+        for _message in call(data, timeout=30):
+            break
+    except grpc.RpcError as error:
+        code = error.code().name
+    time.sleep(AFTER_S)
+    now = time.monotonic()
+    seen = [at for at in list(victim.arrivals) if begin <= at <= now]
+    return 1e3 * max(b - a for a, b in zip([begin, *seen], [*seen, now], strict=True)), code
+
+
 def run() -> list[Row]:
     """Return the bench's rows."""
     pattern = re.compile(os.environ.get("BENCH_ONLY", ""))
     rows: list[Row] = []
+    of_messages = message_rows(pattern)
+    for row in of_messages:
+        rows.append(row)
+        print(f"{row.name}: {row.value:.1f} {row.unit} {row.note} {row.verdict}", flush=True)
     for name in ATTACKS:
         for sources in (ONE, TEN):
             if pattern.search(name):
