@@ -39,7 +39,7 @@ from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.app.gateway_ports import GatewayPorts, check_gateways
 from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.app.health import HealthServicer, apply_states, health_methods
-from grpc_service.app.listening import check_free, listen
+from grpc_service.app.listening import check_free, listen, num_connections
 from grpc_service.app.metrics import serving_metrics
 from grpc_service.app.startup import awaited, reasons_held_back, show_loading, show_ready
 from grpc_service.app.statistics import log_statistics
@@ -50,7 +50,7 @@ from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
-from grpc_service.services.methods import SERVICE_NAMES, TAKING_IMAGES, methods
+from grpc_service.services.methods import LASTING_METHODS, SERVICE_NAMES, TAKING_IMAGES, methods
 from grpc_service.services.reflection import reflection_methods
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LASTING_NAMES = (
+    *(f"{HEALTH_NAME}/", "grpc.reflection.", *LASTING_METHODS),
+    *(f"vllm.grpc.engine.VllmEngine/{name}" for name in ("HealthCheck", "Abort")),
+)
+LASTING = tuple(f"/{name}".encode() for name in LASTING_NAMES)
 EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
@@ -287,13 +292,14 @@ def _limits_of(config: ServerConfig) -> Limits:
         extra_bytes_by_method=dict.fromkeys(TAKING_IMAGES, config.max_image_bytes),
         keepalive_time_s=config.keepalive_time_s,
         keepalive_timeout_s=config.keepalive_timeout_s,
-        connections_max=config.max_connections,
+        connections_max=num_connections(config.max_connections),
         connections_per_address_max=config.max_connections_per_address,
         connection_age_s=config.max_connection_age_s or math.inf,
         connection_idle_s=config.max_connection_idle_s,
         budget=config.connection_budget,
         budget_per_s=config.connection_budget / 2,
         held_bytes=config.max_held_bytes,
+        lasting_methods=LASTING,
     )
 
 

@@ -17,6 +17,7 @@ from engine.errors import Overloaded
 from engine.status import ModelState
 from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.methods import methods_of
+from grpc_service.rpc.places import Places
 from grpc_service.rpc.status import StatusCode
 from grpc_service.services.methods import CONTROL, INFERENCE, MODELS
 from grpc_service.services.value_counts import judges_of
@@ -41,12 +42,12 @@ class HealthServicer:
     def __init__(self) -> None:
         self._states: dict[str, bool] = {"": False}
         self._changed = trio.Event()
-        self._watchers: dict[str, dict[trio.CancelScope, None]] = {}  # by address, the oldest first
+        self._watchers = Places(WATCHERS_MAX)
 
     @property
     def num_watchers(self) -> int:
         """Number of Watch calls that are open."""
-        return sum(map(len, self._watchers.values()))
+        return len(self._watchers)
 
     def set_states(self, states: Mapping[str, bool]) -> None:
         """Replace the map of names by ``states`` (whether each is SERVING), and wake the
@@ -83,28 +84,9 @@ class HealthServicer:
 
         Cancellation: safe; every watch ends by it.
         """
-        address, scope = rpc.call.connection.address, trio.CancelScope()
-        self._watchers.setdefault(address, {})[scope] = None
-        try:
-            if self.num_watchers > WATCHERS_MAX:
-                self._end_one()
-            with scope:
-                await self._watch(request.service, rpc)
-        finally:
-            self._forget(address, scope)
+        with self._watchers.hold(rpc.call.connection.address):
+            await self._watch(request.service, rpc)
         raise Overloaded("too many health watchers are open")
-
-    def _end_one(self) -> None:
-        address = max(self._watchers, key=lambda one: len(self._watchers[one]))
-        scope = next(iter(self._watchers[address]))
-        self._forget(address, scope)
-        scope.cancel(reason="there are too many watchers")
-
-    def _forget(self, address: str, scope: trio.CancelScope) -> None:
-        watchers = self._watchers.get(address, {})
-        watchers.pop(scope, None)
-        if not watchers:
-            self._watchers.pop(address, None)
 
     async def _watch(self, name: str, rpc: Rpc) -> None:
         last = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import resource
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
@@ -14,6 +17,34 @@ if TYPE_CHECKING:
 
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.rpc.sockets import SocketListener
+
+log = logging.getLogger(__name__)
+
+# File descriptors for all that is no connection: the reserve of a full server, workers, models'
+# files. Guess: four times the reserve.
+OTHER_FILES = 256
+
+
+def num_connections(wanted: int) -> int:
+    """Return how many of the ``wanted`` connections a server may have open, and let the process
+    have a file descriptor for each as far as the system allows. Beyond that it could accept none,
+    not even a probe's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # a system may have limits that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    found = max(1, soft - OTHER_FILES)
+    log.warning(
+        "--max-connections is %d here, as the process may have %d files open (ulimit -n)",
+        found,
+        soft,
+    )
+    return found
 
 
 def check_free(config: ServerConfig) -> None:

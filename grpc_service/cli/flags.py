@@ -175,7 +175,7 @@ FLAGS = (
         ServerConfig,
         "max_connections",
         COUNT,
-        "most connections; more are closed as they come",
+        "most connections; more are served health and Control alone, and end soon",
     ),
     Flag(
         "max-connections-per-address",

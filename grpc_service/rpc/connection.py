@@ -140,7 +140,7 @@ class Connection:
             self.http2.close()
             self.held.close(self._output)
             del self._calls
-            self.account.owe(self._transport.opening_s / accounts.POINT_S)
+            self.account.owe(accounts.SERVING + self._transport.opening_s / accounts.POINT_S)
             shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             with trio.CancelScope(shield=True):
                 await self._transport.close()
@@ -192,8 +192,8 @@ class Connection:
         """Ask the client to connect anew after `Limits.connection_age_s`, and to leave after
         `Limits.connection_idle_s` without a call."""
         limits = self.limits
-        # Clients that came together do not leave together.
-        old_at = self._idle_since + limits.connection_age_s * random.uniform(0.9, 1.1)
+        age_s = limits.reserved_s if self.http2.is_reserved else limits.connection_age_s
+        old_at = self._idle_since + age_s * random.uniform(0.9, 1.1)  # clients leave one by one
         while True:
             is_idle = not self.http2.num_streams
             idle_since = self._idle_since if is_idle else trio.current_time()

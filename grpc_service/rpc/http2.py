@@ -77,7 +77,8 @@ class Http2Connection:
     wait for a window), ``streams``, ``marks`` and ``h2`` are for `Stream` and `FrameFilter`. The
     owner sends the ``output``, and sets ``is_clogged`` while the transport accepts nothing:
     messages then wait as they do for a window, until `unclog`. ``is_ending``: client or server has
-    announced that no more streams will be opened.
+    announced that no more streams will be opened. ``is_reserved``: it serves nothing but
+    `Limits.lasting_methods`; its owner sets it.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Http2Connection:
         self.blocked_by_connection: dict[int, Stream] = {}  # those that wait for the connection's
         self.is_clogged = False
         self.is_ending = False
+        self.is_reserved = False
         self.streams: dict[int, Stream] = {}
         self.marks: dict[bytes, Callable[[], None]] = {}  # by the bodies of pings
         self._num_marks = 0
@@ -214,7 +216,8 @@ class Http2Connection:
             self.account.charge(accounts.HEADER_BYTE * excess)
         if not self.h2.is_open(stream_id):
             return  # a reset came with the request
-        if self.is_ending or len(self.streams) >= self._limits.streams_per_connection:
+        is_full = len(self.streams) >= self._limits.streams_per_connection
+        if is_full or self.is_ending or (self.is_reserved and not self._is_lasting(headers)):
             self._refuse(stream_id, ErrorCodes.REFUSED_STREAM)
             return
         if fault := fault_of(headers):
@@ -224,6 +227,9 @@ class Http2Connection:
         stream = Stream(self, stream_id, headers, length_of(headers))
         self.streams[stream_id] = stream
         stream.listener = self._on_stream(stream)
+
+    def _is_lasting(self, headers: Headers) -> bool:
+        return dict(headers).get(b":path", b"").startswith(self._limits.lasting_methods)
 
     def _refuse(self, stream_id: int, code: ErrorCodes) -> None:
         """Reset a stream that was never served."""

@@ -64,12 +64,22 @@ class Limits:
     connection_age_s: float = math.inf
     # Time without a call after which a client is asked to leave. Guess.
     connection_idle_s: float = 1800.0
-    # Connections in all and of one address. More are closed as they come. Guess: a quarter of the
-    # descriptors that a process may have at most on most systems, and a proxy's pool.
+    # Connections in all and of one address. Guess: a quarter of the descriptors that a process may
+    # have at most on most systems, and a proxy's pool.
     connections_max: int = 16_384
     connections_per_address_max: int = 4096
+    # Connections beyond that, which are served `lasting_methods` alone (`Entrance`), and after how
+    # many seconds their clients are asked to connect anew. Guess: the probes of a server, twice.
+    reserved_max: int = 64
+    reserved_s: float = 5.0
+    # Connections of one address that are being opened, and those of them that wait for what the
+    # address owes. More are closed as they come. Guess: crowds behind a proxy.
+    openings_per_address_max: int = 1024
+    openings_in_debt_max: int = 256
     # Time that a client gets to answer that its connection will end. Guess: a slow round trip.
     leave_patience_s: float = 1.0
+    # Beginnings of the paths of methods that a full server serves on its reserve's connections.
+    lasting_methods: tuple[bytes, ...] = ()
     # Time, and bytes, that a client may still send after its connection has ended. Guess.
     linger_s: float = 1.0
     linger_bytes: int = 2**18

@@ -8,14 +8,22 @@ stops asks its clients first to open no more calls.
 from __future__ import annotations
 
 import logging
+import math
 import ssl
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import trio
 
-from grpc_service.rpc.accounts import BROKEN_CONNECTION, OPENING, POINT_S, Addresses
+from grpc_service.rpc.accounts import (
+    BROKEN_CONNECTION,
+    CONNECTION,
+    LEFT_CONNECTION,
+    OPENING,
+    POINT_S,
+    Addresses,
+)
 from grpc_service.rpc.connection import Connection, Flusher, Shared
+from grpc_service.rpc.entrance import Entrance, Pass
 from grpc_service.rpc.fairness import (
     FairLock,
     FairShareLimiter,
@@ -33,6 +41,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.sockets import Listener, Transport
 
 log = logging.getLogger(__name__)
+
+WARNING_PAUSE_S = 10.0  # between warnings of refused connections
 
 
 class RpcServer:
@@ -63,7 +73,8 @@ class RpcServer:
             addresses=Addresses(self.limits, trio.current_time),
         )
         self._connections: dict[Connection, None] = {}
-        self._num_open: Counter[str] = Counter()  # transports, also before they are ready
+        self._entrance = Entrance(self.limits)
+        self._warned_at = -math.inf  # of connections that are refused
         self._told: set[str] = set()  # why handshakes failed
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
@@ -132,44 +143,46 @@ class RpcServer:
 
     async def _accept(self, listener: Listener, nursery: trio.Nursery) -> None:
         while True:
-            transport, peer = await listener.accept()
-            nursery.start_soon(self._serve, transport, peer)
+            for transport, peer in await listener.accept():
+                given = self._entrance.admit(address_of(peer))
+                if given is Pass.REFUSED:
+                    await self._refuse(transport, peer)
+                else:
+                    nursery.start_soon(self._serve, transport, peer, given)
 
-    async def _serve(self, transport: Transport, peer: str) -> None:
-        """Serve one client, unless there are too many."""
-        limits, address = self.limits, address_of(peer)
-        is_full = self._num_open.total() >= limits.connections_max
-        if is_full or self._num_open[address] >= limits.connections_per_address_max:
-            log.warning("%s: the client is refused; there are too many connections", peer)
+    async def _refuse(self, transport: Transport, peer: str) -> None:
+        """Close a connection for which nothing was done yet; log one in a while."""
+        now = trio.current_time()
+        if now >= self._warned_at + WARNING_PAUSE_S:
+            self._warned_at = now
+            count = self._entrance.num_refused
+            log.warning("%s: refused, as there are too many connections (%d so far)", peer, count)
+        with trio.CancelScope(shield=True):  # the rest of the batch is to be served; never waits
             await transport.close()
-            return
-        self._num_open[address] += 1
-        try:
-            await self._serve_client(transport, peer)
-        finally:
-            self._num_open[address] -= 1
-            if not self._num_open[address]:
-                del self._num_open[address]
 
-    async def _serve_client(self, transport: Transport, peer: str) -> None:
-        try:
-            await self._open(transport, address_of(peer))
-        except OSError as error:
-            log.log(self._level_of(error), "%s: %s", peer, error)
-            debt_s = BROKEN_CONNECTION * POINT_S
-            self._shared.addresses.add_debt_s(address_of(peer), debt_s)
-            return
-        connection = Connection(self._shared, transport, peer)
-        self._connections[connection] = None
-        if self._listening.cancel_called:  # the client was accepted just before `stop`
-            connection.drain()
-        try:
-            await connection.run()
-        except Exception:
-            log.exception("a connection met a bug")
-        finally:
-            del self._connections[connection]
-            self._on_progress()
+    async def _serve(self, transport: Transport, peer: str, given: Pass) -> None:
+        """Serve a client that `Entrance.admit` has ``given`` a pass."""
+        address = address_of(peer)
+        with self._entrance.staying(address, given):
+            try:
+                if not await self._open(transport, address):
+                    return
+            except OSError as error:
+                log.log(self._level_of(error), "%s: %s", peer, error)
+                self._shared.addresses.add_debt_s(address, BROKEN_CONNECTION * POINT_S)
+                return
+            connection = Connection(self._shared, transport, peer)
+            connection.http2.is_reserved = given is Pass.RESERVED
+            self._connections[connection] = None
+            if self._listening.cancel_called:  # the client was accepted just before `stop`
+                connection.drain()
+            try:
+                await connection.run()
+            except Exception:
+                log.exception("a connection met a bug")
+            finally:
+                del self._connections[connection]
+                self._on_progress()
 
     def _level_of(self, error: OSError) -> int:
         """Return WARNING for the first handshake that fails for a reason that is not known yet.
@@ -182,23 +195,48 @@ class RpcServer:
         self._told.add(reason)
         return logging.WARNING
 
-    async def _open(self, transport: Transport, address: str) -> None:
-        """Open a transport within `Limits.handshake_timeout_s`; close it if that fails. A client
-        whose address owes time waits first.
+    async def _open(self, transport: Transport, address: str) -> bool:
+        """Open a transport within `Limits.handshake_timeout_s`; close it if that fails, or if the
+        client has left already. A client whose address owes time waits first. Return whether it is
+        open.
 
         Raises:
             OSError: there is no connection.
         Cancellation: the transport is closed.
         """
+        shared, is_open = self._shared, False
         try:
-            if debt_s := self._shared.addresses.take_debt_s(address):
-                await self._shared.overhead.enter(address, debt_s)
-            await self._shared.share.enter(address)
-            self._shared.share.spend(OPENING * POINT_S)
+            if not await self._pay(transport, address):
+                return False
+            await shared.share.enter(address)
+            shared.share.spend(CONNECTION * POINT_S + transport.opening_s)
             with trio.move_on_after(self.limits.handshake_timeout_s) as scope:
                 await transport.open()
             if scope.cancelled_caught:
                 raise OSError("the TLS handshake took too long")
-        except BaseException:
-            await transport.close()
-            raise
+            is_open = True
+            return True
+        finally:
+            self._entrance.note_opened(address)
+            if not is_open:
+                await transport.close()
+
+    async def _pay(self, transport: Transport, address: str) -> bool:
+        """Wait until the time is paid that the address owes. Return whether the client is still
+        there: one that has left pays little, so that a client behind many of them is served soon.
+
+        Cancellation: safe; the address owes no more than before.
+        """
+        addresses, overhead = self._shared.addresses, self._shared.overhead
+        debt_s = addresses.take_debt_s(address)
+        if debt_s or self._entrance.is_paying(address):
+            with self._entrance.paying(address):
+                await overhead.enter(address, LEFT_CONNECTION * POINT_S)
+                if transport.has_left:
+                    addresses.add_debt_s(address, debt_s)
+                    return False
+                await overhead.enter(address, max(debt_s, OPENING * POINT_S))
+        elif transport.has_left:
+            addresses.add_debt_s(address, LEFT_CONNECTION * POINT_S)
+            return False
+        return True

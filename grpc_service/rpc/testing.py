@@ -40,7 +40,7 @@ from grpc_service.rpc.server import RpcServer
 from grpc_service.rpc.status import StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from grpc_service.rpc.call_tasks import ServeCall
     from grpc_service.rpc.limits import Limits
@@ -59,7 +59,8 @@ class Wire:
 
     opening_s = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = PEER) -> None:
+        self.peer = peer  # the client's address
         self.incoming = bytearray()
         self.outgoing = bytearray()
         self.room: float = math.inf
@@ -149,12 +150,13 @@ class WireListener:
         """Let a client arrive over ``wire``."""
         self._arrivals.send_nowait(wire)
 
-    async def accept(self) -> tuple[Transport, str]:
+    async def accept(self) -> Sequence[tuple[Transport, str]]:
         """Wait for the next wire.
 
         Cancellation: safe.
         """
-        return await self._queue.receive(), PEER
+        wire = await self._queue.receive()
+        return [(wire, wire.peer)]
 
     def close(self) -> None:
         """Accept no more."""
@@ -353,12 +355,14 @@ class MemoryServer:
         await self.server.run([self.listener])
         self.has_ended = True
 
-    async def connect(self, *, window: int = 65_535, is_deaf: bool = False) -> Client:
-        """Connect a client (`Client`).
+    async def connect(
+        self, *, window: int = 65_535, is_deaf: bool = False, peer: str = PEER
+    ) -> Client:
+        """Connect a client (`Client`) from the address ``peer``.
 
         Cancellation: the server may know the client already.
         """
-        client = Client(Wire(), window=window, is_deaf=is_deaf)
+        client = Client(Wire(peer), window=window, is_deaf=is_deaf)
         self.listener.arrive(client.wire)
         await client.settle()
         return client

@@ -25,6 +25,8 @@ CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
 # The methods whose requests may have images, and the fields that lead to these.
 IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "GenerateImage": DRAW, "Tokenize": TOKENIZE}
+# What clients that are connected may still call while the server drains, and some while it is full.
+LASTING_METHODS = (f"{CONTROL.full_name}/", f"{INFERENCE.full_name}/Attach")
 TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)
 
 

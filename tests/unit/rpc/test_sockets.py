@@ -20,6 +20,11 @@ from grpc_service.rpc.sockets import TlsTransport, address_of, listen_unix
 from tests.support.rpc_calls import MINUTE, wait
 
 
+async def serve_one(server, transport, peer="unix:"):
+    """Serve one client as if it had just been accepted."""
+    await server._serve(transport, peer, server._entrance.admit(address_of(peer)))
+
+
 @contextlib.contextmanager
 def shaking_hands(said=b""):
     """Yield a function that serves a TLS socket whose client has sent ``said``.
@@ -32,7 +37,7 @@ def shaking_hands(said=b""):
     with theirs:
         theirs.send(said)
         transport = TlsTransport(ours, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        yield lambda: server._serve(transport, "unix:")
+        yield lambda: serve_one(server, transport)
     assert transport._socket.fileno() == -1
 
 
@@ -74,7 +79,7 @@ async def serving_tls(tls_context, authority):
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.to_thread.run_sync, talk)
-            await server._serve_client(TlsTransport(ours, tls_context), "ipv4:10.0.0.7:5")
+            await serve_one(server, TlsTransport(ours, tls_context), "ipv4:10.0.0.7:5")
 
     return serve
 
@@ -113,7 +118,7 @@ async def test_a_client_that_leaves_during_its_handshake_is_no_warning(caplog, e
     theirs, ours = socket.socketpair()
     with theirs, ours:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        await RpcServer(wait)._serve_client(Leaving(ours, context), "unix:")
+        await serve_one(RpcServer(wait), Leaving(ours, context))
     assert [one.levelname for one in caplog.records] == ["DEBUG"]
 
 
@@ -125,7 +130,7 @@ async def test_a_client_of_a_unix_socket_counts_by_its_user(tmp_path):
     [listener] = listen_unix(path)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
-        transport, peer = await listener.accept()
+        [(transport, peer)] = await listener.accept()
         await transport.close()
     listener.close()
     assert peer == f"unix:uid={os.getuid()}"
@@ -295,6 +300,6 @@ async def test_a_tls_client_that_breaks_the_protocol_reads_why(tls_context, auth
             return client.read_all()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(server._serve, TlsTransport(ours, tls_context), "unix:")
+        nursery.start_soon(serve_one, server, TlsTransport(ours, tls_context))
         found = await trio.to_thread.run_sync(talk)
     assert b"\0\0\x08\x07" in found, "no GOAWAY came"

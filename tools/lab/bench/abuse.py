@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.client import messages as pb
@@ -59,8 +60,17 @@ FILL_REQUESTS, FILL_WORDS = 32, 1900  # of 2,048 tokens, the context of the demo
 SERVICES = (INFERENCE, MODELS, CONTROL)
 ONE = ("127.0.0.1",)
 TEN = tuple(f"127.0.1.{number}" for number in range(1, 11))
+FOUR = tuple(f"127.0.0.{number}" for number in range(2, 6))
+# The attack that fills `--max-connections`, and the flags of its server: the attacker holds fewer
+# descriptors, and the victim is connected before.
+FILLING = "connections held"
+# The victim and the probes connect from 127.0.0.1, and share what that address may do.
+SOURCES = {FILLING: (FOUR,), "connections opened and closed": (TEN[:1], TEN)}
+FLAGS = {FILLING: ["--max-connections", "257", "--max-connections-per-address", "64"]}
 SPIN = "while True: pass"
 P50_BAR, P99_BAR, RATE_BAR, MEMORY_BAR_MB = 1.5, 3.0, 0.7, 50.0  # of issue 19
+GAP_BAR_MS, HEALTH_BAR_S = 150.0, 0.5  # of issue 55
+PROBE_PAUSE_S, PROBE_LIMIT_S = 0.2, 5.0
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 MESSAGE_BYTES = 4 * 2**20 - 64  # the largest message, and room for what goes around the field
 # Bar of the longest gap beside one message, in ms: 20, and Python's switch interval.
@@ -71,12 +81,15 @@ AFTER_S = 0.3  # in which a gap still counts after the message's answer
 @dataclass(frozen=True)
 class Seen:
     """What the victim saw in one window: the gaps between its tokens in ms, its tokens per second,
-    the errors that it met, and the memory that the server had at most, in MB."""
+    the errors that it met, the memory that the server had at most, in MB, and the longest time that
+    a health probe took which connected anew, in seconds; a probe that fails takes `PROBE_LIMIT_S`.
+    """
 
     gaps: list[float]
     rate: float
     errors: int
     peak_mb: float
+    health_s: float
 
     @property
     def p50(self) -> float:
@@ -117,6 +130,32 @@ class Victim(threading.Thread):
                     time.sleep(0.05)
 
 
+class Prober(threading.Thread):
+    """Asks for the server's health, each time on a new connection, until ``is_stopping``."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.slowest_s = 0.0
+        self.is_stopping = False
+        self._address = address
+
+    def run(self) -> None:
+        """Probe, pause, and probe again."""
+        options = [*NO_PROXY, ("grpc.use_local_subchannel_pool", 1)]
+        while not self.is_stopping:
+            began = time.monotonic()
+            took_s = PROBE_LIMIT_S
+            with (
+                suppress(grpc.RpcError),
+                grpc.insecure_channel(self._address, options=options) as channel,
+            ):
+                stub = health_pb2_grpc.HealthStub(channel)
+                stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_LIMIT_S)
+                took_s = time.monotonic() - began
+            self.slowest_s = max(self.slowest_s, took_s)
+            time.sleep(PROBE_PAUSE_S)
+
+
 def rss_mb(pid: int) -> float:
     """Return the resident memory of a process and its children: a server decodes images in one."""
     pids = [str(pid)]
@@ -130,21 +169,22 @@ def rss_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGESIZE") / 2**20
 
 
-def watch(address: str, pid: int) -> Seen:
+def watch(victim: Victim, address: str, pid: int) -> Seen:
     """Read streams for `SETTLE_S` and then `WINDOW_S` seconds, and return what was seen then."""
-    victim = Victim(address)
-    victim.start()
+    prober = Prober(address)
+    prober.start()
     time.sleep(SETTLE_S)
+    prober.slowest_s = 0.0
     errors, begin = victim.errors, time.monotonic()
     peak = 0.0
     while (now := time.monotonic()) < begin + WINDOW_S:
         peak = max(peak, rss_mb(pid))
         time.sleep(0.05)
-    victim.is_stopping = True
-    victim.join(60)
+    prober.is_stopping = True
+    prober.join(2 * PROBE_LIMIT_S)
     seen = [at for at in victim.arrivals if begin <= at <= now]
     gaps = [1e3 * (b - a) for a, b in zip([begin, *seen], [*seen, now], strict=True)]
-    return Seen(gaps, len(seen) / (now - begin), victim.errors - errors, peak)
+    return Seen(gaps, len(seen) / (now - begin), victim.errors - errors, peak, prober.slowest_s)
 
 
 @contextmanager
@@ -159,10 +199,10 @@ def running(*argv: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[str, int]]:
+def serving(*flags: str) -> Iterator[tuple[str, int]]:
     """Run a server with the demo model; yield its address and process id."""
     argv = [sys.executable, "-m", "grpc_service", "serve", "--port", "0", "--host", "0.0.0.0"]
-    argv += ["--insecure", "--model", "demo-stories"]
+    argv += ["--insecure", "--model", "demo-stories", *flags]
     with running(*argv) as server:
         assert server.stdout is not None
         for line in server.stdout:
@@ -194,17 +234,21 @@ def fill_batch(address: str) -> None:
 def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:
     """Return what the victim saw beside a process that spins and beside an attack, in turn."""
     beside_spin, beside_attack = [], []
-    with serving() as (address, pid):
+    with serving(*FLAGS.get(name, [])) as (address, pid):
         fill_batch(address)
+        victim = Victim(address)
+        victim.start()
         host, port = address.split(":")
         argv = [sys.executable, "-m", "tools.lab.bench.attackers", name, host, port, *sources]
         for _ in range(REPEATS):
             with running(sys.executable, "-c", SPIN):
-                beside_spin.append(watch(address, pid))
+                beside_spin.append(watch(victim, address, pid))
             with running(*argv) as attacker:
                 assert attacker.stdout is not None
                 attacker.stdout.readline()
-                beside_attack.append(watch(address, pid))
+                beside_attack.append(watch(victim, address, pid))
+        victim.is_stopping = True
+        victim.join(60)
     return beside_spin, beside_attack
 
 
@@ -224,6 +268,10 @@ def rows_of(name: str, sources: tuple[str, ...]) -> Iterator[Row]:
     yield against("tokens/s", lambda one: one.rate, RATE_BAR, "higher")
     grown = max(one.peak_mb for one in beside_attack) - beside_spin[0].peak_mb
     yield Row(f"{where}: memory at most", grown, "MB", MEMORY_BAR_MB, n=REPEATS)
+    longest = max(max(one.gaps) for one in beside_attack)
+    yield Row(f"{where}: longest gap", longest, "ms", GAP_BAR_MS, n=REPEATS)
+    health = max(one.health_s for one in beside_attack)
+    yield Row(f"{where}: slowest health probe", health, "s", HEALTH_BAR_S, n=REPEATS)
     failed = float(sum(one.errors for one in beside_attack))
     yield Row(f"{where}: victim's failed calls", failed, "calls", 0.0, n=REPEATS)
 
@@ -280,12 +328,12 @@ def run() -> list[Row]:
         rows.append(row)
         print(f"{row.name}: {row.value:.1f} {row.unit} {row.note} {row.verdict}", flush=True)
     for name in ATTACKS:
-        for sources in (ONE, TEN):
+        for sources in SOURCES.get(name, (ONE, TEN)):
             if pattern.search(name):
                 rows += rows_of(name, sources)
                 print(
                     "\n".join(
-                        f"{row.name}: {row.value:.2f} {row.unit} {row.note}" for row in rows[-5:]
+                        f"{row.name}: {row.value:.2f} {row.unit} {row.note}" for row in rows[-7:]
                     ),
                     flush=True,
                 )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 2**14  # sent at once
 REST_S = 0.02  # after a refused connection
+NEW_MAX = 40  # connections that are opened in a row
 GENERATE, TOKENIZE = b"/triolet.v1.Inference/Generate", b"/triolet.v1.Inference/Tokenize"
 EMBED = b"/triolet.v1.Inference/Embed"
 MESSAGE_BYTES = 4 * 2**20  # the server's limit
@@ -227,6 +228,8 @@ class Attack:
     run: Callable[[], Iterator[bytes]]
     reads: bool = True
     keeps_windows: bool = False  # what it sends waits for the server's windows
+    hangs_up: bool = False  # it ends each connection after what it sends, and connects anew
+    num_connections: int = 1  # of each source address
 
 
 OPEN = headers(1, request())
@@ -297,6 +300,8 @@ ATTACKS = {
     "images that are none": Attack(no_images, keeps_windows=True),
     "header table churn": Attack(bare(CHURN + request())),
     "HPACK bomb (CVE-2016-6581)": Attack(hpack_bomb),
+    "connections opened and closed": Attack(once(b""), hangs_up=True),
+    "connections held": Attack(once(OPEN), num_connections=80),
 }
 
 
@@ -351,10 +356,10 @@ def main() -> None:
     name, host, port, *sources = sys.argv[1:]
     attack, address = ATTACKS[name], (host, int(port))
     with selectors.DefaultSelector() as selector:
-        missing = list(sources)
+        missing = list(sources) * attack.num_connections
         print("ready", flush=True)
         while True:
-            for source in missing[:]:
+            for source in missing[:NEW_MAX]:
                 try:
                     one = Connection(attack, address, source)
                 except OSError:
@@ -376,6 +381,8 @@ def main() -> None:
                     if events != key.events:
                         selector.modify(one.sock, events, key.data)
                 except OSError:
+                    is_alive = False
+                if attack.hangs_up and not one.may_send():
                     is_alive = False
                 if not is_alive:
                     selector.unregister(one.sock)

@@ -1,0 +1,208 @@
+"""Which connections a server takes, and that no address keeps others outside."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import trio
+import trio.testing
+
+from grpc_service.rpc.accounts import CONNECTION, POINT_S
+from grpc_service.rpc.entrance import Entrance, Pass
+from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.places import Places
+from grpc_service.rpc.sockets import ACCEPTS_MAX, address_of, listen_tcp
+from grpc_service.rpc.streams import ErrorCodes
+from grpc_service.rpc.testing import Client, Wire
+from tests.support.rpc_calls import MINUTE, echo, serving
+from tests.support.wire import wait_until
+
+NOISY, OTHER, SAME = "ipv4:10.0.0.9:1", "ipv4:10.0.0.7:1", "ipv4:10.0.0.9:2"
+HEALTH = "/a.Health/Check"
+
+
+def test_an_address_has_so_many_connections_that_are_being_opened():
+    entrance = Entrance(Limits(openings_per_address_max=3))
+    assert [entrance.admit("a") for _ in range(4)] == [Pass.FULL] * 3 + [Pass.REFUSED]
+    assert entrance.admit("b") is Pass.FULL
+    entrance.note_opened("a")
+    assert entrance.admit("a") is Pass.FULL
+    assert entrance.num_refused == 1
+
+
+def test_an_address_that_owes_time_has_few_connections_that_wait_for_it():
+    entrance = Entrance(Limits(openings_in_debt_max=2))
+    assert [entrance.admit("a") for _ in range(2)] == [Pass.FULL] * 2
+    with entrance.paying("a"):
+        assert entrance.admit("a") is Pass.REFUSED
+        assert entrance.admit("b") is Pass.FULL
+    assert entrance.admit("a") is Pass.FULL
+    assert not entrance.is_paying("a")
+
+
+async def test_what_is_beyond_the_limits_comes_into_the_reserve():
+    entrance = Entrance(Limits(connections_max=3, connections_per_address_max=2))
+    assert [entrance.admit("a") for _ in range(3)] == [Pass.FULL] * 2 + [Pass.RESERVED]
+    assert [entrance.admit("b") for _ in range(2)] == [Pass.FULL, Pass.RESERVED]
+    with entrance.staying("a", Pass.RESERVED):
+        pass
+    assert entrance.admit("c") is Pass.RESERVED
+    assert entrance._open == {"a": 2, "b": 1}, "nothing is kept for others"
+    with entrance.staying("a", Pass.FULL):
+        assert entrance.admit("c") is Pass.RESERVED
+    assert entrance.admit("c") is Pass.FULL
+
+
+async def test_who_holds_the_most_places_loses_the_oldest():
+    places, ends = Places(3), []
+
+    async def stay(owner, name):
+        with places.hold(owner):
+            await trio.sleep_forever()
+        ends.append(name)
+
+    async with trio.open_nursery() as nursery:
+        for owner, name in ("a", "a1"), ("b", "b1"), ("a", "a2"), ("c", "c1"), ("d", "d1"):
+            nursery.start_soon(stay, owner, name)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(places) <= 3
+        assert ends == ["a1", "a2"], "a has the most, and then the first of as many"
+        nursery.cancel_scope.cancel()
+    assert ends == ["a1", "a2"]
+    assert len(places) == 0
+
+
+async def test_a_full_server_answers_what_lasts_and_refuses_the_rest_by_name(autojump_clock):
+    """A probe hears that the server is alive, and gRPC repeats other calls at another address.
+
+    Red if a full server closes each connection: a probe could not tell it from one that hangs.
+    """
+    limits = Limits(connections_max=2, reserved_max=2, lasting_methods=(b"/a.Health/",))
+    async with serving(echo, limits) as running:
+        holders = [await running.connect(peer=NOISY) for _ in range(2)]
+        idle = [await running.connect(peer=NOISY) for _ in range(2)]
+        probe = await running.connect(peer=OTHER)
+        health = probe.call(b"x", path=HEALTH)
+        other = probe.call(b"x", path="/a.Other/Call")
+        await probe.settle()
+        assert probe.ends == {health: "0", other: ErrorCodes.REFUSED_STREAM}
+        assert [one.wire.is_closed for one in idle] == [True, False], "the oldest gives way"
+        assert len(running.connections) == 4
+        await trio.sleep(2 * limits.reserved_s)
+        await probe.settle()
+        assert probe.wire.is_closed, "its client is to try again, as there may be room"
+        assert not any(one.wire.is_closed for one in holders)
+        holders[0].leave()
+        await trio.testing.wait_all_tasks_blocked()
+        fresh = await running.connect(peer=OTHER)
+        call = fresh.call(b"x", path="/a.Other/Call")
+        await fresh.settle()
+        assert fresh.ends == {call: "0"}
+
+
+@pytest.mark.parametrize("stays_s", [0.0, 0.5], ids=["leaves at once", "waits for an answer"])
+async def test_an_address_that_connects_over_and_over_delays_no_other(autojump_clock, stays_s):
+    """What the connections of an address take of the loop is bounded by the share of overhead, and
+    what waits for that share is bounded, too. A client of the same address comes through, as those
+    before it have left, and cost little.
+
+    Red if only one of an address waits, or if those that have left pay as those that are served.
+    """
+    limits = Limits()
+    seconds, num_opened, slowest_s = 5, 0, 0.0
+
+    async def churn(nursery):
+        while trio.current_time() < ends_at:
+            for _ in range(5):
+                nursery.start_soon(come_and_go)
+            await trio.sleep(0.01)
+
+    async def come_and_go():
+        nonlocal num_opened
+        one = Client(Wire(NOISY))
+        running.listener.arrive(one.wire)
+        await trio.sleep(stays_s)
+        num_opened += bool(one.wire.outgoing)
+        one.leave()
+
+    async def probe(peer):
+        nonlocal slowest_s
+        while trio.current_time() < ends_at:
+            began = trio.current_time()
+            other = Client(Wire(peer))
+            running.listener.arrive(other.wire)
+            answer = await other.request("a.B/C", b"x")
+            assert answer.messages == [b"x"]
+            slowest_s = max(slowest_s, trio.current_time() - began)
+            if peer == OTHER:
+                assert trio.current_time() == began
+            other.leave()
+            await trio.sleep(0.3)
+
+    async with serving(echo, limits) as running:
+        ends_at = trio.current_time() + seconds
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(churn, nursery)
+            nursery.start_soon(probe, OTHER)
+            if not stays_s:
+                nursery.start_soon(probe, SAME)
+        share = num_opened * CONNECTION * POINT_S / seconds
+        assert bool(share) == bool(stays_s)
+        assert share < 1.5 * limits.overhead_share
+        assert slowest_s < 0.5
+        await trio.sleep(MINUTE)
+        assert running.server._shared.addresses.take_debt_s(address_of(NOISY)) == 0
+        assert not running.server._entrance._opening
+        assert not running.server._entrance._open
+
+
+async def test_a_connection_leaves_a_debt_of_what_it_took(autojump_clock):
+    async with serving(echo) as running:
+        client = await running.connect(peer=NOISY)
+        client.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        debt_s = running.server._shared.addresses.take_debt_s(address_of(NOISY))
+        assert debt_s >= CONNECTION * POINT_S
+
+
+@pytest.fixture
+async def listener():
+    """Yield a listening socket."""
+    [listener] = listen_tcp("127.0.0.1", 0)
+    yield listener
+    listener.close()
+
+
+async def test_a_crowd_is_accepted_in_few_turns(listener):
+    """Red if a listener takes one client in each turn of the loop."""
+    clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(100)]
+    taken = [await listener.accept() for _ in range(2)]
+    assert [len(batch) for batch in taken] == [ACCEPTS_MAX, 100 - ACCEPTS_MAX]
+    for client in clients:
+        client.close()
+    for batch in taken:
+        for transport, _ in batch:
+            await transport.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"x"], ids=["silent", "after bytes"])
+async def test_it_is_known_whether_a_client_has_left(listener, said):
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.sendall(said)
+        [(transport, _)] = await listener.accept()
+        assert not transport.has_left
+    await trio.to_thread.run_sync(wait_until, lambda: transport.has_left)
+    await transport.close()
+
+
+async def test_a_crowd_of_one_address_is_served_at_once(autojump_clock):
+    """Clients that come for the first time owe nothing, however many share an address."""
+    async with serving(echo) as running:
+        clients = [Client(Wire(OTHER)) for _ in range(300)]
+        for one in clients:
+            running.listener.arrive(one.wire)
+        for one in clients:
+            call = one.call(b"x")
+            await one.settle()
+            assert one.ends == {call: "0"}
