@@ -45,7 +45,7 @@ from engine.requests.text_values import validate_tokenize
 from engine.status import Capability, ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
     from engine.config import EngineConfig, ModelConfig
@@ -368,6 +368,7 @@ async def open_engine(
     make_runner: RunnerFactory = make_torch_runner,
     threads: Threads | None = None,
     on_change: Callable[[], None] = lambda: None,
+    take_leave: Callable[[], Awaitable[None]] | None = None,
     on_event: OnEvent | None = None,
     watchdog: Watchdog | None = None,
     find_capability: FindCapability | None = None,
@@ -379,12 +380,12 @@ async def open_engine(
 
     ``make_runner`` and ``threads`` can be replaced by fakes and virtual time, in which images are
     decoded without another process. ``on_change`` is called on the Trio thread whenever a model's
-    state changes, ``on_event`` with everything that goes into and out of a scheduler
-    (`journal_line` returns it as text). A ``watchdog`` is passed by a program that also calls its
-    `Watchdog.leave`. ``find_capability`` returns what a model can do before it is loaded, if its
-    configuration does not say so; by default the model's files decide, unless ``make_runner`` is
-    given. ``kinds`` are the kinds of work that the engine does; ``batch`` holds back what readers
-    write while a step is delivered.
+    state changes, and when a drain begins, which awaits ``take_leave`` before it refuses requests.
+    ``on_event`` is called with all that goes into and out of a scheduler (`journal_line` writes it
+    as text). A ``watchdog`` is passed by a program that also calls its `Watchdog.leave`.
+    ``find_capability`` returns what a model can do before it is loaded, if its configuration does
+    not say so; by default the model's files decide, unless ``make_runner`` is given. ``kinds`` are
+    the kinds of work that the engine does; ``batch`` holds back writes while a step is delivered.
 
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
@@ -414,7 +415,7 @@ async def open_engine(
         kinds=by_capability,
         batch=batch or Unbatched(),
     )
-    supervisor = Supervisor(config, pool, threads, kinds, decoder)
+    supervisor = Supervisor(config, pool, threads, kinds, decoder, take_leave)
     engine = Engine(config, pool, supervisor)
     with closing(own_threads), closing(own_decoder), _running(watchdog):
         async with trio.open_nursery() as nursery:

@@ -46,7 +46,7 @@ from engine.requests.tokenizing import Tokenizing
 from engine.status import AbortOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from engine.config import EngineConfig
     from engine.core.common.events import CoreRequest
@@ -77,7 +77,8 @@ class Supervisor:
     """Starts and supervises the requests over one pool. Belongs to the Trio thread.
 
     ``tokenizing`` runs tokenizers, and ``image_files`` counts the bytes of images, both for
-    requests and for calls of Tokenize and Detokenize.
+    requests and for calls of Tokenize and Detokenize. ``is_draining``: a drain has begun,
+    which first awaits ``take_leave``.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Supervisor:
         threads: Threads,
         kinds: Iterable[RequestKind],
         image_decoder: DecodeImage,
+        take_leave: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -100,7 +102,8 @@ class Supervisor:
             self._preparers |= dict.fromkeys(kind.request_types, preparer)
         self._live: dict[str, RequestStream[Any]] = {}
         self._serials = itertools.count(1)
-        self._is_draining = False
+        self._take_leave = take_leave
+        self.is_draining = self._refuses_new = False
         self._num_cut = 0
         self._background_drain: trio.Event | None = None
         self.detached = DetachedStreams(self._tasks)
@@ -113,11 +116,6 @@ class Supervisor:
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
         self.metrics = EndCounts()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._is_draining
 
     @property
     def num_live(self) -> int:
@@ -188,7 +186,7 @@ class Supervisor:
         return stream
 
     def _refusal(self, request: ClientRequest, request_id: str) -> TrioletError | None:
-        if self._is_draining:
+        if self._refuses_new:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
         if self._aborts_to_come.take(request_id):
             return RequestAborted("the request was aborted by the operator before it arrived")
@@ -364,24 +362,25 @@ class Supervisor:
 
     # ---- the end of everything
 
-    def refuse_new(self) -> None:
-        """Refuse new requests from now on."""
-        if not self._is_draining:
-            self._is_draining = True
-            self.detached.close()
-            self._pool.notify()
-
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, let running ones finish for ``timeout_s`` seconds, cut the rest,
-        and end the pool. Return the number of requests cut, by this drain and any before it.
+        """Take leave, refuse new requests, let running ones finish, all within ``timeout_s``
+        seconds; then cut the rest, and end the pool. Return the number of requests cut, by this
+        drain and any before it.
 
         Cancellation: the rest is cut at once.
         """
-        self.refuse_new()
+        if not self.is_draining:
+            self.is_draining = True
+            self.detached.close()
+            self._pool.notify()
         try:
             with trio.move_on_after(timeout_s):
+                if self._take_leave is not None:
+                    await self._take_leave()
+                self._refuses_new = True
                 await self.wait_idle()
         finally:
+            self._refuses_new = True
             cut = [one for one in self._live.values() if one.reason is None]
             for stream in cut:
                 stream.cancel(EndReason.SHUTDOWN)

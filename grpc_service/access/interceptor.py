@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.status import Status
 
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
+# Methods whose calls a server that leaves waits for until their requests are in the engine.
+SUBMITTING = (LIMITED, *policy.USES[1:])
 # A stream that waits for its client is counted already (`engine.requests.detached`).
 COUNTED_ALREADY = {"triolet.v1.Inference/Attach"}
 
@@ -77,6 +79,8 @@ class Interceptor:
 
         Cancellation: this is how the call's client or its deadline ends it.
         """
+        if not call.method.startswith(SUBMITTING):
+            call.connection.arrivals.note_taken(call)
         method = self._methods.get(call.method)
         if method is None:
             await call.end(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")

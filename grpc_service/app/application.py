@@ -2,7 +2,8 @@
 
 Start: the engine starts, and models load in the background → the address is bound and calls are
 served → the server is ready when every preloaded text model has loaded or failed; without text
-models, when every encoder has. End (D17): health is NOT_SERVING → new requests are refused →
+models, when every encoder has. End (D17): health is NOT_SERVING → the sockets close, and clients
+are asked to go on elsewhere → when no call is on its way any more, new requests are refused →
 running ones may finish within the drain timeout → the rest is cut with a status → connections end →
 all threads are joined, except those that `_Ending` does not wait for.
 
@@ -205,7 +206,14 @@ async def _serve(
             if ending.gateways is not None:
                 ending.gateways.refresh()
             if engine.is_draining and ending.server is not None:
-                ending.server.drain_connections()
+                ending.server.leave()
+
+    async def take_leave() -> None:
+        """Wait until no call is on its way any more, as `on_change` has asked clients to leave."""
+        if ending.server is not None and ending.gateways is not None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ending.server.settle)
+                nursery.start_soon(ending.gateways.settle)
 
     flusher = Flusher()
     with reasons_held_back(engine_config) as reasons:
@@ -213,6 +221,7 @@ async def _serve(
             engine_config,
             make_runner=make_runner,
             on_change=on_change,
+            take_leave=take_leave,
             watchdog=ending.watchdog,
             batch=flusher,
         ) as engine:

@@ -124,7 +124,16 @@ class GatewayPorts:
             is_healthy = one.service.is_healthy
             one.health.set_states({"": is_healthy, one.service.full_name: is_healthy})
             if self._backend.engine.is_draining:
-                one.server.drain_connections()
+                one.server.leave()
+
+    async def settle(self) -> None:
+        """Wait until no port has a call on its way, as `RpcServer.settle` does.
+
+        Cancellation: safe.
+        """
+        async with trio.open_nursery() as nursery:
+            for one in self._open.values():
+                nursery.start_soon(one.server.settle)
 
     async def stop(self, grace_s: float) -> None:
         """Stop all ports, as `RpcServer.stop` does.

@@ -344,6 +344,7 @@ class Call:
     def release(self) -> None:
         """Let the server count nothing for this call any more, and let what the call consists of
         refer to it no more, so that it is freed without Python's garbage collector."""
+        self.connection.arrivals.note_taken(self)
         self.request.close()
         self._held.close(self._answer)
 

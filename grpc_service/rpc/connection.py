@@ -16,7 +16,6 @@ import logging
 import math
 import random
 from collections import deque
-from dataclasses import dataclass
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ import trio
 
 from grpc_service.rpc import accounts
 from grpc_service.rpc.accounts import Account
+from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.rpc.call import Call
 from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.held_bytes import Holder, Holding
@@ -31,19 +31,8 @@ from grpc_service.rpc.http2 import Http2Connection, ProtocolError, TooCostlyErro
 from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from grpc_service.rpc.accounts import Addresses
-    from grpc_service.rpc.call_tasks import ServeCall
-    from grpc_service.rpc.fairness import (
-        FairLock,
-        FairShareLimiter,
-        OverheadLimiter,
-        StartLimiter,
-    )
-    from grpc_service.rpc.held_bytes import HeldBytes
-    from grpc_service.rpc.limits import Limits
     from grpc_service.rpc.request_body import RequestBody
+    from grpc_service.rpc.shared import Shared
     from grpc_service.rpc.sockets import Transport
     from grpc_service.rpc.streams import Stream, StreamListener
 
@@ -57,33 +46,13 @@ SEND_BYTES = 2**14
 FIRST_PART_BYTES = 2**12
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the connections of one server share.
-
-    ``decompressing`` is held by the one that decompresses a large message. ``serve_call`` serves a
-    call from start to end. ``on_progress`` is called when a call has ended, and when waiting output
-    was sent.
-    """
-
-    limits: Limits
-    flusher: Flusher
-    start_limiter: StartLimiter
-    share: FairShareLimiter
-    overhead: OverheadLimiter
-    held: HeldBytes
-    decompressing: FairLock
-    serve_call: ServeCall
-    on_progress: Callable[[], None]
-    addresses: Addresses
-
-
 class Connection:
     """One client's connection, over an open ``transport``.
 
     ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. For
     its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch
-    it with ``flusher`` after making output. Large compressed requests go to ``to_decompress``.
+    it with ``flusher`` after making output. ``arrivals`` has those on their way.
+    Large compressed requests go to ``to_decompress``.
     """
 
     def __init__(self, shared: Shared, transport: Transport, peer: str) -> None:
@@ -100,6 +69,7 @@ class Connection:
         self._nursery: trio.Nursery
         self._calls: CallTasks
         self._is_asked_to_leave = trio.Event()
+        self._is_to_close = trio.Event()  # after the last call
         self._is_over = False  # what the client still sends is dropped
         self._frame_left_s = math.inf  # for the rest of what is incomplete
         self._scope = trio.CancelScope()
@@ -115,6 +85,7 @@ class Connection:
         budget_share = shared.addresses.budget_share(self.address)
         self.account = Account(shared.limits, trio.current_time, budget_share)
         self.http2 = Http2Connection(self._on_stream, shared.limits, self.account)
+        self.arrivals = Arrivals(shared.on_progress)
 
     async def run(self) -> None:
         """Serve until the connection ends; then cancel its calls and close it.
@@ -149,9 +120,12 @@ class Connection:
         """End the connection and its calls."""
         self._scope.cancel(reason=reason)
 
-    def drain(self) -> None:
-        """Ask the client to begin no more calls, and close the connection after those that run and
-        those on their way. Idempotent."""
+    def drain(self, *, stays: bool = False) -> None:
+        """Ask the client to begin no more calls. Those that run, or are on their way, go on. Close
+        the connection after the last one unless it ``stays`` open for `Limits.lasting_methods`.
+        Idempotent."""
+        if not stays:
+            self._is_to_close.set()
         if not (self._is_asked_to_leave.is_set() or self._is_over):
             self._is_asked_to_leave.set()
             self.http2.drain()
@@ -175,7 +149,7 @@ class Connection:
 
     async def _leave(self) -> None:
         """When the client is asked to leave: take no more calls once it knows, and close the
-        connection after the last one."""
+        connection after the last one, when it need not stay."""
         await self._is_asked_to_leave.wait()
         with trio.move_on_after(self.limits.leave_patience_s):
             while not self.http2.is_ending:
@@ -183,6 +157,7 @@ class Connection:
         self.http2.send_goaway()
         self.flush()
         self._shared.on_progress()
+        await self._is_to_close.wait()
         while not self.is_quiet:
             await self._wait_for_change()
         self._is_over = True
@@ -418,6 +393,7 @@ class Connection:
 
     def _on_stream(self, stream: Stream) -> Call:
         call = Call(stream, self)
+        self.arrivals.add(call)
         self._calls.start(call)
         return call
 

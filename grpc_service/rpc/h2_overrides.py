@@ -224,4 +224,5 @@ class UnrulyClientH2(H2Connection):
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
         event = ConnectionTerminated()
         event.error_code = ErrorCodes(frame.error_code)
+        event.last_stream_id = frame.last_stream_id
         return [], [event]

@@ -217,7 +217,8 @@ class Http2Connection:
         if not self.h2.is_open(stream_id):
             return  # a reset came with the request
         is_full = len(self.streams) >= self._limits.streams_per_connection
-        if is_full or self.is_ending or (self.is_reserved and not self._is_lasting(headers)):
+        lasts_only = self.is_ending or self.is_reserved
+        if is_full or (lasts_only and not self._is_lasting(headers)):
             self._refuse(stream_id, ErrorCodes.REFUSED_STREAM)
             return
         if fault := fault_of(headers):

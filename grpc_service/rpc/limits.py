@@ -78,8 +78,12 @@ class Limits:
     openings_in_debt_max: int = 256
     # Time that a client gets to answer that its connection will end. Guess: a slow round trip.
     leave_patience_s: float = 1.0
-    # Beginnings of the paths of methods that a full server serves on its reserve's connections.
+    # Beginnings of the paths of methods that a full server serves on its reserve's connections, and
+    # a server which leaves on those that are open. A client that obeys GOAWAY opens no such call.
     lasting_methods: tuple[bytes, ...] = ()
+    # Time that a server which leaves gives the calls that are on their way. Guess: 4 MiB over a
+    # usual network.
+    settle_patience_s: float = 5.0
     # Time, and bytes, that a client may still send after its connection has ended. Guess.
     linger_s: float = 1.0
     linger_bytes: int = 2**18

@@ -22,7 +22,7 @@ from grpc_service.rpc.accounts import (
     POINT_S,
     Addresses,
 )
-from grpc_service.rpc.connection import Connection, Flusher, Shared
+from grpc_service.rpc.connection import Connection, Flusher
 from grpc_service.rpc.entrance import Entrance, Pass
 from grpc_service.rpc.fairness import (
     FairLock,
@@ -32,10 +32,11 @@ from grpc_service.rpc.fairness import (
 )
 from grpc_service.rpc.held_bytes import LOOK_S, HeldBytes
 from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.shared import Shared
 from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from grpc_service.rpc.call_tasks import ServeCall
     from grpc_service.rpc.sockets import Listener, Transport
@@ -76,6 +77,7 @@ class RpcServer:
         self._entrance = Entrance(self.limits)
         self._warned_at = -math.inf  # of connections that are refused
         self._told: set[str] = set()  # why handshakes failed
+        self._listeners: Sequence[Listener] = ()
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
         # The server keeps too many bytes, or a request waits for room.
@@ -92,6 +94,7 @@ class RpcServer:
 
         Cancellation: every call is cancelled, and every connection closed.
         """
+        self._listeners = listeners
         with self._serving:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._shared.overhead.run)
@@ -105,11 +108,26 @@ class RpcServer:
                     for listener in listeners:
                         listener.close()
 
-    def drain_connections(self) -> None:
-        """Ask all clients that are connected to connect anew. Calls that run, or are on their way,
-        go on; each connection is closed after its last one."""
+    def leave(self) -> None:
+        """Accept no more connections, and ask all clients to open no more calls here. Calls that
+        run, or are on their way, are served, and so are `Limits.lasting_methods` on connections
+        that their clients keep open. Idempotent."""
+        self._listening.cancel(reason="the server leaves")
+        for listener in self._listeners:  # now: who hears that it is asked to leave connects anew
+            listener.close()
         for connection in self.connections:
-            connection.drain()
+            connection.drain(stays=True)
+
+    async def settle(self) -> None:
+        """After `leave`: wait until every client knows, and every call that was on its way has been
+        taken by its handler (`Arrivals.note_taken`); at most for `Limits.settle_patience_s`.
+
+        Cancellation: safe.
+        """
+        with trio.move_on_after(self.limits.settle_patience_s):
+            await self._wait_for_all(
+                lambda one: not one.arrivals and (one.http2.is_ending or one.is_done)
+            )
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls,
@@ -118,13 +136,18 @@ class RpcServer:
 
         Cancellation: the server goes on without accepting; `stop` may be called again.
         """
-        self._listening.cancel(reason="the server stops")
-        self.drain_connections()
+        self.leave()
+        for connection in self.connections:
+            connection.drain()
         with trio.move_on_after(grace_s):
-            while not all(connection.is_done for connection in self._connections):
-                self._progress = trio.Event()
-                await self._progress.wait()
+            await self._wait_for_all(lambda connection: connection.is_done)
         self._serving.cancel(reason="the server stops")
+
+    async def _wait_for_all(self, is_so: Callable[[Connection], bool]) -> None:
+        while not all(map(is_so, self._connections)):
+            if self._progress.is_set():  # others may wait for the same
+                self._progress = trio.Event()
+            await self._progress.wait()
 
     def _on_short(self) -> None:
         self._is_short.set()
@@ -174,8 +197,9 @@ class RpcServer:
             connection = Connection(self._shared, transport, peer)
             connection.http2.is_reserved = given is Pass.RESERVED
             self._connections[connection] = None
-            if self._listening.cancel_called:  # the client was accepted just before `stop`
+            if self._listening.cancel_called:  # the client was accepted just before `leave`
                 connection.drain()
+                connection.http2.send_goaway()  # at once, as nobody waits for its calls
             try:
                 await connection.run()
             except Exception:

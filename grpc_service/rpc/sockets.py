@@ -131,6 +131,8 @@ class SocketListener:
         """
         taken: list[tuple[Transport, str]] = []
         while not taken:
+            if self._socket.fileno() < 0:  # it was closed while this task was about to run
+                await trio.sleep_forever()
             await trio.lowlevel.wait_readable(self._socket)
             for _ in range(ACCEPTS_MAX):
                 try:

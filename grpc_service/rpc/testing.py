@@ -14,7 +14,7 @@ more than whole answers calls `Client.call`, `Client.send`, `Client.reset` and s
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -159,7 +159,10 @@ class WireListener:
         return [(wire, wire.peer)]
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more, and reset those that wait to be accepted, as the kernel does."""
+        with suppress(trio.WouldBlock, trio.ClosedResourceError):
+            while True:
+                self._queue.receive_nowait().end()
         self._queue.close()
 
 
@@ -194,6 +197,7 @@ class Client:
         self.num_pings = 0  # answered by the server
         self.is_asked_to_go = False  # by the server
         self.goaway_code: int | None = None  # the code with which the server did
+        self.last_served: float = math.inf  # the server serves no call with a higher number
         self._flush()
 
     async def request(
@@ -336,6 +340,7 @@ class Client:
         elif isinstance(event, ConnectionTerminated):
             self.is_asked_to_go = True
             self.goaway_code = event.error_code
+            self.last_served = event.last_stream_id or 0
 
 
 class MemoryServer:

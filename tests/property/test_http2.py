@@ -21,8 +21,9 @@ from h2.events import (
     StreamReset,
 )
 from h2.settings import SettingCodes
-from hyperframe.frame import GoAwayFrame, RstStreamFrame
-from hypothesis import given, settings
+from hpack import Encoder
+from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame, PingFrame, RstStreamFrame
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -41,6 +42,7 @@ from grpc_service.rpc.streams import Stream
 
 STREAMS_MAX = 6
 LIMITS = Limits(budget=1e9, streams_per_connection=STREAMS_MAX)
+LIMITS_OF_MANY = Limits(budget=1e9)
 REQUEST = [
     (b":method", b"POST"),
     (b":scheme", b"http"),
@@ -588,6 +590,98 @@ def test_a_server_that_stops_refuses_new_calls_and_lets_running_ones_end():
     assert RstStreamFrame(late, error_code=ErrorCodes.REFUSED_STREAM).serialize() in data
     assert GoAwayFrame(0, last_stream_id=stream.id).serialize() in data
     assert not pair.server.h2.streams
+
+
+class Leaver:
+    """A client that obeys GOAWAY, as bytes: it opens no call once it has read one."""
+
+    def __init__(self):
+        self.to_server = bytearray(make_client().data_to_send())
+        self.frames = []  # that it has read
+        self.opened = []
+        self._encoder = Encoder()
+        self._buffer = bytearray()
+
+    @property
+    def last_ids(self):
+        """Return the last streams of the GOAWAY frames that it has read."""
+        return [one.last_stream_id for one in self.frames if isinstance(one, GoAwayFrame)]
+
+    def open(self):
+        """Open a call, unless the server has asked for no more."""
+        if not self.last_ids:
+            self.opened.append(2 * len(self.opened) + 1)
+            block = self._encoder.encode(REQUEST)
+            flags = ["END_HEADERS", "END_STREAM"]
+            self.to_server += HeadersFrame(self.opened[-1], block, flags=flags).serialize()
+
+    def read(self, data):
+        """Read bytes of the server's, and answer its pings."""
+        self._buffer += data
+        while len(self._buffer) >= 9:
+            one, size = Frame.parse_frame_header(memoryview(self._buffer[:9]))
+            if len(self._buffer) < 9 + size:
+                return
+            one.parse_body(memoryview(bytes(self._buffer[9 : 9 + size])))
+            del self._buffer[: 9 + size]
+            self.frames.append(one)
+            if isinstance(one, PingFrame):
+                self.to_server += PingFrame(0, one.opaque_data, flags=["ACK"]).serialize()
+
+
+instants = st.one_of(
+    st.just(("open", 1)),
+    st.tuples(st.sampled_from(["to_server", "to_client"]), st.integers(1, 200)),
+)
+
+
+@given(st.lists(instants, max_size=12), st.lists(instants, max_size=20), st.booleans())
+def test_a_call_opened_around_the_instant_of_a_drain_is_served_or_refused(
+    before, after, is_impatient
+):
+    """A client that answers loses no call that it opened before it knew. One that the server stops
+    waiting for finds each such call refused by name, so that it may be sent again elsewhere.
+
+    Red if the last stream is announced before the client has answered.
+    """
+    leaver, to_client, served = Leaver(), bytearray(), {}
+
+    def on_stream(stream):
+        served[stream.id] = listener = Listener(stream)
+        return listener
+
+    server = Http2Connection(on_stream, LIMITS_OF_MANY, Account(LIMITS_OF_MANY, lambda: 0.0))
+
+    def act(name, size):
+        if name == "open":
+            leaver.open()
+        elif name == "to_server":
+            server.receive(bytes(leaver.to_server[:size]))
+            del leaver.to_server[:size]
+        else:
+            leaver.read(to_client[:size])
+            del to_client[:size]
+        to_client.extend(server.output.take())
+
+    for one in before:
+        act(*one)
+    server.drain()
+    for one in after:
+        act(*one)
+    if is_impatient:
+        server.send_goaway()
+    for _ in range(3):
+        act("to_server", 10_000)
+        act("to_client", 10_000)
+    assert leaver.last_ids == [2**31 - 1, max(served, default=0)]
+    resets = {
+        one.stream_id: one.error_code for one in leaver.frames if isinstance(one, RstStreamFrame)
+    }
+    assert sorted([*served, *resets]) == leaver.opened
+    assert set(resets.values()) <= {ErrorCodes.REFUSED_STREAM}
+    assert all(number > leaver.last_ids[1] for number in resets)
+    assert is_impatient or not resets
+    event(f"{'refused' if resets else 'served'} of {min(len(leaver.opened), 3)}")
 
 
 def test_a_message_that_was_begun_takes_every_byte_that_a_window_gives():

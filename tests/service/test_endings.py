@@ -27,6 +27,7 @@ from tests.simulator.encode_oracle import image_file
 from tests.support.client import stopped_reading
 from tests.support.core_driver import expected_tokens
 from tests.support.proxy import proxy
+from tests.support.raw_http2 import GET_STATS, RawClient
 from tests.support.server import ROOT, fake
 from tests.support.wire import (
     SMALL_WINDOW,
@@ -426,23 +427,25 @@ def test_a_drain_lets_a_request_with_images_end_whole_and_refuses_new_ones(name)
         channel = server.channel
         wait_serving(channel)
         wait_idle(channel)
-        before, living = stats(channel), server.ask("tasks")
-        with Generation(channel, **fields) as call:
+        before, connected = stats(channel), RawClient(server.address)
+        connected.ask(GET_STATS)
+        living = server.ask("tasks")
+        with connected, Generation(channel, **fields) as call:
             wait_until(lambda: phase.is_there(server, before, fields), 15, name)
             assert server.ask("image_bytes")
             drain = control(channel).Drain.future(pb.DrainRequest(), timeout=30)
             refused = wait_until(lambda: generate(channel, max_tokens=1).error, 10, "the drain")
-            assert (refused.code(), reason(refused)) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
+            assert refused.code() is Code.UNAVAILABLE
             heard = call.finish()
             assert heard.error is None
             assert [heard.ids(choice) for choice in range(2)] == [
                 wanted.ids(choice) for choice in range(2)
             ]
-        drain.result()
-        after = stats(channel)
-        assert not after.running + after.waiting + after.parked
-        assert after.free_blocks == after.total_blocks
-        assert ended(channel).keys() == {"finished", "refused"}
+            drain.result()
+            after = pb.GetStatsResponse.FromString(connected.ask(GET_STATS)).totals
+            assert not after.running + after.waiting + after.parked
+            assert after.free_blocks == after.total_blocks
+            assert [field.name for field, _ in after.requests_total.ListFields()] == ["finished"]
         wait_until(lambda: server.ask("image_bytes") == 0, 5, "the memory of images")
         wait_until(lambda: server.ask("tasks")["trio_tasks"] <= living["trio_tasks"], 5, "tasks")
         assert server.stop() == 0

@@ -8,11 +8,23 @@ import sys
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
+from grpc_service.rpc.frame_filter import DRAIN_PING
 from tests.support.core_driver import expected_tokens
-from tests.support.raw_http2 import DATA, END_STREAM, End, RawClient, frame
+from tests.support.raw_http2 import (
+    ACK,
+    DATA,
+    END_STREAM,
+    GET_STATS,
+    GOAWAY,
+    PING,
+    End,
+    RawClient,
+    frame,
+)
 from tests.support.server import ROOT, fake
 from tests.support.wire import (
     NOT_SERVING,
@@ -20,7 +32,6 @@ from tests.support.wire import (
     broken_fields,
     error_of,
     generate,
-    health,
     reason,
     stats,
     wait_idle,
@@ -36,6 +47,7 @@ GENERATE = (
     *((b":authority", b"localhost"), (b"te", b"trailers")),
     (b"content-type", b"application/grpc"),
 )
+CHECK = "/grpc.health.v1.Health/Check"
 ABORTED = pb.ABORT_OUTCOME_ABORTED
 ALREADY_ENDED = pb.ABORT_OUTCOME_ALREADY_ENDED
 REMEMBERED = pb.ABORT_OUTCOME_REMEMBERED
@@ -48,6 +60,11 @@ def server():
     with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
         wait_serving(one.channel)
         yield one
+
+
+def health_of(client):
+    """Return the server's health as a `RawClient` hears it."""
+    return health_pb2.HealthCheckResponse.FromString(client.ask(CHECK)).status
 
 
 @pytest.fixture
@@ -221,7 +238,7 @@ def test_a_drain_goes_on_when_its_client_gives_up():
             running.read_deltas(1)
             error = error_of(lambda: control.Drain(pb.DrainRequest(), timeout=0.2))
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert reason(generate(one.channel).error) == "SHUTTING_DOWN"
+            assert generate(one.channel).error.code() is UNAVAILABLE
             assert running.finish().ids() == expected_tokens([5], count=60)
 
 
@@ -244,11 +261,59 @@ def test_a_drain_asks_clients_at_once_to_open_no_more_calls():
         drained.result(timeout=10)  # the request ends with its client
 
 
+def test_a_drain_takes_leave_of_each_connection_in_two_steps():
+    """The listener closes; GOAWAY without a last stream and a ping; calls that cross these are
+    served; the answer brings the last stream; later calls are refused so that gRPC repeats them
+    elsewhere, but not health and Control, whose clients keep their connections.
+
+    Red if a draining server accepts connections, or refuses a call that crosses by a status.
+    """
+
+    def request(count):
+        asked = pb.GenerateRequest(token_ids={"ids": [5]}, sampling={"max_tokens": count})
+        return asked.SerializeToString()
+
+    path = "/triolet.v1.Inference/Generate"
+    with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
+        wait_serving(one.channel)
+        with RawClient(one.address) as client, RawClient(one.address) as idle:
+            long = client.call(path, request(100))
+            assert client.wait_for(lambda: long.body, SOON_S)
+            idle.ask(CHECK)
+            client.answers_pings = False
+            client.heard.clear()
+            one.signal()
+            assert client.wait_for(lambda: PING in [kind for kind, *_ in client.heard], SOON_S)
+            said = [(kind, body) for kind, _, stream, body in client.heard if not stream]
+            assert said == [(GOAWAY, b"\x7f\xff\xff\xff" + bytes(4)), (PING, DRAIN_PING)]
+            with pytest.raises(ConnectionRefusedError):
+                RawClient(one.address)
+            crossing = client.call(path, request(3))
+            assert client.wait_for(lambda: crossing.body, SOON_S)
+            client.heard.clear()
+            client.say(frame(PING, ACK, 0, DRAIN_PING))
+            assert client.wait_for(lambda: GOAWAY in [kind for kind, *_ in client.heard], SOON_S)
+            [last] = [body for kind, _, _, body in client.heard if kind == GOAWAY]
+            assert last == (3).to_bytes(4, "big") + bytes(4)
+            late = client.call(path, request(3))
+            assert client.wait_for(lambda: late.is_over, SOON_S)
+            assert late.reset == "REFUSED_STREAM"
+            for one_client in (client, idle):
+                assert health_of(one_client) == NOT_SERVING
+                attached = one_client.call("/triolet.v1.Inference/Attach", b"")
+                assert one_client.wait_for(lambda end=attached: end.is_over, SOON_S)
+                assert str(attached).startswith("grpc ")
+            assert client.wait_for(lambda: crossing.is_over and long.is_over, SOON_S)
+            assert str(crossing) == str(long) == "grpc 0"
+            assert one.wait() == 0
+
+
 def test_drain_finishes_running_requests_refuses_new_ones_and_leaves_the_server_up():
     with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
         wait_serving(one.channel)
         control = stubs.ControlStub(one.channel)
         with (
+            RawClient(one.address) as connected,
             Generation(one.channel, prompt_ids=[5], max_tokens=20) as short,
             Generation(one.channel, prompt_ids=[6], max_tokens=LONG) as long,
         ):
@@ -257,15 +322,17 @@ def test_drain_finishes_running_requests_refuses_new_ones_and_leaves_the_server_
             request = pb.DrainRequest()
             request.timeout.FromMilliseconds(1500)
             drained = control.Drain.future(request, timeout=30)
-            wait_until(lambda: health(one.channel) == NOT_SERVING, 5, "NOT_SERVING")
-            assert reason(generate(one.channel).error) == "SHUTTING_DOWN"
+            wait_until(lambda: health_of(connected) == NOT_SERVING, 5, "NOT_SERVING")
+            assert generate(one.channel).error.code() is UNAVAILABLE
             assert short.finish().ids() == expected_tokens([5], count=20)
             cut = long.finish()
             assert (cut.error.code(), reason(cut.error)) == (UNAVAILABLE, "SHUTTING_DOWN")
             assert cut.ids() == expected_tokens([6], count=len(cut.ids()))
             drained.result(timeout=10)
-        error = error_of(lambda: control.Resume(pb.ResumeRequest(), timeout=10))
-        assert (error.code(), reason(error)) == (UNAVAILABLE, "SHUTTING_DOWN")
-        assert "resume does not undo" in error.details()
-        assert stats(one.channel).requests_total.finished == 1
+            resumed = connected.call("/triolet.v1.Control/Resume", b"")
+            assert connected.wait_for(lambda: resumed.is_over, SOON_S)
+            assert str(resumed) == "grpc 14"
+            assert "resume does not undo" in resumed.message
+            told = pb.GetStatsResponse.FromString(connected.ask(GET_STATS))
+            assert told.totals.requests_total.finished == 1
         assert one.stop() == 75  # some requests were cut

@@ -30,6 +30,7 @@ from grpc_service.client import (
 )
 from tests.service.fake_backend import runner
 from tests.support.proxy import HoldingProxy, proxy
+from tests.support.raw_http2 import GET_STATS, RawClient
 from tests.support.server import fake
 from tests.support.wire import stats, wait_idle, wait_until
 
@@ -471,9 +472,11 @@ def test_a_drain_gives_up_the_streams_that_wait():
         with proxy(server.address) as line:
             begun(line)
             wait_until(lambda: waiting(server) == 1, 10, "the loss")
-            with Client(server.address) as client:
+            with RawClient(server.address) as connected, Client(server.address) as client:
+                connected.ask(GET_STATS)
                 client.control.drain(messages.DrainRequest(timeout={"seconds": 60}), timeout=20)
-        assert waiting(server) == 0
+                told = messages.GetStatsResponse.FromString(connected.ask(GET_STATS))
+        assert told.totals.detached == 0
 
 
 def test_a_client_attaches_again_and_again_beside_forty_streams():

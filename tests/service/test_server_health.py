@@ -16,6 +16,7 @@ from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
 from grpc_service.client import messages as pb
 from tests.support.fake_server import BROKEN_STEP
+from tests.support.raw_http2 import RawClient
 from tests.support.server import (
     DEMO,
     fake,
@@ -83,7 +84,11 @@ def watch():
 
 def test_watchers_get_the_load_the_drain_and_nothing_else(watch):
     models = [{"name": "a", "script": {"load_s": 1.2}}, {"name": "b"}, {"name": "c", "lazy": True}]
-    with fake(models=models, script={"step_s": 0.02}) as server, connect(server.address) as own:
+    with (
+        fake(models=models, script={"step_s": 0.02}) as server,
+        connect(server.address) as own,
+        RawClient(server.address) as connected,
+    ):
         names = ["", "triolet.v1.Inference", "model/a"]
         watchers = [watch(own, name) for name in names]
         assert [one.next() for one in watchers] == [NOT_SERVING] * 3
@@ -95,7 +100,11 @@ def test_watchers_get_the_load_the_drain_and_nothing_else(watch):
             call.read_deltas(1)
             server.signal()
             assert [one.next() for one in watchers] == [NOT_SERVING] * 3
-            assert all(health(own, name) == NOT_SERVING for name in (*NAMES, "model/c"))
+            request = health_pb2.HealthListRequest().SerializeToString()
+            answer = connected.ask("/grpc.health.v1.Health/List", request)
+            states = health_pb2.HealthListResponse.FromString(answer).statuses
+            assert {*NAMES, "model/c"} < states.keys()
+            assert all(state.status == NOT_SERVING for state in states.values())
             assert call.finish().error is None
         assert server.wait() == 0
         ends = [one.next() for one in watchers]

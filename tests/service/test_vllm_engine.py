@@ -17,6 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from grpc_service.client import messages, stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.kv_index import Index
+from tests.support.raw_http2 import RawClient
 from tests.support.server import fake
 from tests.support.wire import (
     CALL_LIMIT_S,
@@ -356,9 +357,12 @@ def _drained_while_a_call_runs(server, channel, stub):
     next(events)
     running = stub.Generate(asked(max_tokens=20), timeout=20)
     next(running)
-    server.signal()
-    assert next(watch).status == NOT_SERVING
-    answer = stub.HealthCheck(pb.HealthCheckRequest(), timeout=5)
+    path = f"/{SERVICE}/HealthCheck"
+    with RawClient(f"127.0.0.1:{server.vllm_engine_ports['slow']}") as connected:
+        connected.ask(path)
+        server.signal()
+        assert next(watch).status == NOT_SERVING
+        answer = pb.HealthCheckResponse.FromString(connected.ask(path))
     assert (answer.healthy, answer.message) == (False, "slow takes no requests")
     assert code_of(stub.Generate(asked(), timeout=5)) is grpc.StatusCode.UNAVAILABLE
     assert [one.complete.completion_tokens for one in running][-1] == 20  # it may finish

@@ -12,6 +12,7 @@ from engine.core.common.events import Finished
 from engine.requests.encode_values import EmbedRequest, Score
 from engine.requests.text_values import GenerateRequest, Started
 from grpc_service.access.unread_calls import UNREAD_AGE_S
+from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S
 from tests.simulator.encode_oracle import expected_results, tokens_of
 from tests.simulator.watch import Violation
@@ -206,6 +207,7 @@ class SimulatedConnection:
     is_being_read: bool
     most_unread: int
     num_unread: int = 0  # now, as the simulation counts them
+    arrivals: Arrivals = field(default_factory=lambda: Arrivals(lambda: None))
 
     def check(self, name: str) -> None:
         """Raise Violation if there are too many unread calls, one of which is ``name``'s."""

@@ -24,6 +24,11 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
 PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(5, 10)
 END_STREAM = ACK = 0x1
 END_HEADERS, PADDED, PRIORITIZED = 0x4, 0x8, 0x20
+GET_STATS = "/triolet.v1.Control/GetStats"
+CALL = (
+    *((b":method", b"POST"), (b":scheme", b"http")),
+    *((b":authority", b"localhost"), (b"te", b"trailers")),
+)
 CODES = (
     *("NO_ERROR", "PROTOCOL_ERROR", "INTERNAL_ERROR", "FLOW_CONTROL_ERROR", "SETTINGS_TIMEOUT"),
     *("STREAM_CLOSED", "FRAME_SIZE_ERROR", "REFUSED_STREAM", "CANCEL", "COMPRESSION_ERROR"),
@@ -71,14 +76,23 @@ class End:
 
 
 class RawClient:
-    """One connection. ``settings`` are sent with the preface."""
+    """One connection, to a host and port or to ``HOST:PORT``. ``settings`` are sent with the
+    preface."""
 
-    def __init__(self, address: tuple[str, int], settings: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, address: tuple[str, int] | str, settings: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        if isinstance(address, str):
+            host, _, port = address.rpartition(":")
+            address = (host, int(port))
         self.sock = socket.create_connection(address, timeout=5)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.encoder, self.decoder = Encoder(), Decoder()
         self.ends: dict[int, End] = {}
         self.goaway = ""
+        self.heard: list[tuple[int, int, int, bytes]] = []  # that came, without SETTINGS
+        self.answers_pings = True
+        self.num_calls = 0
         self.pings: list[bytes] = []
         self.settings: dict[int, int] = {}
         self.is_closed = False
@@ -107,6 +121,26 @@ class RawClient:
         block = self.encoder.encode(fields, huffman=False)
         flags = END_HEADERS | (END_STREAM if is_last else 0)
         return frame(HEADERS, flags, stream, block)
+
+    def call(self, path: str, message: bytes) -> End:
+        """Begin a gRPC call with one message, on a new stream; return what will be its end."""
+        self.num_calls += 1
+        stream = 2 * self.num_calls - 1
+        fields = [(b":path", path.encode()), *CALL, (b"content-type", b"application/grpc")]
+        body = bytes(1) + len(message).to_bytes(4, "big") + message
+        self.say(self.headers(stream, fields) + frame(DATA, END_STREAM, stream, body))
+        return self.ends.setdefault(stream, End())
+
+    def ask(self, path: str, message: bytes = b"", limit_s: float = 10.0) -> bytes:
+        """Call a method, also on a connection whose server has sent GOAWAY, and return its answer.
+
+        Raises:
+            AssertionError: the call did not end with OK.
+        """
+        end = self.call(path, message)
+        self.wait_for(lambda: end.is_over, limit_s)
+        assert str(end) == "grpc 0", f"{end}: {end.message}"
+        return end.body[5:]
 
     def wait(self, stream: int, limit_s: float = 2.0) -> End:
         """Read until a stream has ended, the connection is lost, or ``limit_s`` has passed."""
@@ -151,6 +185,8 @@ class RawClient:
 
     def _take(self, kind: int, flags: int, stream: int, body: bytes) -> None:
         end = self.ends.setdefault(stream, End()) if stream else End()
+        if kind != SETTINGS:
+            self.heard.append((kind, flags, stream, body))
         if kind in (HEADERS, CONTINUATION):
             first = self._block or (flags, stream, b"")
             self._block = (first[0], stream, first[2] + body)
@@ -174,7 +210,7 @@ class RawClient:
         elif kind == PING:
             if flags & ACK:
                 self.pings.append(body)
-            else:
+            elif self.answers_pings:
                 self.say(frame(PING, ACK, 0, body))
 
 

@@ -43,6 +43,8 @@ DEBIAN_PACKAGES = (
 ARM_PACKAGES = ("g++-aarch64-linux-gnu", "qemu-user")
 ARM_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
+GO_PACKAGES = ("golang-go", "golang-google-grpc-dev")
+GO_GRPC = Path("/usr/share/gocode/src/google.golang.org/grpc")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # as root has it
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
@@ -109,6 +111,22 @@ def need_arm() -> tuple[str, str, str]:
     assert compiler
     assert emulator
     return compiler, emulator, ARM_LIBRARIES
+
+
+def compile_go(source: Path, program: Path) -> Path:
+    """Compile a Go program that uses grpc-go, by Debian's packages; return where it is."""
+    _need_debian("Go", missing_for_go, GO_PACKAGES, 'or leave them out with -m "not full"')
+    go = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOFLAGS": ""}
+    build = ["go", "build", "-o", str(program), str(source)]
+    done = subprocess.run(build, env=go | {"GOCACHE": str(program.parent)}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return program
+
+
+def missing_for_go() -> list[str]:
+    """Return which of Go's compiler and library are missing."""
+    missing = [] if shutil.which("go") else ["go"]
+    return missing if GO_GRPC.is_dir() else [*missing, str(GO_GRPC)]
 
 
 def need_programs(*packages: str) -> None:

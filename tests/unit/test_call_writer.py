@@ -24,6 +24,7 @@ from grpc_service.access.unread_calls import (
     UnreadCalls,
 )
 from grpc_service.app.application import STOP_GRACE_S
+from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 
 BUFFER = 8
@@ -37,6 +38,7 @@ class Connection(str):
 
     __slots__ = ()
     is_being_read = False
+    arrivals = Arrivals(lambda: None)
 
 
 class Call:

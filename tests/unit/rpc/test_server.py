@@ -10,6 +10,7 @@ import trio.testing
 
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.streams import ErrorCodes
 from grpc_service.rpc.testing import Client, Wire
 from tests.support.rpc_calls import MINUTE, echo, serving, wait
 
@@ -99,6 +100,23 @@ async def test_a_server_that_stops_waits_for_no_handshake(autojump_clock, is_rea
         assert not running.num_running
 
 
+async def test_a_client_whose_handshake_ends_after_the_leave_may_repeat_its_call(autojump_clock):
+    """Nobody waits for its calls, so they are refused by name and not by a status."""
+    async with serving(wait) as running:
+        client = Client(Wire())
+        client.wire.ready = trio.Event()
+        running.listener.arrive(client.wire)
+        call = client.call(b"")  # without waiting for the server's settings
+        await trio.testing.wait_all_tasks_blocked()
+        running.server.leave()
+        await running.server.settle()
+        client.wire.ready.set()
+        await client.settle()
+        assert client.ends == {call: ErrorCodes.REFUSED_STREAM}
+        assert client.last_served == 0
+        assert not running.calls
+
+
 async def test_a_stop_does_not_wait_for_a_refused_call(autojump_clock):
     async with serving(wait) as running:
         client = await running.connect()
@@ -112,3 +130,65 @@ async def test_a_stop_does_not_wait_for_a_refused_call(autojump_clock):
             client.wire.room = math.inf
             client.wire.change()
         assert trio.current_time() - began_at == pytest.approx(1)
+
+
+async def test_a_server_that_leaves_settles_when_every_handler_has_what_it_needs(autojump_clock):
+    """A call is on its way until its handler has taken it, and runs on afterwards."""
+
+    async def handler(call):
+        await call.read()
+        await trio.sleep(2)
+        call.connection.arrivals.note_taken(call)
+        await trio.sleep(10)
+        await call.end(StatusCode.OK)
+
+    async with serving(handler) as running:
+        client = await running.connect()
+        call = client.call(b"")
+        await client.settle()
+        began_at = trio.current_time()
+        running.server.leave()
+        await client.settle()
+        with pytest.raises(trio.BrokenResourceError):
+            running.listener.arrive(Wire())
+        await running.server.settle()
+        assert trio.current_time() == pytest.approx(began_at + 2)
+        await trio.sleep(20)
+        await client.settle()
+        assert client.ends == {call: "0"}
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+async def test_a_server_that_leaves_does_not_wait_for_ever(autojump_clock, is_deaf):
+    """Neither for a handler, nor for a client that does not answer."""
+    limits = Limits()
+    async with serving(wait) as running:
+        client = await running.connect(is_deaf=is_deaf)
+        if not is_deaf:
+            client.call(b"")
+            await client.settle()
+        began_at = trio.current_time()
+        running.server.leave()
+        if not is_deaf:
+            await client.settle()
+        await running.server.settle()
+        patience_s = limits.leave_patience_s if is_deaf else limits.settle_patience_s
+        assert trio.current_time() == pytest.approx(began_at + patience_s)
+
+
+async def test_a_connection_that_is_open_keeps_what_lasts_when_the_server_leaves(autojump_clock):
+    """Its other calls are refused, so that gRPC repeats them elsewhere; it ends with the server."""
+    limits = Limits(lasting_methods=(b"/a.Lasting/",))
+    async with serving(echo, limits) as running:
+        client = await running.connect()
+        running.server.leave()
+        await client.settle()
+        await trio.sleep(30)
+        lasting = client.call(b"x", headers={":path": "/a.Lasting/Call"})
+        other = client.call(b"x", headers={":path": "/a.Other/Call"})
+        await client.settle()
+        assert client.ends == {lasting: "0", other: ErrorCodes.REFUSED_STREAM}
+        assert not client.wire.is_closed
+        await running.server.stop(MINUTE)
+        await trio.testing.wait_all_tasks_blocked()
+        assert client.wire.is_closed

@@ -134,9 +134,9 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Starts the server's orderly end: new requests get UNAVAILABLE (SHUTTING_DOWN), and running ones
-        may finish. Answers when all have finished or been cut. The process stays up and refuses new
-        requests until it gets a signal.
+        """Starts the server's orderly end: it accepts no more connections, and its clients are asked to
+        open new calls elsewhere (GOAWAY); calls on their way and running ones may finish. Answers when
+        all have finished or been cut. The process stays up until it gets a signal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
