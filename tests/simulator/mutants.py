@@ -53,14 +53,22 @@ from engine.requests import (
     text_stream,
 )
 from engine.worker.process import answers, group
+from grpc_service.access import interceptor
+from grpc_service.rpc import connection, http2, server
 from grpc_service.services import call_writer
+from tests.simulator import rolling
 from tests.simulator.run import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 NUM_REQUESTS = 60
 NUM_WORLDS = 200
+
+
+def run_small(seed: int) -> None:
+    """Run a small drawn world."""
+    simulate(seed, num_requests=NUM_REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Mutant:
     """A bug: ``old`` becomes ``new`` in the source of ``owner``'s function ``name``.
 
     ``seed`` is the first world that showed the bug, and is tried first. If worlds are drawn
-    differently, another one may show it.
+    differently, another one may show it. ``run`` runs the world of a seed.
     """
 
     title: str
@@ -77,6 +85,7 @@ class Mutant:
     old: str
     new: str
     seed: int = 0
+    run: Callable[[int], object] = run_small
 
 
 MUTANTS = (
@@ -1089,6 +1098,62 @@ MUTANTS = (
         "parent.state_slot",
         seed=13,
     ),
+    Mutant(
+        "a server that leaves names its last call at once",
+        http2.Http2Connection,
+        "drain",
+        "self.output.append(self.h2.goaway(_STREAM_MAX))",
+        "self.send_goaway()",
+        run=rolling.simulate,
+    ),
+    Mutant(
+        "an engine that drains refuses requests whose calls are on their way",
+        supervisor.Supervisor,
+        "drain",
+        "await self._take_leave()",
+        "pass",
+        run=rolling.simulate,
+    ),
+    Mutant(
+        "nobody counts the calls that are on their way",
+        connection.Connection,
+        "_on_stream",
+        "self.arrivals.add(call)",
+        "pass",
+        run=rolling.simulate,
+    ),
+    Mutant(
+        "a call has arrived before its request has",
+        interceptor.Interceptor,
+        "serve",
+        "if not call.method.startswith(SUBMITTING):",
+        "if True:",
+        run=rolling.simulate,
+    ),
+    Mutant(
+        "a server that leaves goes on accepting",
+        server.RpcServer,
+        "leave",
+        'self._listening.cancel(reason="the server leaves")\n    for listener in self._listeners:',
+        "for listener in ():",
+        run=rolling.simulate,
+    ),
+    Mutant(
+        "a server that has left takes the calls of clients that stay",
+        http2.Http2Connection,
+        "_begin",
+        "lasts_only and not self._is_lasting(headers)",
+        "False",
+        run=rolling.simulate,
+    ),
+    Mutant(
+        "a server that has left refuses its operator",
+        http2.Http2Connection,
+        "_begin",
+        "lasts_only and not self._is_lasting(headers)",
+        "lasts_only",
+        run=rolling.simulate,
+    ),
 )
 
 
@@ -1115,7 +1180,7 @@ def shows(mutant: Mutant, seed: int) -> BaseException | None:
     """Return the watchers' error in a world with the bug, or None if they find nothing."""
     with planted(mutant):
         try:
-            simulate(seed, num_requests=NUM_REQUESTS)
+            mutant.run(seed)
         except Exception as error:
             return error
     return None

@@ -1,0 +1,42 @@
+"""Servers drain in turn under clients that know them all, and no call is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import pytest
+
+from tests.simulator.mutants import MUTANTS, shows
+from tests.simulator.rolling import simulate
+
+NUM_WORLDS = 4
+PLANTED = [one for one in MUTANTS if one.run is simulate]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_rolling_drains_lose_no_call():
+    """Calls that cross GOAWAY are served, later ones are refused so that they are repeated, and
+    open connections keep Control. The worlds have all of that."""
+    seen = Counter()
+    for seed in range(NUM_WORLDS):
+        seen += simulate(seed)
+    assert {"crossed", "repeated", "continued", "looked at", "went elsewhere"} <= seen.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(NUM_WORLDS, 100))
+def test_rolling_drains_lose_no_call_in_more_worlds(seed):
+    assert simulate(seed)["served"]
+
+
+@pytest.mark.parametrize("mutant", PLANTED[:2], ids=lambda mutant: mutant.title)
+def test_the_worlds_show_a_server_that_leaves_too_early(mutant):
+    """`test_planted_mutants.py` plants the others too."""
+    assert shows(mutant, mutant.seed) is not None
