@@ -3,13 +3,15 @@
 Rule 1: a stream that waits counts against its key's max_requests, whatever became of its request.
 Rule 2: it is forgotten when its window ends, and its request is cancelled then, if it has not
 ended. Rule 3: nobody but the holder of its key gets it, and only with its token; whoever fails
-learns nothing of it. Rule 4: what waits is bounded, and no holder drives out what others have
-waiting.
+learns nothing of it. Rule 4: what waits is bounded, for each holder or, without keys, for each
+address, and nobody drives out what others have waiting. Rule 5: the core knows who waits, and has
+others go first (`engine.core.text.guests`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from engine.requests.tasks import RequestTasks
     from engine.requests.text_stream import TextStream
 
-# Both are guesses. When the loss of the server's own network cuts all streams at once, these wait.
+# All are guesses. When the loss of the server's own network cuts all streams at once, these wait.
 DETACHED_MAX = 1024
+DETACHED_EACH_MAX = 256  # of one holder, or of one address without a key
 DETACHED_BYTES_MAX = 2**28
 
 
@@ -61,24 +64,29 @@ class DetachedStreams:
         """Let a stream wait for its client. Return False if no stream may wait any more."""
         if self._is_closed or not self._tasks.is_open or stream.resume_window_s is None:
             return False
-        self._make_room(stream.kept_bytes)
+        self._make_room(stream)
         wait = _Wait(stream, stream.resume_window_s)
         self._waits[stream.attach_token] = wait
         stream.credit.waits_until = wait.until
         stream.counted.hold()
+        stream.report_client(is_there=False)
         self._tasks.start(self._expire, wait, name=f"window of {stream.request_id}")
         return True
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Give streams up until there is room for one more: the oldest of the holder that has the
-        most of what is short, so that no holder drives out the others'."""
-        left = DETACHED_BYTES_MAX - num_bytes - sum([one.num_bytes for one in self._waits.values()])
+    def _make_room(self, stream: TextStream) -> None:
+        """Give streams up until there is room for ``stream``: the oldest of its own party if that
+        has too many, and otherwise of the party that has the most of what is short."""
+        own = [one for one in self._waits.values() if one.stream.party == stream.party]
+        if len(own) >= DETACHED_EACH_MAX:
+            self._give_up(own[0], EndReason.CANCELLED)
+        left = DETACHED_BYTES_MAX - stream.kept_bytes
+        left -= sum([one.num_bytes for one in self._waits.values()])
         while self._waits and (len(self._waits) >= DETACHED_MAX or left < 0):
-            holders = Counter[int]()
+            parties = Counter[Hashable]()
             for wait in self._waits.values():
-                holders[id(wait.stream.holder)] += wait.num_bytes if left < 0 else 1
-            [(most, _)] = holders.most_common(1)
-            wait = next(one for one in self._waits.values() if id(one.stream.holder) == most)
+                parties[wait.stream.party] += wait.num_bytes if left < 0 else 1
+            [(most, _)] = parties.most_common(1)
+            wait = next(one for one in self._waits.values() if one.stream.party == most)
             left += wait.num_bytes
             self._give_up(wait, EndReason.CANCELLED)
 
@@ -137,6 +145,8 @@ class DetachedStreams:
         stream.credit.waits_until = now  # a stall counts from now on
         stream.counted.hold()
         stream.attach(reader, received)
+        if wait is not None:
+            stream.report_client(is_there=True)
 
     def uncount(self, stream: TextStream) -> None:
         """Count the call that has attached to a stream no more, unless the stream waits again, or

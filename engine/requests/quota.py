@@ -9,8 +9,12 @@ request ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.errors import Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 RETRY_AFTER_S = 1.0  # guess: one of the holder's own requests ends within about this time
 
@@ -120,10 +124,17 @@ class QuotaCount:
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a request comes from. ``fallback_id`` is a unique id for a request that has none of its
-    own ("": the engine makes one). The request is counted against ``quota``."""
+    own ("": the engine makes one). The request is counted against ``quota``. ``address`` is the
+    client's, without a port ("": unknown)."""
 
     fallback_id: str = ""
     quota: Quota | None = None
+    address: str = ""
+
+    @property
+    def party(self) -> Hashable:
+        """Who shares what is short with others: the key's holder, or else the address."""
+        return self.quota or self.address
 
 
 NOWHERE = Origin()

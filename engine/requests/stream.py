@@ -31,7 +31,7 @@ from engine.errors import (
     StepFailed,
     TrioletError,
 )
-from engine.requests.quota import QueuedTokens
+from engine.requests.quota import NOWHERE, Origin, QueuedTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
     from engine.core.common.types import RequestId, Timings
     from engine.replica.replica import Replica
-    from engine.requests.quota import Quota
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -141,16 +140,17 @@ class StreamOptions(Generic[EventT]):
 
     ``core_id`` is the core's name for the request, ``buffer`` the number of messages that may wait
     for the reader. Events go to ``reader``; None opens a memory channel, which
-    `RequestStream.receive` reads. ``on_end`` is called once, before the reader hears of the end.
-    ``on_loss`` is called when the reader's client has lost its connection; it returns whether the
-    stream waits for that client. ``on_leave`` is called when the last reader has left.
+    `RequestStream.receive` reads. ``origin`` is where the request comes from. ``on_end`` is called
+    once, before the reader hears of the end. ``on_loss`` is called when the reader's client has
+    lost its connection; it returns whether the stream waits for that client. ``on_leave`` is called
+    when the last reader has left.
     """
 
     request_id: str
     core_id: RequestId
     buffer: int
     reader: Reader[EventT] | None = None
-    quota: Quota | None = None
+    origin: Origin = NOWHERE
     on_end: Callable[[RequestStream[Any]], None] = lambda stream: None
     on_loss: Callable[[Any], bool] = lambda stream: False
     on_leave: Callable[[Any], None] = lambda stream: None
@@ -166,8 +166,8 @@ class RequestStream(Generic[EventT]):
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.
     ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
-    quota. ``attach_token`` is what a client must show to take the stream up again; empty for a
-    stream that nobody can take up.
+    quota, and ``party`` is `Origin.party`. ``attach_token`` is what a client must show to take the
+    stream up again; empty for a stream that nobody can take up.
     """
 
     attach_token = ""
@@ -192,8 +192,9 @@ class RequestStream(Generic[EventT]):
         self.credited = credited
         self.credit = Credit(options.buffer)
         self.num_per_release = max(1, options.buffer // RELEASE_SHARE)
-        self.holder = options.quota
-        self.queued = QueuedTokens(options.quota)
+        self.holder = options.origin.quota
+        self.party = options.origin.party
+        self.queued = QueuedTokens(options.origin.quota)
         self._channel: ChannelReader[EventT] | None = None
         reader = options.reader
         if reader is None:

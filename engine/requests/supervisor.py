@@ -162,7 +162,7 @@ class Supervisor:
             self._core_id(request, request_id),
             buffer,
             reader,
-            origin.quota,
+            origin,
             self._count if error is None else self._count_refusal,
             self.detached.add,
             self.detached.remove,

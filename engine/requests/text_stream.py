@@ -6,6 +6,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.core.common.events import ClientCame, ClientLeft
 from engine.core.common.types import RequestId
 from engine.core.text.types import Replayed, Tokens
 from engine.errors import InvalidRequest
@@ -55,7 +56,7 @@ class TextStream(RequestStream[StreamEvent]):
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
         self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
         self.resume_window_s = request.resume_window_s
-        self.counted = QuotaCount(options.quota)
+        self.counted = QuotaCount(options.origin.quota)
         self._on_loss, self._on_leave = options.on_loss, options.on_leave
         self._kept: KeptEvents | None = None
         if options.reader is not None and self.resume_window_s is not None:
@@ -114,6 +115,12 @@ class TextStream(RequestStream[StreamEvent]):
         if self.credit.send_again(num_sent, num_undelivered):
             self.report_drained()
 
+    def report_client(self, *, is_there: bool) -> None:
+        """Let the core know whether the client has its connection."""
+        if self.replica is not None:
+            event = ClientCame if is_there else ClientLeft
+            self.replica.loop.post(event(self.core_id))
+
     # ---- before the request is in the queue
 
     def echo(self, text: str) -> None:
@@ -160,6 +167,8 @@ class TextStream(RequestStream[StreamEvent]):
             self._parsers[event.choice].skip(event.text)
 
     def _admit(self, event: Admitted) -> None:
+        if self._kept is not None and not self._kept.is_read:
+            self.report_client(is_there=False)  # it left before the core knew of the request
         continuation = self.request.continuation
         has_received = continuation is not None and continuation.has_begun
         if (has_received or self.request.output.prompt_logprobs is None) and not self._is_begun:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.requests.quota import Origin
+
 if TYPE_CHECKING:
     from engine.requests.quota import Quota
     from engine.requests.stream import RequestStream
@@ -40,6 +42,11 @@ class Rpc:
     def peer(self) -> str:
         """The client's address as grpc writes it, such as ``ipv4:127.0.0.1:5``."""
         return self.call.peer
+
+    @property
+    def origin(self) -> Origin:
+        """Where the engine is told that the request comes from."""
+        return Origin(self.request_id, self.quota, self.call.connection.address)
 
     @property
     def logged_id(self) -> str:

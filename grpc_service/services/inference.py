@@ -11,7 +11,6 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.requests.quota import Origin
 from grpc_service.rpc.receipt import wait_received
 from grpc_service.services import draw_codec, encode_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
@@ -131,7 +130,7 @@ class Inference:
             buffer=backend.engine.config.stream_buffer,
             reader=writer,
             arrived_at=rpc.arrived_at,
-            origin=Origin(rpc.request_id, rpc.quota),
+            origin=rpc.origin,
         )
         await writer.run(stream)
 

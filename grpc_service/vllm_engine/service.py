@@ -16,7 +16,6 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from engine.api.engine import files_of
 from engine.errors import NotAllowed, NoWorkers, Unsupported
-from engine.requests.quota import Origin
 from engine.status import ModelState
 from grpc_service.access.policy import is_local
 from grpc_service.rpc.methods import methods_of
@@ -153,7 +152,7 @@ class VllmEngine:
             buffer=self._engine.config.stream_buffer,
             reader=writer,
             arrived_at=rpc.arrived_at,
-            origin=Origin(rpc.request_id, rpc.quota),
+            origin=rpc.origin,
         )
         await writer.run(stream)
 

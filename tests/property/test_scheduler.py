@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.config import SchedulerConfig
 from engine.core.common.events import (
+    ClientCame,
+    ClientLeft,
     ObservePrefixes,
     Pause,
     PauseMode,
@@ -222,6 +224,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(sorted(self.driver.requests)))
             self.driver.read(name, count)
 
+    @rule(data=st.data(), event=st.sampled_from([ClientLeft, ClientLeft, ClientCame]))
+    def lose_or_find_a_client(self, data, event):
+        if self.driver.requests:
+            self.driver.apply(event(data.draw(st.sampled_from(sorted(self.driver.requests)))))
+
     @precondition(lambda self: self.driver.in_flight is None)
     @rule()
     def begin_step(self):
@@ -362,6 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         driver.apply(Resume())
         self.end_late_requests()
         for name, request in driver.requests.items():
+            driver.apply(ClientCame(name))
             driver.read(name)
             if request.deadline is not None:  # the deadline may pass while the others run on
                 driver.cancel(name, EndReason.DEADLINE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -477,6 +478,41 @@ def test_a_drain_gives_up_the_streams_that_wait():
                 client.control.drain(messages.DrainRequest(timeout={"seconds": 60}), timeout=20)
                 told = messages.GetStatsResponse.FromString(connected.ask(GET_STATS))
         assert told.totals.detached == 0
+
+
+def test_lost_streams_cost_another_client_nothing_and_none_of_them_is_lost():
+    """Red if the core does not hear of the losses: the other client waited for a seat until they
+    had ended, and they held the KV blocks."""
+    settings = {**SETTINGS, "engine": {"max_num_seqs": 4}}
+    with fake(**settings) as server, Client(server.address) as other:
+
+        def seconds():
+            began = time.monotonic()
+            assert other.generate(asked(900, num_tokens=40), timeout=LIMIT_S).text()
+            return time.monotonic() - began
+
+        alone = min(seconds() for _ in range(3))
+        streams, window = [], {"seconds": 60}
+        with proxy(server.address) as line, Client(line.address, resume_s=0) as hoarder:
+            for number in range(60):
+                request = asked(number, 100, output={"token_ids": True}, resume_window=window)
+                streams.append(hoarder.generate(request, timeout=LIMIT_S))
+            begun = [[next(stream)] for stream in streams]
+            line.cut()
+            for events, stream in zip(begun, streams, strict=True):
+                with pytest.raises(Unavailable):
+                    events += stream
+        wait_until(lambda: waiting(server) == 60, 10, "the losses")
+        assert min(seconds() for _ in range(3)) < 2 * alone
+        now = totals(server)
+        assert now.total_blocks - now.free_blocks <= 0.1 * now.total_blocks
+        assert now.waiting == 0
+        for events in (begun[0], begun[59]):
+            events += other.attach(attach_request(events), timeout=LIMIT_S)
+            assert len(ids_of(events)) == 100
+        ids = [one[0].started.request_id for one in begun]
+        other.control.abort(messages.AbortRequest(request_ids=ids), timeout=9)
+        wait_idle(server.channel)
 
 
 def test_a_client_attaches_again_and_again_beside_forty_streams():

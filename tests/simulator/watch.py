@@ -6,7 +6,7 @@ They know nothing of how the scheduler decides. Each sentence is an invariant of
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
 from engine.core.text.types import Preempted, Tokens
 from tests.simulator.encode_watch import EncodeWatch
+from tests.simulator.guest_watch import AwayWatch, GuestWatch
 from tests.simulator.image_watch import ImageWatch
 from tests.simulator.pace_watch import PaceWatch
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from engine.core.image.types import ImagePlan
     from engine.core.text.lifecycle import Event
     from engine.core.text.types import PromptImage
+    from engine.requests.stream import RequestStream
 
     _Planned = tuple[StepPlan | None, list[OutputEvent]]
     _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
@@ -96,7 +98,13 @@ class CoreWatch:
     A drawn runner may break its contract, and a scheduler may stop in the middle.
     """
 
-    def __init__(self, config: EngineConfig, num_clients: int, outcome: Outcome) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_clients: int,
+        outcome: Outcome,
+        streams: list[RequestStream[Any]],
+    ) -> None:
         self.violation: Violation | None = None
         self.outcome = outcome
         self._config = config
@@ -112,6 +120,8 @@ class CoreWatch:
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
         self._artists: dict[ImageScheduler, ImageWatch] = {}
         self._paces: dict[Scheduler, PaceWatch] = {}
+        self._guests: defaultdict[Scheduler, GuestWatch] = defaultdict(GuestWatch)
+        self._away = AwayWatch(streams)
 
     def note(self, event: Journaled) -> None:
         """Record an event and judge it.
@@ -266,11 +276,13 @@ class CoreWatch:
         self, make: Callable[[float], _Planned], scheduler: Scheduler, now: float
     ) -> _Planned:
         self._cause, self._planner = "plan", scheduler
+        self._tell(self._away.planning(scheduler), "plan")
         plan, events = make(now)
         if lost := gave_way_for_nobody(plan, events):
             self._tell(f"{lost} gave way for nobody", "plan")
         if plan is not None:
             self._tell(self._pace_of(scheduler).planned(plan, now), "plan")
+            self._tell(self._guests[scheduler].planned(scheduler, plan, now), "plan")
         return plan, events
 
     def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:

@@ -20,6 +20,7 @@ from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.worker.fakes.digests import contents_of, digest_after, next_token
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import EOS
+from tests.simulator.guest_watch import GuestWatch
 from tests.simulator.watch import gave_way_for_nobody
 from tests.support.step_driver import StepDriver
 
@@ -61,6 +62,7 @@ class Driver(StepDriver):
         )
         super().__init__(Scheduler(self.config), runner)
         self.runner.load(lambda progress: None)
+        self.guest_watch = GuestWatch()
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.log: list[object] = []
 
@@ -86,6 +88,7 @@ class Driver(StepDriver):
             self._check_starts(plan)
             assert plan.num_tokens <= self.config.max_num_batched_tokens
             assert not gave_way_for_nobody(plan, events)
+            assert not self.guest_watch.planned(self.scheduler, plan, self.now)
             self.scheduler.prepare(self.now)  # as the loop does while the step runs
             self.scheduler.check()
         return plan

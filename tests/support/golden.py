@@ -11,6 +11,7 @@ empty one, as in etcd raft's interaction tests. The commands, one per line:
   ``step unread``: the readers take nothing. ``run``: step until nothing is left to compute.
 - ``fail oom``, ``fail error``: the step in flight raises. ``done fail=3``: the row of sequence 3
   fails in the step.
+- ``left NAME``, ``came NAME``: the client loses its connection, or is back.
 - ``read NAME [COUNT]``, ``cancel NAME REASON``, ``tick SECONDS``, ``pause MODE``, ``resume``,
   ``reset``.
 - ``state``: print every live sequence, the waiting queue, and the counts of the ledger.
@@ -18,7 +19,16 @@ empty one, as in etcd raft's interaction tests. The commands, one per line:
 
 from __future__ import annotations
 
-from engine.core.common.events import Cancel, Pause, PauseMode, Refused, ResetPrefixCache, Resume
+from engine.core.common.events import (
+    Cancel,
+    ClientCame,
+    ClientLeft,
+    Pause,
+    PauseMode,
+    Refused,
+    ResetPrefixCache,
+    Resume,
+)
 from engine.core.common.types import EndReason, RequestId, SequenceId
 from engine.core.text.types import Sampling
 from tests.support.core_driver import Driver, make_request
@@ -154,6 +164,12 @@ class Interpreter:
         for name in self.driver.requests:
             self.driver.read(name)
         return [_event(event) for event in self.driver.log[before:]]
+
+    def do_left(self, name):
+        self.driver.apply(ClientLeft(RequestId(name)))
+
+    def do_came(self, name):
+        self.driver.apply(ClientCame(RequestId(name)))
 
     def do_cancel(self, name, reason):
         event = Cancel(RequestId(name), EndReason(reason))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from engine.core.common.events import Finished
+from engine.core.common.events import Admitted, ClientCame, ClientLeft, Finished
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import TokenLogprob, Tokens
 from engine.errors import InvalidRequest, RequestNotFound
@@ -12,7 +14,7 @@ from engine.requests import detached, kept_events
 from engine.requests.continuation import ContinuedChoice
 from engine.requests.detached import DetachedStreams
 from engine.requests.kept_events import KeptEvents, ReceivedChoice
-from engine.requests.quota import Quota
+from engine.requests.quota import Origin, Quota
 from engine.requests.stream import StreamOptions
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import GenerateRequest, Started
@@ -144,11 +146,17 @@ class Tasks:
         pass
 
 
-def lost(streams, name, holder=None, num_bytes=0, text="a"):
+def lost(streams, name, holder=None, num_bytes=0, text="a", address=""):
     """Return a stream that waits."""
     request = GenerateRequest(text=text, request_id=name, resume_window_s=9.0)
     options = StreamOptions(
-        name, RequestId(name), 1, Seen(), holder, on_loss=streams.add, on_leave=streams.remove
+        name,
+        RequestId(name),
+        1,
+        Seen(),
+        Origin(quota=holder, address=address),
+        on_loss=streams.add,
+        on_leave=streams.remove,
     )
     stream = TextStream(request, options)
     streams.register(stream)
@@ -172,6 +180,40 @@ async def test_a_holder_drives_out_its_own_streams_and_not_others(monkeypatch, a
     assert many[4].reason is EndReason.SHUTDOWN
     late = lost(streams, "late", ann)
     assert (late.reason, ann.num_requests) == (EndReason.CANCELLED, 0)
+
+
+@pytest.mark.parametrize("by", ["key", "address"])
+async def test_each_holder_or_address_has_a_bound_of_its_own(monkeypatch, autojump_clock, by):
+    """One client filled up the places of all.
+
+    Red if only the number of all streams that wait is bounded.
+    """
+    monkeypatch.setattr(detached, "DETACHED_EACH_MAX", 2)
+    streams = DetachedStreams(Tasks())
+    ann, ben = [
+        {"holder": Quota(name)} if by == "key" else {"address": name} for name in ("ann", "ben")
+    ]
+    first = lost(streams, "a", **ann)
+    many = [lost(streams, f"b{number}", **ben) for number in range(4)]
+    assert streams.is_waiting(first)
+    assert [streams.is_waiting(one) for one in many] == [False, False, True, True]
+
+
+async def test_the_core_hears_whose_client_is_away(autojump_clock):
+    """Whether the client left before its request was submitted, or after."""
+    streams, posted = DetachedStreams(Tasks()), []
+    loop = SimpleNamespace(post=posted.append, num_undelivered=lambda *of: 0)
+    early, late = lost(streams, "early"), lost(streams, "late")
+    for stream in (early, late):
+        stream.replica = SimpleNamespace(loop=loop)
+    assert posted == []
+    streams.attach(late, reader := Seen(), [])
+    early.push(Admitted(RequestId("early"), 1))
+    late.push(Admitted(RequestId("late"), 1))
+    late.leave(reader, 0.0, is_lost=True)
+    streams.attach(late, Seen(), [])
+    left, came = ClientLeft, ClientCame
+    assert posted == [came("late"), left("early"), left("late"), came("late")]
 
 
 async def test_the_memory_of_streams_that_wait_is_bounded(monkeypatch, autojump_clock):

@@ -60,7 +60,7 @@ def drop_from_running(driver):
 
 @damage
 def unpark_by_hand(driver):
-    ledger(driver).parked.clear()
+    ledger(driver).parked.unread.clear()
 
 
 @damage

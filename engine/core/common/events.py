@@ -170,6 +170,28 @@ class ReaderDrained:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """The client of a request has lost its connection, and may come back."""
+
+    request_id: RequestId
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"left {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCame:
+    """The client of a request that had lost its connection is back."""
+
+    request_id: RequestId
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"came {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone(Generic[ResultT]):
     """The plan in flight was executed, with this result."""
 
@@ -231,7 +253,15 @@ class Tick(_Event):
 
 # The inputs that are the same for every kind of work.
 ControlEvent: TypeAlias = (
-    Cancel | ReaderDrained | Pause | Resume | ResetPrefixCache | ObservePrefixes | Tick
+    Cancel
+    | ReaderDrained
+    | ClientLeft
+    | ClientCame
+    | Pause
+    | Resume
+    | ResetPrefixCache
+    | ObservePrefixes
+    | Tick
 )
 InputEvent: TypeAlias = Submit[RequestT] | StepDone[ResultT] | StepFailed | ControlEvent
 

@@ -136,9 +136,8 @@ def states_over(ledger: Ledger, seq: Sequence) -> int:
 def promised_states(ledger: Ledger) -> int:
     """Return how many state slots are promised to choices that have still to fork from sequences
     with blocks."""
-    parked = [seq for live in ledger.parked.values() for seq in live.sequences]
-    residents = [seq for seq in (*ledger.running, *parked) if seq.state_slot is not None]
-    return sum([ledger.seats_of(seq) - 1 for seq in residents])
+    residents = (*ledger.running, *ledger.parked.residents())
+    return sum([ledger.seats_of(seq) - 1 for seq in residents if seq.state_slot is not None])
 
 
 def states_of_next(ledger: Ledger) -> int:
@@ -178,14 +177,15 @@ def order_victims(
     """Return who may lose its blocks so that a sequence of ``rank`` gets them, the first to lose
     them first.
 
-    Parked sequences come first, the newest first: a client that does not read must cost the others
-    nothing, so a parked sequence gives way even to a newer one (D6 lets a sequence preempt only
-    those after it; a parked one counts as after every running one). Then come the running ones
-    after ``rank`` by (priority, arrival), the last first: the oldest always goes on. ``running`` is
-    sorted by rank.
+    Parked sequences come first, guests before others and the newest first: a client that is away or
+    does not read must cost the others nothing, so a parked sequence gives way even to a newer one
+    (D6 lets a sequence preempt only those after it; a parked one counts as after every running
+    one). Then come the running ones after ``rank`` by (priority, arrival), the last first: the
+    oldest always goes on. ``running`` is sorted by rank.
     """
     later = [seq for seq in running if seq.rank > rank]
-    return sorted(parked, key=lambda seq: seq.rank, reverse=True) + later[::-1]
+    first = sorted(parked, key=lambda seq: (seq.live.is_guest, seq.rank), reverse=True)
+    return first + later[::-1]
 
 
 def victims_for_running(ledger: Ledger, seq: Sequence, count: int) -> list[Sequence]:
@@ -289,9 +289,4 @@ def _frees(
 
 def _parked_residents(ledger: Ledger) -> list[Sequence]:
     """Return the parked sequences that hold blocks and are in no step."""
-    return [
-        seq
-        for live in ledger.parked.values()
-        for seq in live.sequences
-        if seq.blocks and not seq.in_step
-    ]
+    return [seq for seq in ledger.parked.residents() if not seq.in_step]

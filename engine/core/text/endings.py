@@ -84,5 +84,5 @@ class Endings:
     def end_stalled(self, now: float) -> None:
         """End the requests whose readers have taken nothing for the stall timeout."""
         timeout_s = self._ledger.config.stall_timeout_s
-        for live in stalled(self._ledger.parked.values(), timeout_s, now):
+        for live in stalled(self._ledger.parked.unread.values(), timeout_s, now):
             self.end_request(live, EndReason.STALLED, now)

@@ -122,6 +122,8 @@ class Explainer:
         pause: PauseMode | None,
         steps: tuple[PlannedStep, ...],
     ) -> str:
+        if seq.state is State.PARKED and seq.live.is_guest:
+            return "the others: it goes on when no other request is computed"
         if seq.state is State.PARKED:
             return "reader: it has not read what was sent"
         if seq.state is State.ENDING:

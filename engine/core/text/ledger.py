@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.core.common.types import RequestId, SequenceId
 from engine.core.text.blocks import BlockPool, blocks_for
 from engine.core.text.lifecycle import Event, State
+from engine.core.text.parked import Parked
 from engine.core.text.prefix import PrefixCache
 from engine.core.text.sequence import LiveRequest, Sequence
 from engine.core.text.sequence_keys import SequenceKeys
@@ -46,7 +47,7 @@ class Ledger:
         self.keys = SequenceKeys(config)
         self.waiting = WaitingQueue(config.aging_s)
         self.running: list[Sequence] = []
-        self.parked: dict[RequestId, LiveRequest] = {}
+        self.parked = Parked()
         self.released: list[SequenceId] = []  # ended sequences that the next plan releases
         self.num_seats = 0
         self._next_id = 1
@@ -87,6 +88,8 @@ class Ledger:
         if was_running:
             self._leave_running(seq)
             self.waiting.add(seq, now)
+        else:
+            self.parked.note_loss(seq.live)
 
     def unfork(self, child: Sequence, now: float) -> None:
         """Undo a fork whose step failed: the choice is attached to its parent again."""
@@ -97,9 +100,10 @@ class Ledger:
         child.enter("queued", now)
 
     def park(self, live: LiveRequest, now: float) -> None:
-        """Park every choice of a request whose stream is full: no step computes them."""
+        """Park every choice of a request whose stream is full, or whose client is away: no step
+        computes them."""
         live.parked_since = now
-        self.parked[live.request.request_id] = live
+        self.parked.add(live)
         for seq in live.sequences:
             if seq.state is State.RUNNING:
                 self._leave_running(seq)
@@ -111,10 +115,11 @@ class Ledger:
             seq.enter("parked", now)
 
     def unpark(self, live: LiveRequest, now: float) -> None:
-        """End a request's parking, since its reader has drained its stream. Choices that still hold
-        blocks run on if there are seats for them; the others wait, with the arrival they had."""
+        """End a request's parking, since its reader has drained its stream, or its client is back.
+        Choices that still hold blocks run on if there are seats for them; the others wait, with the
+        arrival they had."""
         live.parked_since = None
-        del self.parked[live.request.request_id]
+        self.parked.remove(live)
         for seq in live.sequences:
             if seq.state is not State.PARKED:
                 continue
@@ -145,7 +150,7 @@ class Ledger:
         else:
             self.finish(seq)
         if seq.live.is_over:
-            self.parked.pop(seq.live.request.request_id, None)
+            self.parked.remove(seq.live)
 
     def finish(self, seq: Sequence) -> None:
         """Move a sequence to FINISHED: give its blocks back, have the worker release it, and forget
@@ -244,6 +249,7 @@ class Ledger:
         """
         self.pool.check([seq.blocks for seq in self.live_sequences()])
         self.cache.check()
+        self.parked.check()
         assert self.running == sorted(self.running, key=_rank)
         self.waiting.check()
         assert self.num_seats == sum(self.seats_of(seq) for seq in self.running)
@@ -252,7 +258,7 @@ class Ledger:
             self._check_sequence(seq)
 
     def _check_sequence(self, seq: Sequence) -> None:
-        parked = seq.live.request.request_id in self.parked
+        parked = seq.live in self.parked
         assert (seq in self.running) == (seq.state is State.RUNNING), seq
         assert (seq in self.waiting.sequences) == (
             seq.state is State.WAITING and not seq.is_attached

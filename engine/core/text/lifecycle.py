@@ -6,8 +6,8 @@ computed.
 
 WAITING   accepted, holds no blocks: new, or preempted and to be recomputed.
 RUNNING   holds blocks; a step may compute it.
-PARKED    its reader's buffer is full: no step computes it until the reader drains. It holds
-          its blocks unless they were taken for others (PREEMPT).
+PARKED    its reader's buffer is full, or its client is away and others go first: no step computes
+          it until that changes. It holds its blocks unless they were taken for others (PREEMPT).
 ENDING    its `Finished` event was emitted, and a step in flight still uses its blocks.
 FINISHED  holds nothing.
 """

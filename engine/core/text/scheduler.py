@@ -22,6 +22,8 @@ from engine.core.common.core import CoreStatistics, Phase
 from engine.core.common.events import (
     Admitted,
     Cancel,
+    ClientCame,
+    ClientLeft,
     ObservePrefixes,
     OutputEvent,
     Pause,
@@ -42,6 +44,7 @@ from engine.core.text.commit import Committer
 from engine.core.text.drafts import Drafts
 from engine.core.text.endings import Endings
 from engine.core.text.explain import Explainer
+from engine.core.text.guests import Guests
 from engine.core.text.intake import Intake
 from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
@@ -68,6 +71,7 @@ class Scheduler:
         self.config = config
         self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
         self._ledger = Ledger(config)
+        self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._speeds = Speeds(config)
         self._intake = Intake(self._ledger, self._speeds)
@@ -104,8 +108,12 @@ class Scheduler:
                 if (live := self._ledger.requests.get(event.request_id)) is not None:
                     self._endings.end_request(live, event.reason, now)
             case ReaderDrained():
-                if (live := self._ledger.parked.get(event.request_id)) is not None:
+                if (live := self._ledger.parked.unread.get(event.request_id)) is not None:
                     self._ledger.unpark(live, now)
+            case ClientLeft():
+                self._guests.leave(event.request_id)
+            case ClientCame():
+                self._guests.come_back(event.request_id, now)
             case StepFailed():
                 self._step_failed(event.failure, now)
             case Tick():
@@ -147,6 +155,8 @@ class Scheduler:
         nothing if no step is in flight, or if what comes next is too uncertain."""
         if self._step is None or self._prepared is not None or not self.config.prepared_plans:
             return
+        if self._guests.must_settle():
+            return
         # How many tokens a row with drafts makes is not known before it is computed.
         if self._pause is None and not self._recovery.is_under_way and not self._step.num_drafts:
             self._prepared = self._builder(now).build_ahead(self._step)
@@ -179,6 +189,7 @@ class Scheduler:
 
     def _build(self, now: float) -> PlannedStep | None:
         """Return a step planned now: one row of a failed step alone, or else all that can go on."""
+        self._guests.settle(now)
         while (suspect := self._recovery.next_suspect()) is not None:
             step = self._builder(now).build_alone(suspect)
             if step is not None:
@@ -223,6 +234,8 @@ class Scheduler:
         step = self._take_step(result.plan_id)
         self._recovery.step_succeeded()
         self._committer.commit(step, result, now)
+        if self._ledger.parked.guests:
+            self._guests.note_step(step.sequences, now)
         draft_s = result.timings.draft_s
         if step.num_drafts:
             self._drafts.note_step(step, draft_s)
@@ -238,11 +251,12 @@ class Scheduler:
 
     def next_wakeup(self, now: float) -> float | None:
         """Return the time at which a `Tick` will have something to do if nothing else happens
-        before: the first stall timeout. None if nothing is parked."""
-        parked = self._ledger.parked  # The loop asks in every turn, when mostly nothing is parked.
-        if not parked:
-            return None
-        return next_stall(parked.values(), self.config.stall_timeout_s, now)
+        before: the first stall timeout, or when a guest goes on. None if there will be nothing."""
+        # The loop asks in every turn, when mostly nothing is parked.
+        unread = self._ledger.parked.unread
+        stall = next_stall(unread.values(), self.config.stall_timeout_s, now) if unread else None
+        guests = None if self._pause is PauseMode.KEEP else self._guests.next_wakeup(now)
+        return guests if stall is None or (guests is not None and guests < stall) else stall
 
     @property
     def is_idle(self) -> bool:

@@ -210,15 +210,22 @@ class Sequence:
 class LiveRequest:
     """A request between its admission and its last choice's end.
 
-    ``parked_since`` is set while the request is parked. ``root`` is the parent key of its first
-    block in the prefix cache.
+    ``parked_since`` is set while the request is parked. ``is_guest``: its client has lost the
+    connection, and may come back. ``root`` is the parent key of its first block in the prefix
+    cache.
     """
 
     request: Request
     credit: Credit
     sequences: list[Sequence] = field(default_factory=list)
     parked_since: float | None = None
+    is_guest: bool = False
     root: bytes = b""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks its sequences list, those that they share counted for each."""
+        return sum([len(seq.blocks) for seq in self.sequences])
 
     @property
     def parent(self) -> Sequence:

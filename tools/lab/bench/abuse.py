@@ -43,7 +43,7 @@ from tests.support.worst_messages import (
     request_with,
     worst_request,
 )
-from tools.lab.bench.attackers import ATTACKS
+from tools.lab.bench.attackers import ATTACKS, hoarding
 from tools.lab.bench.frame import Row, percentile, row_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ FILLING = "connections held"
 # The victim and the probes connect from 127.0.0.1, and share what that address may do.
 SOURCES = {FILLING: (FOUR,), "connections opened and closed": (TEN[:1], TEN)}
 FLAGS = {FILLING: ["--max-connections", "257", "--max-connections-per-address", "64"]}
+HOARDED, HOARDED_EACH = "hoarded windows", 100  # streams of each of ten addresses
 SPIN = "while True: pass"
 P50_BAR, P99_BAR, RATE_BAR, MEMORY_BAR_MB = 1.5, 3.0, 0.7, 50.0  # of issue 19
 GAP_BAR_MS, HEALTH_BAR_S = 150.0, 0.5  # of issue 55
@@ -319,6 +320,46 @@ def gap_beside(victim: Victim, call: Callable[..., Any], data: bytes) -> tuple[f
     return 1e3 * max(b - a for a, b in zip([begin, *seen], [*seen, now], strict=True)), code
 
 
+def totals(address: str) -> pb.Totals:
+    """Return the server's figures."""
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        return stubs.ControlStub(channel).GetStats(pb.GetStatsRequest(), timeout=20).totals
+
+
+def asked(address: str) -> int:
+    """Return how many sequences the server has."""
+    now = totals(address)
+    return now.running + now.waiting + now.parked
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    """Wait until something is true, or for half a minute."""
+    deadline = time.monotonic() + 30
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def hoarded_rows() -> Iterator[Row]:
+    """Yield the rows of a thousand streams that wait for clients which lost their connections."""
+    rates, held, waiting = [], [], 0
+    for _ in range(REPEATS):
+        with serving() as (address, pid):
+            fill_batch(address)
+            alone = watch(address, pid)
+            host, port = address.split(":")
+            with hoarding((host, int(port)), TEN, HOARDED_EACH):
+                wait_for(lambda: asked(address) >= 10 * HOARDED_EACH)
+            wait_for(lambda: totals(address).detached >= 10 * HOARDED_EACH)
+            time.sleep(2.0 - SETTLE_S)
+            rates.append(watch(address, pid).rate / alone.rate)
+            now = totals(address)
+            held.append(1 - now.free_blocks / now.total_blocks)
+            waiting = now.detached
+    note = f"beside {waiting} streams, against alone"
+    yield row_of(f"{HOARDED}: tokens/s", rates, "×", bar=0.9, better="higher", note=note)
+    yield row_of(f"{HOARDED}: blocks held", held, "of all", bar=0.1, better="lower")
+
+
 def run() -> list[Row]:
     """Return the bench's rows."""
     pattern = re.compile(os.environ.get("BENCH_ONLY", ""))
@@ -337,4 +378,6 @@ def run() -> list[Row]:
                     ),
                     flush=True,
                 )
+    if pattern.search(HOARDED):
+        rows += hoarded_rows()
     return rows

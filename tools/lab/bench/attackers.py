@@ -11,6 +11,7 @@ import selectors
 import socket
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from tests.support import raw_http2 as raw
 from tests.support.raw_http2 import END_HEADERS, END_STREAM, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 PIECE_BYTES = 2**14  # sent at once
 REST_S = 0.02  # after a refused connection
@@ -214,9 +215,12 @@ def hpack_bomb() -> Iterator[bytes]:
         yield headers(next(streams), request() + b"\xbe" * 15, is_last=True)
 
 
-def generate(stream: int, max_tokens: int) -> bytes:
-    """Return a call for so many tokens."""
+def generate(stream: int, max_tokens: int, window_s: int | None = None) -> bytes:
+    """Return a call for so many tokens. Its stream waits for ``window_s`` seconds for a client that
+    has lost its connection."""
     message = pb.GenerateRequest(text="a", sampling={"max_tokens": max_tokens, "ignore_eos": True})
+    if window_s is not None:
+        message.resume_window.seconds = window_s
     body = framed(message.SerializeToString())
     return headers(stream, request()) + data(stream, body, is_last=True)
 
@@ -303,6 +307,18 @@ ATTACKS = {
     "connections opened and closed": Attack(once(b""), hangs_up=True),
     "connections held": Attack(once(OPEN), num_connections=80),
 }
+
+
+@contextmanager
+def hoarding(address: tuple[str, int], sources: Iterable[str], num_each: int) -> Iterator[None]:
+    """Ask for ``num_each`` streams with windows from each source; close all connections when the
+    block ends."""
+    asked = b"".join(generate(stream, 4000, 3600) for stream in range(1, 2 * num_each, 2))
+    with ExitStack() as stack:
+        for source in sources:
+            sock = socket.create_connection(address, timeout=5, source_address=(source, 0))
+            stack.enter_context(sock).sendall(raw.PREFACE + frame(raw.SETTINGS, 0, 0) + asked)
+        yield
 
 
 class Connection:

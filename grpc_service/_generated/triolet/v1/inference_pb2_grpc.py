@@ -112,7 +112,7 @@ class InferenceServicer:
     def Attach(self, request, context):
         """Takes up a Generate stream whose call was lost, if its request had a resume_window. The stream
         begins with Started again (without prompt_logprobs, if a token was received) and then goes on
-        behind what was received; nothing is computed twice. The call's deadline is the request's from
+        behind what was received; no token is generated twice. The call's deadline is the request's from
         now on, if it is earlier. NOT_FOUND: the window has ended, the server drains, or the request is
         not the caller's. INVALID_ARGUMENT: the client lacks messages that the server no longer keeps,
         or `received` claims more than was generated or ends inside a message. After NOT_FOUND and after

@@ -1,0 +1,148 @@
+"""Guests: requests whose clients have lost their connections and may come back (D25).
+
+Rule 1: guests are computed only when nobody else has been for a while, and then on a share of the
+seats. They are parked as soon as another request runs or waits. Rule 2: parked guests hold a share
+of the blocks, the last ones that were parked; the others give theirs back, and are computed again.
+Rule 3: what a step of others costs does not grow with the number of parked guests.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from engine.core.text.lifecycle import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.core.common.types import RequestId
+    from engine.core.text.ledger import Ledger
+    from engine.core.text.sequence import LiveRequest, Sequence
+
+# All are guesses: enough for the few that come back after a second, and nothing that others miss.
+SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
+BLOCKS_SHARE = 16  # 1/16 of the blocks
+# How long nobody else has been computed before parked guests go on: a client that sends one request
+# after another does not wait for their steps in between.
+QUIET_S = 0.25
+
+
+class Guests:
+    """Decides for one scheduler which guests are computed, and which hold blocks."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._num_seats = max(1, ledger.config.max_num_seqs // SEATS_SHARE)
+        self._num_blocks = ledger.config.num_blocks // BLOCKS_SHARE
+        # Those that were not parked when `settle` looked, or have become guests since.
+        self._going: dict[RequestId, LiveRequest] = {}
+        self._quiet_from = -math.inf
+
+    # ---- what happens to them
+
+    def leave(self, request_id: RequestId) -> None:
+        """Make a request a guest, because its client has lost its connection."""
+        live = self._ledger.requests.get(request_id)
+        if live is None or live.is_over or live.is_guest:
+            return
+        parked = self._ledger.parked
+        parked.remove(live)
+        live.is_guest = True
+        if live.parked_since is not None:
+            parked.add(live)
+        self._going[request_id] = live
+
+    def come_back(self, request_id: RequestId, now: float) -> None:
+        """Let a guest, whose client is back, run and wait like any other request."""
+        live = self._ledger.requests.get(request_id)
+        if live is None or live.is_over or not live.is_guest:
+            return
+        if live.parked_since is not None:
+            self._ledger.unpark(live, now)
+        live.is_guest = False
+        self._going.pop(request_id, None)
+
+    def note_step(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Take note of a step that ended: guests wait for a while if it computed anybody else."""
+        if any(not seq.live.is_guest for seq in sequences):
+            self._quiet_from = now + QUIET_S
+
+    # ---- what is decided
+
+    def must_settle(self) -> bool:
+        """Return whether guests are computed, or hold blocks, that should not."""
+        going = self._going.values()
+        if not going:
+            return False
+        return (
+            any(live.is_over or live.parked_since is not None for live in going)
+            or self._others_are_there()
+            or (len(going) > 1 and _seats(going) > self._num_seats)
+        )
+
+    def settle(self, now: float) -> None:
+        """Park the guests that should not be computed, take blocks from those that hold too many,
+        and let parked ones go on if nobody else is there. No plan is in flight."""
+        if self.must_settle():
+            self._park(now)
+            self._evict(now)
+        if self._ledger.parked.guests and now >= self._quiet_from and not self._others_are_there():
+            self._resume(now)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Return when `settle` has something to do if nothing happens before, or None."""
+        if self.must_settle():
+            return now
+        if self._going or not self._ledger.parked.guests or self._others_are_there():
+            return None
+        return None if self._first_ready() is None else max(now, self._quiet_from)
+
+    def _park(self, now: float) -> None:
+        others_are_there = self._others_are_there()
+        going, self._going = self._going, {}
+        for name, live in going.items():
+            if live.is_over or live.parked_since is not None:
+                continue
+            is_first = not self._going
+            if not others_are_there and (
+                is_first or _seats([*self._going.values(), live]) <= self._num_seats
+            ):
+                self._going[name] = live
+            else:
+                self._ledger.park(live, now)
+
+    def _evict(self, now: float) -> None:
+        """Take the blocks of the guests that were parked first, beyond the share of all."""
+        left = self._num_blocks
+        for live in reversed(tuple(self._ledger.parked.holders.values())):
+            if live.num_blocks <= left:
+                left -= live.num_blocks
+                continue
+            for seq in live.sequences:
+                if seq.blocks:
+                    self._ledger.preempt(seq, now)
+
+    def _resume(self, now: float) -> None:
+        while (live := self._first_ready()) is not None:
+            if self._going and _seats([*self._going.values(), live]) > self._num_seats:
+                return
+            self._ledger.unpark(live, now)
+            self._going[live.request.request_id] = live
+
+    def _first_ready(self) -> LiveRequest | None:
+        """Return the guest that has been parked longest, of those whose streams have room for a
+        message of each choice."""
+        guests = self._ledger.parked.guests.values()
+        return next((live for live in guests if live.credit.free >= len(live.sequences)), None)
+
+    def _others_are_there(self) -> bool:
+        """Return whether a request that is no guest runs or waits."""
+        going = [seq for live in self._going.values() for seq in live.sequences]
+        places = (State.RUNNING, State.WAITING)
+        own = sum([seq.state in places and not seq.is_attached for seq in going])
+        return len(self._ledger.running) + len(self._ledger.waiting) > own
+
+
+def _seats(lives: Iterable[LiveRequest]) -> int:
+    return sum([live.request.num_choices for live in lives])

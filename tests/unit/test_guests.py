@@ -1,0 +1,319 @@
+"""Guests: requests whose clients are away cost others nothing, and nothing of them is lost (D25).
+
+The drawn schedules of `tests/property/test_scheduler.py` lose and find clients at any time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.common.events import ClientCame, ClientLeft, Pause, PauseMode
+from engine.core.common.types import EndReason, RequestId
+from engine.core.text import admission
+from engine.core.text.guests import QUIET_S
+from engine.core.text.lifecycle import State
+from engine.core.text.scheduler import Scheduler
+from tests.support.core_driver import Driver, make_request
+
+NUM_BLOCKS = 64
+HELD_MAX = NUM_BLOCKS // 16
+PROMPT, LONG_PROMPT = 12, 40  # of 3 blocks, and of 10
+ANSWER = 9
+
+
+class Line(Driver):
+    """A driver whose readers read nothing while their clients are away."""
+
+    def __init__(self, **config):
+        small = {"num_blocks": NUM_BLOCKS, "block_size": 4, "max_model_len": 128}
+        small |= {"max_num_seqs": 16, "max_num_batched_tokens": 24, "prepared_plans": False}
+        self.away = set()
+        super().__init__(**small | config)
+
+    def send(self, name, length=PROMPT, first=1, max_tokens=ANSWER, buffer=1000, **fields):
+        """Submit a request."""
+        prompt = range(first, first + length)
+        request = make_request(name, prompt, max_tokens=max_tokens, arrival=self.now, **fields)
+        self.submit(request, buffer=buffer)
+
+    def leave(self, *names):
+        """Cut the connections of clients."""
+        self.away.update(names)
+        for name in names:
+            self.apply(ClientLeft(RequestId(name)))
+
+    def come(self, *names):
+        """Attach clients to their requests: they read what waits for them."""
+        self.away.difference_update(names)
+        for name in names:
+            self.read(name)
+            self.apply(ClientCame(RequestId(name)))
+
+    def read(self, name, count=None):
+        """Let the reader of a client that is there take messages."""
+        if name not in self.away:
+            super().read(name, count)
+
+    def state_of(self, name):
+        """Return the state of a request's first choice."""
+        return self.scheduler._ledger.requests[RequestId(name)].parent.state
+
+    def held_by_guests(self):
+        """Return how many blocks parked guests hold."""
+        lives = self.scheduler._ledger.requests.values()
+        parked = [live for live in lives if live.is_guest and live.parked_since is not None]
+        return sum(live.num_blocks for live in parked)
+
+    def answers(self, name):
+        """Return how many tokens of each choice have come, those that have ended."""
+        return [len(self.tokens[key]) for key in self.finished if key[0] == name]
+
+
+def queued(line, n):
+    line.send("other", max_tokens=4, first=50, n=16)
+    line.step()
+    line.send("guest", n=n)
+    line.leave("guest")
+
+
+def prefilling(line, n):
+    line.send("other", max_tokens=40, first=50)
+    line.send("guest", LONG_PROMPT, n=n)
+    line.step()
+    line.leave("guest")
+
+
+def decoding(line, n):
+    line.send("other", max_tokens=40, first=50)
+    line.send("guest", n=n)
+    for _ in range(4):
+        line.step()
+    line.leave("guest")
+
+
+def in_a_step(line, n):
+    decoding(line, n)
+    line.come("guest")
+    line.begin_step()
+    line.leave("guest")
+
+
+def parked_by_its_reader(line, n):
+    line.send("other", max_tokens=40, first=50)
+    line.send("guest", n=n, buffer=2 * n)
+    line.away.add("guest")
+    while not line.scheduler._ledger.parked.unread:
+        line.step()
+    line.leave("guest")
+
+
+def parked_as_a_guest(line, n):
+    decoding(line, n)
+    line.step()
+    line.step()  # the first plan may have been prepared
+    assert line.state_of("guest") is State.PARKED
+
+
+def evicted(line, n):
+    line.send("other", max_tokens=40, first=50)
+    line.send("guest", LONG_PROMPT, n=n)
+    for _ in range(4):
+        line.step()
+    line.leave("guest")
+    line.step()
+    line.step()
+    assert line.state_of("guest") is State.PARKED
+    assert not line.held_by_guests()
+
+
+def going_alone(line, n):
+    line.send("guest", n=n)
+    line.step()
+    line.leave("guest")
+    line.step()
+    assert line.state_of("guest") is State.RUNNING
+
+
+def gone_on(line, n):
+    parked_as_a_guest(line, n)
+    line.cancel("other")
+    line.tick(QUIET_S)
+    line.step()
+    assert line.state_of("guest") is State.RUNNING
+
+
+PHASES = (
+    *(queued, prefilling, decoding, in_a_step, parked_by_its_reader, parked_as_a_guest, evicted),
+    *(going_alone, gone_on),
+)
+
+
+@pytest.mark.parametrize("has_prepared", [False, True], ids=["planned", "prepared"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+def test_a_client_that_comes_back_gets_every_token_and_others_theirs(phase, n, has_prepared):
+    line = Line(prepared_plans=has_prepared)
+    phase(line, n)
+    if line.in_flight is not None:
+        line.end_step()
+    line.come("guest")
+    line.run()
+    assert line.answers("guest") == [ANSWER] * n
+    line.check_tokens()
+    line.check_idle()
+
+
+@pytest.mark.parametrize("reason", [EndReason.CANCELLED, EndReason.DEADLINE, EndReason.ABORTED])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+def test_a_guest_whose_window_ends_leaves_nothing_behind(phase, n, reason):
+    line = Line(prepared_plans=True)
+    phase(line, n)
+    line.cancel("guest", reason)
+    if line.in_flight is not None:
+        line.end_step()
+    line.apply(ClientCame(RequestId("guest")))  # too late
+    line.run()
+    assert [line.finished["guest", choice].reason for choice in range(n)] == [reason] * n
+    line.check_tokens()
+    line.check_idle()
+    assert not len(line.scheduler._ledger.parked)
+    assert line.scheduler.next_wakeup(line.now) is None
+
+
+@pytest.mark.parametrize(
+    "num_guests", [100, pytest.param(1000, marks=pytest.mark.slow)], ids=lambda count: f"{count}"
+)
+def test_hoarded_windows_cost_another_client_nothing(num_guests, monkeypatch):
+    """Red if `ClientLeft` does nothing: the client had a twentieth of its speed, and guests held
+    all blocks."""
+    monkeypatch.setattr(Scheduler, "check", lambda scheduler: None)  # most of the time otherwise
+    alone = speed(Line(num_blocks=512))
+    line = Line(num_blocks=512, max_queued_requests=num_guests + 9)
+    names = [f"g{number}" for number in range(num_guests)]
+    for number, name in enumerate(names):
+        line.send(name, first=1 + number % 90)
+    line.send("first", max_tokens=4)
+    while line.now < 0.1:
+        line.step(seconds=cost(line))
+    line.leave(*names)
+    assert speed(line) >= 0.9 * alone
+    line.come(*names)
+    line.run()
+    monkeypatch.undo()
+    assert all(len(line.tokens[name, 0]) == ANSWER for name in names)
+    line.check_tokens()
+    line.check_idle()
+
+
+def cost(line):
+    """Return how long the next step takes, as if a row took 2 ms beside 8 ms for each step."""
+    return 0.008 + 0.002 * len(line.scheduler._ledger.running)
+
+
+def speed(line):
+    """Return the tokens per second of a client that sends one request after the other, from two
+    seconds on. Guests never hold more than a tenth of the blocks then."""
+    began, count, had = line.now, 0, 0
+    while line.now < began + 4.0:
+        name = f"own{count}"
+        line.send(name, first=100, max_tokens=20)
+        while (name, 0) not in line.finished:
+            assert line.step(seconds=cost(line))
+            if line.now > began + 2.0:
+                assert line.held_by_guests() <= line.config.num_blocks / 10
+        count += 1
+        had += 20 * (line.now > began + 2.0)
+    return had / (line.now - began - 2.0)
+
+
+def test_guests_go_on_when_nobody_else_has_been_there_for_a_while():
+    """A client that sends one request after the other waits for no step of theirs."""
+    line = Line()
+    parked_as_a_guest(line, 1)
+    line.cancel("other")
+    assert not line.step()
+    due = line.scheduler.next_wakeup(line.now)
+    assert due == pytest.approx(line.now + QUIET_S)
+    line.apply(Pause(PauseMode.KEEP))
+    assert line.scheduler.next_wakeup(due) is None  # a paused scheduler does not wake up
+    line.apply(Pause(PauseMode.WAIT))
+    line.now = due
+    assert line.step()
+    line.away.clear()
+    line.run()
+    assert line.answers("guest") == [ANSWER]
+
+
+def test_a_guest_whose_stream_is_full_makes_way_for_the_next():
+    """Its blocks were kept, and nobody woke the scheduler for the next one."""
+    line = Line()
+    for name in ("first", "second", "third"):
+        line.send(name, max_tokens=30, buffer=6)
+    line.step()
+    line.leave("first", "second", "third")
+    for _ in range(99):
+        if not line.step() and (due := line.scheduler.next_wakeup(line.now)) is not None:
+            line.now = due
+    assert line.scheduler.next_wakeup(line.now) is None
+    assert [line.unread[name] for name in ("first", "second", "third")] == [6, 6, 6]
+    assert line.held_by_guests() <= HELD_MAX
+    line.come("first", "second", "third")
+    line.run()
+    assert line.answers("second") == [30]
+
+
+def test_guests_that_are_alone_have_a_share_of_the_seats():
+    line = Line(num_blocks=256)
+    names = [f"g{number}" for number in range(9)]
+    for name in names:
+        line.send(name)
+    line.step()
+    line.leave(*names)
+    while (plan := line.begin_step()) is not None:
+        assert len(plan.rows) <= line.config.max_num_seqs // 8
+        line.end_step()
+    assert all(line.answers(name) == [ANSWER] for name in names)
+    line.check_idle()
+
+
+def test_guests_that_hold_no_block_are_not_looked_at():
+    """The time of a step of others does not grow with their number."""
+    line = Line(max_queued_requests=200)
+    line.send("other", max_tokens=40, first=50)
+    line.step()
+    names = [f"g{number}" for number in range(99)]
+    for name in names:
+        line.send(name)
+    line.leave(*names)
+    for _ in range(3):
+        line.step()
+    parked = line.scheduler._ledger.parked
+    assert len(parked) == 99
+    assert not parked.holders
+    assert not list(parked.residents())
+    assert not line.scheduler._ledger.waiting
+
+
+def test_a_guest_loses_its_blocks_before_a_reader_that_is_slow():
+    line = Line()
+    parked_as_a_guest(line, 1)
+    line.send("slow", first=70, buffer=1)
+    line.away.add("slow")
+    while not line.scheduler._ledger.parked.unread:
+        line.step()
+    parked = admission._parked_residents(line.scheduler._ledger)
+    assert [seq.request_id for seq in admission.order_victims(parked, [], (0, 0.0, 0))] == [
+        "guest",
+        "slow",
+    ]
+
+
+def test_what_is_said_of_a_guest():
+    line = Line()
+    parked_as_a_guest(line, 1)
+    said = line.scheduler.explain(RequestId("guest"), line.now)
+    assert (said.state, said.waiting_for) == (
+        "PARKED",
+        "the others: it goes on when no other request is computed",
+    )
