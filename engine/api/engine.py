@@ -7,6 +7,8 @@
 
 Rule 1: leaving the block of a stream ends its request; leaving the block of `open_engine` drains.
 Rule 2: an error that a client may receive is a `TrioletError`; any other exception is a bug.
+
+This file is long because it is the whole interface of the engine.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from engine.replica.threads import Threads, WorkerThreads
 from engine.replica.watchdog import Watchdog
 from engine.requests.kind import RequestKind
 from engine.requests.prepare_chat import Seeing
+from engine.requests.quota import NOWHERE, Origin
 from engine.requests.supervisor import Supervisor
 from engine.requests.text_values import validate_tokenize
 from engine.status import Capability, ModelState
@@ -146,6 +149,7 @@ class Engine:
         text: str | None = None,
         chat: Chat | None = None,
         add_special_tokens: bool | None = None,
+        origin: Origin = NOWHERE,
     ) -> tuple[tuple[TokenSpan, ...], int]:
         """Return the tokens of a text or of a chat, and the model's max_model_len. Each token has
         the characters that it came from. The tokens of a chat are those of the prompt that the
@@ -156,8 +160,8 @@ class Engine:
         Raises:
             InvalidRequest: not exactly one input is given, the chat is invalid, or an image cannot
                 be read.
-            RequestTooLarge: there are more tokens than an answer holds. Overloaded: the images of
-                all requests have too many bytes. Others as `Leases.acquire`.
+            RequestTooLarge: there are more characters or tokens than one call may have. Overloaded:
+                the images of all requests have too many bytes. Others as `Leases.acquire`.
         Cancellation: at once.
         """
         validate_tokenize(text, chat)
@@ -165,17 +169,22 @@ class Engine:
         needed = _text_if_unnamed(model, Capability.VISION if images else Capability.TEXT_TO_TEXT)
         with self._supervisor.image_files.held(sum(map(len, images))):
             async with self._pool.leases.acquire(model, needed) as replica:
+                adds = chat is None if add_special_tokens is None else add_special_tokens
                 if chat is None:
-                    adds = add_special_tokens is not False
                     spans = await self._supervisor.tokenizing.spans(
-                        replica, text or "", add_special_tokens=adds
+                        replica, text or "", add_special_tokens=adds, party=origin.party
                     )
                 else:
-                    spans = await self._seeing.spans(replica, chat, bool(add_special_tokens))
+                    spans = await self._seeing.spans(replica, chat, adds, origin.party)
                 return spans, replica.info.max_model_len
 
     async def detokenize(
-        self, model: str, ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        model: str,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        origin: Origin = NOWHERE,
     ) -> str:
         """Return the text of token ids.
 
@@ -187,7 +196,7 @@ class Engine:
         needed = _text_if_unnamed(model, Capability.TEXT_TO_TEXT)
         async with self._pool.leases.acquire(model, needed) as replica:
             return await self._supervisor.tokenizing.decode(
-                replica, ids, skip_special_tokens=skip_special_tokens
+                replica, ids, skip_special_tokens=skip_special_tokens, party=origin.party
             )
 
     # ---- views

@@ -66,4 +66,4 @@ class EncodeKind:
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> InputPreparer:
         """Return the preparer of one engine, which tokenises apart from other kinds."""
-        return InputPreparer(tokenizing.with_own_limiter())
+        return InputPreparer(tokenizing.with_own_turns())

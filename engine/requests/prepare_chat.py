@@ -20,10 +20,10 @@ from engine.images.errors import BadImage
 from engine.requests.image_memory import ImageMemory
 from engine.requests.image_prompts import ImageText, ReadImage, hide, place, place_spans, show
 from engine.requests.kept_images import KeptImages
-from engine.requests.tokenizing import of_chat
+from engine.requests.tokenizing import check_fits, of_chat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from contextlib import ExitStack
 
     from engine.core.text.types import PromptImage
@@ -81,18 +81,27 @@ class Seeing:
         return chat
 
     async def prompt_of(
-        self, replica: AnyReplica, chat: Chat, add_special_tokens: bool
+        self,
+        replica: AnyReplica,
+        chat: Chat,
+        add_special_tokens: bool,
+        *,
+        party: Hashable,
+        most: int | None = None,
     ) -> tuple[str, SeeingPrompt]:
         """Return a chat whose images are read as text and as tokens. Cancellation: as the class.
 
         Raises:
             InvalidRequest: the template refuses the chat, or does not write each image once; or the
                 text cannot be tokenised.
+            RequestTooLarge: it certainly has more than ``most`` tokens.
         """
-        shown, images = await self._shown(replica, chat)
+        shown, images = await self._shown(replica, chat, party)
+        if most is not None and not images:
+            check_fits(shown.text, replica.tokenizer, most)
         with of_chat():
             ids = await self._tokenizing.tokenize(
-                replica, shown.text, add_special_tokens=add_special_tokens
+                replica, shown.text, add_special_tokens=add_special_tokens, party=party
             )
         sight = _sight_of(replica)
         if sight is None:
@@ -101,7 +110,7 @@ class Seeing:
         return shown.text, SeeingPrompt(*placed)
 
     async def spans(
-        self, replica: AnyReplica, chat: Chat, add_special_tokens: bool
+        self, replica: AnyReplica, chat: Chat, add_special_tokens: bool, party: Hashable
     ) -> tuple[TokenSpan, ...]:
         """Return the tokens of a chat's prompt, those of its images among them, each with the
         characters of the text that it came from. Each image is dropped once its tokens are
@@ -109,18 +118,18 @@ class Seeing:
 
         Raises:
             InvalidRequest: as `read` and `prompt_of`.
-            RequestTooLarge: there are too many images for one request, or more tokens than one
-                answer holds.
+            RequestTooLarge: there are too many images for one request, or as
+                `Tokenizing.spans`.
         """
         sight, count = _sight_for(replica, chat), sum(1 for _ in chat.images)
         if sight is not None and count:
             self._check_count(sight, count)
             measure = partial(_measure, self._tokenizing.image_decoder, sight)
             chat = await self._read_each(chat, measure)
-        shown, _ = await self._shown(replica, chat)
+        shown, _ = await self._shown(replica, chat, party)
         with of_chat():
             spans = await self._tokenizing.spans(
-                replica, shown.text, add_special_tokens=add_special_tokens
+                replica, shown.text, add_special_tokens=add_special_tokens, party=party
             )
         return spans if sight is None else place_spans(spans, shown, sight, replica.tokenizer)
 
@@ -145,18 +154,18 @@ class Seeing:
         return replace(chat, messages=tuple(_with_images(one, images) for one in chat.messages))
 
     async def _shown(
-        self, replica: AnyReplica, chat: Chat
+        self, replica: AnyReplica, chat: Chat, party: Hashable
     ) -> tuple[ImageText, Sequence[ReadImage]]:
         """Return the text of a chat whose images are read, and the images."""
         sight = _sight_of(replica)
         if sight is None:
-            return ImageText(await self._tokenizing.render_chat(replica, chat), ()), ()
+            return ImageText(await self._tokenizing.render_chat(replica, chat, party), ()), ()
         hidden = hide(chat, sight)
         template = replica.tokenizer.chat_template(has_tools=bool(chat.offered_tools))
         own = hidden.chat
         if PARTS_READ.search(template):
             own = replace(own, messages=tuple(map(_in_parts, own.messages)))
-        text = await self._tokenizing.render_chat(replica, own)
+        text = await self._tokenizing.render_chat(replica, own, party)
         return show(text, hidden, sight), hidden.images
 
 

@@ -22,7 +22,7 @@ from engine.requests.draw_values import SIDE, pixel_violations
 from engine.requests.image_memory import ImageMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
     from contextlib import ExitStack
 
     from engine.replica.replica import Replica
@@ -46,8 +46,8 @@ class DrawPreparer:
     """Makes the core's requests from GenerateImage requests. Belongs to the Trio thread."""
 
     def __init__(self, tokenizing: Tokenizing, draw_seed: Callable[[], int] = draw_seed) -> None:
-        self._tokenizing = tokenizing.with_own_limiter()
-        self._encoding = tokenizing.with_own_limiter()
+        self._tokenizing = tokenizing.with_own_turns()
+        self._encoding = tokenizing.with_own_turns()
         self._draw_seed = draw_seed
         self.image_memory = ImageMemory()
 
@@ -76,8 +76,10 @@ class DrawPreparer:
             raise InvalidRequest(found)
         if too_large := [*_too_large(asked, info, width, height)]:
             raise RequestTooLarge(too_large)
-        prompt_tokens = await self._count_tokens(replica, "prompt", asked.prompt)
-        await self._count_tokens(replica, "negative_prompt", asked.negative_prompt)
+        prompt_tokens, _ = [
+            await self._count_tokens(replica, field, getattr(asked, field), stream.party)
+            for field in ("prompt", "negative_prompt")
+        ]
         source = await self._read_source(stream, width, height, info, held)
         drawing = _drawing_of(asked, info, stream.seed, (width, height), source)
         deadline = stream.scope.deadline
@@ -96,7 +98,9 @@ class DrawPreparer:
         stream.set_prepared(request, scheduler, self._encoding.run_in_thread)
         return request
 
-    async def _count_tokens(self, replica: DrawReplica, field: str, text: str) -> int:
+    async def _count_tokens(
+        self, replica: DrawReplica, field: str, text: str, party: Hashable
+    ) -> int:
         """Return the number of a prompt's tokens.
 
         Raises:
@@ -104,7 +108,9 @@ class DrawPreparer:
             RequestTooLarge: It is too long.
         """
         try:
-            ids = await self._tokenizing.tokenize(replica, text, add_special_tokens=True)
+            ids = await self._tokenizing.tokenize(
+                replica, text, add_special_tokens=True, party=party
+            )
         except InvalidRequest as error:
             [violation] = error.violations
             raise InvalidRequest.of(field, violation.description) from error

@@ -28,7 +28,7 @@ from engine.requests.encode_values import EmbedRequest
 from engine.requests.image_memory import ImageMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
     from contextlib import ExitStack
 
     from engine.core.encode.types import AnyInput
@@ -78,7 +78,7 @@ class InputPreparer:
         images: list[ImageInput] = []
         if isinstance(asked, EmbedRequest):
             _check_embed(asked, info)
-            tokenized = await self._tokenize_inputs(asked, replica)
+            tokenized = await self._tokenize_inputs(asked, replica, stream.party)
             paths = [
                 f"inputs[{index}].{'text' if isinstance(one, str) else 'token_ids'}"
                 for index, one in enumerate(asked.inputs)
@@ -86,7 +86,7 @@ class InputPreparer:
             ]
             options = EncodeOptions(asked.dimensions, asked.normalize)
         else:
-            tokenized = await self._tokenize_pairs(asked, replica)
+            tokenized = await self._tokenize_pairs(asked, replica, stream.party)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(asked.raw_scores))
         _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
@@ -103,7 +103,7 @@ class InputPreparer:
         )
 
     async def _tokenize_inputs(
-        self, asked: EmbedRequest, replica: EncodeReplica
+        self, asked: EmbedRequest, replica: EncodeReplica, party: Hashable
     ) -> list[TokenizedInput]:
         """Return the inputs as tokens, in order. Inputs that are ids are only cut."""
         info = replica.info
@@ -117,7 +117,8 @@ class InputPreparer:
             _check_tokens(found, paths, replica)
             return found
 
-        made = iter(await self._tokenizing.run(_size_of(texts), encode)) if texts else iter(())
+        found = await self._tokenizing.run(_size_of(texts), encode, party) if texts else []
+        made = iter(found)
         return [
             _widened(
                 next(made)
@@ -163,7 +164,7 @@ class InputPreparer:
         return made
 
     async def _tokenize_pairs(
-        self, asked: RerankRequest, replica: EncodeReplica
+        self, asked: RerankRequest, replica: EncodeReplica, party: Hashable
     ) -> list[TokenizedInput]:
         """Return each document with the query as tokens, in order."""
         documents = asked.documents
@@ -176,7 +177,7 @@ class InputPreparer:
             _check_tokens(found, paths, replica, asked.query)
             return found
 
-        return await self._tokenizing.run(size, encode)
+        return await self._tokenizing.run(size, encode, party)
 
 
 def _widened(one: TokenizedInput, width: int) -> TokenizedInput:

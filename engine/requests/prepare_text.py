@@ -19,10 +19,11 @@ from engine.requests.context_truncation import choose_dropped, truncation_limits
 from engine.requests.prepare_chat import Seeing, SeeingPrompt
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
 from engine.requests.text_values import MAX_PROMPT_LOGPROBS
+from engine.requests.tokenizing import check_fits, too_long
 from engine.requests.tool_grammar import tool_constraint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
     from contextlib import AbstractAsyncContextManager, ExitStack
 
     from engine.core.text.types import Constraint, PromptImage, Sampling, Stops
@@ -70,7 +71,7 @@ class TextPreparer:
         constraint = asked.constraint or _tool_constraint(asked, form, replica)
         prompt = _truncate(asked.prompt, ids)
         self._check_prompt(asked, prompt, images, replica)
-        bad_words = await self._check_sampling(asked.sampling, replica)
+        bad_words = await self._check_sampling(asked.sampling, replica, stream.party)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
@@ -85,7 +86,10 @@ class TextPreparer:
             sampling = replace(sampling, prompt_logprobs=None)
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
-            stream.echo(await self._tokenizing.decode(replica, prompt, skip_special_tokens=skips))
+            text = await self._tokenizing.decode(
+                replica, prompt, skip_special_tokens=skips, party=stream.party
+            )
+            stream.echo(text)
         if not form.is_plain:
             stream.parse_answers(form)
         deadline = stream.scope.deadline
@@ -119,19 +123,27 @@ class TextPreparer:
         self, stream: TextStream, replica: TextReplica, held: ExitStack
     ) -> tuple[SeeingPrompt, AnswerFormat]:
         """Return the prompt before it is cut, with its images, and the format of the answer."""
-        asked = stream.request
+        asked, party = stream.request, stream.party
         add_special = asked.prompt.add_special_tokens
+        # a prompt that is cut may have any length
+        most = None if asked.prompt.truncate_to is not None else replica.info.max_model_len - 1
         if asked.token_ids is not None:
             return SeeingPrompt(asked.token_ids), PLAIN
         if asked.chat is None:
             text, adds = asked.text or "", add_special is not False
-            ids = await self._tokenizing.tokenize(replica, text, add_special_tokens=adds)
+            if most is not None:
+                check_fits(text, replica.tokenizer, most)
+            ids = await self._tokenizing.tokenize(
+                replica, text, add_special_tokens=adds, party=party
+            )
             return SeeingPrompt(ids), PLAIN
         chat = await self._seeing.read(stream, replica, asked.chat, held)
         if chat.truncates:
-            stream.dropped = await self._messages_to_drop(replica, asked, chat)
+            stream.dropped = await self._messages_to_drop(replica, asked, chat, party)
             chat = replace(chat, messages=without_messages(chat.messages, stream.dropped))
-        text, prompt = await self._seeing.prompt_of(replica, chat, bool(add_special))
+        text, prompt = await self._seeing.prompt_of(
+            replica, chat, bool(add_special), party=party, most=most
+        )
         names = [function_of(tool)["name"] for tool in chat.offered_tools]
         form = detect_format(
             replica.tokenizer.chat_template(has_tools=bool(names)),
@@ -143,7 +155,7 @@ class TextPreparer:
         return prompt, form
 
     async def _messages_to_drop(
-        self, replica: TextReplica, asked: GenerateRequest, chat: Chat
+        self, replica: TextReplica, asked: GenerateRequest, chat: Chat, party: Hashable
     ) -> tuple[int, ...]:
         """Return the indices of the messages to leave out so that the chat fits the context."""
         info = replica.info
@@ -153,7 +165,7 @@ class TextPreparer:
         adds = bool(asked.prompt.add_special_tokens)
         while True:
             shorter = replace(chat, messages=messages)
-            _, prompt = await self._seeing.prompt_of(replica, shorter, adds)
+            _, prompt = await self._seeing.prompt_of(replica, shorter, adds, party=party)
             try:
                 messages = counts.send(len(prompt.ids))
             except StopIteration as done:
@@ -172,10 +184,7 @@ class TextPreparer:
         if not prompt:
             raise InvalidRequest.of("input", "has no tokens")
         if len(prompt) >= info.max_model_len:
-            most = info.max_model_len - 1
-            raise RequestTooLarge.of(
-                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
-            )
+            raise too_long(f"{len(prompt)}", info.max_model_len - 1)
         if asked.output.prompt_logprobs is not None:
             if any(image.is_whole for image in images):
                 raise InvalidRequest.of(
@@ -198,7 +207,7 @@ class TextPreparer:
         check_text(field, prompt, info.vocab_size, replica.tokenizer)
 
     async def _check_sampling(
-        self, sampling: SamplingParams, replica: TextReplica
+        self, sampling: SamplingParams, replica: TextReplica, party: Hashable
     ) -> tuple[tuple[int, ...], ...]:
         """Check every id against the vocabulary, and return the bad words as tokens."""
         vocab = replica.info.vocab_size
@@ -220,6 +229,7 @@ class TextPreparer:
         words = await self._tokenizing.run(
             sum(map(len, sampling.bad_words)),
             lambda: _tokens_of_words(replica.tokenizer, sampling.bad_words),
+            party,
         )
         return tuple(word for word in words if max(word) < vocab)
 

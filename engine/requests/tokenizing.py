@@ -1,13 +1,16 @@
 """Converts text to token ids and back, off the event loop, for requests of every kind.
 
-Rule 1: work that grows with the text runs in a thread with a limiter of its own, so that a long
-prompt delays neither the event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so
-it is joined, and a task that waits for it can leave at once.
+Rule 1: work that grows with the text runs in a thread, so that a long prompt delays neither the
+event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so it is joined, and a task
+that waits for it can leave at once. Rule 3: a job cannot be interrupted. Therefore a text that is
+certainly too long never becomes one (`check_fits`), short texts have a thread that long ones do not
+use, and the parties (`engine.requests.quota.Origin`) take turns at either.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -17,29 +20,33 @@ import trio
 from engine.core.common.vocabulary import check_ids, first_outside
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.images.decoder import decode_here
+from engine.requests.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from engine.images.decoder import DecodeImage
     from engine.replica.replica import Replica
     from engine.replica.threads import Threads
     from engine.requests.chat_values import Chat
     from engine.requests.tasks import RequestTasks
-    from engine.worker.interface import TokenSpan
+    from engine.worker.interface import Tokenizer, TokenSpan
 
     AnyReplica = Replica[Any, Any]
 
 log = logging.getLogger(__name__)
 
 TOKENIZE_TOKENS_MAX = 100_000  # guess: about 3 MiB of answer, half a second to build
+TOKENIZE_CHARS_MAX = 2**20  # guess: ten for each of these tokens; over a second of a thread
 INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
+LONG_TEXT_CHARS = 2**16  # guess: below this a text takes a thread for a tenth of a second
 
 T = TypeVar("T")
 
 
 class Tokenizing:
-    """Runs tokenizers and chat templates, one text job at a time. Belongs to the Trio thread.
+    """Runs tokenizers and chat templates. Belongs to the Trio thread. One job runs at a time for
+    short texts, and one for those of `LONG_TEXT_CHARS` and more; parties take turns.
 
     Every async method raises ShuttingDown once the engine is closed.
 
@@ -52,23 +59,23 @@ class Tokenizing:
         threads: Threads,
         tasks: RequestTasks,
         image_decoder: DecodeImage = decode_here,
-        image_limiter: trio.CapacityLimiter | None = None,
+        image_turns: Turns | None = None,
     ) -> None:
         """``image_decoder`` is where images are decoded."""
         self.image_decoder = image_decoder
         self._threads = threads
         self._tasks = tasks
-        self._limiter = trio.CapacityLimiter(1)
-        self._image_limiter = image_limiter or trio.CapacityLimiter(1)
-        self._template_limiters: dict[str, trio.CapacityLimiter] = {}  # one for each model
+        self._short_turns, self._long_turns = Turns(), Turns()
+        self._image_turns = image_turns or Turns()
+        self._template_turns: dict[str, Turns] = {}  # by model
 
-    def with_own_limiter(self) -> Tokenizing:
+    def with_own_turns(self) -> Tokenizing:
         """Return another instance, whose texts do not wait for this one's. Both decode one image
         at a time."""
-        return Tokenizing(self._threads, self._tasks, self.image_decoder, self._image_limiter)
+        return Tokenizing(self._threads, self._tasks, self.image_decoder, self._image_turns)
 
     async def tokenize(
-        self, replica: AnyReplica, text: str, *, add_special_tokens: bool
+        self, replica: AnyReplica, text: str, *, add_special_tokens: bool, party: Hashable
     ) -> tuple[int, ...]:
         """Return the ids of a text: at once if it is short, otherwise made in a thread.
 
@@ -78,43 +85,44 @@ class Tokenizing:
         """
         encode = replica.tokenizer.encode
         return await self.run(
-            len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
-        )
-
-    async def encode_spans(
-        self, replica: AnyReplica, text: str, *, add_special_tokens: bool
-    ) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text, each with the characters that it came from.
-
-        Raises:
-            InvalidRequest: the text cannot be tokenised.
-        Cancellation: as the class.
-        """
-        encode = replica.tokenizer.encode_spans
-        return await self.run(
-            len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+            len(text), lambda: encode(text, add_special_tokens=add_special_tokens), party
         )
 
     async def spans(
-        self, replica: AnyReplica, text: str, *, add_special_tokens: bool
+        self, replica: AnyReplica, text: str, *, add_special_tokens: bool, party: Hashable
     ) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text as `encode_spans`, for an answer.
+        """Return the tokens of a text for an answer, each with the characters that it came from.
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
-            RequestTooLarge: there are more tokens than one answer holds.
+            RequestTooLarge: there are more characters than one call may have, or more tokens than
+                one answer holds.
         Cancellation: as the class.
         """
-        # The ids come first: they are cheap, and their number decides about the rest.
-        count = len(await self.tokenize(replica, text, add_special_tokens=add_special_tokens))
-        if count > TOKENIZE_TOKENS_MAX:
+        if len(text) > TOKENIZE_CHARS_MAX:
             raise RequestTooLarge.of(
-                "text", f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer"
+                "text", f"has {len(text)} characters, of at most {TOKENIZE_CHARS_MAX} in one call"
             )
-        return await self.encode_spans(replica, text, add_special_tokens=add_special_tokens)
+        encode, encode_spans = replica.tokenizer.encode, replica.tokenizer.encode_spans
+
+        def job() -> tuple[TokenSpan, ...]:
+            # The ids come first: they are cheap, and their number decides about the rest.
+            count = len(encode(text, add_special_tokens=add_special_tokens))
+            if count > TOKENIZE_TOKENS_MAX:
+                raise RequestTooLarge.of(
+                    "text", f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer"
+                )
+            return encode_spans(text, add_special_tokens=add_special_tokens)
+
+        return await self.run(len(text), job, party)
 
     async def decode(
-        self, replica: AnyReplica, ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        replica: AnyReplica,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        party: Hashable,
     ) -> str:
         """Return the text of ids.
 
@@ -131,15 +139,15 @@ class Tokenizing:
                         check_ids("ids", (one,), vocab_size, first=index)
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        return await self.run(len(ids), job)
+        return await self.run(len(ids), job, party)
 
-    async def render_chat(self, replica: AnyReplica, chat: Chat) -> str:
+    async def render_chat(self, replica: AnyReplica, chat: Chat, party: Hashable) -> str:
         """Return the text that a model's template makes of messages. Cancellation: as the class.
 
-        This always runs in a thread, with a limiter for each model: a template is code of the
+        This always runs in a thread, and each model has turns of its own: a template is code of the
         model's author, whose running time is unknown, and other models must not wait for it.
         """
-        limiter = self._template_limiters.setdefault(replica.model, trio.CapacityLimiter(1))
+        turns = self._template_turns.setdefault(replica.model, Turns())
         return await self._in_thread(
             lambda: replica.tokenizer.render_chat(
                 chat.messages,
@@ -148,20 +156,22 @@ class Tokenizing:
                 add_generation_prompt=chat.opens_turn,
                 continue_final_message=chat.continue_final_message,
             ),
-            limiter,
+            turns,
+            party,
         )
 
-    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
+    async def run(self, num_chars: int, work: Callable[[], T], party: Hashable) -> T:
         """Return ``work()``, called at once or, for `INLINE_TOKENIZE_CHARS` characters or more, in
         a thread. Cancellation: as the class.
         """
         if num_chars < INLINE_TOKENIZE_CHARS:
             return _guarded(work)()
-        return await self._in_thread(work, self._limiter)
+        turns = self._short_turns if num_chars < LONG_TEXT_CHARS else self._long_turns
+        return await self._in_thread(work, turns, party)
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Return ``work()``, called in a thread. Cancellation: as the class."""
-        return await self._in_thread(work, self._limiter)
+        return await self._in_thread(work, self._short_turns)
 
     async def decode_image(self, read: Callable[[bytes], T], data: bytes) -> T:
         """Return ``read(data)``, called by the image decoder. Cancellation: as the class."""
@@ -170,11 +180,11 @@ class Tokenizing:
     async def run_for_image(self, work: Callable[[], T]) -> T:
         """Return ``work()``, which may have an image decoded, called in a thread. No other image is
         decoded at the same time. Cancellation: as the class."""
-        return await self._in_thread(work, self._image_limiter)
+        return await self._in_thread(work, self._image_turns)
 
-    async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
+    async def _in_thread(self, work: Callable[[], T], turns: Turns, party: Hashable = None) -> T:
         in_thread = _Job(_guarded(work))
-        self._tasks.start(in_thread.run, self._threads, limiter)
+        self._tasks.start(in_thread.run, self._threads, turns, party)
         return await in_thread.result()
 
 
@@ -187,6 +197,24 @@ def of_chat() -> Iterator[None]:
     except (InvalidRequest, RequestTooLarge) as error:
         [violation] = error.violations
         raise type(error).of("chat", violation.description) from error
+
+
+def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
+    """Check that a prompt does not certainly have more than ``most`` tokens, without tokenising it.
+
+    Raises:
+        RequestTooLarge: it has.
+    """
+    fewest = math.ceil(len(text) / tokenizer.max_chars_per_token)
+    if fewest > most:
+        raise too_long(f"at least {fewest}", most)
+
+
+def too_long(count: str, most: int) -> InvalidRequest:
+    """Return the error of a prompt with this number of tokens, of at most ``most``."""
+    return RequestTooLarge.of(
+        "input", f"has {count} tokens, but at most {most} leave room for an answer"
+    )
 
 
 def _guarded(work: Callable[[], T]) -> Callable[[], T]:
@@ -215,11 +243,12 @@ class _Job(Generic[T]):
         self._values: list[T] = []
         self._error: Exception | None = None
 
-    async def run(self, threads: Threads, limiter: trio.CapacityLimiter) -> None:
+    async def run(self, threads: Threads, turns: Turns, party: Hashable) -> None:
         """Run the job in its turn, unless its waiter has left by then."""
         try:
             with self._scope:
-                self._values.append(await threads.run(self._job, limiter))
+                async with turns.turn(party):
+                    self._values.append(await threads.run(self._job, trio.CapacityLimiter(1)))
         except Exception as error:
             self._error = error
         finally:

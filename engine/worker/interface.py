@@ -239,7 +239,10 @@ class TokenSpan:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Turns text into token ids and back. Safe to call from any thread."""
+    """Turns text into token ids and back. Safe to call from any thread. ``max_chars_per_token`` are
+    the most characters of a text that one token can stand for; infinity if that is not known."""
+
+    max_chars_per_token: float
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of a text.

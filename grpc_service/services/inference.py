@@ -141,7 +141,7 @@ class Inference:
 
         Cancellation: safe; the tokens are dropped.
         """
-        spans, max_model_len = await self._backend.engine.tokenize(**asked)
+        spans, max_model_len = await self._backend.engine.tokenize(**asked, origin=rpc.origin)
         # off the loop: 100,000 tokens take a third of a second to encode
         return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
 
@@ -152,7 +152,8 @@ class Inference:
 
         Cancellation: safe; the text is dropped.
         """
-        return text_encoder.encode_text(await self._backend.engine.detokenize(**asked))
+        text = await self._backend.engine.detokenize(**asked, origin=rpc.origin)
+        return text_encoder.encode_text(text)
 
 
 def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:

@@ -8,9 +8,14 @@ import trio
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.plan import RowResult
-from engine.errors import EngineBug, ShuttingDown, TrioletError
-from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.requests.tokenizing import INLINE_TOKENIZE_CHARS
+from engine.errors import EngineBug, RequestTooLarge, ShuttingDown, TrioletError
+from engine.requests.quota import Origin
+from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams
+from engine.requests.tokenizing import (
+    INLINE_TOKENIZE_CHARS,
+    LONG_TEXT_CHARS,
+    TOKENIZE_CHARS_MAX,
+)
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.simulator.determinism import VirtualThreads, run_deterministically
@@ -23,16 +28,19 @@ class Panic(BaseException):
     """The kind of exception that a panic in a Rust library raises."""
 
 
-def run(body, seed, encode):
-    """Run ``body(engine, nursery)`` with a tokenizer that calls ``encode(threads, text)``."""
+def run(body, seed, encode, **attributes):
+    """Run ``body(engine, nursery)`` with a tokenizer that calls ``encode(threads, text)`` and has
+    these attributes."""
     threads = VirtualThreads()
 
     class Tokenizer(FakeTokenizer):
         def encode(self, text, *, add_special_tokens=True):
             return encode(threads, text)
 
+    tokenizer_class = type("Tokenizer", (Tokenizer,), attributes)
+
     class Runner(FakeRunner):
-        tokenizer = Tokenizer()
+        tokenizer = tokenizer_class()
 
     def make_runner(model, config):
         return Runner(script=FakeScript(step_s=0.01, sleep=threads.note_sleep))
@@ -49,7 +57,7 @@ def run(body, seed, encode):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_request_that_tokenises_while_the_engine_ends_gets_an_error(seed):
+def test_texts_that_wait_while_the_engine_ends_are_tokenised_and_later_ones_refused(seed):
     ends = []
 
     def encode(threads, text):
@@ -57,16 +65,21 @@ def test_a_request_that_tokenises_while_the_engine_ends_gets_an_error(seed):
         return (1, 2, 3)
 
     async def body(engine, nursery):
-        async def tokenize():
-            with pytest.raises(ShuttingDown):
+        async def tokenize(after_s):
+            await trio.sleep(after_s)
+            try:
                 await engine.tokenize("", text=LONG)
-            ends.append(trio.current_time())
+            except ShuttingDown:
+                ends.append(f"error after {after_s}")
+            else:
+                ends.append(f"answer after {after_s}")
 
-        nursery.start_soon(tokenize)
-        await trio.sleep(1)  # the engine closes while the first half is tokenised
+        for after_s in (0, 0, 30):
+            nursery.start_soon(tokenize, after_s)
+        await trio.sleep(1)  # the engine closes while the first text is tokenised
 
     run(body, seed, encode)
-    assert len(ends) == 1
+    assert ends == ["answer after 0", "answer after 0", "error after 30"]
 
 
 @pytest.mark.parametrize("text", ["p", "p" + LONG])
@@ -89,6 +102,77 @@ def test_a_tokenizer_that_panics_ends_its_own_request_and_no_other(text):
         assert other.error is None
 
     run(body, 0, encode)
+
+
+def test_a_short_text_never_waits_for_a_long_one_and_parties_take_turns():
+    """One client has ten long texts; another one's short prompt is tokenised at once, and its long
+    one after the text that is being tokenised. A text whose client has left is not tokenised."""
+    seen = []
+
+    def encode(threads, text):
+        seen.append(text[0])
+        threads.note_sleep(5.0 if len(text) >= LONG_TEXT_CHARS else 0.1)
+        return (1, 2, 3)
+
+    async def body(engine, nursery):
+        ends = {}
+
+        async def tokenize(name, count, address):
+            origin = Origin(address=address)
+            await engine.tokenize("", text=name * count, origin=origin)
+            ends[name] = trio.current_time()
+
+        with trio.CancelScope() as leaving:
+            async with trio.open_nursery() as hostile:
+                for name in "abcdefghij":
+                    hostile.start_soon(tokenize, name, LONG_TEXT_CHARS, "noisy")
+                await trio.sleep(1.0)
+                began = trio.current_time()
+                nursery.start_soon(tokenize, "s", INLINE_TOKENIZE_CHARS, "other")
+                nursery.start_soon(tokenize, "l", LONG_TEXT_CHARS, "other")
+                await trio.sleep(1.0)
+                assert ends["s"] < began + 0.5
+                await trio.sleep(20.0)
+                # after what was left of the first text, and one more of the other client
+                assert ends["l"] == began + 4.0 + 5.0 + 5.0
+                leaving.cancel()
+        num_seen = len(seen)
+        await trio.sleep(60.0)
+        assert len(seen) == num_seen
+        assert num_seen < 10
+
+    run(body, 0, encode)
+
+
+def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenised():
+    seen = []
+
+    def encode(threads, text):
+        seen.append(len(text))
+        return (1,) * (len(text) // 4)
+
+    async def error_of_generate(engine, text, **prompt):
+        sampling = SamplingParams(max_tokens=1)
+        request = GenerateRequest(text=text, sampling=sampling, prompt=PromptOptions(**prompt))
+        stream = engine.submit(request, buffer=99)
+        await stream.wait_closed()
+        return stream.error
+
+    async def body(engine, nursery):
+        model_len = engine.list_models()[0].max_model_len
+        too_long, fits = "a" * (4 * model_len), "a" * (4 * (model_len - 1))
+        error = await error_of_generate(engine, too_long)
+        assert isinstance(error, RequestTooLarge)
+        assert f"at least {model_len} tokens, but at most {model_len - 1}" in str(error)
+        assert seen == []
+        assert await error_of_generate(engine, fits) is None
+        assert await error_of_generate(engine, too_long, truncate_to=5) is None
+        assert seen == [len(fits), len(too_long)]
+        with pytest.raises(RequestTooLarge, match="of at most 1048576 in one call"):
+            await engine.tokenize("", text="a" * (TOKENIZE_CHARS_MAX + 1))
+        assert len(seen) == 2
+
+    run(body, 0, encode, max_chars_per_token=4)
 
 
 async def test_a_request_that_tokenises_when_its_loop_dies_gets_an_error():

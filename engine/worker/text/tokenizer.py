@@ -30,6 +30,7 @@ from engine.worker.interface import TokenSpan
 from engine.worker.load.reading import check_readable, has_file, read_text, reading
 from engine.worker.text.call_turns import CallForm, form_of, in_form
 from engine.worker.text.templates import check_syntax, render, takes_tools
+from engine.worker.text.token_sizes import max_chars_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,6 +67,7 @@ _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 class HfTokenizer:
     """Implements `engine.worker.interface.Tokenizer` with one `tokenizers.Tokenizer`.
 
+    ``max_chars_per_token`` are the most characters that one token can stand for (`token_sizes`).
     ``special_ids`` are the ids that ``skip_special_tokens`` leaves out. ``special_tokens`` maps
     names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or nothing. A
     token that is decoded behind the anchor looks as it does inside a text, with its leading space.
@@ -82,16 +84,14 @@ class HfTokenizer:
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self.special_ids = frozenset(
-            id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special
-        )
-        self._added = {
-            token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()
-        }
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._added = {token.content: id_ for id_, token in added.items()}
         self._special_sizes = frozenset(
             len(text) for text, id_ in self._added.items() if id_ in self.special_ids
         )
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.max_chars_per_token = max_chars_per_token(backend)
         self.anchor = _find_anchor(backend)
         self._chat_templates = dict(chat_templates or {})
         self._texts: dict[int, str] = {}

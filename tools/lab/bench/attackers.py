@@ -25,6 +25,8 @@ from tests.support.raw_http2 import END_HEADERS, END_STREAM, frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from google.protobuf.message import Message
+
 PIECE_BYTES = 2**14  # sent at once
 REST_S = 0.02  # after a refused connection
 NEW_MAX = 40  # connections that are opened in a row
@@ -168,8 +170,19 @@ def half_messages(
 
 
 GZIP = block_of([(b"grpc-encoding", b"gzip")])
-LARGE_TEXT = pb.TokenizeRequest(text="a " * 2_000_000).SerializeToString()
-LARGE = framed(gzip.compress(LARGE_TEXT), is_compressed=True)
+ANSWERED = pb.TokenizeRequest(text="a " * 45_000)  # with about as many tokens as an answer holds
+LONG = pb.TokenizeRequest(text="a " * 2**19)  # the longest
+CUT = pb.GenerateRequest(
+    text="a " * (2**21 - 100), prompt={"truncate_to": 9}, sampling={"max_tokens": 1}
+)
+
+
+def packed(message: Message) -> bytes:
+    """Return the compressed body of a call."""
+    return framed(gzip.compress(message.SerializeToString()), is_compressed=True)
+
+
+LARGE, LONG_BODY, CUT_BODY = map(packed, (ANSWERED, LONG, CUT))
 BOMB = framed(gzip.compress(bytes(MESSAGE_BYTES)), is_compressed=True)
 IMAGE_BOMB = framed(gzip.compress(bytes(IMAGE_BYTES)), is_compressed=True)
 IMAGES = pb.EmbedRequest(inputs=[{"image": bytes(IMAGE_BYTES - 2**10)}]).SerializeToString()
@@ -178,6 +191,16 @@ IMAGES = pb.EmbedRequest(inputs=[{"image": bytes(IMAGE_BYTES - 2**10)}]).Seriali
 def tokenize(stream: int) -> bytes:
     """Return a call whose answer is large."""
     return headers(stream, request(TOKENIZE) + GZIP) + data(stream, LARGE, is_last=True)
+
+
+def long_text(stream: int) -> bytes:
+    """Return a call that has the longest text tokenised."""
+    return headers(stream, request(TOKENIZE) + GZIP) + data(stream, LONG_BODY, is_last=True)
+
+
+def long_prompt(stream: int) -> bytes:
+    """Return a call whose prompt is as long as a message can be, and cut."""
+    return headers(stream, request() + GZIP) + data(stream, CUT_BODY, is_last=True)
 
 
 def bomb(stream: int) -> bytes:
@@ -299,6 +322,8 @@ ATTACKS = {
         ),
         keeps_windows=True,
     ),
+    "long texts": Attack(calls(long_text, 4), keeps_windows=True),
+    "long prompts that are cut": Attack(calls(long_prompt, 4), keeps_windows=True),
     "gzip bombs": Attack(calls(bomb), keeps_windows=True),
     "gzip bombs of images": Attack(calls(image_bomb, 25), keeps_windows=True),
     "images that are none": Attack(no_images, keeps_windows=True),

@@ -1,0 +1,78 @@
+"""How many characters of a text one token can stand for, so that a text that is too long can be
+refused before it is tokenised.
+
+Rule: a kind of normalizer, pre-tokenizer or model that is not named here has no bound, as it may
+drop characters, or make one token of any number of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tokenizers import Tokenizer
+
+# The most characters that these forms make one of. Source: Unicode, "Normalization FAQ": the
+# decomposition of a character has at most four.
+COMPOSED_CHARS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}
+BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
+
+
+def max_chars_per_token(backend: Tokenizer) -> float:
+    """Return the most characters of a text that one token can stand for; infinity where there is no
+    bound, or none is known."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    splits = [*_parts(backend.pre_tokenizer, "pretokenizers")]
+    is_bounded = (
+        type(backend.model).__name__ == "BPE"
+        and _has_every_character(backend, vocabulary, splits)
+        and all(map(_keeps_all, splits))
+        and not any(one.lstrip or one.rstrip for one in backend.get_added_tokens_decoder().values())
+    )
+    if not (is_bounded and vocabulary):
+        return math.inf
+    factor = math.prod(map(_shrinkage, _parts(backend.normalizer, "normalizers")))
+    return factor * max(map(len, vocabulary))
+
+
+def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Yield what a normalizer or a pre-tokenizer consists of, as tokenizer.json has it."""
+    waiting = [] if component is None else [json.loads(component.__getstate__())]
+    while waiting:
+        one = waiting.pop(0)
+        if one["type"] == "Sequence":
+            waiting = one[name] + waiting
+        else:
+            yield one
+
+
+def _has_every_character(
+    backend: Tokenizer, vocabulary: Mapping[str, int], splits: list[dict[str, Any]]
+) -> bool:
+    """Return whether every character has tokens. Otherwise many are one unknown token, or none."""
+    if any(one["type"] == "ByteLevel" for one in splits):
+        return all(one in vocabulary for one in ByteLevel.alphabet())
+    return bool(backend.model.byte_fallback) and all(one in vocabulary for one in BYTES)
+
+
+def _keeps_all(split: Mapping[str, Any]) -> bool:
+    """Return whether a pre-tokenizer drops no character."""
+    if split["type"] in {"Split", "Punctuation"}:
+        return bool(split["behavior"] != "Removed")
+    return split["type"] in {"ByteLevel", "Digits", "Metaspace"}
+
+
+def _shrinkage(normalizer: Mapping[str, Any]) -> float:
+    """Return how many characters a normalizer may make one of."""
+    if normalizer["type"] == "Prepend":
+        return 1
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String", "")
+        return 1 if 0 < len(pattern) <= len(normalizer["content"]) else math.inf
+    return COMPOSED_CHARS.get(normalizer["type"], math.inf)
