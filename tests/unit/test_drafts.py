@@ -486,6 +486,15 @@ def test_what_a_draft_model_takes_makes_its_drafts_shorter():
     assert lengths[-1] == 0
 
 
+def test_an_offer_that_pays_makes_the_next_trial_as_late_as_the_first():
+    trials = Trials(slows=True)
+    first = [trials.is_due() for _ in range(TRY_EVERY)]
+    assert first == [False] * (TRY_EVERY - 1) + [True]
+    assert not any(trials.is_due() for _ in range(TRY_EVERY))
+    trials.note_paying()
+    assert [trials.is_due() for _ in range(TRY_EVERY)] == first
+
+
 def test_what_a_draft_model_takes_is_measured_in_steps_without_drafts():
     costs = StepCosts()
     costs.note_passes(1, 4, 0.004)  # nobody knows yet how long a step takes

@@ -358,12 +358,14 @@ def test_timings_add_up():
     driver.submit("a", [1] * 4, buffer=2)
     driver.now = 1.0
     assert driver.scheduler.phase_of("a") == ("queued", False)
+    assert driver.scheduler.is_live("a")
     driver.step(read=False)
     assert driver.scheduler.phase_of("a").has_begun
     assert driver.begin_step() is None  # parked now
     driver.now = 3.0
     driver.read("a")
     driver.step()
+    assert not driver.scheduler.is_live("a")
     timings = driver.finished["a"].timings
     assert timings.queue_s == pytest.approx(1.0)
     assert timings.parked_s == pytest.approx(1.99)

@@ -94,6 +94,26 @@ def test_a_reader_without_room_is_passed_over_and_leaves_its_seat():
     assert len(driver.got["full"]) == 2
 
 
+def test_timings_add_up():
+    driver = ImageDriver()
+    driver.submit("a", steps=2, buffer=1)
+    driver.now = 1.0
+    assert driver.scheduler.is_live("a")
+    for _ in range(3):  # the prompt, and a step whose reader then has no room
+        driver.step(read=False)
+    began = driver.now
+    driver.now += 5.0
+    driver.read("a")
+    driver.run()
+    assert not driver.scheduler.is_live("a")
+    timings = driver.finished["a"].timings
+    assert timings.queue_s == pytest.approx(1.0)
+    assert timings.parked_s == pytest.approx(5.0, abs=0.1)
+    whole = timings.queue_s + timings.prefill_s + timings.decode_s + timings.parked_s
+    assert whole == pytest.approx(driver.now)
+    assert began - 1.0 > timings.prefill_s > 0
+
+
 def test_parked_drawings_are_bounded():
     driver = ImageDriver(max_drawings=1)
     for number in range(6):
