@@ -192,7 +192,6 @@ class RpcServer:
                     return
             except OSError as error:
                 log.log(self._level_of(error), "%s: %s", peer, error)
-                self._shared.addresses.add_debt_s(address, BROKEN_CONNECTION * POINT_S)
                 return
             connection = Connection(self._shared, transport, peer)
             connection.http2.is_reserved = given is Pass.RESERVED
@@ -225,15 +224,16 @@ class RpcServer:
         open.
 
         Raises:
-            OSError: there is no connection.
-        Cancellation: the transport is closed.
+            OSError: there is no connection; the address owes for it.
+        Cancellation: the transport is closed; the address owes for an opening that had begun.
         """
-        shared, is_open = self._shared, False
+        shared, is_open, broken_s = self._shared, False, 0.0
         try:
             if not await self._pay(transport, address):
                 return False
             await shared.share.enter(address)
             shared.share.spend(CONNECTION * POINT_S + transport.opening_s)
+            broken_s = BROKEN_CONNECTION * POINT_S
             with trio.move_on_after(self.limits.handshake_timeout_s) as scope:
                 await transport.open()
             if scope.cancelled_caught:
@@ -243,24 +243,30 @@ class RpcServer:
         finally:
             self._entrance.note_opened(address)
             if not is_open:
+                shared.addresses.add_debt_s(address, broken_s)
                 await transport.close()
 
     async def _pay(self, transport: Transport, address: str) -> bool:
         """Wait until the time is paid that the address owes. Return whether the client is still
         there: one that has left pays little, so that a client behind many of them is served soon.
 
-        Cancellation: safe; the address owes no more than before.
+        Cancellation: safe; the address owes what it owed.
         """
         addresses, overhead = self._shared.addresses, self._shared.overhead
         debt_s = addresses.take_debt_s(address)
         if debt_s or self._entrance.is_paying(address):
-            with self._entrance.paying(address):
-                await overhead.enter(address, LEFT_CONNECTION * POINT_S)
-                if transport.has_left:
+            is_paid = False
+            try:
+                with self._entrance.paying(address):
+                    await overhead.enter(address, LEFT_CONNECTION * POINT_S)
+                    if not transport.has_left:
+                        await overhead.enter(address, max(debt_s, OPENING * POINT_S))
+                        is_paid = True
+            finally:
+                if not is_paid:
                     addresses.add_debt_s(address, debt_s)
-                    return False
-                await overhead.enter(address, max(debt_s, OPENING * POINT_S))
-        elif transport.has_left:
+            return is_paid
+        if transport.has_left:
             addresses.add_debt_s(address, LEFT_CONNECTION * POINT_S)
             return False
         return True

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from grpc_service.rpc.accounts import CONNECTION, POINT_S
+from grpc_service.rpc.accounts import BROKEN_CONNECTION, CONNECTION, POINT_S
 from grpc_service.rpc.entrance import Entrance, Pass
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.places import Places
@@ -164,6 +164,22 @@ async def test_a_connection_leaves_a_debt_of_what_it_took(autojump_clock):
         await trio.testing.wait_all_tasks_blocked()
         debt_s = running.server._shared.addresses.take_debt_s(address_of(NOISY))
         assert debt_s >= CONNECTION * POINT_S
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["it waits", "in a handshake"])
+async def test_who_loses_its_place_while_it_is_opened_still_owes(begins, autojump_clock):
+    """Red if an address that comes into the reserve over and over loses its debt there."""
+    async with serving(echo, Limits(connections_max=0, reserved_max=1)) as running:
+        addresses, owed_s = running.server._shared.addresses, BROKEN_CONNECTION * POINT_S
+        if not begins:
+            addresses.add_debt_s(address_of(NOISY), owed_s)
+        first = Client(Wire(NOISY))
+        first.wire.ready = trio.Event()
+        for one in (first, Client(Wire(OTHER))):
+            running.listener.arrive(one.wire)
+            await trio.testing.wait_all_tasks_blocked()
+        assert first.wire.is_closed
+        assert addresses.take_debt_s(address_of(NOISY)) == pytest.approx(owed_s)
 
 
 @pytest.fixture
