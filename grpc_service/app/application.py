@@ -301,7 +301,7 @@ def _limits_of(config: ServerConfig) -> Limits:
         extra_bytes_by_method=dict.fromkeys(TAKING_IMAGES, config.max_image_bytes),
         keepalive_time_s=config.keepalive_time_s,
         keepalive_timeout_s=config.keepalive_timeout_s,
-        connections_max=num_connections(config.max_connections),
+        connections_max=num_connections(config.max_connections, 1 + len(config.vllm_engine_ports)),
         connections_per_address_max=config.max_connections_per_address,
         connection_age_s=config.max_connection_age_s or math.inf,
         connection_idle_s=config.max_connection_idle_s,

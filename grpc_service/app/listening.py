@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# File descriptors for all that is no connection: the reserve of a full server, workers, models'
-# files. Guess: four times the reserve.
+# File descriptors for all that is no connection of a port: the reserve of a full one, workers,
+# models' files. Guess: four times the reserve.
 OTHER_FILES = 256
 
 
-def num_connections(wanted: int) -> int:
-    """Return how many of the ``wanted`` connections a server may have open, and let the process
-    have a file descriptor for each as far as the system allows. Beyond that it could accept none,
-    not even a probe's."""
+def num_connections(wanted: int, num_ports: int = 1) -> int:
+    """Return how many of the ``wanted`` connections each of the process's ports may have open, and
+    let the process have a file descriptor for each as far as the system allows. Beyond that it
+    could accept none, not even a probe's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + OTHER_FILES
+    needed = num_ports * (wanted + OTHER_FILES)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         with suppress(OSError, ValueError):  # a system may have limits that it does not tell
@@ -38,7 +38,7 @@ def num_connections(wanted: int) -> int:
             soft = most
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    found = max(1, soft - OTHER_FILES)
+    found = max(1, soft // num_ports - OTHER_FILES)
     log.warning(
         "--max-connections is %d here, as the process may have %d files open (ulimit -n)",
         found,

@@ -7,7 +7,9 @@ import resource
 
 import pytest
 
+from grpc_service.app import application
 from grpc_service.app.listening import OTHER_FILES, num_connections
+from grpc_service.app.server_config import ServerConfig
 
 INFINITY = resource.RLIM_INFINITY
 
@@ -42,3 +44,15 @@ def test_there_are_descriptors_for_all_connections(
         assert num_connections(1000) == found
     assert raised == ([] if raised_to is None else [(raised_to, hard)])
     assert bool(caplog.text) == (found < 1000)
+
+
+@pytest.mark.parametrize(("hard", "found"), [(INFINITY, 1000), (1536, 512 - OTHER_FILES)])
+def test_ports_for_gateways_have_descriptors_too(hard, found, monkeypatch):
+    """Red if the connections of one port can take the descriptors of all ports."""
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    config = ServerConfig(max_connections=1000, vllm_engine_ports=(("a", 1), ("b", 2)))
+    limits = application._limits_of(config)
+    assert limits.connections_max == found
+    assert raised == [(3 * (found + OTHER_FILES), hard)]
