@@ -1,10 +1,10 @@
 """Makes the core's request from an Embed or Rerank request: checked and cut inputs.
 
 Rule 1: everything that can be wrong in a request is found here, before its first result, and every
-violation names its proto path. Rule 2: texts are tokenised with a limiter of their own, so that a
-large Embed does not delay a Generate's prompt. Rule 3: images are decoded with another limiter, one
-image at a time, so that requests take turns, and that one which leaves waits for no more than one
-image; the memory of the decoded ones is bounded (`engine.requests.image_memory`).
+violation names its proto path. Rule 2: texts are tokenised in turns of their own, so that a large
+Embed does not delay a Generate's prompt. Rule 3: images are decoded one at a time, so that requests
+take turns, and that one which leaves waits for no more than one image; the memory of the decoded
+ones is bounded (`engine.requests.image_memory`).
 """
 
 from __future__ import annotations
