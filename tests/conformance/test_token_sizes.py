@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 
 import pytest
 
@@ -57,11 +58,33 @@ def with_added(**options):
     return made
 
 
+LIGATURE = "\ufdfa"  # a compatibility character of eighteen
+
+
+def of_bytes(**options):
+    """Return a tokenizer of bytes whose characters have tokens of their own at such a place."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(
+        models.BPE({one: number for number, one in enumerate(alphabet)}, [], **options)
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return made
+
+
+def with_normalized():
+    """Return a tokenizer with an added token that is found as its text's longer normal form."""
+    made = of_bytes()
+    made.normalizer = normalizers.NFKC()
+    made.add_tokens([AddedToken(LIGATURE, normalized=True)])
+    return made
+
+
 BOUNDED = {
     **toy_tokenizers.ALL,
     "composing": lambda: bpe(COMPOSED * 8, normalizer=normalizers.NFC()),
     "composing widely": lambda: bpe(COMPOSED * 8, normalizer=normalizers.NFKC()),
     "decomposing": lambda: bpe(DECOMPOSED, normalizer=normalizers.NFD()),
+    "an added token": with_normalized,
     "replacing": lambda: bpe(SPACES, normalizer=normalizers.Replace(" ", "\u2581")),
     "splitting": lambda: bpe(
         SPACES, pre_tokenizer=pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
@@ -76,6 +99,8 @@ UNBOUNDED = {
         "x" * 99,
     ),
     "unknown characters": (lambda: bpe("ab", byte_fallback=False), "ab" + "x" * 99),
+    "characters inside words": (lambda: of_bytes(continuing_subword_prefix="##"), "a" * 99),
+    "characters that end words": (lambda: of_bytes(end_of_word_suffix="</w>"), " b" * 99),
     "splits that drop": (lambda: bpe("ab", pre_tokenizer=pre_tokenizers.Whitespace()), " " * 99),
     "a pattern that drops": (
         lambda: bpe("ab", pre_tokenizer=pre_tokenizers.Split(" ", behavior="removed")),
@@ -111,7 +136,10 @@ def test_no_text_has_fewer_tokens_than_its_length_says(name):
     assert max_chars_per_token(backend) < math.inf
     longest = sorted(backend.get_vocab(), key=len)[-30:]
     decoded = [backend.decode([backend.token_to_id(one)]) for one in longest]
-    found = [one for one in (*decoded, *longest, COMPOSED, DECOMPOSED, " ", "\n") if one]
+    others = COMPOSED, DECOMPOSED, unicodedata.normalize("NFKC", LIGATURE), " ", "\n"
+    found = [one for one in (*decoded, *longest, *others) if one]
+    for one in found:
+        assert length(backend, one * 30) >= fewest(backend, one * 30), one
     piece = st.one_of(st.sampled_from(found), st.text(max_size=4))
     repeated = st.builds(lambda one, count: one * count, piece, st.integers(1, 30))
 

@@ -29,16 +29,20 @@ def max_chars_per_token(backend: Tokenizer) -> float:
     bound, or none is known."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     splits = [*_parts(backend.pre_tokenizer, "pretokenizers")]
+    added = backend.get_added_tokens_decoder().values()
     is_bounded = (
         type(backend.model).__name__ == "BPE"
         and _has_every_character(backend, vocabulary, splits)
         and all(map(_keeps_all, splits))
-        and not any(one.lstrip or one.rstrip for one in backend.get_added_tokens_decoder().values())
+        and not any(one.lstrip or one.rstrip for one in added)
     )
     if not (is_bounded and vocabulary):
         return math.inf
-    factor = math.prod(map(_shrinkage, _parts(backend.normalizer, "normalizers")))
-    return factor * max(map(len, vocabulary))
+    normalizer, found = backend.normalizer, [*vocabulary]
+    if normalizer is not None:  # such a token is found as what its text becomes
+        found += [normalizer.normalize_str(one.content) for one in added if one.normalized]
+    factor = math.prod(map(_shrinkage, _parts(normalizer, "normalizers")))
+    return factor * max(map(len, found))
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
@@ -56,9 +60,12 @@ def _has_every_character(
     backend: Tokenizer, vocabulary: Mapping[str, int], splits: list[dict[str, Any]]
 ) -> bool:
     """Return whether every character has tokens. Otherwise many are one unknown token, or none."""
+    model = backend.model
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False  # a character has another token inside or at the end of a word
     if any(one["type"] == "ByteLevel" for one in splits):
         return all(one in vocabulary for one in ByteLevel.alphabet())
-    return bool(backend.model.byte_fallback) and all(one in vocabulary for one in BYTES)
+    return bool(model.byte_fallback) and all(one in vocabulary for one in BYTES)
 
 
 def _keeps_all(split: Mapping[str, Any]) -> bool:
