@@ -38,6 +38,7 @@ class Entrance:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._open: Counter[str] = Counter()  # without the reserve
+        self._num_open = 0  # of all addresses, of which there may be thousands
         self._opening: Counter[str] = Counter()  # not ready for bytes yet
         self._paying: Counter[str] = Counter()  # that wait for what their addresses owe
         self._reserve = Places(limits.reserved_max)
@@ -53,6 +54,7 @@ class Entrance:
         self._opening[address] += 1
         if given is Pass.FULL:
             self._open[address] += 1
+            self._num_open += 1
         return given
 
     def _judge(self, address: str) -> Pass:
@@ -61,7 +63,7 @@ class Entrance:
         most = limits.openings_in_debt_max if owes else limits.openings_per_address_max
         if self._opening[address] >= most:
             return Pass.REFUSED
-        is_full = self._open.total() >= limits.connections_max
+        is_full = self._num_open >= limits.connections_max
         if is_full or self._open[address] >= limits.connections_per_address_max:
             return Pass.RESERVED
         return Pass.FULL
@@ -77,6 +79,7 @@ class Entrance:
         try:
             yield
         finally:
+            self._num_open -= 1
             _take_one(self._open, address)
 
     def note_opened(self, address: str) -> None:

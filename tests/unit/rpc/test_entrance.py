@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 import trio
@@ -39,6 +40,22 @@ def test_an_address_that_owes_time_has_few_connections_that_wait_for_it():
         assert entrance.admit("b") is Pass.FULL
     assert entrance.admit("a") is Pass.FULL
     assert not entrance.is_paying("a")
+
+
+def test_a_crowd_is_let_in_quickly_however_many_addresses_are_connected():
+    """Red if the connections of all addresses are summed up for each that comes."""
+    entrance = Entrance(Limits())
+    for number in range(15_000):
+        entrance.admit(f"{number}")
+        entrance.note_opened(f"{number}")
+
+    def seconds():
+        begin = time.thread_time()
+        for _ in range(ACCEPTS_MAX):
+            assert entrance.admit("a") is Pass.FULL
+        return time.thread_time() - begin
+
+    assert min(seconds() for _ in range(3)) < 2e-3
 
 
 async def test_what_is_beyond_the_limits_comes_into_the_reserve():
