@@ -30,15 +30,15 @@ if _version_not_supported:
 class InferenceStub:
     """Asks models for something. These rules hold for every call:
 
-    An empty `model` means the first configured model that has the capability. An optional field
-    that is unset has the default that its comment gives after "Unset:". A field that is set is never
+    An empty `model` means the first configured model that has the capability. An optional field that
+    is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
     field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
-    map are counted over the whole request, before it is decoded; the field's comment has their limit
-    ("At most 64."). All fields and ids of a request together are at most 327680. The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. A request that does not succeed ends with a status other than OK, whose
-    reason is in a google.rpc.ErrorInfo of domain `triolet`.
+    map are counted over the whole request; the field's comment has their limit ("At most 64."). A
+    request has at most 327680 fields and ids. The call's deadline is the request's deadline, and
+    cancelling the call ends the request within one step. A request that does not succeed ends with a
+    status other than OK, whose reason is in a google.rpc.ErrorInfo of domain `triolet`.
     """
 
     def __init__(self, channel):
@@ -87,15 +87,15 @@ class InferenceStub:
 class InferenceServicer:
     """Asks models for something. These rules hold for every call:
 
-    An empty `model` means the first configured model that has the capability. An optional field
-    that is unset has the default that its comment gives after "Unset:". A field that is set is never
+    An empty `model` means the first configured model that has the capability. An optional field that
+    is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
     field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
-    map are counted over the whole request, before it is decoded; the field's comment has their limit
-    ("At most 64."). All fields and ids of a request together are at most 327680. The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. A request that does not succeed ends with a status other than OK, whose
-    reason is in a google.rpc.ErrorInfo of domain `triolet`.
+    map are counted over the whole request; the field's comment has their limit ("At most 64."). A
+    request has at most 327680 fields and ids. The call's deadline is the request's deadline, and
+    cancelling the call ends the request within one step. A request that does not succeed ends with a
+    status other than OK, whose reason is in a google.rpc.ErrorInfo of domain `triolet`.
     """
 
     def Generate(self, request, context):
@@ -215,15 +215,15 @@ def add_InferenceServicer_to_server(servicer, server):
 class Inference:
     """Asks models for something. These rules hold for every call:
 
-    An empty `model` means the first configured model that has the capability. An optional field
-    that is unset has the default that its comment gives after "Unset:". A field that is set is never
+    An empty `model` means the first configured model that has the capability. An optional field that
+    is unset has the default that its comment gives after "Unset:". A field that is set is never
     ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
     (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
     field by its path here, such as `sampling.top_p` or `inputs[3].text`. The values of a list or a
-    map are counted over the whole request, before it is decoded; the field's comment has their limit
-    ("At most 64."). All fields and ids of a request together are at most 327680. The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. A request that does not succeed ends with a status other than OK, whose
-    reason is in a google.rpc.ErrorInfo of domain `triolet`.
+    map are counted over the whole request; the field's comment has their limit ("At most 64."). A
+    request has at most 327680 fields and ids. The call's deadline is the request's deadline, and
+    cancelling the call ends the request within one step. A request that does not succeed ends with a
+    status other than OK, whose reason is in a google.rpc.ErrorInfo of domain `triolet`.
     """
 
     @staticmethod
