@@ -186,7 +186,7 @@ MUTANTS = (
         "unpark",
         "self.seats_over(seq) > 0",
         "False",
-        seed=2,
+        seed=5,
     ),
     Mutant(
         "a start takes a seat that nobody left",
@@ -224,7 +224,7 @@ MUTANTS = (
         "next_wakeup",
         "next_stall(unread.values(), self.config.stall_timeout_s, now) if unread else None",
         "None",
-        seed=26,
+        seed=39,
     ),
     Mutant(
         "a deadline is ignored",
@@ -239,7 +239,7 @@ MUTANTS = (
         "release",
         "return True",
         "return False",
-        seed=2,
+        seed=3,
     ),
     Mutant(
         "a prepared plan keeps the rows that ended",
@@ -247,7 +247,7 @@ MUTANTS = (
         "reconcile",
         "is_ending = State.ENDING",
         "is_ending = State.FINISHED",
-        seed=3,
+        seed=5,
     ),
     Mutant(
         "a step runs while the engine is paused",
@@ -308,6 +308,7 @@ MUTANTS = (
         "_write_events",
         "self._give_back(num_credited)",
         "pass",
+        seed=6,
     ),
     Mutant(
         "what was written in a delivery gives no credit back",
@@ -542,7 +543,7 @@ MUTANTS = (
         "push",
         "self.release(1)",
         "pass",
-        seed=18,
+        seed=26,
     ),
     Mutant(
         "the best scores come in the order of their steps",
@@ -572,7 +573,7 @@ MUTANTS = (
         "_read_images",
         "found.append(",
         "made.append(made[0]) if made else found.append(",
-        seed=11,
+        seed=22,
     ),
     Mutant(
         "a step has texts and images",
@@ -612,7 +613,7 @@ MUTANTS = (
         "contents_of_blocks",
         "image.digest + ",
         "",
-        seed=5,
+        seed=63,
     ),
     Mutant(
         "the images of a prompt get each other's places",
@@ -636,6 +637,7 @@ MUTANTS = (
         "_read_each",
         "found.append(FieldViolation(path, str(error)))",
         "(made.append(made[0]) if made else found.append(FieldViolation(path, str(error))))",
+        seed=81,
     ),
     Mutant(
         "a chat keeps the memory of its images",
