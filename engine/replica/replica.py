@@ -146,7 +146,7 @@ class Replica(Generic[InfoT, ToolsT]):
     adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded, by the pool's keys
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
-    outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
+    outstanding_tokens: int = 0  # of requests whose clients are there, prompt and output, at most
     restarts: int = 0
     processed: int = 0
     failed: int = 0
@@ -159,13 +159,15 @@ class Replica(Generic[InfoT, ToolsT]):
         return Work(self.outstanding_tokens, self.num_leases)
 
     @contextmanager
-    def busy_with(self, num_tokens: int) -> Iterator[None]:
-        """Count ``num_tokens`` tokens as still to be computed while the block lasts."""
-        self.outstanding_tokens += num_tokens
+    def busy_with(self, num_tokens: int) -> Iterator[TokensAhead]:
+        """Count ``num_tokens`` tokens as still to be computed while the block lasts, unless
+        `TokensAhead.count` says otherwise."""
+        ahead = TokensAhead(self, num_tokens)
+        ahead.count(True)
         try:
-            yield
+            yield ahead
         finally:
-            self.outstanding_tokens -= num_tokens
+            ahead.end()
 
     @property
     def num_leases(self) -> int:
@@ -238,6 +240,29 @@ class Replica(Generic[InfoT, ToolsT]):
 
 
 AnyReplica: TypeAlias = Replica[Any, Any]
+
+
+class TokensAhead:
+    """The tokens of one request that ``replica`` has still to compute, at most."""
+
+    __slots__ = ("_num_counted", "_num_tokens", "_replica")
+
+    def __init__(self, replica: AnyReplica, num_tokens: int) -> None:
+        self._replica = replica
+        self._num_tokens = num_tokens
+        self._num_counted = 0
+
+    def count(self, is_counted: bool) -> None:
+        """Let the tokens count as work of the replica, or not. Idempotent; no effect after
+        `end`."""
+        num_tokens = self._num_tokens if is_counted else 0
+        self._replica.outstanding_tokens += num_tokens - self._num_counted
+        self._num_counted = num_tokens
+
+    def end(self) -> None:
+        """Count nothing any more, as the request has ended or joins another replica."""
+        self.count(False)
+        self._num_tokens = 0
 
 
 @dataclass(frozen=True, slots=True)

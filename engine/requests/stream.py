@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.events import OutputEvent
     from engine.core.common.types import RequestId, Timings
-    from engine.replica.replica import Replica
+    from engine.replica.replica import Replica, TokensAhead
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -185,6 +185,7 @@ class RequestStream(Generic[EventT]):
         self.started_at = trio.current_time()
         self.load_s = 0.0
         self.replica: Replica[Any, Any] | None = None
+        self.ahead: TokensAhead | None = None  # from the queue on
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call
         self.model = ""

@@ -317,7 +317,7 @@ class Supervisor:
         stream.queued.add(request.num_tokens)
         replica.loop.submit(Submit(request, stream.credit), stream)
         try:
-            with replica.busy_with(request.num_tokens_ahead):
+            with replica.busy_with(request.num_tokens_ahead) as stream.ahead:
                 await stream.wait_turn()
         finally:
             stream.phase = replica.loop.phase_of(request.request_id) or stream.phase

@@ -116,10 +116,13 @@ class TextStream(RequestStream[StreamEvent]):
             self.report_drained()
 
     def report_client(self, *, is_there: bool) -> None:
-        """Let the core know whether the client has its connection."""
+        """Let the core know whether the client has its connection. Others go before a request whose
+        client is away, so that it is no work of its replica then."""
         if self.replica is not None:
             event = ClientCame if is_there else ClientLeft
             self.replica.loop.post(event(self.core_id))
+        if self.ahead is not None:
+            self.ahead.count(is_there)
 
     # ---- before the request is in the queue
 

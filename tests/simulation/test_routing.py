@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import trio
@@ -90,6 +91,58 @@ def test_many_requests_of_one_family_are_spread():
     asks = [request(1, own, max_tokens=50) for own in range(30)]
     counts, _ = served("prefix", asks, gap_s=0.01)
     assert min(counts) >= 5
+
+
+class Silent:
+    """A reader that takes nothing."""
+
+    def push(self, event):
+        pass
+
+    def end(self, error):
+        pass
+
+
+@pytest.mark.parametrize("leaves_after_s", [0.0, 2 * STEP_S])
+def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s):
+    """It counted up to its window's end, and its replica stood idle beside the others."""
+    threads = VirtualThreads()
+
+    def make_runner(model, config):
+        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        models = (ModelConfig("fake", workers=(WorkerConfig(count=2),)),)
+        config = EngineConfig(models=models, routing="least-tokens", check_level=2)
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await engine.load_model("fake")
+            replicas = engine._pool.registry.entries["fake"].replicas
+
+            def tokens():
+                return sorted(replica.work.tokens for replica in replicas)
+
+            ask = replace(request(9, 9, max_tokens=900), resume_window_s=60.0)
+            lost = engine.submit(ask, buffer=4, reader=(reader := Silent()))
+            await trio.sleep(leaves_after_s)
+            lost.leave(reader, trio.current_time(), is_lost=True)
+            await trio.sleep(1.0)
+            assert tokens() == [0, 0]
+            asks = [request(own + 1, own) for own in range(6)]
+            await trio.sleep(1.0)
+            streams = [engine.submit(one, buffer=9) for one in asks]
+            for stream in streams:
+                await stream.wait_closed()
+            assert [replica.processed for replica in replicas] == [3, 3]
+            engine.detached.attach(lost, again := Silent(), [])
+            assert tokens() == [0, 65 + 900]
+            lost.leave(again, trio.current_time(), is_lost=True)
+            assert tokens() == [0, 0]
+            await lost.wait_closed()  # by its window's end
+            assert lost.closed_at > 60.0
+            lost.report_client(is_there=True)  # too late
+            assert tokens() == [0, 0]
+
+    run_deterministically(main, 0)
 
 
 def test_a_replica_counts_what_it_served_what_failed_what_was_cancelled_and_its_time_in_steps():
