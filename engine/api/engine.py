@@ -301,9 +301,9 @@ class Engine:
     # ---- the end
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuse new requests, let running ones finish for up to ``timeout_s`` seconds (None: the
-        configured drain timeout), and cut the rest. Return the number of requests cut, by this
-        drain and earlier ones.
+        """Take leave (`open_engine`), refuse new requests, and let running ones finish, all within
+        ``timeout_s`` seconds (None: the configured drain timeout); then cut the rest. Return the
+        number of requests cut, by this drain and earlier ones.
 
         Cancellation: cuts the rest at once.
         """
@@ -329,7 +329,7 @@ class Engine:
 
     @property
     def is_draining(self) -> bool:
-        """Whether new requests are refused, as a drain has begun."""
+        """Whether a drain has begun, which refuses new requests once it has taken leave."""
         return self._supervisor.is_draining
 
     @property

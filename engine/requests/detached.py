@@ -115,7 +115,10 @@ class DetachedStreams:
         """
         stream = self._streams.get(token)
         if stream is None or stream.request_id != request_id or stream.holder is not holder:
-            raise RequestNotFound("no stream with this request_id and attach_token can be attached")
+            raise RequestNotFound(
+                "no stream with this request_id and attach_token can be attached; send the request "
+                "again with a continuation"
+            )
         return stream
 
     def attach(

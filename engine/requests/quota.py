@@ -133,7 +133,7 @@ class Origin:
 
     @property
     def party(self) -> Hashable:
-        """Who shares what is short with others: the key's holder, or else the address."""
+        """The party of a fair share: the key's holder or, without a key, the address."""
         return self.quota or self.address
 
 

@@ -484,7 +484,7 @@ def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> N
         command.add_argument("--model", default="", help="name of the model (default: all)")
         _add_client(command, timeout_s=30)
     drain = add(
-        "drain", _lazy("query", "drain"), "refuse new requests and wait for the running ones"
+        "drain", _lazy("query", "drain"), "close the port and wait for the running requests"
     )
     drain.add_argument(
         "--cut-after",

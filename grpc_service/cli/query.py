@@ -74,7 +74,7 @@ def reset_prefix_cache(args: argparse.Namespace) -> int:
     )
 
 
-DRAINED = "drained; the server stays up and refuses new requests until it is started again"
+DRAINED = "drained; the process stays up, and accepts no connections until it is started again"
 
 
 def drain(args: argparse.Namespace) -> int:

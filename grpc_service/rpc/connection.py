@@ -51,8 +51,8 @@ class Connection:
 
     ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. For
     its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch
-    it with ``flusher`` after making output. ``arrivals`` has those on their way.
-    Large compressed requests go to ``to_decompress``.
+    it with ``flusher`` after making output. ``arrivals`` has those on their way. Large compressed
+    requests go to ``to_decompress``.
     """
 
     def __init__(self, shared: Shared, transport: Transport, peer: str) -> None:

@@ -74,7 +74,7 @@ class Control:
         return operations_codec.encode_explanation(explained)
 
     async def Drain(self, request: control_pb2.DrainRequest, rpc: Rpc) -> control_pb2.DrainResponse:
-        """Refuse new requests, and answer when no request is left. The server stays up.
+        """Close the port, and answer when no request is left. The process stays up.
 
         Cancellation: ends the wait; the drain goes on.
         """

@@ -275,7 +275,7 @@ async def test_nobody_learns_of_anothers_stream(autojump_clock):
     stream = lost(streams, "a", ann)
     right = ("a", stream.attach_token, ann)
     for wrong in (("b", *right[1:]), ("a", "x", ann), ("a", "", ann), (*right[:2], None)):
-        with pytest.raises(RequestNotFound, match="no stream with this request_id and attach_to"):
+        with pytest.raises(RequestNotFound, match="can be attached; send the request again with a"):
             streams.attachable(*wrong)
     assert streams.attachable(*right) is stream
     streams.attach(stream, reader := Seen(), [])
