@@ -64,14 +64,23 @@ def test_equals_are_ordered_by_deadline_then_arrival_then_number(one, other):
 # ---- who gives way
 
 
-def sequences(ranks):
+def sequences(ranks, guests=frozenset()):
     """Return sequences with these ranks."""
-    return [SimpleNamespace(rank=rank) for rank in sorted(ranks)]
+    return [
+        SimpleNamespace(rank=rank, live=SimpleNamespace(is_guest=rank in guests))
+        for rank in sorted(ranks)
+    ]
 
 
-@given(parked=st.sets(RANKS), running=st.sets(RANKS), rank=RANKS)
-def test_victims_are_the_parked_and_then_the_later_ones_the_last_first(parked, running, rank):
-    order = [seq.rank for seq in order_victims(sequences(parked), sequences(running), rank)]
+@given(parked=st.sets(RANKS), guests=st.sets(RANKS), running=st.sets(RANKS), rank=RANKS)
+def test_victims_are_guests_then_the_parked_then_the_later_ones_the_last_first(
+    parked, guests, running, rank
+):
+    waiting = sequences(parked | guests, guests)
+    order = [seq.rank for seq in order_victims(waiting, sequences(running), rank)]
+    assert order[: len(guests)] == sorted(guests)[::-1]
+    parked -= guests
+    del order[: len(guests)]
     assert order[: len(parked)] == sorted(parked)[::-1]
     assert order[len(parked) :] == sorted(other for other in running if other > rank)[::-1]
 

@@ -709,7 +709,7 @@ MUTANTS = (
         "_stalls_at",
         "max(one.parked_since, one.credit.waits_until)",
         "one.parked_since",
-        seed=26,
+        seed=151,
     ),
     Mutant(
         "parked guests keep their blocks",
@@ -765,7 +765,7 @@ MUTANTS = (
         "send_again",
         "self.again = max(0, count - delivered)",
         "self.again = 0",
-        seed=69,
+        seed=113,
     ),
     Mutant(
         "a stream whose window has ended stays counted",
