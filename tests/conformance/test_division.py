@@ -108,7 +108,7 @@ def test_the_plans_are_those_of_transformers(name):
 # ---- the tokens --------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(16)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_two_ranks_give_the_tokens_of_the_whole_model(divided, name):
     """Alone and packed, in chunks and batches, with preemptions (`test_parity.py`)."""

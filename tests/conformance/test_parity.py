@@ -328,7 +328,7 @@ def test_experts_whose_gates_are_not_clamped_are_noticed(zoo, monkeypatch, way):
     assert_red(loaded)
 
 
-@pytest.mark.cases(24)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_wrong_scale_is_noticed(zoo, name, way):
@@ -337,7 +337,7 @@ def test_a_wrong_scale_is_noticed(zoo, name, way):
         assert_red(loaded)
 
 
-@pytest.mark.cases(24)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in ZOO if "no positions" not in name])
 def test_positions_off_by_one_after_the_first_step_are_noticed(zoo, monkeypatch, name, way):

@@ -45,7 +45,7 @@ def test_a_server_needs_no_home_no_writable_root_and_no_compiler(root):
     assert "reference attention: /bin/false could not compile them" in log
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.model
 def test_kernels_that_cannot_be_kept_are_compiled_with_a_warning(root):
     log = served(root, path=COMPILERS)
