@@ -96,7 +96,6 @@ class Team {
         Signal place;
         Team *team = nullptr;
         int index = 0;
-        std::atomic<int32_t> thread{0};  // its id, once it runs
     };
 
     struct Job {
@@ -116,7 +115,6 @@ class Team {
 
     static inline pthread_mutex_t lock_ = PTHREAD_MUTEX_INITIALIZER;
     static inline Team *free_ = nullptr;
-    static inline thread_local Team *last_ = nullptr;
 
     // Teams are never freed: their helpers wait until the process ends.
     static Team *acquire() {
@@ -136,7 +134,6 @@ class Team {
 
     static void *live(void *given) {
         Helper &own = *(Helper *)given;
-        own.thread.store((int32_t)syscall(SYS_gettid));
         uint32_t seen = 0;
         int spins = SPINS_LEAST;
         for (;;) {
@@ -230,16 +227,6 @@ public:
         for (int i = 0; i < helpers; i++) team->part_from(*team->helpers_[i]);
         release(team);
         member = Member{nullptr, 0, 1, 0, member.spins};
-        last_ = team;
-    }
-
-    // Writes the ids of the helpers that the calling thread's last step with several threads had, at
-    // most ``most``. Returns how many.
-    static int helpers_of_last(int64_t *ids, int most) {
-        int count = last_ ? last_->num_helpers_ : 0;
-        if (count > most) count = most;
-        for (int i = 0; i < count; i++) ids[i] = last_->helpers_[i]->thread.load();
-        return count;
     }
 
     // Calls ``each(task)`` for a part of the tasks from 0 to ``count``; the members of the team take

@@ -115,12 +115,6 @@ void triolet_sizes(int64_t *sizes) {
     memcpy(sizes, own, sizeof own);
 }
 
-// Writes the ids of the threads that helped in the calling thread's last step, at most ``most``.
-// Returns how many.
-int64_t triolet_helpers(int64_t *ids, int64_t most) {
-    return Team::helpers_of_last(ids, (int)most);
-}
-
 // Returns a new arena, or null if there is no memory.
 void *triolet_arena_new(void) { return new (std::nothrow) Arena; }
 

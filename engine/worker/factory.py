@@ -98,8 +98,6 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         device=model.device,
         dtype=model.dtype,
         threads=threads_for(model, config),
-        # Ranks wait for each other, so that one's time says nothing about its own threads.
-        threads_vary=not model.threads and tp == 1,
         block_size=config.block_size,
         kv_bytes=_kv_bytes(model, config),
         prefault_kv_cache=config.prefault_kv_cache,

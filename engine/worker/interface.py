@@ -40,10 +40,10 @@ class RunnerSpec:
     KV pool; the runner turns the bound into blocks once it knows the model. If
     ``prefault_kv_cache``, a CPU's pool has all its memory when the model is loaded.
     ``memory_limit`` is how many bytes the process may use; error messages of a load name it.
-    ``threads`` 0 means the library's default; if ``threads_vary``, a step may use fewer.
-    ``quantization`` is "none", or the bits that float weights are rounded to: "int8" or "int4".
-    ``max_image_pixels`` is how many pixels the file of an image may have. ``speculation`` is how
-    tokens are drafted: "off", "lookup", or "model", which adds the model in ``draft_model``.
+    ``threads`` 0 means the library's default. ``quantization`` is "none", or the bits that float
+    weights are rounded to: "int8" or "int4". ``max_image_pixels`` is how many pixels the file of an
+    image may have. ``speculation`` is how tokens are drafted: "off", "lookup", or "model", which
+    adds the model in ``draft_model``.
 
     The runner is rank ``rank`` of the ``tp`` ranks of a divided model, which meet in the file
     ``rendezvous``; ``kv_bytes`` and ``memory_limit`` are those of all ranks together. With a ``tp``
@@ -55,7 +55,6 @@ class RunnerSpec:
     device: str = "cpu"
     dtype: str = "auto"
     threads: int = 0
-    threads_vary: bool = False
     block_size: int = 16
     kv_bytes: int | None = None
     prefault_kv_cache: bool = False

@@ -30,7 +30,6 @@ from engine.worker.failures import describe, is_out_of_memory, load_failures, st
 from engine.worker.forward import packing
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.interface import ModelInfo
-from engine.worker.kernel_threads import KernelThreads
 from engine.worker.load.architectures import context_note
 from engine.worker.load.devices import estimate_on
 from engine.worker.load.division import Division
@@ -96,7 +95,6 @@ class TorchRunner:
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._drafter: DraftModel | None = None
         self._states: States | None = None
-        self._threads = KernelThreads(spec.threads, varies=spec.threads_vary)
 
     @property
     def tokenizer(self) -> HfTokenizer:
@@ -160,7 +158,6 @@ class TorchRunner:
         self._sequences.clear()
         self._host = self._drafter = self._states = None
         self.adapters.close()
-        self._threads.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
@@ -222,7 +219,7 @@ class TorchRunner:
 
     def _thread_state(self) -> AbstractContextManager[None]:
         """Return a context that sets the calling thread's state (Rule 3)."""
-        return thread_state(self._spec.threads, self._device, self._threads.count)
+        return thread_state(self._spec.threads, self._device)
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -239,8 +236,6 @@ class TorchRunner:
         for matching, mask in batch.masks if batch else ():  # a device still computes the forward
             matching.fill(mask)
         times.append(perf_counter())
-        if batch and self._device.type == "cpu":
-            self._threads.note(rows, times[-1] - times[-2])
         drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())

@@ -25,7 +25,6 @@ from engine.worker.forward.image_rows import IMAGES
 from engine.worker.forward.native_attention import NativeStep, native_call
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
-from engine.worker.forward.thread_state import kernel_threads
 from engine.worker.load.refusal import Refusal
 from engine.worker.small_weights import SmallWeight, join, release, weight_of
 
@@ -394,7 +393,7 @@ class NativeDecoder(torch.nn.Module):
             _addresses(sines),
             2 * half,
             len(keep),
-            kernel_threads(),
+            torch.get_num_threads(),
             logits.data_ptr() if self._has_logits else None,
         )
         images = keywords.get(IMAGES)
@@ -498,7 +497,7 @@ class PackedLinear(torch.nn.Module):
             x.data_ptr(),
             x.numel() // x.shape[-1],
             out.data_ptr(),
-            kernel_threads(),
+            torch.get_num_threads(),
             self._backend.arena,
         )
         native.check(status, "a linear layer")

@@ -211,7 +211,6 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         _RETURNS_NOTHING,
         (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
     ),
-    "triolet_helpers": (c_int64, (POINTER(c_int64), c_int64)),
     "triolet_arena_new": (c_void_p, ()),
     "triolet_arena_free": (_RETURNS_NOTHING, (c_void_p,)),
     "triolet_step_bytes": (c_int64, (c_int64, POINTER(Model), POINTER(Step))),

@@ -13,7 +13,6 @@ import torch
 
 from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
-from engine.worker.forward.thread_state import kernel_threads
 
 if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionCall
@@ -81,7 +80,7 @@ class NativeStep:
             key.data_ptr(),
             value.data_ptr(),
             out.data_ptr(),
-            kernel_threads(),
+            torch.get_num_threads(),
             self.backend.arena,
         )
         native.check(status, "a step's attention")

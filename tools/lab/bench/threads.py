@@ -4,8 +4,7 @@ processes that spin.
 Each engine is our own, as in the bench `step`, with s135 in bfloat16 and a context of 128. One has
 the default number of threads, which the engine chooses, and each other a fixed one. A quota is that
 of a control group of version 1 (this needs root), which the engine is in from its start, because it
-looks for its quota then. The default's first run in a place is not counted: it takes up to a second
-to adapt. A ratio is that of the tokens per second in the same turn.
+looks for its quota then. A ratio is that of the tokens per second in the same turn.
 
 Alone, the time between tokens of one sequence is measured beside llama.cpp, in runs of `TOKENS`.
 """
