@@ -1,0 +1,25 @@
+"""The phases of a request, by the names that clients, metrics and logs show."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """What a request does, from its arrival to its end. Each kind of work has some of the phases.
+
+    The value is the published name: it stands in the metadata of a deadline's error, in the labels
+    of metrics, and in log lines.
+    """
+
+    LOAD = "load"  # waits for a replica of its model
+    TOKENIZE = "tokenize"
+    DECODE_IMAGE = "decode image"
+    COMPILE = "compile"  # its constraint
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    ENCODE = "encode"  # its inputs, or a drawing's prompt
+    DENOISE = "denoise"
+    DECODE = "decode"  # samples tokens, or makes images from latents
+    PARKED = "parked"
+    WRITE = "write"  # finished images become files, or wait for their reader
