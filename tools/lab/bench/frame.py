@@ -108,14 +108,16 @@ def repeat(measure: Callable[[], SeenT], repeats: int = REPEATS) -> list[SeenT]:
 def repeat_in_turn(
     measures: Sequence[Callable[[], SeenT]], repeats: int = REPEATS
 ) -> list[list[SeenT]]:
-    """Call several measures in turn, A B A B …, so that a drift of the machine affects all alike.
-    Return the results of each."""
+    """Call several measures in turn, so that a drift of the machine affects all alike, and each
+    second turn backwards, so that none always follows the same one: A B C C B A … Return the
+    results of each."""
     for measure in measures:
         measure()
     samples: list[list[SeenT]] = [[] for _ in measures]
-    for _ in range(repeats):
-        for index, measure in enumerate(measures):
-            samples[index].append(measure())
+    there = list(zip(measures, samples, strict=True))
+    for turn in range(repeats):
+        for measure, found in reversed(there) if turn % 2 else there:
+            found.append(measure())
     return samples
 
 

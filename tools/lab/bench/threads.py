@@ -4,7 +4,9 @@ processes that spin.
 Each engine is our own, as in the bench `step`, with s135 in bfloat16 and a context of 128. One has
 the default number of threads, which the engine chooses, and each other a fixed one. A quota is that
 of a control group of version 1 (this needs root), which the engine is in from its start, because it
-looks for its quota then. A ratio is that of the tokens per second in the same turn.
+looks for its quota then. A ratio is that of the tokens per second in the same turn. `PAUSE_S` is
+before each measurement: the quota that the one before has used up comes back, and its threads
+sleep.
 
 Alone, the time between tokens of one sequence is measured beside llama.cpp, in runs of `TOKENS`.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +35,8 @@ MEASURES = ("engine/worker", "engine/kernels", "engine/limits")
 SHAPE = "s135"
 QUOTAS = (0.5, 1.0, 1.5)
 BATCHES = (1, 8)
-REPEATS = int(os.environ.get("BENCH_COUNT", "7"))
+REPEATS = int(os.environ.get("BENCH_COUNT", "10"))
+PAUSE_S = 0.25  # two and a half periods of a quota
 BAR = 0.9
 PEER, TOKENS, P99_BAR = "llama.cpp", 200, 1.2
 GROUPS = Path("/sys/fs/cgroup/cpu")
@@ -85,10 +89,16 @@ def engines_in(group: Path | None) -> Iterator[dict[str, EngineProcess]]:
         yield found
 
 
+def rested(measured: Measured) -> float:
+    """Wait until nothing of another measurement is left, and measure."""
+    time.sleep(PAUSE_S)
+    return measured()
+
+
 def compare(where: str, batch: int, engines: dict[str, EngineProcess]) -> list[Row]:
     """Return the rows of one place and one number of sequences."""
     case = Case(SHAPE, "decode", batch, 129, None)
-    measured = [Measured(engine, case) for engine in engines.values()]
+    measured = [partial(rested, Measured(engine, case)) for engine in engines.values()]
     samples = dict(zip(engines, repeat_in_turn(measured, REPEATS), strict=True))
     title = f"{where}, B={batch}"
     rows = [
