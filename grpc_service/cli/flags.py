@@ -211,7 +211,7 @@ FLAGS = (
         ServerConfig,
         "max_held_bytes",
         BYTES,
-        "most bytes kept of requests that are not complete and answers that are not read",
+        "most bytes kept of requests and answers that are not read",
     ),
     Flag(
         "revision",

@@ -6,7 +6,8 @@ all connections. Beyond `Limits.held_bytes`
 
 1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
    with the most bytes first, and there those of the connection with the most, so that a client pays
-   before others behind the same proxy (calls are ended as well while a request waits for room);
+   before others behind the same proxy (calls are ended as well while a request waits for room, but
+   none whose request has come and waits for the server);
 2. incomplete requests get no larger window, with two exceptions: the one that asked first, so that
    one can always be completed, and those whose address holds less than its share even when they are
    complete, so that nobody waits for a client that sends slowly. The others wait in their order.
@@ -66,10 +67,14 @@ class Holding:
     ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window; None for an
     answer and for output.
     ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds. ``num_missing`` are
-    the bytes that an incomplete request lacks. Nothing is counted once it ``is_closed``.
+    the bytes that an incomplete request lacks; one that ``is_whole`` waits for the server. Nothing
+    is counted once it ``is_closed``.
     """
 
-    __slots__ = ("changed_at", "evict", "grow", "holder", "is_closed", "num_bytes", "num_missing")
+    __slots__ = (
+        *("changed_at", "evict", "grow", "holder", "is_closed", "is_whole", "num_bytes"),
+        "num_missing",
+    )
 
     def __init__(
         self, holder: Holder, evict: Callable[[], None], grow: Callable[[], None] | None = None
@@ -79,6 +84,7 @@ class Holding:
         self.grow = grow
         self.num_bytes = 0
         self.num_missing = 0
+        self.is_whole = False
         self.changed_at = 0.0
         self.is_closed = False
 
@@ -178,7 +184,7 @@ class HeldBytes:
         return [
             one
             for one in unchanged
-            if one.holder.progressed_at <= limit and one not in self._waiting
+            if one.holder.progressed_at <= limit and not (one.is_whole or one in self._waiting)
         ]
 
     def _evict(self, holdings: list[Holding], max_bytes: int, max_ends: float = math.inf) -> None:

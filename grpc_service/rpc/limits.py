@@ -92,7 +92,7 @@ class Limits:
 
     # ---- bytes that the server keeps (`grpc_service.rpc.held_bytes`)
 
-    # Bytes of requests that are not complete and of answers that are not read, for all clients.
+    # Bytes of requests and of answers that are not read, for all clients.
     # Guess: four requests of ``max_message_bytes``. It must hold one request of the largest size
     # (``max_message_bytes``, and what its method may have beyond); others then wait for their
     # windows in their order.

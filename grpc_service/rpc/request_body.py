@@ -129,6 +129,7 @@ class RequestBody:
             self._on_change()
 
     def _count(self) -> None:
+        self._holding.is_whole = self.has_message or self.reader.is_decompressing
         num_bytes = self.reader.num_bytes
         if self._is_waiting:
             num_bytes += CALL_BYTES
@@ -140,5 +141,6 @@ class RequestBody:
 
     def _evict(self) -> None:
         self._account.charge(accounts.EVICTED_CALL)
-        self.reader.fail(TooManyHeld("the server keeps too many requests that are not complete"))
+        which = "wait for it" if self._holding.is_whole else "are not complete"
+        self.reader.fail(TooManyHeld(f"the server keeps too many requests that {which}"))
         self._on_change()

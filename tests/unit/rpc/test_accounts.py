@@ -354,6 +354,7 @@ async def test_a_call_may_be_reset_while_its_message_is_decompressed(autojump_cl
             await trio.lowlevel.checkpoint()
         [connection] = running.connections
         assert connection.held.num_bytes > 2**18, "it is being decompressed"
+        assert not connection.held._stalled(math.inf), "it waits for the server"
         client.reset(call)
         await client.settle()
         running.check_idle()

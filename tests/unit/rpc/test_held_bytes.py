@@ -270,6 +270,56 @@ async def test_half_requests_are_bounded_and_whole_ones_are_served(autojump_cloc
         assert answer.messages == [bytes(10_000)]
 
 
+async def test_a_whole_request_that_waits_for_the_server_has_not_stalled(autojump_clock):
+    """Requests that waited for their turn to be decoded were ended, as if they were not complete,
+    when another client's request made the room short."""
+    turn, body = trio.Event(), bytes(16_000)
+
+    async def serve(call):
+        await turn.wait()
+        await echo(call)
+
+    limits = Limits(held_bytes=140_000)
+    async with serving(answering(serve), limits) as running:
+        waiting, other = await running.connect(), await running.connect()
+        waiting.open_window(2**20)
+        calls = [waiting.call(body) for _ in range(8)]
+        await waiting.settle()
+        await trio.sleep(2 * limits.held_stall_s)
+        half = other.call(is_last=False)
+        other.send(half, framed(bytes(REQUEST_BYTES))[: len(body)])
+        await other.settle()
+        assert running.server._shared.held.is_short
+        await trio.sleep(limits.held_stall_s / 2)
+        turn.set()
+        await waiting.settle()
+        assert {waiting.ends.get(call) for call in calls} == {"0"}
+        assert not other.ends
+
+
+async def test_whole_requests_beyond_twice_the_limit_end_and_say_why(autojump_clock):
+    turn, body = trio.Event(), bytes(16_000)
+
+    async def serve(call):
+        await turn.wait()
+        await echo(call)
+
+    async with serving(answering(serve), Limits(held_bytes=50_000)) as running:
+        client = await running.connect()
+        client.open_window(2**20)
+        calls = [client.call(body) for _ in range(8)]
+        await client.settle()
+        assert running.server._shared.held.num_bytes <= 100_000
+        turn.set()
+        await client.settle()
+        refused = [call for call in calls if client.ends[call] != "0"]
+        assert len(refused) == 2
+        for call in refused:
+            assert client.headers[call]["grpc-message"] == (
+                "the server keeps too many requests that wait for it"
+            )
+
+
 @pytest.mark.parametrize(
     ("window", "end"),
     [(100, str(int(StatusCode.RESOURCE_EXHAUSTED))), (101, ErrorCodes.ENHANCE_YOUR_CALM)],
