@@ -5,7 +5,8 @@ Rule 2: it is forgotten when its window ends, and its request is cancelled then,
 ended. Rule 3: nobody but the holder of its key gets it, and only with its token; whoever fails
 learns nothing of it. Rule 4: what waits is bounded, for each holder or, without keys, for each
 address, and nobody drives out what others have waiting. Rule 5: the core knows who waits, and has
-others go first (`engine.core.text.guests`).
+others go first (`engine.core.text.guests`). Rule 6: no new request is refused for their sake: in a
+full server, one that waits is given up for it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class DetachedStreams:
         """How many streams wait."""
         return len(self._waits)
 
+    def image_bytes(self) -> int:
+        """Return the bytes of the image files of the requests that wait and have not ended."""
+        waiting = [one.stream for one in self._waits.values() if not one.stream.is_closed]
+        return sum([stream.request.image_bytes for stream in waiting])
+
     def register(self, stream: RequestStream[Any]) -> None:
         """Let clients attach to a stream, if its request allows it, until `remove`."""
         if stream.attach_token:
@@ -89,6 +95,17 @@ class DetachedStreams:
             wait = next(one for one in self._waits.values() if one.stream.party == most)
             left += wait.num_bytes
             self._give_up(wait, EndReason.CANCELLED)
+
+    def make_place(self) -> bool:
+        """Give a request up, so that a new one has its place: the oldest of the party that has the
+        most. Return whether one of those that have not ended waited."""
+        live = [one for one in self._waits.values() if not one.stream.is_closed]
+        if not live:
+            return False
+        [(most, _)] = Counter([one.stream.party for one in live]).most_common(1)
+        oldest = next(one for one in live if one.stream.party == most)
+        self._give_up(oldest, EndReason.CANCELLED)
+        return True
 
     def abort(self, request_id: str) -> None:
         """Count the streams that wait under an id no more, because the operator ends their

@@ -17,7 +17,7 @@ import trio
 from engine.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import ExitStack
 
 # Bytes of all requests' images. A guess: 1,700 images of 224 × 224 pixels, some tens of steps.
@@ -31,15 +31,19 @@ FILE_BYTES_MAX = 256 * 2**20
 
 class ImageFiles:
     """Counts the bytes of the image files of all live requests, as ``num_bytes``. Belongs to the
-    Trio thread."""
+    Trio thread. ``of_guests`` returns how many of them belong to requests whose clients are away:
+    these are bounded elsewhere (`engine.requests.detached`), and take no room from others."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_guests: Callable[[], int] = lambda: 0) -> None:
+        self._of_guests = of_guests
         self.num_bytes = 0
 
     def refusal(self, num_bytes: int) -> Overloaded | None:
         """Return why a request with so many bytes is refused now; None if there is room."""
-        held = self.num_bytes
-        if not held or not num_bytes or held + num_bytes <= FILE_BYTES_MAX:
+        if not num_bytes or self.num_bytes + num_bytes <= FILE_BYTES_MAX:
+            return None
+        held = self.num_bytes - self._of_guests()
+        if not held or held + num_bytes <= FILE_BYTES_MAX:
             return None
         return Overloaded(
             f"the images of all requests would exceed {FILE_BYTES_MAX >> 20} MiB; try again later",

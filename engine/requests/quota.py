@@ -73,13 +73,15 @@ class Quota:
 
 
 class QueuedTokens:
-    """The prompt tokens that one request has waiting, counted against its quota, if it has one."""
+    """The prompt tokens that one request has waiting, counted against its quota, if it has one, and
+    while its client is there."""
 
-    __slots__ = ("_num_tokens", "_quota")
+    __slots__ = ("_is_there", "_num_tokens", "_quota")
 
     def __init__(self, quota: Quota | None) -> None:
         self._quota = quota
         self._num_tokens = 0
+        self._is_there = True
 
     def add(self, num_tokens: int) -> None:
         """Count the request's prompt of ``num_tokens`` tokens as waiting.
@@ -88,14 +90,22 @@ class QueuedTokens:
             Overloaded: the quota allows no more (`Quota.queue`); nothing was counted.
         """
         if self._quota is not None:
-            self._quota.queue(num_tokens)
+            if self._is_there:
+                self._quota.queue(num_tokens)
             self._num_tokens = num_tokens
 
     def remove(self) -> None:
         """Count the prompt as waiting no more. Idempotent."""
-        if self._num_tokens and self._quota is not None:
+        if self._quota is not None and self._is_there:
             self._quota.unqueue(self._num_tokens)
-            self._num_tokens = 0
+        self._num_tokens = 0
+
+    def note_client(self, *, is_there: bool) -> None:
+        """Count the prompt only while its client is there, because others go before it otherwise.
+        Never refuses; idempotent."""
+        if self._quota is not None and is_there != self._is_there:
+            self._quota.queued_tokens += self._num_tokens if is_there else -self._num_tokens
+        self._is_there = is_there
 
 
 class QuotaCount:

@@ -111,7 +111,7 @@ class Supervisor:
         # parked; so all live requests have a bound of their own.
         each = config.max_queued_requests + config.max_num_seqs
         self._max_live = each * sum(model.num_replicas for model in config.models)
-        self.image_files = ImageFiles()
+        self.image_files = ImageFiles(self.detached.image_bytes)
         self._recently_ended = _RecentIds()
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
@@ -193,14 +193,14 @@ class Supervisor:
         live = self._live.get(request_id)
         if live is not None and not live.is_closed:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
-        if len(self._live) >= self._max_live:
-            return Overloaded(f"the server holds its {self._max_live} requests", retry_after_s=1.0)
         if error := self.image_files.refusal(self._kinds[type(request)].image_bytes(request)):
             return error
         try:
             request.validate()
         except InvalidRequest as invalid:
             return invalid
+        if len(self._live) >= self._max_live and not self.detached.make_place():
+            return Overloaded(f"the server holds its {self._max_live} requests", retry_after_s=1.0)
         return None if self._tasks.is_open else ShuttingDown("the engine is closed")
 
     def _core_id(self, request: ClientRequest, request_id: str) -> RequestId:

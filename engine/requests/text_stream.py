@@ -117,7 +117,9 @@ class TextStream(RequestStream[StreamEvent]):
 
     def report_client(self, *, is_there: bool) -> None:
         """Let the core know whether the client has its connection. Others go before a request whose
-        client is away, so that it is no work of its replica then."""
+        client is away, so that it is no work of its replica then, and no waiting prompt of its key.
+        """
+        self.queued.note_client(is_there=is_there)
         if self.replica is not None:
             event = ClientCame if is_there else ClientLeft
             self.replica.loop.post(event(self.core_id))

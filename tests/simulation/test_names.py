@@ -260,6 +260,28 @@ def test_requests_that_wait_for_a_load_are_bounded_too(seed):
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_whose_clients_are_away_fill_no_server(seed):
+    """One client with as many resume windows as the server holds requests kept all others out."""
+
+    async def body(engine):
+        window = replace(REQUEST, request_id="", resume_window_s=600.0)
+        lost, asked = [], []
+        for _ in range(6):
+            reader = EventReader(lambda: None)
+            lost.append(engine.submit(window, buffer=9, reader=reader))
+            lost[-1].leave(reader, trio.current_time(), is_lost=True)
+            await trio.sleep(STEP_S)
+        for _ in range(6):
+            asked.append(engine.submit(replace(REQUEST, request_id=""), buffer=99))
+            await trio.sleep(STEP_S)
+        assert [stream.reason for stream in lost] == [EndReason.CANCELLED] * 6
+        assert isinstance(engine.submit(REQUEST, buffer=9).error, Overloaded)
+        assert [len(await read_all(stream)) for stream in asked] == [22] * 6
+
+    run_engine(body, seed, max_num_seqs=1, max_queued_requests=5)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_an_id_used_again_is_the_same_in_every_event(seed):
     async def body(engine):

@@ -36,6 +36,7 @@ from engine.errors import (
 )
 from engine.replica.replica import ProcessWorker
 from engine.requests.chat_values import Chat
+from engine.requests.detached import DetachedStreams
 from engine.requests.draw_values import DrawRequest
 from engine.requests.prepare_drawing import DrawPreparer
 from engine.requests.prepare_inputs import InputPreparer
@@ -147,6 +148,7 @@ class Simulation:
         self._holder = Quota("clients over the wire")
         self._aborted_at: dict[str, float] = {}
         self.num_attached = 0
+        self._has_been_full = False  # so that a stream which waits may have been given up
         self._num_continued = 0  # requests that continue a stream which was cut
         self._load_failures = Counter(dict(world.pool.load_failures))
         self._adapter_names = adapters.Names()
@@ -339,6 +341,8 @@ class Simulation:
             on_change=self._look_at_change,
         ) as engine:
             self._engine = engine
+            make_place = partial(self._make_place, engine.detached)
+            engine.detached.make_place = make_place  # type: ignore[method-assign]
             backend = Backend(engine, self._unread_calls())
             async with trio.open_nursery() as nursery:
                 for client in world.clients:
@@ -573,9 +577,15 @@ class Simulation:
         """Check that a stream which its client cannot attach to was not given up too early."""
         window_s = getattr(stream, "resume_window_s", None) or 0.0
         may_end = bool({"drain", "engine_cancelled", "broken_runner"} & self.world.faults)
+        may_end = may_end or self._has_been_full
         was_lost = reader.attach_token and not (stream.is_closed and stream.error is None)
         if was_lost and away_s < window_s - SLACK_S and not may_end:
             raise Violation(f"{stream}: given up {away_s} s after its loss, of {window_s}")
+
+    def _make_place(self, detached: DetachedStreams) -> bool:
+        """As `DetachedStreams.make_place`, which a full server calls."""
+        self._has_been_full = True
+        return DetachedStreams.make_place(detached)
 
     def _waits(self, engine: Engine, stream: RequestStream[Any]) -> bool:
         """Return whether a stream waits for its client."""

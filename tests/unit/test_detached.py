@@ -9,7 +9,7 @@ import pytest
 from engine.core.common.events import Admitted, ClientCame, ClientLeft, Finished
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import TokenLogprob, Tokens
-from engine.errors import InvalidRequest, RequestNotFound
+from engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from engine.requests import detached, kept_events
 from engine.requests.continuation import ContinuedChoice
 from engine.requests.detached import DetachedStreams
@@ -254,6 +254,42 @@ async def test_a_stream_that_cannot_be_attached_to_any_more_waits_no_longer(auto
     assert (stream.reason, ann.num_requests, streams.count) == (EndReason.CANCELLED, 0, 0)
     with pytest.raises(RequestNotFound):
         streams.attachable("a", stream.attach_token, ann)
+
+
+async def test_a_full_server_gives_up_a_stream_that_waits_of_whoever_has_the_most(autojump_clock):
+    """Red if the oldest of all is given up, or one whose request has ended and holds no place."""
+    streams, ann, ben = DetachedStreams(Tasks()), Quota("ann"), Quota("ben")
+    first = lost(streams, "a", ann)
+    many = [lost(streams, f"b{number}", ben) for number in range(3)]
+    many[0].close(None)
+    assert [streams.make_place() for _ in range(4)] == [True, True, True, False]
+    order = [first, *many]
+    assert [one.reason for one in order] == [EndReason.CANCELLED, None, *[EndReason.CANCELLED] * 2]
+    assert (streams.count, ann.num_requests, ben.num_requests) == (1, 0, 1)
+
+
+async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump_clock):
+    """It waited as long as its window, and its key could ask for nothing meanwhile, not even for
+    the same by a continuation. When the client is back it counts again, and is not refused."""
+    streams, ann = DetachedStreams(Tasks()), Quota("ann", max_queued_tokens=100)
+    late = lost(streams, "late", ann)
+    late.queued.add(60)  # its client left while it was tokenised
+    early = lost(streams, "early", ann)
+    streams.attach(early, reader := Seen(), [])
+    early.queued.add(60)
+    assert ann.queued_tokens == 60
+    early.leave(reader, 0.0, is_lost=True)
+    assert ann.queued_tokens == 0
+    for stream in (late, early):
+        streams.attach(stream, reader, [])
+    assert ann.queued_tokens == 120
+    with pytest.raises(Overloaded, match="120 prompt tokens"):
+        ann.queue(1)
+    late.leave(reader, 0.0, is_lost=True)
+    for stream in (late, early):
+        stream.close(None)
+        assert ann.queued_tokens in (0, 60)
+    assert ann.queued_tokens == 0
 
 
 async def test_what_is_aborted_counts_no_more_and_its_client_may_learn_of_it(autojump_clock):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.common.events import ClientCame, ClientLeft, Pause, PauseMode
+from engine.core.common.events import ClientCame, ClientLeft, Pause, PauseMode, Resume
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text import admission
 from engine.core.text.guests import QUIET_S
@@ -309,11 +309,60 @@ def test_a_guest_loses_its_blocks_before_a_reader_that_is_slow():
     ]
 
 
+def test_a_queue_of_guests_refuses_nobody():
+    """A connection with many requests is lost, and its client sends one of them again at once: it
+    was refused, as the queue was full of its own until the next plan."""
+    line = Line(max_queued_requests=2, max_queued_tokens=2 * PROMPT, max_num_seqs=1)
+    line.send("other", max_tokens=40, first=50)
+    line.step()
+    for name in ("a", "b", "full"):
+        line.send(name)
+    line.leave("a", "b")
+    line.send("again", 2 * PROMPT)
+    line.send("late")
+    assert set(line.refused) == {"full", "late"}
+    line.step()
+    assert line.state_of("again") is State.WAITING
+    assert line.state_of("a") is line.state_of("b") is State.PARKED
+
+
+def said(line, name="guest"):
+    """Return what a parked guest waits for."""
+    explained = line.scheduler.explain(RequestId(name), line.now)
+    assert explained.state == "PARKED"
+    return explained.waiting_for
+
+
 def test_what_is_said_of_a_guest():
-    line = Line()
+    """Each sentence at a time when it is true."""
+    line = Line(max_num_seqs=8)  # a seat for guests
     parked_as_a_guest(line, 1)
-    said = line.scheduler.explain(RequestId("guest"), line.now)
-    assert (said.state, said.waiting_for) == (
-        "PARKED",
-        "the others: it goes on when no other request is computed",
-    )
+    others = f"the others: its replica has to compute nobody else for {QUIET_S} s"
+    assert said(line) == others
+    line.cancel("other")
+    line.step()
+    assert said(line) == others
+    line.send("second")
+    line.step()
+    line.leave("second")
+    line.send("third", max_tokens=1)
+    line.step()
+    line.step()
+    line.apply(Pause(PauseMode.KEEP))
+    assert said(line) == "resume: the model is paused (keep)"
+    line.apply(Resume())
+    line.tick(QUIET_S)
+    assert (said(line), said(line, "second")) == ("a step", "other guests")
+    line.step()
+    assert line.state_of("guest") is State.RUNNING
+    assert said(line, "second") == "other guests"
+
+
+def test_a_guest_whose_stream_is_full_is_said_to_wait_for_its_client():
+    line = Line()
+    line.send("guest", buffer=2)
+    line.step()
+    line.leave("guest")
+    for _ in range(4):
+        line.step()
+    assert said(line) == "its client: its stream has no room for what comes next"

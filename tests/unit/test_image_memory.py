@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from engine.requests.image_memory import ImageMemory
+from engine.requests.image_memory import FILE_BYTES_MAX, ImageFiles, ImageMemory
 
 
 class Asker:
@@ -70,3 +70,18 @@ async def test_one_that_is_cancelled_as_it_gets_memory_gives_it_back(ask):
     await wait_all_tasks_blocked()
     assert not second.has_it
     assert second.memory.num_bytes == 0
+
+
+def test_files_of_requests_whose_clients_are_away_take_no_room_from_others():
+    """They were counted up to their windows' ends, and nobody else could send an image."""
+    of_guests = FILE_BYTES_MAX
+    files = ImageFiles(lambda: of_guests)
+    files.add(FILE_BYTES_MAX)
+    assert files.refusal(1) is None
+    files.add(FILE_BYTES_MAX)
+    assert files.refusal(1) is not None
+    of_guests = 0
+    files.remove(FILE_BYTES_MAX)
+    assert files.refusal(1) is not None
+    files.remove(1)
+    assert files.refusal(1) is None

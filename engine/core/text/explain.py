@@ -17,6 +17,7 @@ from engine.core.text.draft_counts import summed
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
+    from engine.core.text.guests import Guests
     from engine.core.text.ledger import Ledger
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import LiveRequest, Sequence
@@ -28,8 +29,9 @@ _BEHIND = (State.PARKED, State.WAITING, State.RUNNING, State.ENDING)
 class Explainer:
     """Explains requests of one scheduler."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, guests: Guests) -> None:
         self._ledger = ledger
+        self._guests = guests
 
     def explain(
         self,
@@ -122,15 +124,15 @@ class Explainer:
         pause: PauseMode | None,
         steps: tuple[PlannedStep, ...],
     ) -> str:
-        if seq.state is State.PARKED and seq.live.is_guest:
-            return "the others: it goes on when no other request is computed"
-        if seq.state is State.PARKED:
+        if seq.state is State.PARKED and not seq.live.is_guest:
             return "reader: it has not read what was sent"
         if seq.state is State.ENDING:
             return "the step in flight, which still uses its blocks"
         may_go_on = seq.state is State.RUNNING or seq.is_known_to_worker
         if pause is PauseMode.KEEP or (pause is PauseMode.WAIT and not may_go_on):
             return f"resume: the model is paused ({pause.value})"
+        if seq.state is State.PARKED:
+            return self._guests.reason(seq.live, now)
         if seq.state is State.RUNNING:
             is_left_out = bool(steps) and not seq.in_step
             return "token budget: the step has no room for its prompt" if is_left_out else ""

@@ -68,6 +68,25 @@ class Guests:
         if any(not seq.live.is_guest for seq in sequences):
             self._quiet_from = now + QUIET_S
 
+    # ---- what is said of them
+
+    def waiting(self) -> list[Sequence]:
+        """Return the sequences of guests that wait in the queue, until a plan parks them."""
+        return [
+            seq
+            for live in self._going.values()
+            for seq in live.sequences
+            if seq.state is State.WAITING and not seq.is_attached
+        ]
+
+    def reason(self, live: LiveRequest, now: float) -> str:
+        """Return what a parked guest waits for."""
+        if not _has_room(live):
+            return "its client: its stream has no room for what comes next"
+        if self._others_are_there() or now < self._quiet_from:
+            return f"the others: its replica has to compute nobody else for {QUIET_S} s"
+        return "other guests" if self._going or self._first_ready() is not live else "a step"
+
     # ---- what is decided
 
     def must_settle(self) -> bool:
@@ -133,8 +152,7 @@ class Guests:
     def _first_ready(self) -> LiveRequest | None:
         """Return the guest that has been parked longest, of those whose streams have room for a
         message of each choice."""
-        guests = self._ledger.parked.guests.values()
-        return next((live for live in guests if live.credit.free >= len(live.sequences)), None)
+        return next(filter(_has_room, self._ledger.parked.guests.values()), None)
 
     def _others_are_there(self) -> bool:
         """Return whether a request that is no guest runs or waits."""
@@ -142,6 +160,10 @@ class Guests:
         places = (State.RUNNING, State.WAITING)
         own = sum([seq.state in places and not seq.is_attached for seq in going])
         return len(self._ledger.running) + len(self._ledger.waiting) > own
+
+
+def _has_room(live: LiveRequest) -> bool:
+    return live.credit.free >= len(live.sequences)
 
 
 def _seats(lives: Iterable[LiveRequest]) -> int:

@@ -14,6 +14,7 @@ from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 
 if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
+    from engine.core.text.guests import Guests
     from engine.core.text.ledger import Ledger
     from engine.core.text.speeds import Speeds
     from engine.core.text.types import Request
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 class Intake:
     """Accepts or refuses the requests of one scheduler."""
 
-    def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
+    def __init__(self, ledger: Ledger, speeds: Speeds, guests: Guests) -> None:
         self._ledger = ledger
         self._speeds = speeds
+        self._guests = guests
 
     def refusal(
         self, request: Request, buffer: int, pause: PauseMode | None, now: float
@@ -38,11 +40,12 @@ class Intake:
             return refused
         if (violation := self._misfit(request, buffer)) is not None:
             return RequestTooLarge([violation])
+        guests = self._guests.waiting()  # the next plan parks them if anybody else is there
         return refusals.queue_full(
             ledger.config,
-            len(ledger.waiting),
+            len(ledger.waiting) - len(guests),
             request.num_tokens,
-            queued_tokens=ledger.waiting.num_tokens,
+            queued_tokens=ledger.waiting.num_tokens - sum([seq.num_tokens for seq in guests]),
             tokens_per_s=self._speeds.recent_rate.tokens_per_s,
         ) or self._infeasible(request, now)
 

@@ -74,7 +74,7 @@ class Scheduler:
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._speeds = Speeds(config)
-        self._intake = Intake(self._ledger, self._speeds)
+        self._intake = Intake(self._ledger, self._speeds, self._guests)
         self._endings = Endings(self._ledger, self._events)
         self._drafts = Drafts(self._ledger, self._speeds)
         self._committer = Committer(self._ledger, self._endings, self._drafts, self._events)
@@ -285,7 +285,7 @@ class Scheduler:
         live = self._ledger.requests.get(request_id)
         if live is None:
             return None
-        return Explainer(self._ledger).explain(
+        return Explainer(self._ledger, self._guests).explain(
             live,
             now,
             pause=self._pause,
