@@ -9,24 +9,32 @@ which no replica gave the status is Serve's own; it gets details here.
 Serve cancels a replica's work only if the cancel finds it waiting for the next message. One that
 comes while a message is written would leave the replica working for nobody. So each stream is read
 by a task of its own, which does nothing but wait for messages, and is cancelled when the call ends.
+
+The values of a request's lists and maps are counted in its bytes, as by the server, before objects
+are made of them: a message of millions would stop the proxy for every client. Rule: a request over
+`SMALL_BYTES` is read in a thread, one after another, which touches nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from engine.errors import NoWorkers, Overloaded, WorkerLost
+from engine.errors import InvalidRequest, NoWorkers, Overloaded, TrioletError, WorkerLost
 from grpc_service._generated.triolet.v1 import inference_pb2_grpc
+from grpc_service._generated.triolet.v1.count_limits import COUNT_LIMITS
 from grpc_service.services.error_status import status_of
+from grpc_service.services.methods import INFERENCE
+from grpc_service.services.value_counts import judges_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from engine.errors import TrioletError
-
+    Read = Callable[[bytes], Awaitable[Any]]
     Stream = Callable[[Any, Any], AsyncIterator[bytes]]
     Unary = Callable[[Any, Any], Awaitable[bytes]]
 
@@ -38,8 +46,10 @@ SERVES_OWN: dict[grpc.StatusCode, Callable[[], TrioletError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda: Overloaded("all replicas have enough requests"),
     grpc.StatusCode.UNAVAILABLE: lambda: NoWorkers("there is no replica"),
 }
+SMALL_BYTES = 2**11  # of a request that is read in the loop, as by `grpc_service.access.decoding`
 READ_ONCE = ("peer", "auth_context", "peer_identities", "peer_identity_key")
 CODES = {code.value[0]: code for code in grpc.StatusCode}
+JUDGES = judges_of(INFERENCE, COUNT_LIMITS)
 
 
 def add_inference(servicer: Any, server: Any) -> None:
@@ -67,20 +77,50 @@ class _Handler(grpc.GenericRpcHandler):
 
     def __init__(self, handler: Any) -> None:
         self._method_handlers: dict[str, Any] = handler._method_handlers
+        self._reading = asyncio.Lock()  # held while a thread reads a request
 
     def service(self, details: Any) -> Any:
         """Return the handler of a call, or None for another service's."""
         found = self._method_handlers.get(details.method)
         if found is None:
             return None
+        name = details.method.rpartition("/")[2]
+        read = partial(self._read, partial(_parse, name, found.request_deserializer))
+        found = found._replace(request_deserializer=None)
         if found.response_streaming:
-            return found._replace(unary_stream=_stream(found.unary_stream))
-        return found._replace(unary_unary=_unary(found.unary_unary))
+            return found._replace(unary_stream=_stream(found.unary_stream, read))
+        return found._replace(unary_unary=_unary(found.unary_unary, read))
+
+    async def _read(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        """Return a request's message: read here if it is small, otherwise in a thread, one request
+        after another.
+
+        Raises:
+            InvalidRequest: the bytes are no message, or it has too many values.
+        Cancellation: safe; the thread goes on to its end.
+        """
+        if len(data) <= SMALL_BYTES:
+            return parse(data)
+        async with self._reading:
+            return await asyncio.to_thread(parse, data)
 
 
-def _stream(serve: Stream) -> Stream:
-    async def answer(request: Any, context: Any) -> AsyncIterator[bytes]:
+def _parse(name: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
+    JUDGES[name](data)
+    try:
+        return parse(data)
+    except DecodeError:
+        raise InvalidRequest([], message=f"the bytes sent are no request of {name}") from None
+
+
+def _stream(serve: Stream, read: Read) -> Stream:
+    async def answer(data: bytes, context: Any) -> AsyncIterator[bytes]:
         call = _Call(context)
+        try:
+            request = await read(data)
+        except TrioletError as error:
+            call.fail(error)
+            return
         messages: asyncio.Queue[bytes | None] = asyncio.Queue()
         reading = asyncio.create_task(_read(serve, request, call, messages))
         context.add_done_callback(lambda _: reading.cancel())
@@ -105,10 +145,14 @@ async def _read(
         messages.put_nowait(None)
 
 
-def _unary(serve: Unary) -> Unary:
-    async def answer(request: Any, context: Any) -> bytes:
+def _unary(serve: Unary, read: Read) -> Unary:
+    async def answer(data: bytes, context: Any) -> bytes:
         call = _Call(context)
-        message = await serve(request, call)
+        try:
+            message = await serve(await read(data), call)
+        except TrioletError as error:
+            call.fail(error)
+            return b""
         call.explain()
         return message
 
@@ -147,10 +191,14 @@ class _Call:
         code = CODES.get(code, code)
         sent = self._context.trailing_metadata() or ()
         if code in SERVES_OWN and not any(key.endswith("-bin") for key, _ in sent):
-            status = status_of(SERVES_OWN[code]())
-            self._context.set_code(CODES[int(status.code)])
-            self._context.set_details(status.message)
-            self._context.set_trailing_metadata((*sent, *status.metadata))
+            self.fail(SERVES_OWN[code](), sent)
+
+    def fail(self, error: TrioletError, sent: Sequence[tuple[str, Any]] = ()) -> None:
+        """Give the call the status of an error, beside the metadata that was ``sent`` already."""
+        status = status_of(error)
+        self._context.set_code(CODES[int(status.code)])
+        self._context.set_details(status.message)
+        self._context.set_trailing_metadata((*sent, *status.metadata))
 
 
 def _with_remaining(context: Any) -> list[tuple[str, Any]]:

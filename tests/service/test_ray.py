@@ -26,7 +26,7 @@ from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
 from grpc_service.services import draw_codec, encode_codec, text_codec
 from grpc_service.services.error_status import status_of
 from tests.support.facades import open_fake
-from tests.support.wire import generate_request, reason
+from tests.support.wire import broken_fields, generate_request, reason
 
 LIMIT_S = 30
 STEP_S = 0.01
@@ -160,8 +160,8 @@ class LikeServe(Server):
         super().add_generic_rpc_handlers(handlers)
 
 
-def serve(body, stream=None, unary=None):
-    """Run ``body(stub)`` beside a server that answers by these functions."""
+def serve(body, stream=None, unary=None, *, of_channel=False):
+    """Run ``body(stub)``, or ``body(channel)``, beside a server that answers by these functions."""
 
     async def main():
         server = LikeServe(stream, unary)
@@ -170,7 +170,7 @@ def serve(body, stream=None, unary=None):
         await server.start()
         async with asyncio.timeout(LIMIT_S):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                await body(inference_pb2_grpc.InferenceStub(channel))
+                await body(channel if of_channel else inference_pb2_grpc.InferenceStub(channel))
             await server.stop(0)
 
     asyncio.run(main())
@@ -249,6 +249,43 @@ def test_the_message_that_brings_a_failure_is_dropped_and_its_details_arrive():
         assert reason(failed.value) == "INVALID_REQUEST"
 
     serve(body, stream, unary)
+
+
+def test_a_request_is_counted_and_read_before_serve_has_it():
+    """Nothing counted behind Serve what the server counts (`tests/unit/test_value_counts.py`), and
+    a message of two million empty stops stopped the proxy for seconds."""
+    served = []
+
+    async def stream(request, context):
+        served.append(request)
+        yield MESSAGE
+
+    async def unary(request, context):
+        served.append(request)
+        return b""
+
+    async def body(channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        large = generate_request(text="a" * 5000)
+        assert len(await all_of(stub.Generate(large))) == 1
+        assert served == [large]
+        many = generate_request(sampling={"stop": [""] * 2000})
+        ids = common_pb2.DetokenizeRequest(ids=[1] * 262145)
+        for call, field in (
+            (all_of(stub.Generate(many)), "sampling.stop"),
+            (stub.Detokenize(ids), "ids"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call
+            assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert broken_fields(failed.value) == [field]
+        raw = channel.unary_stream("/triolet.v1.Inference/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await all_of(raw(b"\x0a"))
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert served == [large]
+
+    serve(body, stream, unary, of_channel=True)
 
 
 def test_a_failure_of_serves_own_gets_details():
