@@ -154,7 +154,7 @@ class Connection:
         with trio.move_on_after(self.limits.leave_patience_s):
             while not self.http2.is_ending:
                 await self._wait_for_change()
-        self.http2.send_goaway()
+        self.http2.send_goaway(knows=False)
         self.flush()
         self._shared.on_progress()
         await self._is_to_close.wait()

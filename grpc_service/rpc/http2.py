@@ -305,11 +305,15 @@ class Http2Connection:
         self.h2.ping(DRAIN_PING)
         self.collect()
 
-    def send_goaway(self) -> None:
-        """Take no more streams; those that run go on. Idempotent."""
+    def send_goaway(self, *, knows: bool = True) -> None:
+        """Take no more streams; those that run go on. Idempotent. A client that ``knows`` has
+        answered the ping of `drain` and opens none, so that it may be told the last one. Another
+        one may have some on their way, of which those of `Limits.lasting_methods` are served: it
+        would repeat them elsewhere. So the others are refused one by one."""
         if not self.is_ending:
             self.is_ending = True
-            self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
+            if knows:
+                self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
 
     def cut(self) -> list[StreamListener]:
         """End every stream, as the connection is lost. Return the listeners that have no request;

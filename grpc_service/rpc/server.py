@@ -198,7 +198,7 @@ class RpcServer:
             self._connections[connection] = None
             if self._listening.cancel_called:  # the client was accepted just before `leave`
                 connection.drain()
-                connection.http2.send_goaway()  # at once, as nobody waits for its calls
+                connection.http2.send_goaway(knows=False)  # at once, as nobody waits for its calls
             try:
                 await connection.run()
             except Exception:

@@ -113,8 +113,37 @@ async def test_a_client_whose_handshake_ends_after_the_leave_may_repeat_its_call
         client.wire.ready.set()
         await client.settle()
         assert client.ends == {call: ErrorCodes.REFUSED_STREAM}
-        assert client.last_served == 0
         assert not running.calls
+
+
+@pytest.mark.parametrize("knows", ["after its calls", "not within the patience", "comes late"])
+async def test_no_call_is_served_that_its_client_repeats_elsewhere(autojump_clock, knows):
+    """gRPC's clients repeat by themselves what is behind the number of a GOAWAY. A lasting call
+    that was on its way when the server named a number was served, and could be served twice."""
+    limits = Limits(lasting_methods=(b"/a.Lasting/",))
+    async with serving(echo, limits) as running:
+        client = Client(Wire(), is_deaf=knows == "not within the patience")
+        if knows == "comes late":
+            client.wire.ready = trio.Event()
+        running.listener.arrive(client.wire)
+        await trio.testing.wait_all_tasks_blocked()
+        if knows == "comes late":
+            client.call(b"x", path="/a.Lasting/Call")
+        running.server.leave()
+        if knows != "after its calls":
+            await running.server.settle()
+        client.wire.ready.set()
+        await trio.testing.wait_all_tasks_blocked()
+        for name in ("Lasting", "Other") * 2:
+            client.call(b"x", path=f"/a.{name}/Call")
+        if knows == "after its calls":
+            client.is_deaf = False
+        await client.settle()
+        served = [call._stream.id for call in running.calls]
+        assert served
+        assert max(served) <= client.last_served
+        refused = {call for call, end in client.ends.items() if end == ErrorCodes.REFUSED_STREAM}
+        assert refused == client.ends.keys() - set(served)
 
 
 async def test_a_stop_does_not_wait_for_a_refused_call(autojump_clock):
