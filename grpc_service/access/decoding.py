@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from engine.errors import DeadlineExceeded
 from engine.replica.threads import WorkerThreads
+from engine.requests.stream import server_deadline
 from grpc_service.rpc.fairness import FairLock
 from grpc_service.rpc.methods import decoder_of, take_request, wait_for_request
 
@@ -41,8 +43,9 @@ class Decoding:
         """Wait for the one request of a call, and return what its handler takes. From then on, when
         it has come whole, its time counts (`Rpc.arrived_at`).
 
-        Raises what `grpc_service.rpc.methods.read_request` raises.
-
+        Raises:
+            DeadlineExceeded: the deadline passed while the request waited for its turn.
+            Exception: as `grpc_service.rpc.methods.read_request`.
         Cancellation: safe; a thread that decodes goes on to its end, which is waited for.
         """
         call = rpc.call
@@ -52,7 +55,14 @@ class Decoding:
         if num_bytes <= SMALL_BYTES:
             return decode(await take_request(method, call))
         lane = self._medium if num_bytes <= LARGE_BYTES else self._large
-        return await lane.decode(decode, method, call, rpc.quota or call.connection.address)
+        owner = rpc.quota or call.connection.address
+        with trio.move_on_at(server_deadline(rpc.arrived_at, call.time_remaining())):
+            return await lane.decode(decode, method, call, owner)
+        raise DeadlineExceeded(
+            "the deadline passed in phase read, before the request was decoded",
+            phase="read",
+            tokens_done=0,
+        )
 
 
 class _Lane:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ShuttingDown
+from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.client import messages as pb
 from grpc_service.rpc.status import StatusCode
@@ -54,3 +55,17 @@ async def test_nothing_but_the_engine_keeps_a_request_that_runs(autojump_clock, 
         answer = await client.request(path, REQUESTS[name].SerializeToString())
         assert answer.code is StatusCode.UNAVAILABLE, answer.message
     assert counts == [2]  # the test's list, and the argument of the count itself
+
+
+async def test_a_deadline_that_passes_in_the_queue_for_decoding_names_its_phase(autojump_clock):
+    """Its status said that the deadline had passed, and not where, as that of the engine does."""
+    interceptor = Interceptor(methods(SimpleNamespace(), 2**20), None, status_of)
+    async with open_server(interceptor.serve) as server:
+        client = await server.connect()
+        data = pb.GenerateRequest(text="a" * SMALL_BYTES).SerializeToString()
+        async with interceptor._decoding._medium._turns.hold("another"):
+            answer = await client.request(
+                "triolet.v1.Inference/Generate", data, headers={"grpc-timeout": "1S"}
+            )
+        assert answer.code is StatusCode.DEADLINE_EXCEEDED
+        assert answer.message == "the deadline passed in phase read, before the request was decoded"
