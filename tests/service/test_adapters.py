@@ -4,6 +4,7 @@ and come back, bytes.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,11 @@ async def test_an_adapter_that_takes_more_than_was_measured_is_given_back():
         assert world.loaded == [{digest_of_adapter("sql"): 1}]
 
 
+def running(engine):
+    """Return how many sequences each replica runs."""
+    return [replica.counts.running for replica in engine.statistics().replicas]
+
+
 async def test_a_request_runs_only_where_its_own_adapter_is_held():
     """The second replica lacks it, but has the same content under another name, with the request's
     prefix cached. That other adapter may be unloaded at any time."""
@@ -122,16 +128,19 @@ async def test_a_request_runs_only_where_its_own_adapter_is_held():
     async with world.open() as engine:
         await engine.load_model("fake")
         await engine.adapters.load("fake:copy", "/copy")
-        first, second = engine.list_models()[0].replicas
-        assert (first.processed, second.processed) == (0, 0)
+        replicas = engine.registry.entries["fake"].replicas  # whichever was made first
+        holder, other = sorted(replicas, key=lambda one: -len(one.adapters))
+        assert [len(one.adapters) for one in (holder, other)] == [2, 1]
+        assert (holder.processed, other.processed) == (0, 0)
+        busy = [int(one is holder) for one in replicas]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokens_of, engine, asked(count=100))  # keeps the first one busy
-            await trio.sleep(0.1)
+            await wait_for(lambda: running(engine) == busy)
             await tokens_of(engine, replace(request, model="fake:copy"))
-            await wait_for(lambda: engine.list_models()[0].replicas[1].processed == 1)
+            await wait_for(lambda: other.processed == 1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tokens_of, engine, asked(count=100, first=9))
-            await trio.sleep(0.1)
+            await wait_for(lambda: running(engine) == busy)
             async with engine.generate(request) as stream:
                 found = []
                 while not found:
@@ -166,9 +175,13 @@ async def test_a_worker_process_that_dies_comes_back_with_every_adapter():
                 assert await tokens_of(engine, request) == [wanted(request, content)]
 
 
-async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alone():
-    """The other replica drops it again, and the dead one comes back without it."""
-    fleet = Fleet(2, asked={"adapters": CONTENTS, "adapter_s": 1.0}, adapters=(sql(),))
+async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alone(tmp_path):
+    """The other replica drops it again, and the dead one comes back without it. The error says that
+    the worker died, although its runner may have been closed before the load's thread sees it."""
+    free = tmp_path / "free"
+    free.touch()
+    asked_of_each = {"adapters": CONTENTS, "folder": str(tmp_path)}
+    fleet = Fleet(2, asked=asked_of_each, adapters=(sql(),))
     async with fleet.open() as engine:
         await engine.load_model("fake")
         failed = []
@@ -179,11 +192,18 @@ async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alon
             except Exception as error:
                 failed.append(type(error).__name__)
 
+        first, second = engine.registry.entries["fake"].replicas
+        numbers = [one.process.process.pid for one in (first, second)]
+        free.unlink()
+        for path in tmp_path.glob("adapter*"):
+            path.unlink()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(load)
-            first, second = engine.registry.entries["fake"].replicas
-            await wait_for(lambda: len(first.adapters) == 2)
+            (tmp_path / f"free{numbers[0]}").touch()
+            await wait_for((tmp_path / f"adapter{numbers[1]}").exists)
+            assert len(first.adapters) == 2
             fleet.kill(second.process)  # while it loads
+        free.touch()
         assert failed == ["WorkerLost"]
         await wait_for(lambda: states(engine) == [ModelState.READY] * 2)
         with pytest.raises(ModelNotFound):
@@ -197,7 +217,15 @@ async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alon
 
 async def test_a_load_whose_base_is_unloaded_meanwhile_can_be_tried_again():
     """The error says so: it is neither the adapter's fault nor that of its files."""
-    world = World(adapters=[sql()], script={"adapter_s": 0.3})
+    loading, free = threading.Event(), threading.Event()
+
+    def sleep(seconds):
+        if seconds:
+            loading.set()
+            assert free.wait(LIMIT_S)
+
+    world = World(adapters=[sql()], script={"adapter_s": 1.0, "sleep": sleep})
+    free.set()
     async with world.open() as engine:
         await engine.wait_ready()
         failed = []
@@ -208,11 +236,14 @@ async def test_a_load_whose_base_is_unloaded_meanwhile_can_be_tried_again():
             except TrioletError as error:
                 failed.append(type(error))
 
+        loading.clear(), free.clear()
         with trio.fail_after(LIMIT_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(load)
-                await trio.sleep(0.1)
+                await wait_for(loading.is_set)
                 nursery.start_soon(engine.unload_model, "fake", 0.0)
+                await wait_for(lambda: engine.get_model("fake").state is not ModelState.READY)
+                free.set()
         assert failed == [NoWorkers]
         assert reserved(engine) == 0
         await engine.adapters.load("fake:tales", "/tales")

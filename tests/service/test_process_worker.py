@@ -728,6 +728,23 @@ def test_a_close_during_a_hung_step_ends_the_waiting_call_and_the_process(tmp_pa
         assert is_gone(runner.process.pid)
 
 
+def test_a_worker_that_died_before_its_close_is_lost_and_not_closed():
+    """The engine closes a runner whose worker has died, and a thread that waited for an answer may
+    see the end only then: the load of an adapter failed with "the model was closed"."""
+    with loaded() as runner:
+        os.kill(runner.process.pid, signal.SIGKILL)
+        assert isinstance(runner.lost(), WorkerLost)
+        runner.close()
+        assert "killed by signal 9" in str(runner.lost())
+        for ask in (runner.execute, runner.adapters.measure):
+            with pytest.raises(WorkerLost, match="killed by signal 9"):
+                ask(empty_plan())
+    with loaded() as runner:
+        runner.close()
+        with pytest.raises(ShuttingDown):
+            runner.adapters.measure("any")
+
+
 def test_many_may_close_and_kill_at_once():
     for _ in range(5):
         runner = process_runner()

@@ -58,18 +58,28 @@ class ScriptedRunner(FakeRunner):
     """A fake whose phases take time or fail, as ``asked`` says.
 
     ``step_s``, ``load_s`` and ``compile_s`` are seconds, ``fault`` is what goes wrong in every
-    step, and ``meets`` names a file that each step waits for. ``adapters`` and ``adapter_s`` are
-    those of a `FakeScript`.
+    step, and ``meets`` names a file that each step waits for. ``adapters`` are those of a
+    `FakeScript`. In a ``folder``, the load of one creates a file ``adapter`` with the process's id
+    behind it, and waits for the file ``free`` or ``free`` with that id.
     """
 
     def __init__(self, asked):
-        names = ("step_s", "load_s", "adapters", "adapter_s")
+        names = ("step_s", "load_s", "adapters")
         script = FakeScript(**{name: asked[name] for name in names if name in asked})
         super().__init__(
             num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=512, script=script
         )
         self._asked = asked
         self._folder = Path(asked["folder"]) if "folder" in asked else None
+        if "adapters" in asked and self._folder is not None:
+            self._load_adapter, self.adapters.load = self.adapters.load, self._load_when_free
+
+    def _load_when_free(self, directory):
+        (self._folder / f"adapter{os.getpid()}").touch()
+        free = [self._folder / "free", self._folder / f"free{os.getpid()}"]
+        while not any(one.exists() for one in free):
+            time.sleep(0.005)
+        return self._load_adapter(directory)
 
     def load(self, progress):
         self._reach("loading")

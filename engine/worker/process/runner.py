@@ -97,6 +97,7 @@ class ProcessRunner:
         self._name = short_name(spec.model)
         self._starting = threading.Lock()  # held while the process is started; never in a step
         self._is_closed = False
+        self._has_died = False  # before `close`
         self._process: WorkerProcess | GroupProcess | None = None
         self._channel: Channel | GroupChannel | None = None  # the main channel of the process
         self._loaded: Loaded | None = None
@@ -169,7 +170,10 @@ class ProcessRunner:
     def close(self) -> None:
         """End the process and give everything back. The process has `CLOSE_LIMIT_S` to end its step
         and close its runner, then it is killed; an idle one takes up to 0.1 s. A thread that waits
-        in another call raises ShuttingDown at once. Idempotent."""
+        in another call raises ShuttingDown at once, and WorkerLost if the process had died before.
+        Idempotent."""
+        if not self._is_closed and self._process is not None:
+            self._has_died = not self._process.is_alive
         self._is_closed = True
         with self._starting:
             process = self._process
@@ -232,9 +236,9 @@ class ProcessRunner:
     def lost(self) -> WorkerLost | ShuttingDown:
         """Return why `execute` would fail. Ends the process if it is not dead yet, and reaps it,
         which takes up to `DEATH_LIMIT_S`."""
-        if not self._is_closed:
+        if self._has_died or not self._is_closed:
             how = self._require_process().end(DEATH_LIMIT_S)
-            if not self._is_closed:
+            if self._has_died or not self._is_closed:
                 return WorkerLost(f"the worker process {how}", retry_after_s=RETRY_AFTER_S)
         return ShuttingDown("the model was closed")
 
