@@ -36,6 +36,7 @@ static void pack(const T *weight, long outputs, long inputs, long pair, T *panel
     });
 }
 
+#pragma GCC visibility push(default)  // all else is hidden (`engine.worker.forward.variants`)
 extern "C" {
 
 // Returns the instructions that this library multiplies with, for people to read: "AMX", or as
@@ -174,3 +175,4 @@ int64_t triolet_draw_by_noise(const float *logits, int64_t count, float heat, fl
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -265,6 +265,18 @@ def test_a_cache_that_cannot_be_used_is_told_once_and_the_kernels_run(
     assert not list(fresh.glob("*.so"))
 
 
+def test_a_library_shows_nothing_but_the_functions_that_python_calls():
+    """The loader gives two libraries one copy of a variable that both show, such as the list of
+    idle teams. With two builds in one process, a test's numbers became NaN."""
+    path = native.load()._name
+    done = subprocess.run(
+        ["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True
+    )
+    names = {line.split()[-1] for line in done.stdout.splitlines()}
+    assert "triolet_kind" in names
+    assert {name for name in names if not name.startswith("triolet_")} == set()
+
+
 @pytest.mark.slow
 def test_both_use_torchs_own_openmp():
     """Two OpenMP libraries in one process would be twice the threads."""

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 # from the wheel or compiled here. Unset: the best.
 SWITCH = "ENGINE_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")  # the first one that is installed compiles
-# Of every build; a processor's own come after them.
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w")
+# Of every build; a processor's own come after them. A library's variables are hidden from the
+# loader, which would share those of inline functions and classes between all that are loaded.
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w", "-fvisibility=hidden")
 DIRECTORY = "built"  # beside the sources, in a wheel that has libraries
 # What x86-64-v3 and x86-64-v4 mean, as far as it is not in every processor that has AVX2 or
 # AVX-512. Source: the x86-64 psABI, "Micro-Architecture Levels".
