@@ -41,6 +41,7 @@ QUICK_CASES = {"conformance": 1, "interop": 1, "service": 1, "simulation": 2}
 
 def pytest_addoption(parser):
     parser.addoption("--workers", type=int, default=0, help="run the tests in N forked processes")
+    parser.addoption("--write-seconds", type=float, help="write how long files took that took this")
 
 
 def pytest_configure(config):

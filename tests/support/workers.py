@@ -2,7 +2,9 @@
 
 The tests are imported and collected once; then N workers are forked. A worker takes one file after
 another, one of three workers from the front of the list and two from its end: in front are tests
-that compute, at the end tests that wait for servers, between them short ones. All workers fork
+that compute, at the end tests that wait for servers, and the shortest files of both lie where the
+two ends meet, so that all workers end at about the same time. `SECONDS` has how long the files
+took; ``--write-seconds S`` writes it anew, with those that took S seconds or more. All workers fork
 their servers from the same interpreters (`tests.support.prestarted`).
 """
 
@@ -20,6 +22,9 @@ import pytest
 
 from tests.support import prestarted
 
+WAITING = ("service", "interop")  # the folders of tests that wait for servers
+# A line has how many seconds a file took, how many tests it had, and its path.
+SECONDS = "tests/file_seconds.txt"
 INTERRUPTED_S = 5.0  # guess: longer than a test's servers take to end
 
 
@@ -43,6 +48,25 @@ class Files:
             return self._front.value - 1
 
 
+def in_order(files, seconds):
+    """Return the lists of tests in the order in which workers take them, of which ``seconds`` has
+    the mean seconds of a test by the file's path."""
+
+    def place(items):
+        length = len(items) * seconds.get(items[0].path, 0.0)
+        waits = items[0].path.parent.name in WAITING
+        return waits, length if waits else -length
+
+    return sorted(files, key=place)
+
+
+def read_seconds(root):
+    """Return the mean seconds of a test in each file of `SECONDS`, by its path."""
+    path = root / SECONDS
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return {root / name: float(whole) / int(count) for whole, count, name in lines}
+
+
 @dataclass(eq=False)
 class Worker:
     """A worker as its parent sees it."""
@@ -59,13 +83,15 @@ class Workers:
     def __init__(self, config):
         self._config = config
         self._files = []  # the tests of each file
+        self._seconds = {}  # of files that are reported, by their numbers
         self._shown = set()  # numbers of the files that are reported
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         if session.testsfailed:
             return None  # the collection failed, which pytest's own loop says
-        self._files = [list(items) for _, items in groupby(session.items, lambda one: one.path)]
+        files = [list(items) for _, items in groupby(session.items, lambda one: one.path)]
+        self._files = in_order(files, read_seconds(self._config.rootpath))
         self._config._tmp_path_factory.getbasetemp()  # the workers' directories are in one
         prestarted.share()
         left = Files(len(self._files))
@@ -85,7 +111,18 @@ class Workers:
             raise
         for number in set(range(len(self._files))) - self._shown:
             self._show(number, [], "the worker that had taken the file died before it")
+        if self._config.option.write_seconds is not None:
+            self._write_seconds(self._config.option.write_seconds)
         return True
+
+    def _write_seconds(self, least):
+        lines = [
+            f"{seconds:.0f} {len(self._files[number])} "
+            f"{self._files[number][0].path.relative_to(self._config.rootpath)}\n"
+            for number, seconds in sorted(self._seconds.items(), key=lambda one: -one[1])
+            if seconds >= least
+        ]
+        (self._config.rootpath / SECONDS).write_text("".join(lines))
 
     def _fork(self, left, at_front):
         receiver, sender = Pipe(duplex=False)
@@ -167,6 +204,7 @@ class Workers:
         """Report a file's tests. Those without a report fail with the error."""
         hook = self._config.hook
         self._shown.add(number)
+        self._seconds[number] = sum(report.duration for report in reports)
         of_item = {item.nodeid: [] for item in self._files[number]}
         for report in reports:
             of_item[report.nodeid].append(report)

@@ -6,8 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.support.workers import in_order
 
 ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
@@ -88,6 +91,32 @@ def test_results_are_those_of_one_process_and_a_death_fails_its_file(tmp_path):
     ):
         assert line in out, out
     assert "1 failed, 25 passed, 1 skipped, 3 errors" in out
+
+
+def test_workers_take_the_longest_files_first():
+    """Those of tests that compute from the front, those of tests that wait from the end. The last
+    worker ran for minutes alone, when a long file lay where the two ends met."""
+    names = ("golden/a", "golden/b", "unit/c", "service/d", "service/e", "interop/f")
+    files = [[SimpleNamespace(path=Path(name))] * (1 + (name == "unit/c")) for name in names]
+    seconds = dict(zip(map(Path, names), (1.0, 5.0, 3.0, 0.5, 9.0, 4.0), strict=True))
+    taken = [str(items[0].path) for items in in_order(files, seconds)]
+    assert taken == ["unit/c", "golden/b", "golden/a", "service/d", "interop/f", "service/e"]
+    assert in_order(files, {}) == files
+
+
+def test_a_run_writes_how_long_its_files_took_and_the_next_one_reads_it(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/file_seconds.txt").write_text("9 21 test_c.py\n5 4 test_a.py\n")
+    _, out = run(tmp_path, "--workers", "1", "-v", "--write-seconds", "0")
+    first = [out.index(name) for name in ("test_c.py::", "test_a.py::", "test_b.py::")]
+    assert first == sorted(first)
+    written = (tmp_path / "tests/file_seconds.txt").read_text().splitlines()
+    assert {tuple(line.split()[1:]) for line in written} >= {
+        ("21", "test_c.py"),
+        ("4", "test_a.py"),
+    }
+    run(tmp_path, "--workers", "1", "--write-seconds", "60")
+    assert (tmp_path / "tests/file_seconds.txt").read_text() == ""
 
 
 @pytest.mark.slow
