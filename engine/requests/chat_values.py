@@ -113,10 +113,10 @@ class Chat(_Looked):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory its messages take."""
+        """About how much memory its messages and tools take."""
         if self._seen is not None:
             return self._seen.num_bytes
-        total = 0
+        total = len(str(self.tools)) if self.tools else 0
         for message in self.messages:
             parts = _parts_of(message)
             if parts:

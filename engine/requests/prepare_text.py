@@ -68,7 +68,9 @@ class TextPreparer:
         """
         asked, info = stream.request, replica.info
         (ids, images), form = await self._prompt_ids(stream, replica, held)
-        constraint = asked.constraint or _tool_constraint(asked, form, replica)
+        constraint = asked.constraint
+        if constraint is None and asked.chat is not None and asked.chat.must_call:
+            constraint = await self._tool_constraint(asked.chat, form, replica, stream.party)
         prompt = _truncate(asked.prompt, ids)
         self._check_prompt(asked, prompt, images, replica)
         bad_words = await self._check_sampling(asked.sampling, replica, stream.party)
@@ -172,6 +174,19 @@ class TextPreparer:
                 dropped: tuple[int, ...] = done.value
                 return dropped
 
+    async def _tool_constraint(
+        self, chat: Chat, form: AnswerFormat, replica: TextReplica, party: Hashable
+    ) -> Constraint:
+        """Return the constraint of an answer that must be a call of a tool."""
+        only = "" if chat.tool_choice == "required" else chat.tool_choice
+        tokenizer = replica.tokenizer
+        template = tokenizer.chat_template(has_tools=True)
+        return await self._tokenizing.run(
+            chat.num_bytes,
+            lambda: tool_constraint(chat.tools, only, template, form, tokenizer.added_id_of),
+            party,
+        )
+
     def _check_prompt(
         self,
         asked: GenerateRequest,
@@ -232,18 +247,6 @@ class TextPreparer:
             party,
         )
         return tuple(word for word in words if max(word) < vocab)
-
-
-def _tool_constraint(
-    asked: GenerateRequest, form: AnswerFormat, replica: TextReplica
-) -> Constraint | None:
-    """Return the constraint of an answer that must be a call of a tool; None if it need not be."""
-    chat, tokenizer = asked.chat, replica.tokenizer
-    if chat is None or not chat.must_call:
-        return None
-    only = "" if chat.tool_choice == "required" else chat.tool_choice
-    template = tokenizer.chat_template(has_tools=True)
-    return tool_constraint(chat.tools, only, template, form, tokenizer.added_id_of)
 
 
 def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
+from engine.requests import prepare_text
 from engine.requests.chat_values import Chat as Messages
 from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.text_values import (
@@ -133,6 +135,27 @@ def test_a_call_that_the_request_demands_is_a_constraint_of_its_answer():
         assert len(compiled) == 2
 
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE, compile=compiled.append))
+
+
+@pytest.mark.parametrize("num_chars", [1, 9000])
+def test_the_grammar_of_large_tools_is_made_in_a_thread(num_chars, monkeypatch):
+    """It was made in the loop, whatever its size: a megabyte of schemas stopped every stream."""
+    jobs, stock = [], prepare_text.tool_constraint
+
+    def make(*arguments):
+        jobs.append([frame.f_code.co_name for frame, _ in traceback.walk_stack(None)])
+        return stock(*arguments)
+
+    async def body(engine):
+        function = {**TOOLS[0]["function"], "description": "a" * num_chars}
+        tools = [{**TOOLS[0], "function": function}]
+        request = GenerateRequest(chat=Messages(ASK, tools=tools, tool_choice="add"))
+        await events_of(engine, request)
+        [names] = jobs
+        assert ("prepare" in names) == (num_chars == 1)
+
+    monkeypatch.setattr(prepare_text, "tool_constraint", make)
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
 
 
 def test_tools_that_the_request_rules_out_are_kept_from_the_model_and_not_parsed():
