@@ -1,6 +1,8 @@
-"""The scheduler against a plain model of it, on drawn schedules.
+"""Each kind's scheduler against plain models of it, on drawn schedules.
 
-Every reader gets its own tokens, in order, and one end. The invariants hold after every event.
+Every reader gets its own results, in order, and one end; requests go on in their order and take
+turns. The invariants hold after every event, and a watcher judges every plan
+(`tests.support.step_driver`).
 """
 
 from __future__ import annotations
@@ -19,16 +21,156 @@ from engine.core.common.events import (
     ResetPrefixCache,
     Resume,
     StepDone,
-    StepFailed,
 )
-from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
 from engine.core.text.prefix import extend_keys, root_key
 from engine.core.text.prompt_images import contents_of_blocks
 from engine.core.text.types import PromptImage, Sampling
 from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
+from tests.support.encode_driver import EncodeDriver, Picture
 from tests.support.examples import examples
+from tests.support.image_driver import SIZES, ImageDriver
+
+BUFFERS = st.sampled_from([1, 2, 5, 1000])
+QUEUES = st.sampled_from([2, 20])
+PRIORITIES = st.integers(-1, 1)
+DELAYS = st.sampled_from([0.0, 0.015, 12.0])
+
+
+class Machine(RuleBasedStateMachine):
+    """Random readers, cancels, pauses and failures, whatever the kind of work.
+
+    A kind draws its driver, ``buffer`` of a reader, and its requests; it adds what it alone knows.
+    """
+
+    driver = None
+    count = 0
+
+    def new_name(self):
+        """Return the name of a new request."""
+        self.count += 1
+        return f"r{self.count}"
+
+    def deadline(self, timeout):
+        """Return the deadline in ``timeout`` seconds; None for None."""
+        return None if timeout is None else self.driver.now + timeout
+
+    @rule(data=st.data(), reason=st.sampled_from([EndReason.CANCELLED, EndReason.DEADLINE]))
+    def cancel(self, data, reason):
+        if self.driver.requests:
+            self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))), reason)
+
+    @rule()
+    def end_late_requests(self):
+        """End late requests, as their own scopes do at some time after their deadlines."""
+        self.driver.end_late()
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def read(self, data, count):
+        if self.driver.requests:
+            self.driver.read(data.draw(st.sampled_from(sorted(self.driver.requests))), count)
+
+    @precondition(lambda self: self.driver.in_flight is None)
+    @rule()
+    def begin_step(self):
+        self.driver.begin_step()
+
+    @precondition(lambda self: self.driver.in_flight is not None)
+    @rule(seconds=st.sampled_from([0.01, 0.001, 0.2]))
+    def end_step(self, seconds):
+        self.driver.now += seconds
+        event = self.driver.end_step()
+        assert isinstance(event, StepDone), event
+
+    @rule(steps=st.integers(1, 12), reads=st.booleans())
+    def run_some_steps(self, steps, reads):
+        if self.driver.in_flight is not None:
+            self.driver.end_step()
+        for _ in range(steps):
+            if not self.driver.step(read=reads):
+                break
+
+    @rule(kind=st.sampled_from(FailureKind), times=st.integers(1, 3))
+    def fail_steps(self, kind, times):
+        for _ in range(times):
+            if (self.driver.in_flight or self.driver.begin_step()) is not None:
+                self.driver.fail_step(kind)
+
+    @rule(index=st.integers(0, 3))
+    def fail_a_row(self, index):
+        if (self.driver.in_flight or self.driver.begin_step()) is not None:
+            rows, is_failed = self.driver.fail_row(index)
+            assert any(isinstance(row, RowFailure) for row in rows) == is_failed
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 31.0]))
+    def wait(self, seconds):
+        self.driver.tick(seconds)
+
+    @rule(mode=st.sampled_from(PauseMode), stays=st.sampled_from([False, False, True]))
+    def pause(self, mode, stays):
+        self.driver.apply(Pause(mode))
+        if not stays:
+            if self.driver.in_flight is None:
+                self.driver.step()
+            self.driver.apply(Resume())
+
+    @rule()
+    def resume(self):
+        self.driver.apply(Resume())
+
+    @invariant()
+    def invariants_hold(self):
+        self.driver.scheduler.check()
+        self.driver.check_counts()
+
+    @invariant()
+    def everything_live_is_explained_and_explaining_changes_nothing(self):
+        driver, scheduler = self.driver, self.driver.scheduler
+        before, places = scheduler.statistics(), []
+        for name in driver.requests:
+            said = scheduler.explain(name, driver.now)
+            if said is None:
+                assert scheduler.phase_of(name) is None
+                continue
+            driver.check_explained(name, said)
+            assert said.waiting_for or said.state == "RUNNING"
+            assert not (said.position and said.state == "RUNNING")
+            places += [said.position] if said.position else []
+        assert len(set(places)) == len(places)
+        assert scheduler.explain("nobody", driver.now) is None
+        assert scheduler.statistics() == before
+        scheduler.check()
+
+    def teardown(self):
+        driver = self.driver
+        if driver is None:
+            return
+        if driver.in_flight is not None:
+            driver.end_step()
+        driver.apply(Resume())
+        driver.end_late()
+        for name, request in driver.requests.items():
+            driver.apply(ClientCame(name))
+            driver.read(name)
+            if request.deadline is not None:  # the deadline may pass while the others run on
+                driver.cancel(name, EndReason.DEADLINE)
+        driver.run()
+        driver.check_idle()
+        driver.check_ends()
+
+
+def case_of(machine, num_examples, num_steps):
+    """Return the test case of a machine."""
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=examples(num_examples), stateful_step_count=num_steps, deadline=None
+    )
+    return case
+
+
+# ---- text --------------------------------------------------------------------------------------
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
 # Images of a prompt: the tokens before each, and its span, its cost, its digest and whether it is
@@ -68,8 +210,8 @@ class Observer:
         self.keys.clear()
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random requests, readers, cancels, pauses and failures over a small, crowded pool."""
+class SchedulerMachine(Machine):
+    """Random requests over a small, crowded pool."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 16]),
@@ -78,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 40),
         prefix_cache=st.booleans(),
         prepared_plans=st.booleans(),
-        buffer=st.sampled_from([1, 2, 5, 1000]),
+        buffer=BUFFERS,
         ends_every=st.sampled_from([None, 4, 11]),
         acceptance=st.sampled_from([None, 0.0, 0.7, 1.0]),
         spare_states=st.none() | st.integers(0, 4),
@@ -115,14 +257,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.runner.script.eos_at = lambda digest: digest % ends_every == 0
         if acceptance is not None:
             self.driver.runner.script.draft = drafter(acceptance)
-        self.count = 0
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
         own=st.lists(st.integers(200, 230), min_size=1, max_size=30),
         max_tokens=st.integers(1, 20),
         n=st.integers(1, 4),
-        priority=st.integers(-1, 1),
+        priority=PRIORITIES,
         seed=st.sampled_from([None, 1]),
         bypass=st.booleans(),
         salt=st.sampled_from(["", "a", "b"]),
@@ -146,7 +287,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         drawn,
         heard,
     ):
-        self.count += 1
         prompt, most = prefix + tuple(own), min(max_tokens, 96 - len(prefix) - len(own))
         images = self.images_of(prompt, drawn)
         shown = {at for image in images for at in range(image.start, image.end)}
@@ -155,7 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scored = None  # refused before
         outputs = self.outputs_of(prompt, most, seed, heard[:n], images)
         request = make_request(
-            f"r{self.count}",
+            self.new_name(),
             prompt,
             max_tokens=most,
             arrival=self.driver.now,
@@ -166,7 +306,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             bypass_prefix_cache=bypass,
             cache_salt=salt,
-            deadline=None if timeout is None else self.driver.now + timeout,
+            deadline=self.deadline(timeout),
             outputs=outputs,
             images=images,
         )
@@ -206,99 +346,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         return tuple(outputs) if any(outputs) else ()
 
-    @rule(data=st.data(), reason=st.sampled_from([EndReason.CANCELLED, EndReason.DEADLINE]))
-    def cancel(self, data, reason):
-        if self.driver.requests:
-            self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))), reason)
-
-    @rule()
-    def end_late_requests(self):
-        """End late requests, as their own scopes do at some time after their deadlines."""
-        for name, request in self.driver.requests.items():
-            if request.deadline is not None and request.deadline <= self.driver.now:
-                self.driver.cancel(name, EndReason.DEADLINE)
-
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def read(self, data, count):
-        if self.driver.requests:
-            name = data.draw(st.sampled_from(sorted(self.driver.requests)))
-            self.driver.read(name, count)
-
     @rule(data=st.data(), event=st.sampled_from([ClientLeft, ClientLeft, ClientCame]))
     def lose_or_find_a_client(self, data, event):
         if self.driver.requests:
             self.driver.apply(event(data.draw(st.sampled_from(sorted(self.driver.requests)))))
-
-    @precondition(lambda self: self.driver.in_flight is None)
-    @rule()
-    def begin_step(self):
-        self.driver.begin_step()
-
-    @precondition(lambda self: self.driver.in_flight is not None)
-    @rule()
-    def end_step(self):
-        self.driver.now += 0.01
-        event = self.driver.end_step()
-        assert isinstance(event, StepDone), event
-
-    @rule(steps=st.integers(1, 12))
-    def run_some_steps(self, steps):
-        if self.driver.in_flight is not None:
-            self.driver.end_step()
-        for _ in range(steps):
-            if not self.driver.step():
-                break
-
-    @precondition(lambda self: self.driver.in_flight is not None)
-    @rule(kind=st.sampled_from(FailureKind))
-    def fail_step(self, kind):
-        # Of a failed step, only the released and the admitted take effect.
-        driver, plan = self.driver, self.driver.in_flight
-        driver.runner.script.plan_fault = lambda plan: KeyboardInterrupt()
-        try:
-            driver.runner.execute(plan)
-        except KeyboardInterrupt:
-            driver.runner.script.plan_fault = None
-        driver.in_flight = None
-        driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "drawn")))
-
-    @precondition(lambda self: self.driver.in_flight is not None)
-    @rule(index=st.integers(0, 3))
-    def fail_a_row(self, index):
-        # One row of the step fails, of parents and forked choices alike. A simulation found this
-        # case.
-        left = iter(range(1000))
-        script = self.driver.runner.script
-        script.sample_fault = lambda: "sample" if next(left) == index else None
-        self.driver.end_step()
-        script.sample_fault = None
-
-    @rule(seconds=st.sampled_from([0.1, 5.0, 31.0]))
-    def wait(self, seconds):
-        self.driver.tick(seconds)
-
-    @rule(mode=st.sampled_from(PauseMode))
-    def pause(self, mode):
-        self.driver.apply(Pause(mode))
-
-    @rule()
-    def resume(self):
-        self.driver.apply(Resume())
 
     @rule()
     def reset_prefix_cache(self):
         self.driver.apply(ResetPrefixCache())
 
     @invariant()
-    def invariants_hold(self):
-        if hasattr(self, "driver"):
-            self.driver.scheduler.check()
-            self.driver.check_tokens()
-
-    @invariant()
     def an_observer_knows_every_cached_block_but_those_of_salts_and_images(self):
-        if not hasattr(self, "driver"):
-            return
         cached = set(self.driver.scheduler._ledger.cache._block_of)
         assert self.observer.keys <= cached
         if unknown := cached - self.observer.keys:
@@ -324,8 +382,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def different_salts_share_no_block_and_bypassing_requests_share_none(self):
-        if not hasattr(self, "driver"):
-            return
         ledger, tenants = self.driver.scheduler._ledger, {}
         for live in ledger.requests.values():
             request = live.request
@@ -336,51 +392,109 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert block not in ledger.cache._key_of
 
     @invariant()
-    def everything_live_is_explained_and_explaining_changes_nothing(self):
-        if not hasattr(self, "driver"):
-            return
-        scheduler, now = self.driver.scheduler, self.driver.now
-        ledger, before = scheduler._ledger, scheduler.statistics()
-        size, places = scheduler.config.block_size, []
+    def places_follow_the_queues_order(self):
+        ledger, places = self.driver.scheduler._ledger, []
         for name, live in ledger.requests.items():
-            said = scheduler.explain(name, now)
-            states = {seq.state.name for seq in live.sequences}
-            assert said.state in states
-            assert said.computed_tokens <= size * said.blocks
-            if said.state in ("WAITING", "PARKED", "ENDING"):
-                assert said.waiting_for
-            else:
-                assert said.position == 0
+            said = self.driver.scheduler.explain(name, self.driver.now)
             forks = not live.request.outputs  # else the parent need not be furthest behind
             if forks and live.parent in ledger.waiting.sequences and said.state == "WAITING":
                 places.append((live.parent.waiting_key, said.position))
         assert [place for _, place in sorted(places)] == sorted(place for _, place in places)
         assert len(set(places)) == len(places)
-        assert scheduler.explain("nobody", now) is None
-        assert scheduler.statistics() == before
-        scheduler.check()
-
-    def teardown(self):
-        if not hasattr(self, "driver"):
-            return
-        driver = self.driver
-        if driver.in_flight is not None:
-            driver.end_step()
-        driver.apply(Resume())
-        self.end_late_requests()
-        for name, request in driver.requests.items():
-            driver.apply(ClientCame(name))
-            driver.read(name)
-            if request.deadline is not None:  # the deadline may pass while the others run on
-                driver.cancel(name, EndReason.DEADLINE)
-        driver.run()
-        driver.check_tokens()
-        driver.check_idle()
-        for name, request in driver.requests.items():
-            ends = [key for key in driver.finished if key[0] == name]
-            assert len(ends) == (0 if name in driver.refused else request.num_choices), name
 
 
 # R80, R82, R85, R151, R191, R192, R195, R197
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None)
+TestScheduler = case_of(SchedulerMachine, 400, 40)
+
+
+# ---- encoders ----------------------------------------------------------------------------------
+
+INPUTS = st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12)
+
+
+class EncodeMachine(Machine):
+    """Random inputs over a small budget."""
+
+    @initialize(
+        budget=st.integers(1, 60), max_num_seqs=st.integers(1, 8), buffer=BUFFERS, queue=QUEUES
+    )
+    def start(self, budget, max_num_seqs, buffer, queue):
+        self.buffer = buffer
+        self.driver = EncodeDriver(
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_queued_requests=queue,
+            max_queued_tokens=500,
+        )
+
+    @rule(
+        asked=st.lists(
+            st.tuples(
+                INPUTS, PRIORITIES, st.sampled_from([None, None, None, 0.0, 0.02, 10.0]), DELAYS
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def submit(self, asked):
+        """Submit requests, each after a delay of tokenising in which later ones may come first."""
+        for lengths, priority, timeout, delay in asked:
+            self.driver.submit(
+                self.new_name(),
+                lengths,
+                buffer=self.buffer,
+                priority=priority,
+                arrival=self.driver.now - delay,
+                deadline=self.deadline(timeout),
+            )
+
+
+TestEncodeScheduler = case_of(EncodeMachine, 300, 50)
+
+
+# ---- drawings ----------------------------------------------------------------------------------
+
+DRAWINGS = st.fixed_dictionaries(
+    {
+        "width": st.sampled_from(SIZES),
+        "height": st.sampled_from(SIZES),
+        "n": st.integers(1, 3),
+        "steps": st.integers(1, 5),
+        "scheduler": st.sampled_from(["", "pndm"]),
+        "guidance_scale": st.sampled_from([1.0, 7.5]),
+        "preview_every": st.sampled_from([0, 0, 1, 2]),
+        "priority": PRIORITIES,
+    }
+)
+
+
+class ImageMachine(Machine):
+    """Random drawings over a few seats."""
+
+    @initialize(max_drawings=st.integers(1, 3), buffer=BUFFERS, queue=QUEUES)
+    def start(self, max_drawings, buffer, queue):
+        self.buffer = buffer
+        self.driver = ImageDriver(
+            max_drawings=max_drawings, max_queued_requests=queue, max_queued_tokens=60
+        )
+
+    @rule(
+        asked=st.lists(
+            st.tuples(DRAWINGS, st.sampled_from([None, None, None, 0.0, 0.05, 0.3, 10.0]), DELAYS),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def submit(self, asked):
+        """Submit drawings, each after a delay of preparing in which later ones may come first."""
+        for fields, timeout, delay in asked:
+            self.driver.submit(
+                self.new_name(),
+                buffer=self.buffer,
+                arrival=self.driver.now - delay,
+                deadline=self.deadline(timeout),
+                **fields,
+            )
+
+
+TestImageScheduler = case_of(ImageMachine, 150, 50)

@@ -138,7 +138,7 @@ class Simulation:
         self._image_rng = random.Random(world.seed ^ 0x1A6E)
         self._group_rng = random.Random(world.seed ^ 0x6A0E)
         self._generations: list[RequestStream[Any]] = []
-        self._watch = CoreWatch(world.config, len(world.clients), self.outcome, self._generations)
+        self._watch = CoreWatch(len(world.clients), self.outcome, self._generations)
         self._writers: list[CallWriter] = []  # of calls over the wire
         self._windows = random.Random(world.seed ^ 0x31D0)
         most, self._most_unread_in_all = BOUNDS_OF_UNREAD[world.seed % len(BOUNDS_OF_UNREAD)]

@@ -7,21 +7,13 @@ alone. Whatever the schedule, a reader sees exactly these tokens, in order.
 from __future__ import annotations
 
 from engine.config import SchedulerConfig
-from engine.core.common.credit import Credit
-from engine.core.common.events import (
-    Admitted,
-    Finished,
-    Refused,
-    Submit,
-)
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.worker.fakes.digests import contents_of, digest_after, next_token
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import EOS
-from tests.simulator.guest_watch import GuestWatch
-from tests.simulator.watch import gave_way_for_nobody
+from tests.simulator.text_watch import TextWatch
 from tests.support.step_driver import StepDriver
 
 
@@ -49,7 +41,10 @@ def make_request(name, prompt, *, max_tokens=8, arrival=0.0, **fields):
 
 
 class Driver(StepDriver):
-    """Drives a `Scheduler` with a fake text model."""
+    """Drives a `Scheduler` with a fake text model. Ends are kept by request and choice."""
+
+    fault = "plan_fault"
+    ticks_do_all = False  # a guest may be due whom only a plan moves
 
     def __init__(self, *, runner=None, **config):
         self.config = SchedulerConfig(**{"num_blocks": 64, "max_model_len": 256, **config})
@@ -60,65 +55,41 @@ class Driver(StepDriver):
             script=FakeScript(),
             num_states=self.config.num_states,
         )
-        super().__init__(Scheduler(self.config), runner)
+        scheduler = Scheduler(self.config)
+        super().__init__(scheduler, runner, TextWatch(scheduler))
         self.runner.load(lambda progress: None)
-        self.guest_watch = GuestWatch()
         self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.log: list[object] = []
-
-    # ---- inputs
 
     def submit(self, request, *, buffer=1000):
         """Apply Submit. The request's reader holds at most ``buffer`` messages."""
-        credit = Credit(buffer)
-        if request.request_id not in self.requests:
-            self.requests[request.request_id] = request
-            self.credits[request.request_id] = credit
-            self.unread[request.request_id] = 0
-        self.apply(Submit(request, credit))
-
-    # ---- steps
+        self.add(request, buffer)
 
     def begin_step(self):
-        """Plan a step, check the plan, and return it; None if there is nothing to compute."""
-        plan, events = self.scheduler.plan(self.now)
-        self._take(events)
-        self.in_flight = plan
-        if plan is not None:
-            self._check_starts(plan)
-            assert plan.num_tokens <= self.config.max_num_batched_tokens
-            assert not gave_way_for_nobody(plan, events)
-            assert not self.guest_watch.planned(self.scheduler, plan, self.now)
-            self.scheduler.prepare(self.now)  # as the loop does while the step runs
-            self.scheduler.check()
-        return plan
-
-    def _check_starts(self, plan):
-        """Check that no request is started after its deadline (D18)."""
-        starts = {admitted.sequence for admitted in plan.admitted}
+        """Plan a step, and check that no request is started after its deadline (D18)."""
+        plan = super().begin_step()
+        starts = set() if plan is None else {admitted.sequence for admitted in plan.admitted}
         for live in self.scheduler._ledger.requests.values():
             if live.parent.sequence_id in starts and live.request.deadline is not None:
                 assert live.request.deadline > self.now, f"{live.request} is started too late"
+        return plan
 
     # ---- outputs
 
-    def _take(self, events):
-        for event in events:
-            self.log.append(event)
-            match event:
-                case Tokens():
-                    key = (event.request_id, event.choice)
-                    assert key not in self.finished, f"{event} after its end"
-                    self.tokens.setdefault(key, []).extend(event.token_ids)
-                    self.unread[event.request_id] += 1
-                case Finished():
-                    key = (event.request_id, event.choice)
-                    assert key not in self.finished, f"a second end: {event}"
-                    self.finished[key] = event
-                case Refused():
-                    self.refused[event.request_id] = event
-                case Admitted():
-                    assert event.request_id not in self.refused
+    def key(self, event):
+        """Return the request and the choice."""
+        return getattr(event, "request_id", None), getattr(event, "choice", None)
+
+    def take_result(self, event):
+        """Keep tokens for `check_tokens`."""
+        if isinstance(event, Tokens):
+            self.tokens.setdefault(self.key(event), []).extend(event.token_ids)
+            self.unread[event.request_id] += 1
+
+    def check_explained(self, name, said):
+        """Check the state by those of the choices."""
+        live = self.scheduler._ledger.requests[name]
+        assert said.state in {seq.state.name for seq in live.sequences}
+        assert said.computed_tokens <= self.config.block_size * said.blocks
 
     def check_tokens(self):
         """Check that every token that came out is the right one, and that finished outputs are
@@ -150,11 +121,20 @@ class Driver(StepDriver):
         outputs = self.requests[name].outputs
         return list(outputs[choice]) if outputs else []
 
+    def check_counts(self):
+        """Check also the tokens."""
+        super().check_counts()
+        self.check_tokens()
+
     def check_idle(self):
-        """Check that every block and every request is gone."""
-        self.scheduler.check()
+        """Check also that every block and every state slot is free."""
+        super().check_idle()
         stats = self.scheduler.statistics()
         assert stats.free_blocks == stats.total_blocks
         assert stats.free_states == stats.total_states
-        assert (stats.running, stats.waiting, stats.parked, stats.ending) == (0, 0, 0, 0)
-        assert self.scheduler.is_idle
+
+    def check_ends(self):
+        """Check that each choice of a request that was not refused has one end."""
+        for name, request in self.requests.items():
+            ends = [key for key in self.finished if key[0] == name]
+            assert len(ends) == (0 if name in self.refused else request.num_choices), name

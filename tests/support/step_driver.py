@@ -1,35 +1,70 @@
-"""What the drivers of all schedulers share: readers, a clock, and steps of a fake runner."""
+"""Drive a scheduler with a fake runner, synchronously, and check what comes out, beside a watcher.
+
+What the drivers of all kinds of work share: readers that read on command, a clock, steps, and the
+checks of answers and ends.
+"""
 
 from __future__ import annotations
 
-from engine.core.common.events import Cancel, ReaderDrained, StepDone, StepFailed, Tick
+import contextlib
+import itertools
+
+from engine.core.common.credit import Credit
+from engine.core.common.events import (
+    Admitted,
+    Cancel,
+    Finished,
+    ReaderDrained,
+    Refused,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+)
+from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 
 
 class StepDriver:
-    """A scheduler, a fake runner, readers that read on command, and a clock.
+    """A scheduler, a fake runner, readers, and a clock.
 
-    The driver of one kind of work passes ``scheduler`` and ``runner``, and defines `begin_step`,
-    which plans a step into ``in_flight``, and `_take`, which judges output events.
+    The driver of one kind of work passes the scheduler, the runner and a watcher of the scheduler
+    (`tests.simulator`), and defines `take_result`, which judges a message for a reader. Messages
+    and ends are kept by their ``key``. ``fault`` is the name of the script's faults of its plans.
     """
 
-    def __init__(self, scheduler, runner):
+    fault = ""
+    ticks_do_all = True  # nothing is due after a Tick
+
+    def __init__(self, scheduler, runner, watch):
         self.scheduler = scheduler
         self.runner = runner
+        self.watch = watch
         self.now = 0.0
         self.requests = {}
         self.credits = {}
         self.unread = {}
         self.refused = {}
         self.finished = {}
+        self.plans = []
+        self.log = []
         self.in_flight = None
 
     # ---- inputs
 
+    def add(self, request, buffer):
+        """Apply Submit. The request's reader holds at most ``buffer`` messages."""
+        credit, name = Credit(buffer), request.request_id
+        if name not in self.requests:
+            self.requests[name], self.credits[name], self.unread[name] = request, credit, 0
+        self.apply(Submit(request, credit))
+
     def apply(self, event):
-        """Apply any event at the present time."""
-        self._take(self.scheduler.apply(event, self.now))
+        """Apply any event at the present time, and judge what it caused."""
+        events = self.scheduler.apply(event, self.now)
+        assert not (wrong := self.watch.applied(event, events, self.now)), wrong
+        self._take(events)
 
     def cancel(self, name, reason=EndReason.CANCELLED):
         """Apply Cancel."""
@@ -52,8 +87,23 @@ class StepDriver:
         """Advance the clock, and apply Tick."""
         self.now += seconds
         self.apply(Tick())
+        due = self.scheduler.next_wakeup(self.now)
+        is_due = due is not None and due <= self.now
+        assert not (is_due and self.ticks_do_all), "a Tick leaves something to do"
 
     # ---- steps
+
+    def begin_step(self):
+        """Plan a step, judge the plan, and return it; None if there is nothing to compute."""
+        plan, events = self.scheduler.plan(self.now)
+        assert not (wrong := self.watch.planned(plan, events, self.now)), wrong
+        self._take(events)
+        self.in_flight = plan
+        if plan is not None:
+            self.plans.append(plan)
+            self.scheduler.prepare(self.now)  # as the loop does while the step runs
+            self.scheduler.check()
+        return plan
 
     def end_step(self):
         """Execute the step in flight, apply its result or failure, and return the event."""
@@ -66,6 +116,29 @@ class StepDriver:
             event = StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
         self.apply(event)
         return event
+
+    def fail_step(self, kind=FailureKind.ERROR):
+        """Let the step in flight fail. The worker has done what comes before computing."""
+        plan, self.in_flight = self.in_flight, None
+        script = self.runner.script
+        former = getattr(script, self.fault)
+        setattr(script, self.fault, lambda plan: KeyboardInterrupt())
+        with contextlib.suppress(KeyboardInterrupt):
+            self.runner.execute(plan)
+        setattr(script, self.fault, former)
+        self.apply(StepFailed(StepFailure(plan.plan_id, kind, "drawn")))
+        self.scheduler.check()
+
+    def fail_row(self, index=0, phase="sample"):
+        """Execute the step in flight, in which the row ``index`` fails, of parents and forked
+        choices alike. Return the rows of the result, and whether there was such a row."""
+        numbers = itertools.count()
+        script = self.runner.script
+        script.sample_fault = lambda: phase if next(numbers) == index else None
+        result = self.end_step().result
+        script.sample_fault = None
+        rows = result.rows if hasattr(result, "rows") else (result.row,)
+        return rows, next(numbers) > index
 
     def step(self, *, read=True, seconds=0.01):
         """Do one step; the readers then take everything. Return False if there was nothing to
@@ -87,3 +160,61 @@ class StepDriver:
             if not self.step():
                 return steps
         raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler}")
+
+    # ---- outputs
+
+    def key(self, event):
+        """Return whose message or end an event is."""
+        return event.request_id
+
+    def take_result(self, event):
+        """Judge an event that is neither an answer nor an end."""
+        raise NotImplementedError
+
+    def _take(self, events):
+        for event in events:
+            self.log.append(event)
+            assert self.key(event) not in self.finished, f"{event} after the end"
+            match event:
+                case Admitted():
+                    assert event.request_id not in self.refused
+                case Refused():
+                    self.refused[event.request_id] = event
+                case Finished():
+                    self.finished[self.key(event)] = event
+                    self.check_end(event)
+                case _:
+                    self.take_result(event)
+
+    def check_end(self, event):
+        """Judge an end by what has come before it."""
+
+    def phase_of(self, name):
+        """Return a request's phase; None if it is not live."""
+        found = self.scheduler.phase_of(name)
+        return None if found is None else Phase[found.name.upper()]
+
+    def check_explained(self, name, said):
+        """Judge how a live request is explained."""
+
+    def check_counts(self):
+        """Check that the statistics agree with what the readers know."""
+        stats = self.scheduler.statistics()
+        assert stats.waiting <= stats.peak_waiting
+        assert stats.step_count == len(self.plans)
+        for name, credit in self.credits.items():
+            assert credit.filled == self.unread[name]
+
+    def check_idle(self):
+        """Check that every request is gone, and every slot given back."""
+        self.scheduler.check()
+        self.check_counts()
+        stats = self.scheduler.statistics()
+        assert (stats.running, stats.waiting, stats.parked, stats.ending) == (0, 0, 0, 0)
+        assert stats.queued_tokens == 0
+        assert self.scheduler.is_idle
+
+    def check_ends(self):
+        """Check that each request was refused, or has ended."""
+        for name in self.requests:
+            assert (name in self.finished) != (name in self.refused), name

@@ -6,8 +6,8 @@ import pytest
 
 from engine.config import EncoderConfig
 from engine.core.common.credit import Credit
-from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed, Submit
-from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.events import Pause, PauseMode, Resume, StepDone, Submit
+from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason, PlanId, RequestId
 from engine.core.encode.types import EncodeInput, EncodeRequest, EncodeResult, InputKind
 from engine.errors import (
@@ -25,13 +25,6 @@ from tests.support.encode_driver import EncodeDriver, Picture
 def lengths(plan):
     """Return the lengths of a plan's inputs."""
     return [row.input.num_tokens for row in plan.rows]
-
-
-def fail(driver, kind=FailureKind.ERROR):
-    """Let the step in flight fail."""
-    plan, driver.in_flight = driver.in_flight, None
-    driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "scripted")))
-    driver.scheduler.check()
 
 
 def test_requests_share_a_step_sorted_by_length():
@@ -141,7 +134,7 @@ def test_slots_that_a_failed_step_gives_back_are_not_waited_for():
     assert len(driver.begin_step().rows) == 3
     assert driver.scheduler.phase_of("a").name == "parked"
     driver.read("a", 1)
-    fail(driver, FailureKind.OUT_OF_MEMORY)
+    driver.fail_step(FailureKind.OUT_OF_MEMORY)
     driver.run()
     assert driver.finished["a"].reason is EndReason.STOP
 
@@ -234,7 +227,7 @@ def test_a_request_that_ends_during_a_failed_step_is_not_run_again(kind):
     driver.submit("stays", [2])
     driver.begin_step()
     driver.cancel("gone")
-    fail(driver, kind)
+    driver.fail_step(kind)
     driver.run()
     assert driver.finished["stays"].reason is EndReason.STOP
     assert driver.got["gone"] == {}
@@ -249,7 +242,7 @@ def test_a_row_of_a_failed_step_whose_request_is_parked_runs_alone_and_ends_it()
     driver.step(read=False)
     driver.read("slow", 1)
     assert len(driver.begin_step().rows) == 2  # one row of each request
-    fail(driver)
+    driver.fail_step()
     assert len(driver.begin_step().rows) == 1
     driver.end_step()
     assert len(driver.got["slow"]) == 3
@@ -409,7 +402,7 @@ def test_the_peak_of_the_queue_counts_inputs_and_stays():
     driver.submit("a", [5, 2, 3])
     driver.submit("b", [3, 1])
     driver.begin_step()
-    fail(driver)
+    driver.fail_step()
     stats = driver.scheduler.statistics()
     assert (stats.waiting, stats.peak_waiting) == (5, 5)
     driver.run()
@@ -475,7 +468,7 @@ def test_images_of_a_failed_step_run_alone_and_texts_are_not_among_them():
     assert driver.begin_step().kind is InputKind.TEXT
     driver.end_step()
     assert lengths(driver.begin_step()) == [4, 4]
-    fail(driver)
+    driver.fail_step()
     assert kinds(driver) == ["image", "image"]
     assert driver.finished["a"].reason is EndReason.STOP
 
@@ -495,11 +488,7 @@ def test_an_image_may_have_more_tokens_than_a_text_and_counts_in_the_queue():
 def test_a_text_that_the_model_pads_costs_what_the_model_computes():
     driver = EncodeDriver(max_num_batched_tokens=64)
     inputs = tuple(EncodeInput((token,), width=32) for token in (5, 6, 7))
-    driver.requests["a"], driver.credits["a"] = (
-        EncodeRequest(RequestId("a"), inputs, 0.0),
-        Credit(9),
-    )
-    driver.got["a"], driver.unread["a"] = {}, 0
-    driver.apply(Submit(driver.requests["a"], driver.credits["a"]))
+    driver.got["a"] = {}
+    driver.add(EncodeRequest(RequestId("a"), inputs, 0.0), 9)
     assert lengths(driver.begin_step()) == [32, 32]
     assert driver.in_flight.num_tokens == 64

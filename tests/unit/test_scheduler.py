@@ -411,10 +411,8 @@ def test_a_cached_prefix_counts_once_against_the_free_blocks():
 
 def out_of_memory(driver):
     """Make the next step run out of memory."""
-    plan = driver.begin_step()
-    kind = FailureKind.OUT_OF_MEMORY
-    driver.in_flight = None
-    driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "drawn")))
+    driver.begin_step()
+    driver.fail_step(FailureKind.OUT_OF_MEMORY)
 
 
 def test_the_only_prompt_in_a_step_is_not_preempted_when_memory_runs_out(driver):
