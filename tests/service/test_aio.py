@@ -1,8 +1,8 @@
 """The asyncio façade: tasks that read, wait, are cancelled, drop and close, on fakes in real time.
 
-No test depends on how long something takes; `LIMIT_S` only bounds a hang. Every body runs in
-asyncio's debug mode, which checks that callbacks of other threads come through
-``call_soon_threadsafe``. `run` fails if a loop's exception handler is called.
+test_facades.py has what holds for the blocking façade, too. No test depends on how long something
+takes; `LIMIT_S` only bounds a hang. Every body runs in asyncio's debug mode, which checks that
+callbacks of other threads come through ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -12,29 +12,20 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 
-from engine.api import aio, blocking, portal
+from engine.api import aio, blocking
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, PauseMode
-from engine.core.text.types import Tokens
+from engine.core.common.events import PauseMode
 from engine.errors import (
-    InvalidRequest,
-    ModelNotFound,
-    RequestAborted,
     RequestCancelled,
-    RequestNotFound,
     ShuttingDown,
-    SpawnFailed,
-    StepFailed,
 )
-from engine.requests.encode_values import EmbedRequest, RerankRequest
-from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
-from engine.worker.fakes.digests import VOCAB_SIZE  # X
+from engine.requests.text_values import SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
@@ -42,130 +33,31 @@ from tests.support.facades import (
     LIMIT_S,
     SHORT,
     STEP_S,
-    broken_config,
-    engine_threads,
+    ended,
     fake_embed,
-    fake_rank,
     ids_of,
+    in_asyncio,
     open_fake,
+    park,
+    read,
     request,
+    run_loop,
     run_script,
+    totals,
+    until,
+    until_token,
     wait_no_engine_threads,
     wait_until,
 )
+from tests.support.facades import run as run_opened
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
-def run(body, **config):
-    """Run ``body(eng)`` in a loop of its own, and close the engine after it."""
-
-    async def main():
-        async with asyncio.timeout(LIMIT_S / 2), open_fake(aio, **config) as eng:
-            await body(eng)
-
-    run_loop(main)
-
-
-def run_loop(main):
-    """Run ``main`` by `asyncio.run`, and fail if the loop's exception handler is called."""
-    complaints = []
-
-    async def heard():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: complaints.append(context))
-        try:
-            return await main()
-        finally:
-            gc.collect()
-
-    result = asyncio.run(heard(), debug=True)
-    gc.collect()
-    assert complaints == []
-    return result
-
-
-async def until(condition):
-    """Wait until ``await condition()`` is true."""
-    while not await condition():  # noqa: ASYNC110 the engine's states have no event of a loop
-        await asyncio.sleep(0.002)
-
-
-async def totals(eng):
-    """Return the totals of the engine's statistics."""
-    return (await eng.statistics()).totals
-
-
-async def read(stream):
-    """Return all events of a stream."""
-    return [event async for event in stream]
-
-
-async def ended(eng, **counts):
-    """Wait until nothing is live and requests have ended in these ways, this often."""
-
-    async def holds():
-        now = await totals(eng)
-        is_idle = now.running == now.waiting == now.parked == now.ending == 0
-        return is_idle and all(getattr(now.requests_total, k) == v for k, v in counts.items())
-
-    await until(holds)
-    now = await totals(eng)
-    assert now.free_blocks + now.cached_blocks >= now.total_blocks
-
-
-async def park(eng):
-    """Return a full stream that no task reads. Its buffer bounds the events anywhere (R8)."""
-    stream = eng.generate(request())
-
-    async def is_parked():
-        return (await totals(eng)).parked == 1
-
-    await until(is_parked)
-    assert len(stream._feed.items) == 1 + eng.config.in_process_buffer  # Started, Tokens…
-    return stream
+run = partial(run_opened, in_asyncio)
 
 
 # ---- reading
-
-
-def test_tasks_get_exactly_their_tokens():
-    """R17: sixteen readers, small buffers, one engine."""
-
-    async def body(eng):
-        async def read_thrice(index):
-            for turn in range(3):
-                prompt = (index + 1, turn + 1, 7)
-                events = await read(eng.generate(request(prompt, SamplingParams(max_tokens=30))))
-                assert isinstance(events[0], Started)
-                assert isinstance(events[-1], Finished)
-                assert ids_of(events) == expected_tokens(prompt, count=30)
-
-        await asyncio.gather(*[read_thrice(index) for index in range(16)])
-        await ended(eng, finished=48)
-
-    run(body, in_process_buffer=3, script=FakeScript())
-
-
-@pytest.mark.parametrize(("n", "buffer"), [(1, 1), (1, 2), (3, 3), (4, 5), (3, 30)])
-def test_credit_that_comes_back_late_delays_no_step(monkeypatch, n, buffer):
-    """R7, R8: credit that is not given back yet leaves room for the next message."""
-    monkeypatch.setattr(portal, "RELEASE_AFTER_S", 1e9)
-
-    async def body(eng):
-        events = await read(eng.generate(request(sampling=SamplingParams(max_tokens=60), n=n)))
-        assert len(ids_of(events)) == 60 * n
-
-    run(body, in_process_buffer=buffer, script=FakeScript(), stall_timeout_s=5)
-
-
-def test_credit_comes_back_even_if_it_is_less_than_a_quarter_of_the_buffer():
-    async def body(eng):
-        many = request((1, 2, 3), SHORT, n=15, output=OutputOptions(echo=True))
-        events = await read(eng.generate(many))
-        assert sum(isinstance(event, Finished) for event in events) == 15
-
-    run(body, in_process_buffer=16, stall_timeout_s=3 * LIMIT_S)
 
 
 def test_only_credit_of_taken_events_is_given_back():
@@ -187,55 +79,6 @@ def test_only_credit_of_taken_events_is_given_back():
         stream.close()
 
     run(body, in_process_buffer=8)
-
-
-def test_tasks_may_share_a_stream():
-    async def body(eng):
-        async with eng.generate(request(sampling=SamplingParams(max_tokens=200))) as stream:
-            parts = await asyncio.gather(*[read(stream) for _ in range(3)])
-            ids = [token_id for part in parts for token_id in ids_of(part)]
-            assert sorted(ids) == sorted(expected_tokens((1, 2, 3), count=200))
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-
-    run(body, in_process_buffer=4)
-
-
-def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended():
-    async def body(eng):
-        stream = eng.generate(GenerateRequest(token_ids=(VOCAB_SIZE,)))
-        with pytest.raises(InvalidRequest):
-            await anext(stream)
-        assert await read(stream) == []
-
-    run(body)
-
-
-def test_a_prompt_in_and_its_text_out():
-    async def body(eng):
-        want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
-        assert await eng.complete("ab", max_tokens=5) == want
-        assert await eng.complete(GenerateRequest(text="ab", sampling={"max_tokens": 5})) == want
-        async with eng.generate("ab") as stream:
-            assert (await anext(stream)).prompt_tokens == 2
-        with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
-            await eng.complete("ab", top_p=7)
-        with pytest.raises(ModelNotFound):
-            await eng.complete(GenerateRequest(text="ab", model="nobody"))
-
-    run(body)
-
-
-def test_a_full_stream_holds_up_no_other():
-    """R8, R196."""
-
-    async def body(eng):
-        stream = await park(eng)
-        sampling = SamplingParams(max_tokens=50)
-        assert len(ids_of(await read(eng.generate(request((9,), sampling))))) == 50
-        await stream.aclose()
-
-    run(body, in_process_buffer=4)
 
 
 def test_the_events_of_a_step_cross_together():
@@ -340,13 +183,6 @@ def test_without_a_running_loop_nothing_begins():
 # ---- ending early
 
 
-async def until_token(stream):
-    """Read until the first token."""
-    async for event in stream:
-        if isinstance(event, Tokens):
-            return
-
-
 async def cancelled_while_it_waits(eng):
     """The task is held with its stream, so that no finaliser ends the request."""
     await eng.pause(PauseMode.KEEP)
@@ -405,38 +241,11 @@ async def timed_out_by_wait_for(eng):
     await ended(eng, cancelled=1)
 
 
-async def broken_out_of(eng):
-    """R9: dropped, the stream is collected at once."""
-    await until_token(eng.generate(request()))
-    await ended(eng, cancelled=1)
-
-
-async def left_by_an_exception(eng):
-    with contextlib.suppress(KeyError):
-        async for event in eng.generate(request()):
-            if isinstance(event, Tokens):
-                raise KeyError
-    await ended(eng, cancelled=1)
-
-
-async def left_its_block(eng):
-    async with eng.generate(request()) as stream:
-        await anext(stream)
-    await ended(eng, cancelled=1)
-    with pytest.raises(RequestCancelled):
-        await read(stream)
-
-
 async def closed(eng):
     stream = eng.generate(request())
     async with contextlib.aclosing(stream):
         await until_token(stream)
     await stream.aclose()
-    await ended(eng, cancelled=1)
-
-
-async def never_iterated(eng):
-    eng.generate(request())
     await ended(eng, cancelled=1)
 
 
@@ -462,15 +271,6 @@ async def a_generator_of_ours_is_dropped(eng):
     await ended(eng, cancelled=1)
 
 
-async def of_a_cycle_collected_on_the_engines_thread(eng):
-    """R17: the collector runs on any thread."""
-    box = [eng.generate(request())]
-    box.append(box)
-    del box
-    await eng._caller.ask(lambda engine: gc.collect())
-    await ended(eng, cancelled=1)
-
-
 async def one_of_a_task_group_fails(eng):
     held = []
 
@@ -491,14 +291,9 @@ WAYS = [
     cancelled_before_it_has_begun,
     timed_out,
     timed_out_by_wait_for,
-    broken_out_of,
-    left_by_an_exception,
-    left_its_block,
     closed,
-    never_iterated,
     a_generator_of_ours_is_closed,
     a_generator_of_ours_is_dropped,
-    of_a_cycle_collected_on_the_engines_thread,
     one_of_a_task_group_fails,
 ]
 
@@ -507,19 +302,6 @@ WAYS = [
 def test_a_request_that_nobody_reads_any_more_ends(way):
     """R3, R9, R10: such a request ends at once, and its blocks are free."""
     run(way, in_process_buffer=4)
-
-
-def test_a_stream_closed_before_it_has_begun_is_ended():
-    """R3: the model is still loading."""
-
-    async def body(eng):
-        stream = eng.generate(request())
-        stream.close()
-        stream.close()
-        with pytest.raises(RequestCancelled, match="after 0 tokens"):
-            await read(stream)
-
-    run(body, script=FakeScript(load_s=0.5))
 
 
 def test_the_end_of_a_loop_ends_its_requests():
@@ -565,37 +347,6 @@ def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests():
 # ---- the rest of the surface
 
 
-def test_everything_else_an_engine_does():
-    async def body(eng):
-        await eng.wait_ready()
-        assert [status.name for status in await eng.list_models()] == ["fake"]
-        assert (await eng.get_model("fake")).max_model_len == 2048
-        spans, longest = await eng.tokenize(text="ab")
-        assert ([span.token_id for span in spans], longest) == ([98, 99], 2048)
-        assert await eng.detokenize([5, 6]) == "<5><6>"
-        with pytest.raises(ModelNotFound):
-            await eng.tokenize("nobody", text="a")
-        with pytest.raises(ModelNotFound):
-            await eng.get_model("nobody")
-        await eng.reset_prefix_cache()
-        await eng.pause(PauseMode.KEEP)
-        stream = eng.generate(request(request_id="a"))
-
-        async def waits():
-            return (await totals(eng)).waiting == 1
-
-        await until(waits)
-        assert (await eng.explain("a")).state == "WAITING"
-        with pytest.raises(RequestNotFound):
-            await eng.explain("b")
-        await eng.resume()
-        await eng.abort("a")
-        with pytest.raises(RequestAborted):
-            await read(stream)
-
-    run(body)
-
-
 def test_an_engine_may_be_awaited():
     """In a notebook or an actor no block lasts."""
 
@@ -604,40 +355,6 @@ def test_an_engine_may_be_awaited():
         assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
         await eng.close()
         await eng.close()
-        wait_no_engine_threads()
-
-    run_loop(main)
-
-
-def test_drain_lets_other_tasks_finish():
-    async def body(eng):
-        stream = eng.generate(request(sampling=SamplingParams(max_tokens=300)))
-        await anext(stream)
-        reader = asyncio.create_task(read(stream))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(eng.drain(), STEP_S)
-        await eng.drain()
-        assert len(ids_of(await reader)) == 300
-        with pytest.raises(ShuttingDown):
-            await anext(eng.generate(request()))
-
-    run(body)
-
-
-def test_a_model_that_fails_to_load_is_an_error_for_every_waiting_request():
-    async def body(eng):
-        with pytest.raises(SpawnFailed, match="no weights"):
-            await eng.wait_ready()
-        with pytest.raises(SpawnFailed):
-            await read(eng.generate(request()))
-
-    run(body, script=FakeScript(load_error=SpawnFailed("no weights")))
-
-
-def test_an_engine_that_cannot_start_raises_and_leaves_no_thread():
-    async def main():
-        with pytest.raises(AttributeError):
-            await aio.open_engine(broken_config())
         wait_no_engine_threads()
 
     run_loop(main)
@@ -676,24 +393,6 @@ def test_a_call_that_is_cancelled_cancels_what_it_waits_for():
 # ---- closing
 
 
-@pytest.mark.parametrize("is_referenced", [True, False])
-def test_closing_with_an_abandoned_full_stream(is_referenced):
-    """R10, R15: held or dropped, the stream has no reader any more."""
-
-    async def main():
-        eng = await open_fake(aio, in_process_buffer=2)
-        stream = await park(eng)
-        if not is_referenced:
-            del stream
-        await eng.close(LIMIT_S / 2)
-        wait_no_engine_threads()
-        if is_referenced:
-            with pytest.raises(ShuttingDown):
-                await read(stream)
-
-    run_loop(main)
-
-
 def test_engines_opened_and_closed_in_loop_after_loop_leave_nothing():
     """R20: only threads that Trio caches stay; no descriptor stays, and no future complains."""
 
@@ -716,111 +415,6 @@ def test_engines_opened_and_closed_in_loop_after_loop_leave_nothing():
     left = set(threading.enumerate()) - threads
     assert [t.name for t in left if not t.name.startswith("Trio thread")] == []
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-def test_closing_while_tasks_wait():
-    """Tasks in an iterator, in a call, and in `close` itself all wake."""
-
-    async def main():
-        eng = await open_fake(aio, script=FakeScript(load_s=0.2))
-        await eng.pause(PauseMode.KEEP)
-        reader = asyncio.create_task(read(eng.generate(request())))
-        caller = asyncio.create_task(eng.drain())
-
-        async def waits():
-            return (await totals(eng)).waiting == 1
-
-        await until(waits)
-        await asyncio.gather(*[eng.close() for _ in range(3)])
-        for task in (reader, caller):
-            with pytest.raises(ShuttingDown):
-                await task
-        wait_no_engine_threads()
-
-    run_loop(main)
-
-
-def test_closing_during_a_load_joins_it():
-    """R11: nothing is abandoned, and a task that waited for the load learns of the end."""
-
-    async def main():
-        eng = await open_fake(aio, script=FakeScript(load_s=0.5))
-        waiter = asyncio.create_task(eng.wait_ready())
-        await asyncio.sleep(0)
-        assert len(eng._portal._waiters) == 1
-        await eng.close()
-        with pytest.raises(ShuttingDown):
-            await waiter
-
-    run_loop(main)
-
-
-def test_closing_with_a_limit_does_not_wait_longer_and_blocks_no_loop():
-    entered, go_on = threading.Event(), threading.Event()
-
-    def sleep(seconds):
-        entered.set()
-        go_on.wait(LIMIT_S)
-
-    async def main():
-        eng = await open_fake(aio, script=FakeScript(load_s=1, sleep=sleep))
-        assert entered.wait(LIMIT_S)
-        await eng.close(0.01)
-        assert len(engine_threads()) == 1
-        closing = asyncio.create_task(eng.close())
-        await asyncio.sleep(0.01)
-        assert not closing.done()
-        go_on.set()
-        await closing
-        wait_no_engine_threads()
-
-    run_loop(main)
-
-
-CALLS = {
-    "generate": lambda eng, stream, chat: anext(eng.generate(request())),
-    "tokenize": lambda eng, stream, chat: eng.tokenize(text="a"),
-    "detokenize": lambda eng, stream, chat: eng.detokenize([1]),
-    "list_models": lambda eng, stream, chat: eng.list_models(),
-    "get_model": lambda eng, stream, chat: eng.get_model("fake"),
-    "wait_ready": lambda eng, stream, chat: eng.wait_ready(),
-    "statistics": lambda eng, stream, chat: eng.statistics(),
-    "pause": lambda eng, stream, chat: eng.pause(PauseMode.KEEP),
-    "resume": lambda eng, stream, chat: eng.resume(),
-    "reset_prefix_cache": lambda eng, stream, chat: eng.reset_prefix_cache(),
-    "abort": lambda eng, stream, chat: eng.abort("a"),
-    "explain": lambda eng, stream, chat: eng.explain("a"),
-    "drain": lambda eng, stream, chat: eng.drain(),
-    "chat": lambda eng, stream, chat: eng.chat(),
-    "encoder": lambda eng, stream, chat: eng.encoder(),
-    "cross_encoder": lambda eng, stream, chat: eng.cross_encoder(),
-    "embed": lambda eng, stream, chat: anext(eng.embed(EmbedRequest(inputs=("a",)))),
-    "rerank": lambda eng, stream, chat: anext(
-        eng.rerank(RerankRequest(query="q", documents=("a",)))
-    ),
-    "next": lambda eng, stream, chat: read(stream),
-    "ask": lambda eng, stream, chat: anext(chat.ask("a")),
-    "reset": lambda eng, stream, chat: chat.reset(),
-    "messages": lambda eng, stream, chat: chat.messages(),
-}
-
-
-def test_after_closing_every_call_raises():
-    """R22: a call raises, and a call that only ends something does nothing."""
-
-    async def main():
-        eng = await open_fake(aio)
-        stream, chat = eng.generate(request()), eng.chat()
-        await eng.close()
-        for call in CALLS.values():
-            with pytest.raises(ShuttingDown):
-                await call(eng, stream, chat)
-        for one in (chat, eng, chat):
-            await one.close()
-        stream.close()
-        chat.stop()
-
-    run_loop(main)
 
 
 def test_both_facades_have_the_same_surface():
@@ -874,83 +468,7 @@ def test_nothing_is_kept_alive_by_a_closed_engine():
     wait_until(lambda: gc.collect() is not None and [ref() for ref in refs] == [None] * 7)
 
 
-def test_an_engine_whose_thread_dies_leaves_nobody_waiting(caplog):
-    """R22: the task whose call never gets an answer, and another that reads."""
-
-    async def main():
-        eng = await open_fake(aio, in_process_buffer=4)
-        reader = asyncio.create_task(read(eng.generate(request())))
-        await eng.wait_ready()
-        with pytest.raises(ShuttingDown):
-            await eng._caller.ask(lambda engine: sys.exit(1))
-        with pytest.raises(ShuttingDown):
-            await reader
-        with pytest.raises(ShuttingDown):
-            await eng.statistics()
-
-    run_loop(main)
-    assert "the engine's thread failed" in caplog.text
-
-
 # ---- handles
-
-
-def test_a_conversation():
-    async def body(eng):
-        async with eng.chat(system="Be brief.", sampling=SHORT) as chat:
-            for question in ("one", "two"):
-                texts = [e.text async for e in chat.ask(question) if isinstance(e, Tokens)]
-                assert (await chat.messages())[-1]["content"] == "".join(texts)
-            roles = [message["role"] for message in await chat.messages()]
-            assert roles == ["system", *["user", "assistant"] * 2]
-            await chat.reset()
-            assert len(await chat.messages()) == 1
-        with pytest.raises(ShuttingDown, match="chat is closed"):
-            await anext(chat.ask("three"))
-        assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
-
-    run(body, in_process_buffer=4)
-
-
-def test_a_stop_ends_the_iteration_of_another_task():
-    """R3, R6: the reader waits in its iterator."""
-
-    async def body(eng):
-        async with eng.chat(sampling=ENDLESS) as chat:
-            await eng.pause(PauseMode.KEEP)
-            reader = asyncio.create_task(read(chat.ask("one")))
-
-            async def waits():
-                return (await totals(eng)).waiting == 1
-
-            await until(waits)
-            with pytest.raises(InvalidRequest, match="still runs"):
-                await anext(chat.ask("two"))
-            chat.stop()
-            assert ids_of(await reader) == []
-            await eng.resume()
-            stream = chat.ask("two")  # an earlier stop does not count
-            assert len([await anext(stream) for _ in range(5)]) == 5
-
-    run(body, in_process_buffer=8)
-
-
-def test_a_chat_closes_however_full_its_stream_is():
-    """R15."""
-
-    async def body(eng):
-        chat = eng.chat(sampling=ENDLESS)
-        stream = chat.ask("one")
-
-        async def is_parked():
-            return (await totals(eng)).parked == 1
-
-        await until(is_parked)
-        await chat.close()
-        assert [event for event in await read(stream) if isinstance(event, Finished)] == []
-        await ended(eng)
-
-    run(body, in_process_buffer=4)
 
 
 def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through():
@@ -963,35 +481,6 @@ def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through():
         del chat
         gc.collect()
         await until(lambda: eng._caller.ask(lambda engine: handle.is_closed))
-
-    run(body)
-
-
-@pytest.mark.parametrize("kind", ["encoder", "cross_encoder"])
-def test_a_bad_input_does_not_end_an_encoder(kind):
-    """R5, R21, R22."""
-
-    async def body(eng):
-        if kind == "encoder":
-            handle = eng.encoder(function=fake_embed)
-            call, want = handle.embed, ((1.0,), (2.0,))
-        else:
-            handle = eng.cross_encoder(function=fake_rank)
-            call, want = (lambda texts: handle.rank("q", texts)), (1.0, 2.0)
-        async with handle:
-            with pytest.raises(InvalidRequest):
-                await call(["bad"])
-            with pytest.raises(StepFailed):
-                await call(["broken"])
-            assert await call(["a", "bb"]) == want
-            slow = asyncio.create_task(call(["slow"]))
-            await until(lambda: eng._caller.ask(lambda engine: len(handle._handle._guard._running)))
-            handle.stop()
-            with pytest.raises(RequestCancelled):
-                await slow
-            assert await call(["a", "bb"]) == want
-        with pytest.raises(ShuttingDown):
-            await call(["a"])
 
     run(body)
 

@@ -5,14 +5,18 @@ Here are a fake model, its requests, and separate interpreters for tests of what
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import trio
 
+from engine.api import aio, blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
@@ -68,6 +72,156 @@ def engine_threads():
 def wait_no_engine_threads():
     """Wait until no engine thread lives. The watchdog's thread ends a moment after the engine."""
     wait_until(lambda: not engine_threads())
+
+
+def run_loop(main):
+    """Run ``main`` by `asyncio.run`, and fail if the loop's exception handler is called."""
+    complaints = []
+
+    async def heard():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: complaints.append(context))
+        try:
+            return await main()
+        finally:
+            gc.collect()
+
+    result = asyncio.run(heard(), debug=True)
+    gc.collect()
+    assert complaints == []
+    return result
+
+
+class InThreads:
+    """An object of the blocking façade with the methods of asyncio's."""
+
+    AT_ONCE = frozenset({"generate", "embed", "rerank", "chat", "encoder", "cross_encoder", "ask"})
+
+    def __init__(self, one):
+        self._one = one
+
+    async def __aenter__(self):
+        self._one.__enter__()
+        return self
+
+    async def __aexit__(self, *failure):
+        await asyncio.to_thread(self._one.__exit__, *failure)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        event = await asyncio.to_thread(next, self._one, None)
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    def __getattr__(self, name):
+        value, one = getattr(self._one, name), self._one
+        if name == "_caller":
+            return InThreads(value)
+        if name.startswith("_") or not callable(value):
+            return value
+        if name == "stop" or (name == "close" and isinstance(one, blocking.Stream)):
+            return value
+        if name in self.AT_ONCE and not isinstance(one, blocking.Encoder | blocking.CrossEncoder):
+            if not isinstance(one, blocking.Engine | blocking.Chat):  # the question of a caller
+                return lambda *args: asyncio.to_thread(value, *args)
+            return lambda *args, **fields: InThreads(value(*args, **fields))
+        return lambda *args, **fields: asyncio.to_thread(value, *args, **fields)
+
+
+async def in_asyncio(open_one):
+    """Open an engine in asyncio."""
+    return await open_one(aio)
+
+
+async def in_threads(open_one):
+    """Open an engine in a thread."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))
+    return InThreads(await asyncio.to_thread(open_one, blocking))
+
+
+async def opened(facade, **config):
+    """Open an engine with one fake model."""
+    return await facade(lambda module: open_fake(module, **config))
+
+
+def run(facade, body, **config):
+    """Run ``body(eng)`` in a loop of its own, and close the engine after it."""
+
+    async def main():
+        async with asyncio.timeout(LIMIT_S / 2), await opened(facade, **config) as eng:
+            await body(eng)
+
+    run_loop(main)
+
+
+async def until(condition):
+    """Wait until ``await condition()`` is true."""
+    while not await condition():  # noqa: ASYNC110 the engine's states have no event of a loop
+        await asyncio.sleep(0.002)
+
+
+async def has(is_true):
+    """Return what `until` waits for, of a state that any thread may read."""
+    return is_true
+
+
+async def messages(chat):
+    """Return a chat's messages."""
+    found = chat.messages
+    return await found() if callable(found) else found
+
+
+async def totals(eng):
+    """Return the totals of the engine's statistics."""
+    return (await eng.statistics()).totals
+
+
+async def one_waits(eng):
+    """Return whether one request is in the queue."""
+    return (await totals(eng)).waiting == 1
+
+
+async def one_is_parked(eng):
+    """Return whether one request is parked."""
+    return (await totals(eng)).parked == 1
+
+
+async def read(stream):
+    """Return all events of a stream."""
+    return [event async for event in stream]
+
+
+async def until_token(stream):
+    """Read until the first token."""
+    async for event in stream:
+        if isinstance(event, Tokens):
+            return
+
+
+async def ended(eng, **counts):
+    """Wait until nothing is live and requests have ended in these ways, this often."""
+
+    async def holds():
+        now = await totals(eng)
+        is_idle = now.running == now.waiting == now.parked == now.ending == 0
+        return is_idle and all(getattr(now.requests_total, k) == v for k, v in counts.items())
+
+    await until(holds)
+    now = await totals(eng)
+    assert now.free_blocks + now.cached_blocks >= now.total_blocks
+
+
+async def park(eng):
+    """Return a full stream that nobody reads. Its buffer bounds the events anywhere (R8)."""
+    stream = eng.generate(request())
+    await until(lambda: one_is_parked(eng))
+    feed = stream._feed
+    num_waiting = feed.queue.qsize() if hasattr(feed, "queue") else len(feed.items)
+    assert num_waiting == 1 + eng.config.in_process_buffer  # Started, Tokens…
+    return stream
 
 
 async def fake_embed(model, texts):
