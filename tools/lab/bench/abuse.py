@@ -345,16 +345,20 @@ def hoarded_rows() -> Iterator[Row]:
     for _ in range(REPEATS):
         with serving() as (address, pid):
             fill_batch(address)
-            alone = watch(address, pid)
+            victim = Victim(address)
+            victim.start()
+            alone = watch(victim, address, pid)
             host, port = address.split(":")
             with hoarding((host, int(port)), TEN, HOARDED_EACH):
                 wait_for(lambda: asked(address) >= 10 * HOARDED_EACH)
             wait_for(lambda: totals(address).detached >= 10 * HOARDED_EACH)
             time.sleep(2.0 - SETTLE_S)
-            rates.append(watch(address, pid).rate / alone.rate)
+            rates.append(watch(victim, address, pid).rate / alone.rate)
             now = totals(address)
             held.append(1 - now.free_blocks / now.total_blocks)
             waiting = now.detached
+            victim.is_stopping = True
+            victim.join(60)
     note = f"beside {waiting} streams, against alone"
     yield row_of(f"{HOARDED}: tokens/s", rates, "×", bar=0.9, better="higher", note=note)
     yield row_of(f"{HOARDED}: blocks held", held, "of all", bar=0.1, better="lower")
