@@ -9,6 +9,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import closing
@@ -19,7 +20,7 @@ from trio.lowlevel import start_thread_soon
 from trio.testing import wait_all_tasks_blocked
 
 import engine.replica.threads
-from engine.replica.threads import WorkerThreads
+from engine.replica.threads import SHORT_TURN_S, WorkerThreads
 from tests.support.wire import wait_until
 
 LIMIT_S = 10.0
@@ -68,6 +69,31 @@ def files_are_closed_before_the_next_test():
     before = open_files()
     yield
     wait_until(lambda: open_files() <= before, LIMIT_S, "the descriptors' end")
+
+
+async def test_threads_take_short_turns_while_a_job_runs_beside_the_loop(threads):
+    """A step's job changes nothing, and the last of several jobs restores what was, also when one
+    fails. Red if the loop waits for Python's own interval beside a thread that decodes a request.
+    """
+    usual_s, seen = sys.getswitchinterval(), []
+
+    def fail():
+        raise LookupError("gone")
+
+    async with trio.open_nursery() as nursery:
+        first, second = Held(), Held()
+        for job in (first, second):
+            nursery.start_soon(threads.run, job, trio.CapacityLimiter(1))
+            await trio.to_thread.run_sync(job.has_begun.wait, LIMIT_S)
+            seen.append(sys.getswitchinterval())
+        first.go.set()
+        with pytest.raises(LookupError):
+            await threads.run(fail, trio.CapacityLimiter(1))
+        seen.append(sys.getswitchinterval())
+        second.go.set()
+    assert seen == pytest.approx([SHORT_TURN_S] * 3)
+    assert sys.getswitchinterval() == usual_s
+    assert await threads.start(sys.getswitchinterval, reports_begin=False).wait() == usual_s
 
 
 class Held:
