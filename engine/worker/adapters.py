@@ -124,9 +124,9 @@ class LoadedAdapters:
         found = {}
         for row in rows:
             state = sequences.get(row.sequence)
-            if state is None or not state.adapter:
+            if state is None or not state.admission.adapter:
                 continue
-            adapter = found[row.sequence] = self.find(state.adapter)
+            adapter = found[row.sequence] = self.find(state.admission.adapter)
             if adapter is None:
                 state.verdict = RowFailure(row.sequence, "adapter", "it was unloaded")
         return found

@@ -116,7 +116,7 @@ class DraftModel:
 
     def _begin(self, row: Row, state: SequenceState) -> Writing | None:
         """Return what the model has to read to draft for a row; None if it cannot."""
-        ahead, ends = state.ahead(), state.stops.token_ids
+        ahead, ends = state.ahead(), state.admission.stops.token_ids
         place, copies = self._places.open(row.sequence, state.tokens)
         self._placed.cache.copy_blocks(copies)  # type: ignore[arg-type]
         room = self._placed.pool.max_model_len - len(state.tokens)

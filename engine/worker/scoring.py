@@ -63,11 +63,11 @@ def _unscored(row: ScoredRow, state: SequenceState) -> list[Wanted]:
     Raises:
         EngineBug: the row skips tokens that are not scored yet.
     """
-    alternatives = state.sampling.prompt_logprobs or 0
+    alternatives = state.admission.sampling.prompt_logprobs or 0
     known = len(state.prompt_logprobs) + 1
     if row.start + 1 > known:
         raise EngineBug(f"sequence {row.sequence} skipped the scores of its tokens from {known}")
-    end = min(row.start + row.count + 1, state.prompt_tokens)
+    end = min(row.start + row.count + 1, len(state.admission.prompt))
     return [
         Wanted(row.logits + place - row.start - 1, state.tokens[place], alternatives)
         for place in range(known, end)

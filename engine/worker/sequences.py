@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Row, StateDelta
-    from engine.core.text.types import PromptImage, Sampling, Stops
+    from engine.core.text.types import Sampling, Stops
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.edits import Edits
     from engine.worker.text.detokenizer import TextStep
@@ -46,12 +46,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence: its tokens (prompt and output), how it samples, its text, its blocks."""
+    """One sequence: its admission, which says what was asked for; its tokens (prompt and output),
+    its text, its blocks."""
 
+    admission: AdmittedSequence
     tokens: list[int]
-    prompt_tokens: int
-    sampling: Sampling
-    stops: Stops
     text: TextState | None  # made with the first token, so that a failure is this row's alone
     blocks: Ints  # [num_blocks] int64, the block table after the last step that took effect
     edits: Edits | None = None  # the request's changes to its logits
@@ -62,8 +61,6 @@ class SequenceState:
     look_up: LookUp | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
     num_forced: int = 0  # of the draft; the constraint leaves nothing else
-    adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
-    images: tuple[PromptImage, ...] = ()  # of the prompt
     state_slot: int | None = None  # where its state is, if the model has recurrent layers
 
     @classmethod
@@ -73,23 +70,19 @@ class SequenceState:
         """Return the state of a new sequence, which has no blocks and no output. ``drafts``: it
         offers drafts, unless its request does not want them."""
         edits = make_edits(new.sampling, new.prompt)
-        tokens, size = list(new.prompt), len(new.prompt)
-        state = cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits, matching)
-        state.look_up = LookUp() if drafts and new.speculates else None
-        state.adapter = new.adapter
-        state.images = new.images
-        return state
+        look_up = LookUp() if drafts and new.speculates else None
+        return cls(new, list(new.prompt), None, NO_BLOCKS, edits, matching, look_up=look_up)
 
-    def replay(self, new: AdmittedSequence, tokenizer: HfTokenizer) -> None:
+    def replay(self, tokenizer: HfTokenizer) -> None:
         """Take the tokens that a continued choice has already, as if they had been sampled here. If
         they end the choice, or cannot be the output of its request, every row of the sequence gets
         the ``verdict``. Never raises."""
-        self.verdict = self._replay(new, tokenizer)
-        self.tokens = [*new.prompt, *new.output]  # the plans have rows for all of them
+        self.verdict = self._replay(tokenizer)
+        # The plans have rows for all of them.
+        self.tokens = [*self.admission.prompt, *self.admission.output]
 
-    def _replay(
-        self, new: AdmittedSequence, tokenizer: HfTokenizer
-    ) -> RowResult | RowFailure | None:
+    def _replay(self, tokenizer: HfTokenizer) -> RowResult | RowFailure | None:
+        new = self.admission
         texts: list[str] = []
         end: RowResult | None = None
         for index, token in enumerate(new.output):
@@ -125,7 +118,7 @@ class SequenceState:
             raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
         if row.logits is Logits.LAST and self.num_unscored:
             raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
-        for image in self.images:
+        for image in self.admission.images:
             if image.is_whole and image.is_inside(end):
                 raise EngineBug(f"a row of sequence {row.sequence} cuts an image that is whole")
 
@@ -135,7 +128,7 @@ class SequenceState:
         shift, end = first - row.start, row.start + row.count
         return [
             (max(image.start, row.start) + shift, image.end + shift)
-            for image in self.images
+            for image in self.admission.images
             if image.is_whole and row.start < image.end <= end
         ]
 
@@ -147,17 +140,20 @@ class SequenceState:
     @property
     def position(self) -> int:
         """The index of the next output token, from 0."""
-        return len(self.tokens) - self.prompt_tokens
+        return len(self.tokens) - len(self.admission.prompt)
 
     def sample_row(self) -> SampleRow:
         """Return how the next token is to be sampled. A constraint's mask is still empty."""
-        return _sample_row(self.sampling, self.stops, self.position, self.edits, self.matching)
+        admission = self.admission
+        return _sample_row(
+            admission.sampling, admission.stops, self.position, self.edits, self.matching
+        )
 
     def ahead(self) -> Ahead:
         """Return a copy of what decides how tokens are sampled, to sample behind drafts."""
         return Ahead(
-            self.sampling,
-            self.stops,
+            self.admission.sampling,
+            self.admission.stops,
             self.position,
             None if self.edits is None else self.edits.fork(),
             None if self.matching is None else self.matching.fork(),
@@ -176,7 +172,7 @@ class SequenceState:
             draft = forced + self.look_up.draft(self.tokens, forced, left)
         if not draft:  # the common case, for which each sequence pays in each step
             return 0
-        most = max(0, self.stops.max_tokens - self.position - 1)
+        most = max(0, self.admission.stops.max_tokens - self.position - 1)
         self.draft = self._possible(draft[:most])
         self.num_forced = min(len(forced), len(self.draft))
         return len(self.draft)
@@ -189,7 +185,7 @@ class SequenceState:
     def _possible(self, draft: list[int]) -> list[int]:
         """Return the draft up to a token that would end the sequence, or that the constraint
         forbids."""
-        ends = self.stops.token_ids
+        ends = self.admission.stops.token_ids
         draft = draft[: next((i for i, token in enumerate(draft) if token in ends), len(draft))]
         if self.matching is not None:
             del draft[self.matching.num_allowed(draft) :]
@@ -198,13 +194,13 @@ class SequenceState:
     @property
     def is_scoring(self) -> bool:
         """Whether the prompt's log-probabilities are requested and were not returned yet."""
-        return self.sampling.prompt_logprobs is not None and self.position == 0
+        return self.admission.sampling.prompt_logprobs is not None and self.position == 0
 
     @property
     def num_unscored(self) -> int:
         """How many prompt tokens still lack their log-probabilities."""
         known = 1 + len(self.prompt_logprobs)  # the first has none
-        return self.prompt_tokens - known if self.is_scoring else 0
+        return len(self.admission.prompt) - known if self.is_scoring else 0
 
     def table_after(self, delta: BlockDelta | None) -> Ints:
         """Return the block table after a delta. The sequence's own table is not changed.
@@ -267,7 +263,7 @@ class SequenceState:
         """Append the sampled token and return its text. If the text fails, the tokens stay as they
         were."""
         if self.text is None:
-            self.text = TextState(tokenizer, self.stops, self.tokens[: self.prompt_tokens])
+            self.text = TextState(tokenizer, self.admission.stops, self.admission.prompt)
         is_complete = self.matching is not None and self.matching.push(token)
         if is_complete and self.matching is not None and token in self.matching.ends:
             step = self.text.push_end(token)
@@ -280,17 +276,14 @@ class SequenceState:
 
     def fork(self, child: ChildFork) -> SequenceState:
         """Return the state of another choice of the same prompt, which has no output yet."""
+        sampling = replace(self.admission.sampling, choice=child.choice, prompt_logprobs=None)
         return SequenceState(
+            admission=replace(self.admission, sequence=child.sequence, sampling=sampling),
             tokens=list(self.tokens),
-            prompt_tokens=self.prompt_tokens,
-            sampling=replace(self.sampling, choice=child.choice, prompt_logprobs=None),
-            stops=self.stops,
             text=None if self.text is None else self.text.fork(),
             blocks=np.array(child.blocks, np.int64),
             edits=None if self.edits is None else self.edits.fork(),
             matching=None if self.matching is None else self.matching.fork(),
-            adapter=self.adapter,
-            images=self.images,
             look_up=None if self.look_up is None else LookUp(),
             state_slot=child.state,
         )

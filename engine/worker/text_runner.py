@@ -263,7 +263,7 @@ class TorchRunner:
             drafts = self._spec.speculation != "off" and self._states is None
             state = SequenceState.admit(new, matching, drafts=drafts)
             if new.output:
-                state.replay(new, self.tokenizer)
+                state.replay(self.tokenizer)
             self._sequences[new.sequence] = state
 
     def _pack(self, rows: Sequence[Row]) -> Batch:
@@ -282,11 +282,11 @@ class TorchRunner:
         wholes: list[tuple[int, int]] = []
         planned, adapters = rows, self.adapters.of_rows(rows, self._sequences)
         if adapters:
-            rows = sorted(rows, key=lambda row: self._state_of(row).adapter)
+            rows = sorted(rows, key=lambda row: self._state_of(row).admission.adapter)
         for row in rows:
             state = self._state_of(row)
             drafts = tuple(state.draft[: row.drafts])
-            if state.images:
+            if state.admission.images:
                 wholes += state.wholes(row, len(ids))
             ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
             ids.extend(drafts)

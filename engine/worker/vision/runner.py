@@ -176,12 +176,12 @@ class VisionRunner(TorchRunner):
         if self.tower is None:
             return None  # the first steps of a load
         states = [self._sequences[row.sequence] for row in rows]
-        if not any(state.images for state in states):
+        if not any(state.admission.images for state in states):
             return None
         if not self.has_grids:
             return StepImages(self._parts(rows))
         positions = [
-            positions_of(state.images, row.start, row.count)
+            positions_of(state.admission.images, row.start, row.count)
             for row, state in zip(rows, states, strict=True)
         ]
         return StepImages(self._parts(rows), np.concatenate(positions, axis=1))
@@ -192,7 +192,7 @@ class VisionRunner(TorchRunner):
         token_id, first, found = self.tower.reader.sight.token_id, 0, []
         for row in rows:
             state = self._sequences[row.sequence]
-            for image in state.images:
+            for image in state.admission.images:
                 start, end = max(image.start, row.start), min(image.end, row.start + row.count)
                 if start >= end:
                     continue
