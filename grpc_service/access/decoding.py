@@ -18,7 +18,7 @@ from engine.errors import DeadlineExceeded
 from engine.replica.threads import WorkerThreads
 from engine.requests.stream import server_deadline
 from grpc_service.rpc.fairness import FairLock
-from grpc_service.rpc.methods import decoder_of, take_request, wait_for_request
+from grpc_service.rpc.methods import take_request, wait_for_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -49,9 +49,9 @@ class Decoding:
         Cancellation: safe; a thread that decodes goes on to its end, which is waited for.
         """
         call = rpc.call
-        await wait_for_request(method, call)
+        decode = await wait_for_request(method, call)
         rpc.arrived_at = trio.current_time()
-        decode, num_bytes = decoder_of(method, call), call.request.next_bytes
+        num_bytes = call.request.next_bytes
         if num_bytes <= SMALL_BYTES:
             return decode(await take_request(method, call))
         lane = self._medium if num_bytes <= LARGE_BYTES else self._large

@@ -27,17 +27,14 @@ _HEAD = Struct(">HBBBI")  # two bytes and one of the length, then kind, flags an
 
 
 class Frame(NamedTuple):
-    """One frame; ``data`` is all of it, its head included."""
+    """One frame; ``data`` is all of it, its head included, and ``size`` the length of its body in
+    bytes."""
 
     kind: int
     flags: int
     stream_id: int
     data: bytes
-
-    @property
-    def size(self) -> int:
-        """The length of the frame's body, in bytes."""
-        return len(self.data) - HEAD_BYTES
+    size: int
 
     @property
     def number(self) -> int:
@@ -53,6 +50,7 @@ class FrameSplitter:
     of headers is incomplete have the kind `UNCUT`: only h2 knows whether they are errors.
     ``num_block_bytes`` is the size of the last block of headers as far as it has come.
     ``num_whole`` counts the frames after which nothing is incomplete but, perhaps, another frame.
+    ``is_amid``: the preface, a frame or a block of headers is incomplete.
     """
 
     def __init__(self, size_max: int) -> None:
@@ -62,11 +60,7 @@ class FrameSplitter:
         self._is_in_block = False  # only CONTINUATION may follow
         self.num_block_bytes = 0
         self.num_whole = 0
-
-    @property
-    def is_amid(self) -> bool:
-        """Whether the preface, a frame or a block of headers is incomplete."""
-        return bool(self._rest or self._is_in_block or self._preface_missing)
+        self.is_amid = True
 
     def split(self, data: bytes) -> Iterator[Frame]:
         """Yield every frame that ``data`` completes."""
@@ -75,12 +69,12 @@ class FrameSplitter:
         if self._preface_missing:
             begin = min(end, self._preface_missing)
             self._preface_missing -= begin
-            yield Frame(UNCUT, 0, 0, buffer[:begin])
+            yield Frame(UNCUT, 0, 0, buffer[:begin], begin)
         while end - begin >= HEAD_BYTES:
             high, low, kind, flags, stream = _HEAD.unpack_from(buffer, begin)
             size = high << 8 | low
             if size > self._size_max:
-                yield Frame(UNCUT, 0, 0, buffer[begin:])
+                yield Frame(UNCUT, 0, 0, buffer[begin:], size)
                 begin = end
                 break
             after = begin + HEAD_BYTES + size
@@ -89,11 +83,12 @@ class FrameSplitter:
             if self._is_in_block:
                 self.num_block_bytes += size
                 self._is_in_block = kind == CONTINUATION and not flags & END_HEADERS
-                yield Frame(UNCUT, 0, 0, buffer[begin:after])
+                yield Frame(UNCUT, 0, 0, buffer[begin:after], size)
             else:
                 self.num_block_bytes = size
                 self._is_in_block = kind == HEADERS and not flags & END_HEADERS
-                yield Frame(kind, flags, stream & _STREAM_BITS, buffer[begin:after])
+                yield Frame(kind, flags, stream & _STREAM_BITS, buffer[begin:after], size)
             begin = after
             self.num_whole += not self._is_in_block
         self._rest = buffer[begin:]
+        self.is_amid = bool(self._rest or self._is_in_block or self._preface_missing)

@@ -225,7 +225,8 @@ class Http2Connection:
             log.debug("a stream is reset: %s", fault)
             self._refuse(stream_id, ErrorCodes.PROTOCOL_ERROR)
             return
-        stream = Stream(self, stream_id, headers, length_of(headers))
+        window = self.h2.window_of(stream_id)
+        stream = Stream(self, stream_id, window, headers, length_of(headers))
         self.streams[stream_id] = stream
         stream.listener = self._on_stream(stream)
 

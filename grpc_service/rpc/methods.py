@@ -77,28 +77,29 @@ async def read_request(method: Method, call: Call) -> Any:
             time.
     Cancellation: safe.
     """
-    await wait_for_request(method, call)
-    return decoder_of(method, call)(await take_request(method, call))
+    decode = await wait_for_request(method, call)
+    return decode(await take_request(method, call))
 
 
-async def wait_for_request(method: Method, call: Call) -> None:
-    """Wait until the one request of a call has come, for `Limits.request_timeout_s`.
+async def wait_for_request(method: Method, call: Call) -> Callable[[bytes], Any]:
+    """Wait until the one request of a call has come, for `Limits.request_timeout_s`, and return its
+    `decoder_of`.
 
     Raises:
         MissingMessage: no request was sent.
         RpcError: as `Call.read`, or the request did not become complete in time.
     Cancellation: safe.
     """
-    if call.request.has_message:
-        return
-    limit_s = call.limits.request_timeout_s
-    with trio.move_on_after(limit_s):
-        if await call.read(stays=True) is None:
-            raise MissingMessage(f"{method.name} takes one request, and none was sent")
-        return
-    raise RpcError(
-        StatusCode.DEADLINE_EXCEEDED, f"the request was not complete within {limit_s:g} s"
-    )
+    if not call.request.has_message:
+        limit_s = call.limits.request_timeout_s
+        with trio.move_on_after(limit_s) as patience:
+            if await call.read(stays=True) is None:
+                raise MissingMessage(f"{method.name} takes one request, and none was sent")
+        if patience.cancelled_caught:
+            raise RpcError(
+                StatusCode.DEADLINE_EXCEEDED, f"the request was not complete within {limit_s:g} s"
+            )
+    return decoder_of(method, call)
 
 
 async def take_request(method: Method, call: Call) -> bytes:

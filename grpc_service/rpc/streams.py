@@ -116,7 +116,12 @@ class Stream:
     )
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, headers: Headers, length: int | None
+        self,
+        connection: Http2Connection,
+        stream_id: int,
+        window: Window,
+        headers: Headers,
+        length: int | None,
     ) -> None:
         self._connection = connection
         self._missing = length  # bytes of the request's body, if their number was announced
@@ -124,7 +129,7 @@ class Stream:
         self._is_begun = False  # whether part of that message has been sent
         self._taken_bytes = 0  # of the stream's window, not given back yet
         self.id = stream_id
-        self.window: Window = connection.h2.window_of(stream_id)
+        self.window = window
         self.headers = headers
         self.has_ended = False
         self.is_over = False
