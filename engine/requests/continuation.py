@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import FieldViolation
-from engine.requests.field_types import IDS, SWITCH, WHOLE, convert_fields, several
+from engine.requests.field_types import IDS, SWITCH, WHOLE, TypedFields, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,32 +15,28 @@ CONTINUED_TYPES = {"token_ids": IDS, "finished": SWITCH}
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuedChoice:
+class ContinuedChoice(TypedFields):
     """How far one choice had come: the tokens received, or that its end was received."""
 
+    TYPES = CONTINUED_TYPES
     token_ids: tuple[int, ...] = ()
     finished: bool = False
-
-    def __post_init__(self) -> None:
-        convert_fields(self, CONTINUED_TYPES)
 
 
 CONTINUATION_TYPES = {"choices": several(ContinuedChoice), "seed": WHOLE}
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(TypedFields):
     """Says how far the stream of an equal request had come, so that this one goes on behind it.
 
     ``choices`` are in the order of their indices. Of a choice that is not listed, nothing was
     received. ``seed`` is that of the stream's `Started`.
     """
 
+    TYPES = CONTINUATION_TYPES
     choices: tuple[ContinuedChoice, ...] = ()
     seed: int | None = None
-
-    def __post_init__(self) -> None:
-        convert_fields(self, CONTINUATION_TYPES)
 
     @property
     def has_begun(self) -> bool:

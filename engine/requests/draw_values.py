@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engine.errors import FieldViolation
 from engine.images.encode import FORMATS
-from engine.requests.field_types import DATA, NAME, NUMBER, WHOLE, CheckedFields, convert_fields
+from engine.requests.field_types import DATA, NAME, NUMBER, WHOLE, CheckedFields
 from engine.requests.text_values import common_violations
+from engine.status import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,6 +59,8 @@ class DrawRequest(CheckedFields):
     ``check`` and what is raised are as in `GenerateRequest`.
     """
 
+    TYPES = DRAW_TYPES
+    capability = Capability.TEXT_TO_IMAGE
     model: str = ""
     prompt: str = ""
     negative_prompt: str = ""
@@ -78,15 +81,15 @@ class DrawRequest(CheckedFields):
     timeout_s: float | None = None
     check: InitVar[bool] = True
 
-    def __post_init__(self, check: bool) -> None:
-        convert_fields(self, DRAW_TYPES)
-        if check:
-            self.validate()
-
     @property
     def num_images(self) -> int:
         """How many images are drawn."""
         return 1 if self.n is None else self.n
+
+    @property
+    def image_bytes(self) -> int:
+        """The bytes of the file of its source."""
+        return len(self.source or b"")
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""

@@ -21,9 +21,9 @@ from engine.requests.field_types import (
     TEXTS,
     WHOLE,
     CheckedFields,
-    convert_fields,
 )
 from engine.requests.text_values import GenerateRequest, Started, common_violations
+from engine.status import Capability
 
 if TYPE_CHECKING:
     from array import array
@@ -63,6 +63,7 @@ class EmbedRequest(CheckedFields):
     ``check`` and what is raised are as in `GenerateRequest`.
     """
 
+    TYPES = EMBED_TYPES
     model: str = ""
     inputs: tuple[str | bytes | tuple[int, ...], ...] = ()
     dimensions: int | None = None
@@ -74,15 +75,15 @@ class EmbedRequest(CheckedFields):
     timeout_s: float | None = None
     check: InitVar[bool] = True
 
-    def __post_init__(self, check: bool) -> None:
-        convert_fields(self, EMBED_TYPES)
-        if check:
-            self.validate()
-
     @property
     def has_images(self) -> bool:
         """Whether an input is an image."""
         return bytes in map(type, self.inputs)
+
+    @property
+    def capability(self) -> Capability:
+        """What a model must be able to do for it."""
+        return Capability.IMAGE_EMBEDDING if self.has_images else Capability.TEXT_EMBEDDING
 
     @property
     def image_bytes(self) -> int:
@@ -110,6 +111,9 @@ class RerankRequest(CheckedFields):
     only that many of the best scores are sent, sorted, at the end. The other fields are as in
     `EmbedRequest`."""
 
+    TYPES = RERANK_TYPES
+    capability = Capability.RERANK
+    image_bytes = 0
     model: str = ""
     query: str = ""
     documents: tuple[str, ...] = ()
@@ -120,11 +124,6 @@ class RerankRequest(CheckedFields):
     priority: int | None = None
     timeout_s: float | None = None
     check: InitVar[bool] = True
-
-    def __post_init__(self, check: bool) -> None:
-        convert_fields(self, RERANK_TYPES)
-        if check:
-            self.validate()
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""

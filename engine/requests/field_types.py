@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from engine.errors import InvalidRequest
 
@@ -27,10 +27,30 @@ SHOWN_CHARS_MAX = 60  # of a wrong value in a message
 PART = 2**16  # values that are looked at in one call, for which other threads wait
 
 
-class CheckedFields:
-    """A request that can say which of its fields are broken."""
+class TypedFields:
+    """A frozen dataclass whose fields are converted to their ``TYPES`` when it is made.
+
+    Raises:
+        TypeError: a field has a value that it cannot take.
+    """
 
     __slots__ = ()
+    TYPES: ClassVar[Mapping[str, FieldType]]
+
+    def __post_init__(self) -> None:
+        convert_fields(self, self.TYPES)
+
+
+class CheckedFields(TypedFields):
+    """A request that can say which of its fields are broken. It is validated when it is made,
+    unless ``check`` is False."""
+
+    __slots__ = ()
+
+    def __post_init__(self, check: bool = True) -> None:
+        convert_fields(self, self.TYPES)
+        if check:
+            self.validate()
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""

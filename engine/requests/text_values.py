@@ -32,11 +32,12 @@ from engine.requests.field_types import (
     TEXTS,
     WHOLE,
     CheckedFields,
-    convert_fields,
+    TypedFields,
     instance,
     options,
     wrong_type,
 )
+from engine.status import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -79,10 +80,11 @@ SAMPLING_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(TypedFields):
     """The sampling options of a request. Every scalar is optional. ``logit_bias`` maps token ids to
     numbers that are added to their logits."""
 
+    TYPES = SAMPLING_TYPES
     temperature: float | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -103,9 +105,6 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     speculation: bool | None = None
-
-    def __post_init__(self) -> None:
-        convert_fields(self, SAMPLING_TYPES)
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
@@ -164,31 +163,27 @@ OUTPUT_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class PromptOptions:
+class PromptOptions(TypedFields):
     """Options for preparing and caching the prompt."""
 
+    TYPES = PROMPT_TYPES
     truncate_to: int | None = None
     truncate_left: bool | None = None
     cache_salt: str = ""
     bypass_prefix_cache: bool | None = None
     add_special_tokens: bool | None = None
 
-    def __post_init__(self) -> None:
-        convert_fields(self, PROMPT_TYPES)
-
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(TypedFields):
     """Options for what a stream carries besides text."""
 
+    TYPES = OUTPUT_TYPES
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool | None = None
     echo: bool | None = None
     skip_special_tokens: bool | None = None
-
-    def __post_init__(self) -> None:
-        convert_fields(self, OUTPUT_TYPES)
 
 
 GENERATE_TYPES = {
@@ -222,6 +217,7 @@ class GenerateRequest(CheckedFields):
         TypeError: a field has a value of a type that it cannot take.
     """
 
+    TYPES = GENERATE_TYPES
     model: str = ""
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -238,11 +234,6 @@ class GenerateRequest(CheckedFields):
     resume_window_s: float | None = None
     check: InitVar[bool] = True
 
-    def __post_init__(self, check: bool) -> None:
-        convert_fields(self, GENERATE_TYPES)
-        if check:
-            self.validate()
-
     @property
     def num_bytes(self) -> int:
         """About how much memory the input takes."""
@@ -254,6 +245,11 @@ class GenerateRequest(CheckedFields):
     def has_images(self) -> bool:
         """Whether its chat has images."""
         return self.chat is not None and next(self.chat.images, None) is not None
+
+    @property
+    def capability(self) -> Capability:
+        """What a model must be able to do for it."""
+        return Capability.VISION if self.has_images else Capability.TEXT_TO_TEXT
 
     @property
     def image_bytes(self) -> int:
