@@ -4,10 +4,9 @@
     python -m tools.count_hops --check    exits 1 if engine/README.md shows other ones
     python -m tools.count_hops --write    writes them into engine/README.md
 
-A server of a fake model runs in this process, and a client in one of its threads reads a stream.
-`sys.setprofile` sees every call of the server's thread. **A hop** is a call of a function of ours
-from another file of ours, or a change to another task. The way shown is the one that most tokens
-went, once the stream is steady.
+A client reads a stream of a running server (`tools.watched_calls`). **A hop** is a call of a
+function of ours from another file of ours, or a change to another task. The way shown is the one
+that most tokens went, once the stream is steady.
 
 Between the commit and the send the core and the loop also do work for the step as a whole and not
 for a token: they account for the blocks that the step filled, decide the next step, and take times.
@@ -16,32 +15,20 @@ These calls (`BESIDE`) are counted separately, with everything below them.
 
 from __future__ import annotations
 
-import dis
 import socket
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
-import trio
-
-from engine.config import EngineConfig, ModelConfig
-from engine.worker.fakes.text import FakeRunner, FakeScript
-from grpc_service.app.application import serve
-from grpc_service.app.server_config import ServerConfig
 from grpc_service.client import messages, stubs
 from tools.shown import Shown
+from tools.watched_calls import callers_of, current_task, file_of, is_resumed, watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import CodeType, FrameType
 
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = ("engine", "grpc_service")
 COMMIT = ("engine/core/text/commit.py", "Committer.commit")  # the way of a token begins here
 BESIDE = {  # a function, or any function of a file
     "Scheduler.plan": "decide the next step",
@@ -108,20 +95,20 @@ class Recorder:
             self._hops = None
 
     def _take_call(self, frame: FrameType) -> None:
-        target = _file_of(frame.f_code)
+        target = file_of(frame.f_code)
         if not target:
             return
         if (target, frame.f_code.co_qualname) == COMMIT:
-            self._hops, self._beside, self._task = [], Counter(), _task()
+            self._hops, self._beside, self._task = [], Counter(), current_task()
             return
         if self._hops is None:
             return
-        callers = list(_callers(frame))
-        source = _file_of(callers[0]) if callers else ""
-        has_changed = _task() is not self._task
+        callers = [caller.f_code for caller in callers_of(frame)]
+        source = file_of(callers[0]) if callers else ""
+        has_changed = current_task() is not self._task
         if has_changed:
-            self._task = _task()
-        elif source == target or not source or _is_resumed(frame):
+            self._task = current_task()
+        elif source == target or not source or is_resumed(frame):
             return
         if reason := _beside([frame.f_code, *callers]):
             self._beside[reason] += 1
@@ -130,47 +117,11 @@ class Recorder:
             self._hops.append(Hop("" if has_changed else source, target, name, len(callers)))
 
 
-def _callers(frame: FrameType) -> Iterator[CodeType]:
-    """Yield the functions of ours that are under way, the innermost first."""
-    caller = frame.f_back
-    while caller is not None:
-        if _file_of(caller.f_code):
-            yield caller.f_code
-        caller = caller.f_back
-
-
-@cache
-def _file_of(code: CodeType) -> str:
-    """Return the file of a function of the product, relative to the root; "" for all others."""
-    path = Path(code.co_filename)
-    if not path.is_relative_to(ROOT):
-        return ""
-    name = path.relative_to(ROOT)
-    return name.as_posix() if name.parts[0] in PRODUCT and "_generated" not in name.parts else ""
-
-
 def _beside(codes: list[CodeType]) -> str:
     for code in codes:
-        if reason := BESIDE.get(code.co_qualname) or BESIDE.get(_file_of(code)):
+        if reason := BESIDE.get(code.co_qualname) or BESIDE.get(file_of(code)):
             return reason
     return ""
-
-
-def _task() -> object:
-    try:
-        return trio.lowlevel.current_task()
-    except RuntimeError:  # Trio itself runs, between two tasks
-        return None
-
-
-def _is_resumed(frame: FrameType) -> bool:
-    """Return whether a coroutine or generator goes on, instead of being called."""
-    return frame.f_lasti > _begin(frame.f_code)
-
-
-@cache
-def _begin(code: CodeType) -> int:
-    return next(i.offset for i in dis.get_instructions(code) if i.opname == "RESUME")
 
 
 def _is_send(function: Any) -> bool:
@@ -178,40 +129,17 @@ def _is_send(function: Any) -> bool:
     return is_socket and function.__name__ in ("send", "sendmsg")
 
 
-# ---- the server and its client
-
-
-def _read(port: int) -> None:
-    """Read one stream as a client, in a thread."""
+def _read(stub: stubs.InferenceStub) -> None:
+    """Read one stream as a client."""
     request = messages.GenerateRequest(text="a", sampling={"max_tokens": MAX_TOKENS})
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        for _ in stubs.InferenceStub(channel).Generate(request):
-            pass
-
-
-def _make_runner(model: ModelConfig, config: EngineConfig) -> FakeRunner:
-    return FakeRunner(script=FakeScript(step_s=STEP_S))
-
-
-async def _record(recorder: Recorder) -> None:
-    """Serve one stream while the recorder watches."""
-    engine_config = EngineConfig(models=(ModelConfig("fake", "fake"),), check_level=0)
-    async with trio.open_nursery() as nursery:
-        server = await nursery.start(
-            partial(serve, make_runner=_make_runner), engine_config, ServerConfig(port=0)
-        )
-        sys.setprofile(recorder)
-        try:
-            await trio.to_thread.run_sync(_read, server.port)
-        finally:
-            sys.setprofile(None)
-        nursery.cancel_scope.cancel()
+    for _ in stub.Generate(request):
+        pass
 
 
 def count() -> Way:
     """Return the way that most tokens of a steady stream go."""
     recorder = Recorder()
-    trio.run(_record, recorder)
+    watch(recorder, _read, STEP_S)
     seen = recorder.ways[TOKENS_BEFORE:][:TOKENS_SEEN]
     [(way, _)] = Counter(seen).most_common(1)
     return way
