@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from engine.api.engine import Engine
     from engine.errors import TrioletError
-    from engine.requests.stream import Reader
+    from engine.requests.readers import Reader
     from engine.requests.text_values import SamplingParams, StreamEvent
 
     Inputs = Sequence[str | bytes]  # texts, and files of images

@@ -15,8 +15,6 @@ from engine.status import Capability
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.replica.threads import Threads
-    from engine.requests.encode_values import EncodeEvent, EncodeRequests
-    from engine.requests.stream import StreamOptions
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.interface import EncoderInfo, EncodeRunner
@@ -30,6 +28,7 @@ class EncodeKind:
     request_types = (EmbedRequest, RerankRequest)
     default_threads = 1
     token_event = None
+    make_stream = EncodeStream
 
     def make_core(self, info: EncoderInfo, config: EngineConfig, name: str) -> EncodeScheduler:
         """Return the scheduler of one replica. ``name`` is not used."""
@@ -47,22 +46,6 @@ class EncodeKind:
     def make_tools(self, runner: EncodeRunner, threads: Threads) -> EncodeTools:
         """Return what the preparer uses of a loaded runner: its tokenizer for inputs."""
         return EncodeTools(runner.encoder_tokenizer)
-
-    def capability_for(self, request: EncodeRequests) -> Capability:
-        """Return the capability that a model needs for a request."""
-        if not isinstance(request, EmbedRequest):
-            return Capability.RERANK
-        return Capability.IMAGE_EMBEDDING if request.has_images else Capability.TEXT_EMBEDDING
-
-    def image_bytes(self, request: EncodeRequests) -> int:
-        """Return the bytes of the files of a request's images."""
-        return request.image_bytes if isinstance(request, EmbedRequest) else 0
-
-    def make_stream(
-        self, request: EncodeRequests, options: StreamOptions[EncodeEvent]
-    ) -> EncodeStream:
-        """Return the stream of a new request."""
-        return EncodeStream(request, options)
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> InputPreparer:
         """Return the preparer of one engine, which tokenises apart from other kinds."""

@@ -15,8 +15,6 @@ from engine.status import Capability
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.replica.threads import Threads
-    from engine.requests.draw_values import DrawEvent
-    from engine.requests.stream import StreamOptions
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.image_interface import ImageModelInfo, ImageRunner
@@ -30,6 +28,7 @@ class ImageKind:
     request_types = (DrawRequest,)
     default_threads = 0
     token_event = None
+    make_stream = DrawStream
 
     def make_core(self, info: ImageModelInfo, config: EngineConfig, name: str) -> ImageScheduler:
         """Return the scheduler of one replica. ``name`` and ``info`` are not used."""
@@ -44,18 +43,6 @@ class ImageKind:
 
     def make_tools(self, runner: ImageRunner, threads: Threads) -> None:
         """Return None: requests use nothing of a runner beside its tokenizer."""
-
-    def capability_for(self, request: DrawRequest) -> Capability:
-        """Return the capability that a model needs for a request."""
-        return Capability.TEXT_TO_IMAGE
-
-    def image_bytes(self, request: DrawRequest) -> int:
-        """Return the bytes of the file of a request's source."""
-        return len(request.source or b"")
-
-    def make_stream(self, request: DrawRequest, options: StreamOptions[DrawEvent]) -> DrawStream:
-        """Return the stream of a new request."""
-        return DrawStream(request, options)
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> DrawPreparer:
         """Return the preparer of one engine."""

@@ -17,10 +17,6 @@ from engine.status import Capability
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.replica.threads import Threads
-    from engine.requests.stream import StreamOptions
-    from engine.requests.tasks import RequestTasks
-    from engine.requests.text_values import StreamEvent
-    from engine.requests.tokenizing import Tokenizing
     from engine.worker.interface import ModelInfo, TextRunner
 
 
@@ -32,6 +28,8 @@ class TextKind:
     request_types = (GenerateRequest,)
     default_threads = 0
     token_event = Tokens
+    make_stream = TextStream
+    make_preparer = TextPreparer
 
     def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
         """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys."""
@@ -60,21 +58,3 @@ class TextKind:
     def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
         """Return what the preparer uses of a loaded runner: its compiled constraints."""
         return TextTools(CompiledConstraints(runner, threads))
-
-    def capability_for(self, request: GenerateRequest) -> Capability:
-        """Return the capability that a model needs for a request."""
-        return Capability.VISION if request.has_images else Capability.TEXT_TO_TEXT
-
-    def image_bytes(self, request: GenerateRequest) -> int:
-        """Return the bytes of a request's image files."""
-        return request.image_bytes
-
-    def make_stream(
-        self, request: GenerateRequest, options: StreamOptions[StreamEvent]
-    ) -> TextStream:
-        """Return the stream of a new request."""
-        return TextStream(request, options)
-
-    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> TextPreparer:
-        """Return the preparer of one engine."""
-        return TextPreparer(tokenizing, tasks)

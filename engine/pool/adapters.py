@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -23,7 +22,7 @@ from engine.pool.load_errors import error_for_request, log_failed_adapter
 from engine.status import Capability, ModelStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from engine.pool.entry import Entry
     from engine.pool.governor import Governor
@@ -40,17 +39,8 @@ RETRY_AFTER_S = 5.0  # guess: until the base's unload has ended
 NO_TEXT_MODEL = "only models that generate text take adapters"
 
 
-class LeasedAdapter(NamedTuple):
-    """What a request is computed with: the name of its model, and the digest of its adapter and the
-    version that it holds; "" and None without an adapter."""
-
-    model: str
-    digest: str = ""
-    version: AdapterVersion | None = None
-
-
 class Adapters:
-    """Loads and unloads adapters, and leases them to requests. Belongs to the Trio thread.
+    """Loads and unloads adapters. Belongs to the Trio thread.
     ``on_change`` is called whenever a model's state may have changed."""
 
     def __init__(
@@ -70,26 +60,6 @@ class Adapters:
         self._jobs = jobs
         self._start_task = start_task
         self._on_change = on_change
-
-    # ---- requests
-
-    @contextmanager
-    def leased(
-        self,
-        name: str,
-        replica: AnyReplica,
-        cut: Callable[[], None],
-        tokens: Callable[[], int] = lambda: 0,
-    ) -> Iterator[LeasedAdapter]:
-        """Hold the adapter that a request asks for while the block lasts. ``replica`` is what
-        `Leases.acquire` has yielded for ``name``; nothing was awaited since. ``tokens`` returns how
-        many tokens the request has got."""
-        version = self._registry.find_adapter(name)
-        if version is None:
-            yield LeasedAdapter(replica.model)
-            return
-        with version.leased(cut, tokens):
-            yield LeasedAdapter(version.name, replica.adapters[version].digest, version)
 
     # ---- the operator's commands
 

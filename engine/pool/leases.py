@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -26,6 +26,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TIMEOUT_RETRY_S = 5.0  # guess: when a load that outlasted a request may have ended
+
+
+class Lease(NamedTuple):
+    """A request's right to a replica, and to the adapter that it is computed with.
+
+    ``cut`` asks the holder to leave. ``model`` is the name of the model or of its adapter.
+    ``adapter`` is the digest of the adapter, and ``version`` the adapter itself; "" and None
+    without one.
+    """
+
+    replica: AnyReplica
+    cut: Callable[[], None]
+    model: str
+    adapter: str = ""
+    version: AdapterVersion | None = None
 
 
 class Leases:
@@ -55,43 +70,56 @@ class Leases:
             SpawnTimeout: the load takes longer than requests wait. The load goes on.
         Cancellation: ends the wait, and the load goes on; inside the block, ends the lease.
         """
-        replica = await self._wait_for_replica(name, capability)
+        replica, _ = await self._wait_for_replica(name, capability)
         with replica.leased(cut):
             yield replica
 
-    @contextmanager
-    def reroute(
+    @asynccontextmanager
+    async def lease(
         self,
-        leased: AnyReplica,
-        request: Any,
+        name: str,
+        capability: Capability,
         cut: Callable[[], None],
-        version: AdapterVersion | None = None,
-    ) -> Iterator[AnyReplica]:
+        tokens: Callable[[], int],
+    ) -> AsyncIterator[Lease]:
+        """Hold a replica for a request while the block runs, and the adapter if ``name`` is that of
+        one. ``tokens`` returns how many tokens the request has got. The rest is as `acquire`."""
+        replica, version = await self._wait_for_replica(name, capability)
+        with replica.leased(cut):
+            if version is None:
+                yield Lease(replica, cut, replica.model)
+                return
+            with version.leased(cut, tokens):
+                digest = replica.adapters[version].digest
+                yield Lease(replica, cut, version.name, digest, version)
+
+    @contextmanager
+    def reroute(self, lease: Lease, request: Any) -> Iterator[AnyReplica]:
         """Hold the replica on which a request will run, now that its tokens are known: the one that
         it has leased, or another one that has more of its prefix cached. ``request`` is the core's
-        request, and ``version`` the adapter that it holds."""
-        entry, better = self._registry.entries[leased.model], None
+        request."""
+        entry, better = self._registry.entries[lease.replica.model], None
         if self._routing == "prefix" and entry.traits.has_kv_cache:
-            better = entry.pick_by_prefix(request, version)
-        if better is None or better is leased:
-            yield leased
+            better = entry.pick_by_prefix(request, lease.version)
+        if better is None or better is lease.replica:
+            yield lease.replica
             return
-        with better.leased(cut):
+        with better.leased(lease.cut):
             yield better
 
-    async def _wait_for_replica(self, name: str, capability: Capability | None) -> AnyReplica:
-        """Return a ready replica, without a checkpoint if there is one (R134). The caller must
-        lease it before it awaits anything."""
+    async def _wait_for_replica(
+        self, name: str, capability: Capability | None
+    ) -> tuple[AnyReplica, AdapterVersion | None]:
+        """Return a ready replica, without a checkpoint if there is one (R134), and the adapter with
+        this name. The caller must lease both before it awaits anything."""
         deadline = trio.current_time() + self._spawn_timeout_s
         while True:
             entry = self._loads.ensure(name, capability)
             version = self._registry.find_adapter(name)
             replica = entry.pick(self._routing, version)
             if replica is not None:
-                # the capability may have been unknown until the model was loaded
-                self._registry.require_capability(entry, capability)
                 entry.last_used = time.time()
-                return replica
+                return replica, version
             if version is not None and entry.ready:
                 raise error_for_request(version.name, version.error)
             assert entry.load is not None

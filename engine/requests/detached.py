@@ -19,14 +19,14 @@ import trio
 
 from engine.core.common.types import EndReason, Explanation
 from engine.errors import RequestNotFound
-from engine.requests.stream import server_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.requests.kept_events import ReceivedChoice
     from engine.requests.quota import Quota
-    from engine.requests.stream import Reader, RequestStream
+    from engine.requests.readers import Reader
+    from engine.requests.stream import RequestStream
     from engine.requests.tasks import RequestTasks
     from engine.requests.text_stream import TextStream
 
@@ -58,9 +58,8 @@ class DetachedStreams:
         return sum([stream.request.image_bytes for stream in waiting])
 
     def register(self, stream: RequestStream[Any]) -> None:
-        """Let clients attach to a stream, if its request allows it, until `remove`."""
-        if stream.attach_token:
-            self._streams[stream.attach_token] = cast("TextStream", stream)
+        """Let clients attach to a stream that has a token, until `remove`."""
+        self._streams[stream.attach_token] = cast("TextStream", stream)
 
     def remove(self, stream: TextStream) -> None:
         """Let nobody attach to a stream any more."""
@@ -73,9 +72,7 @@ class DetachedStreams:
         self._make_room(stream)
         wait = _Wait(stream, stream.resume_window_s)
         self._waits[stream.attach_token] = wait
-        stream.credit.waits_until = wait.until
-        stream.counted.hold()
-        stream.report_client(is_there=False)
+        stream.wait_for_client(wait.until)
         self._tasks.start(self._expire, wait, name=f"window of {stream.request_id}")
         return True
 
@@ -156,15 +153,9 @@ class DetachedStreams:
         if wait is not None and stream.has_dropped(received):
             self._give_up(wait, EndReason.CANCELLED)  # nobody can attach, and a continuation helps
         stream.check_kept(received)
-        now = trio.current_time()
-        if timeout_s is not None:
-            stream.scope.deadline = min(stream.scope.deadline, server_deadline(now, timeout_s))
-            stream.client_deadline = now + timeout_s
         if wait is not None:
             self._drop(wait)
-        stream.credit.waits_until = now  # a stall counts from now on
-        stream.counted.hold()
-        stream.attach(reader, received)
+        stream.attach(reader, received, timeout_s)
         if wait is not None:
             stream.report_client(is_there=True)
 

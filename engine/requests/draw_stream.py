@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from functools import partial
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
 import trio
@@ -33,19 +34,18 @@ from engine.requests.draw_values import (
 from engine.requests.stream import RequestStream
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from engine.core.common.events import Admitted, Finished, OutputEvent
-    from engine.core.image.types import ImageRequest, RawImage
+    from engine.core.image.types import RawImage
     from engine.errors import TrioletError
     from engine.requests.draw_values import DrawRequest
+    from engine.requests.prepare_drawing import PreparedDrawing
     from engine.requests.stream import StreamOptions
 
-    InThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+DRAWN_SEEDS = 2**32  # of seeds that the server draws: short enough to be typed
 
 
 class DrawStream(RequestStream[DrawEvent]):
-    """A GenerateImage request's life on the Trio thread. ``seed`` is None until it is drawn."""
+    """A GenerateImage request's life on the Trio thread. ``seed`` is the client's or drawn here."""
 
     def __init__(self, request: DrawRequest, options: StreamOptions[DrawEvent]) -> None:
         # Started and Finished have no credit.
@@ -53,21 +53,17 @@ class DrawStream(RequestStream[DrawEvent]):
         # The end waits for the reader, and a step takes far longer than waking the Trio thread.
         self.num_per_release = 1
         self.request = request
-        self.seed = request.seed
-        self._scheduler = ""
-        self._prepared: ImageRequest | None = None
-        self._in_thread: InThread | None = None
+        self.seed = SystemRandom().randrange(DRAWN_SEEDS) if request.seed is None else request.seed
+        self._prepared: PreparedDrawing | None = None
         self._waiting: deque[Stepped | Drawn] = deque()  # for a thread, or behind one that does
         self._finished: Finished | None = None  # of the core; the reader gets it at the end
         self._news = trio.Event()
 
-    def set_prepared(self, prepared: ImageRequest, scheduler: str, in_thread: InThread) -> None:
-        """Take note of the core's request, and of the name of its scheduler. ``in_thread`` calls a
-        function in a thread and returns its result."""
-        self._prepared, self._scheduler, self._in_thread = prepared, scheduler, in_thread
+    def _take(self, prepared: PreparedDrawing) -> None:
+        self._prepared = prepared
 
     @property
-    def _asked(self) -> ImageRequest:
+    def _ready(self) -> PreparedDrawing:
         assert self._prepared is not None, "the core knows only requests that were prepared"
         return self._prepared
 
@@ -96,13 +92,13 @@ class DrawStream(RequestStream[DrawEvent]):
         if self._is_begun:
             return
         self._is_begun = True
-        assert self.seed is not None
-        drawing = self._asked.drawing
+        prepared = self._ready
+        drawing = prepared.request.drawing
         self._reader.push(
             DrawingStarted(
                 *(self.request_id, self.model, self.seed, drawing.width, drawing.height),
-                self._asked.num_steps,
-                self._scheduler,
+                prepared.request.num_steps,
+                prepared.scheduler,
             )
         )
 
@@ -143,7 +139,7 @@ class DrawStream(RequestStream[DrawEvent]):
         self._news.set()
 
     def _progress(self) -> str:
-        total = "" if self._prepared is None else f" of {self._prepared.num_steps}"
+        total = "" if self._prepared is None else f" of {self._prepared.request.num_steps}"
         return f"after {self.tokens_done}{total} steps"
 
     # ---- the request's task
@@ -187,10 +183,10 @@ class DrawStream(RequestStream[DrawEvent]):
             self.replica.loop.post(Tick())  # so that the loop looks when that is over
 
     async def _file_of(self, image: RawImage) -> bytes:
-        assert self._in_thread is not None
         quality = self.request.quality or DEFAULT_QUALITY
         width, height, pixels = image
-        return await self._in_thread(partial(encode, pixels, width, height, self._format, quality))
+        job = partial(encode, pixels, width, height, self._format, quality)
+        return await self._ready.in_thread(job)
 
     @property
     def _format(self) -> str:
@@ -211,8 +207,7 @@ class DrawStream(RequestStream[DrawEvent]):
             self.close(self.early_end(self.reason))
 
     def _end_well(self, finished: Finished) -> None:
-        assert self.seed is not None
-        request = self._asked
+        request = self._ready.request
         usage = ImageUsage(
             finished.usage.prompt_tokens, request.num_steps, request.drawing.num_images
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import TokenLogprob, Tokens
     from engine.errors import TrioletError
     from engine.requests.continuation import ContinuedChoice
-    from engine.requests.stream import Reader
+    from engine.requests.readers import Reader
     from engine.requests.text_values import StreamEvent
 
 # This holds the last 3,400 tokens of a plain stream. A client that lacks more, because

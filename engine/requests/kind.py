@@ -1,14 +1,11 @@
-"""The protocols by which the supervisor serves requests of every kind of work."""
+"""The protocols by which requests of every kind of work are served."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager, ExitStack
-
-    from engine.core.common.events import CoreRequest
-    from engine.replica.replica import Replica
+    from engine.requests.prepared import Assignment, Prepared
     from engine.requests.stream import RequestStream, StreamOptions
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
@@ -33,6 +30,16 @@ class ClientRequest(Protocol):
         """The seconds until the client's deadline; None without a deadline."""
         ...
 
+    @property
+    def capability(self) -> Capability:
+        """What a model must be able to do for the request."""
+        ...
+
+    @property
+    def image_bytes(self) -> int:
+        """The bytes of the files of its images."""
+        ...
+
     def validate(self) -> None:
         """Check every range that needs no model.
 
@@ -45,24 +52,13 @@ class ClientRequest(Protocol):
 class Preparer(Protocol):
     """Makes the core's requests of one kind. Belongs to the Trio thread."""
 
-    async def prepare(
-        self, stream: Any, replica: Replica[Any, Any], held: ExitStack
-    ) -> CoreRequest:
-        """Return the core's request for the stream's request. What was taken for it is entered in
-        ``held``, which gives it back when the request has ended.
+    async def prepare(self, assignment: Assignment[Any, Any]) -> Prepared[Any]:
+        """Return a client's request, ready to run.
 
         Raises:
             InvalidRequest, RequestTooLarge: fields that only the model can check are wrong.
         Cancellation: at once; a thread that tokenises runs to its end, and its result is dropped.
         """
-        ...
-
-    def holding(
-        self, request: Any, replica: Replica[Any, Any]
-    ) -> AbstractAsyncContextManager[None] | None:
-        """Return a context manager that holds what the replica's worker must have ready for the
-        request; it is entered before the request is submitted, and left at its end. None if the
-        request needs nothing."""
         ...
 
 
@@ -72,14 +68,6 @@ class RequestKind(Protocol):
     @property
     def request_types(self) -> tuple[type[Any], ...]:
         """The classes of the requests that clients send, each a `ClientRequest`."""
-        ...
-
-    def capability_for(self, request: Any) -> Capability:
-        """Return what a model must be able to do for a request."""
-        ...
-
-    def image_bytes(self, request: Any) -> int:
-        """Return the bytes of the files of a request's images."""
         ...
 
     def make_stream(self, request: Any, options: StreamOptions[Any]) -> RequestStream[Any]:

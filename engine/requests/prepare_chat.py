@@ -20,17 +20,16 @@ from engine.images.errors import BadImage
 from engine.requests.image_memory import ImageMemory
 from engine.requests.image_prompts import ImageText, ReadImage, hide, place, place_spans, show
 from engine.requests.kept_images import KeptImages
-from engine.requests.tokenizing import check_fits, of_chat
+from engine.requests.tokenizing import check_fits, of_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from contextlib import ExitStack
 
     from engine.core.text.types import PromptImage
     from engine.images.decoder import DecodeImage
     from engine.images.sight import Sight
     from engine.requests.chat_values import Chat
-    from engine.requests.text_stream import TextStream
+    from engine.requests.prepared import Assignment
     from engine.requests.tokenizing import AnyReplica, Tokenizing
     from engine.worker.interface import TokenSpan
 
@@ -60,24 +59,22 @@ class Seeing:
         self.memory = ImageMemory(IMAGE_BYTES_MAX)
         self._kept = KeptImages(decode=tokenizing.image_decoder)
 
-    async def read(
-        self, stream: TextStream, replica: AnyReplica, chat: Chat, held: ExitStack
-    ) -> Chat:
-        """Return a chat with `ReadImage`s in the place of files. ``held`` gets their memory.
+    async def read(self, assignment: Assignment[Any, Any], chat: Chat) -> Chat:
+        """Return a chat with `ReadImage`s in the place of files, whose memory is held.
         Cancellation: as the class.
 
         Raises:
             InvalidRequest: images cannot be read, or the model reads none; it lists every one.
             RequestTooLarge: there are too many images for one request.
         """
-        sight, count = _sight_for(replica, chat), sum(1 for _ in chat.images)
+        sight, count = _sight_for(assignment.replica, chat), sum(1 for _ in chat.images)
         if sight is None or not count:
             return chat
         self._check_count(sight, count)
-        phase, stream.phase = stream.phase, "decode image"
-        await self.memory.take(count * sight.max_bytes, held)
+        assignment.report("decode image")
+        await self.memory.take(count * sight.max_bytes, assignment.held)
         chat = await self._read_each(chat, partial(self._kept.read, sight))
-        stream.phase = phase
+        assignment.report("tokenize")
         return chat
 
     async def prompt_of(
@@ -99,7 +96,7 @@ class Seeing:
         shown, images = await self._shown(replica, chat, party)
         if most is not None and not images:
             check_fits(shown.text, replica.tokenizer, most)
-        with of_chat():
+        with of_field("chat"):
             ids = await self._tokenizing.tokenize(
                 replica, shown.text, add_special_tokens=add_special_tokens, party=party
             )
@@ -127,7 +124,7 @@ class Seeing:
             measure = partial(_measure, self._tokenizing.image_decoder, sight)
             chat = await self._read_each(chat, measure)
         shown, _ = await self._shown(replica, chat, party)
-        with of_chat():
+        with of_field("chat"):
             spans = await self._tokenizing.spans(
                 replica, shown.text, add_special_tokens=add_special_tokens, party=party
             )

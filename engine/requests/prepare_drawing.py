@@ -8,8 +8,8 @@ decoded ones is bounded (`engine.requests.image_memory`). One image becomes a fi
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from functools import partial
-from random import SystemRandom
 from typing import TYPE_CHECKING
 
 from engine.core.common.vocabulary import check_text
@@ -20,44 +20,43 @@ from engine.images.fit import read_as
 from engine.images.headers import read_header
 from engine.requests.draw_values import SIDE, pixel_violations
 from engine.requests.image_memory import ImageMemory
+from engine.requests.prepared import Prepared
+from engine.requests.tokenizing import of_field
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
-    from contextlib import ExitStack
+    from collections.abc import Awaitable, Callable, Hashable, Iterator
 
     from engine.replica.replica import Replica
-    from engine.requests.draw_stream import DrawStream
     from engine.requests.draw_values import DrawRequest
+    from engine.requests.prepared import Assignment
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.image_interface import ImageModelInfo
 
     DrawReplica = Replica[ImageModelInfo, None]
+    DrawAssignment = Assignment[DrawRequest, DrawReplica]
 
-DRAWN_SEEDS = 2**32  # of seeds that the server draws: short enough to be typed
 DEFAULT_STRENGTH = 0.8  # diffusers'
 
 
-def draw_seed() -> int:
-    """Return a seed for a request without one."""
-    return SystemRandom().randrange(DRAWN_SEEDS)
+@dataclass(frozen=True, slots=True)
+class PreparedDrawing(Prepared[ImageRequest]):
+    """A drawing that is ready to run. ``scheduler`` is the name of its scheduler. ``in_thread``
+    calls a function in a thread, where images become files, and returns its result."""
+
+    scheduler: str = ""
+    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] = field(kw_only=True)
 
 
 class DrawPreparer:
     """Makes the core's requests from GenerateImage requests. Belongs to the Trio thread."""
 
-    def __init__(self, tokenizing: Tokenizing, draw_seed: Callable[[], int] = draw_seed) -> None:
+    def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing.with_own_turns()
         self._encoding = tokenizing.with_own_turns()
-        self._draw_seed = draw_seed
         self.image_memory = ImageMemory()
 
-    def holding(self, request: ImageRequest, replica: DrawReplica) -> None:
-        """Return None: an image model has no constraint to hold for a request."""
-
-    async def prepare(
-        self, stream: DrawStream, replica: DrawReplica, held: ExitStack
-    ) -> ImageRequest:
-        """Return the core's request. ``held`` gets the memory of the decoded source.
+    async def prepare(self, assignment: DrawAssignment) -> PreparedDrawing:
+        """Return the core's request. The memory of the decoded source is held.
 
         Raises:
             InvalidRequest: Fields are wrong for this model; it lists every one of them. The prompt
@@ -67,36 +66,36 @@ class DrawPreparer:
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
         """
-        asked, info = stream.request, replica.info
-        if stream.seed is None:
-            stream.seed = self._draw_seed()
+        asked, replica = assignment.request, assignment.replica
+        info = replica.info
         width, height = _size_of(asked, info)
         found = [*_violations(asked, info, width, height)]
         if found:
             raise InvalidRequest(found)
-        if too_large := [*_too_large(asked, info, width, height)]:
+        if too_large := [*pixel_violations(asked.num_images, width, height, info.max_pixels)]:
             raise RequestTooLarge(too_large)
         prompt_tokens, _ = [
-            await self._count_tokens(replica, field, getattr(asked, field), stream.party)
+            await self._count_tokens(replica, field, getattr(asked, field), assignment.party)
             for field in ("prompt", "negative_prompt")
         ]
-        source = await self._read_source(stream, width, height, info, held)
-        drawing = _drawing_of(asked, info, stream.seed, (width, height), source)
-        deadline = stream.scope.deadline
+        source = await self._read_source(assignment, width, height)
+        drawing = _drawing_of(asked, info, assignment.seed, (width, height), source)
         request = ImageRequest(
-            request_id=stream.core_id,
+            request_id=assignment.core_id,
             drawing=drawing,
-            arrival=stream.started_at,
+            arrival=assignment.arrival,
             num_steps=info.num_steps(drawing),
             num_tiles=info.num_tiles(drawing),
             preview_every=asked.preview_every or 0,
             prompt_tokens=prompt_tokens,
             priority=asked.priority or 0,
-            deadline=None if math.isinf(deadline) else deadline,
+            deadline=assignment.deadline,
         )
-        scheduler = asked.scheduler or info.default_scheduler
-        stream.set_prepared(request, scheduler, self._encoding.run_in_thread)
-        return request
+        return PreparedDrawing(
+            request,
+            scheduler=asked.scheduler or info.default_scheduler,
+            in_thread=self._encoding.run_in_thread,
+        )
 
     async def _count_tokens(
         self, replica: DrawReplica, field: str, text: str, party: Hashable
@@ -107,13 +106,10 @@ class DrawPreparer:
             InvalidRequest: The prompt cannot be tokenised, or has a token that the model lacks.
             RequestTooLarge: It is too long.
         """
-        try:
+        with of_field(field):
             ids = await self._tokenizing.tokenize(
                 replica, text, add_special_tokens=True, party=party
             )
-        except InvalidRequest as error:
-            [violation] = error.violations
-            raise InvalidRequest.of(field, violation.description) from error
         most = replica.info.max_model_len
         if len(ids) > most:
             raise RequestTooLarge.of(field, f"has {len(ids)} tokens, of at most {most}")
@@ -121,18 +117,18 @@ class DrawPreparer:
         return len(ids)
 
     async def _read_source(
-        self, stream: DrawStream, width: int, height: int, info: ImageModelInfo, held: ExitStack
+        self, assignment: DrawAssignment, width: int, height: int
     ) -> bytes | None:
         """Return the pixels of the source in the drawing's size; None without a source.
 
         Raises:
             InvalidRequest: The file cannot be read.
         """
-        data = stream.request.source
+        data, info = assignment.request.source, assignment.replica.info
         if data is None:
             return None
-        stream.phase = "decode image"
-        await self.image_memory.take(3 * width * height, held)
+        assignment.report("decode image")
+        await self.image_memory.take(3 * width * height, assignment.held)
         read = partial(read_as, size=(width, height), max_pixels=info.max_image_pixels)
         try:
             return await self._tokenizing.decode_image(read, data)
@@ -188,13 +184,6 @@ def _violations(
         yield FieldViolation("steps", f"is {steps}, and the scheduler {name} takes at most {most}")
     elif not info.num_steps(_drawing_of(asked, info, 0, (width, height), asked.source)):
         yield FieldViolation("strength", "leaves no denoising step; ask for more steps")
-
-
-def _too_large(
-    asked: DrawRequest, info: ImageModelInfo, width: int, height: int
-) -> Iterator[FieldViolation]:
-    """Yield a violation if the images together have too many pixels."""
-    yield from pixel_violations(asked.num_images, width, height, info.max_pixels)
 
 
 def _drawing_of(

@@ -9,7 +9,6 @@ ones is bounded (`engine.requests.image_memory`).
 
 from __future__ import annotations
 
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,19 +25,20 @@ from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
 from engine.requests.encode_values import EmbedRequest
 from engine.requests.image_memory import ImageMemory
+from engine.requests.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
-    from contextlib import ExitStack
 
     from engine.core.encode.types import AnyInput
     from engine.replica.replica import Replica
-    from engine.requests.encode_stream import EncodeStream
-    from engine.requests.encode_values import RerankRequest
+    from engine.requests.encode_values import EncodeRequests, RerankRequest
+    from engine.requests.prepared import Assignment
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.interface import EncoderInfo, EncoderTokenizer
 
     EncodeReplica = Replica[EncoderInfo, "EncodeTools"]
+    EncodeAssignment = Assignment[EncodeRequests, EncodeReplica]
 
 INPUT_CHARS = 64  # guess: the cost of tokenising an input beside its text, in characters
 
@@ -57,14 +57,9 @@ class InputPreparer:
         self._tokenizing = tokenizing
         self.image_memory = ImageMemory()
 
-    def holding(self, request: EncodeRequest, replica: EncodeReplica) -> None:
-        """Return None: an encoder has no constraint to hold for a request."""
-
-    async def prepare(
-        self, stream: EncodeStream, replica: EncodeReplica, held: ExitStack
-    ) -> EncodeRequest:
+    async def prepare(self, assignment: EncodeAssignment) -> Prepared[EncodeRequest]:
         """Return the core's request: every text tokenised, checked and cut, every image decoded and
-        fitted. ``held`` gets the memory of the images.
+        fitted. The memory of the images is held.
 
         Raises:
             InvalidRequest: Fields are wrong for this model; it lists every one of them. Images are
@@ -74,11 +69,12 @@ class InputPreparer:
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
         """
-        asked, info = stream.request, replica.info
+        asked, replica, party = assignment.request, assignment.replica, assignment.party
+        info = replica.info
         images: list[ImageInput] = []
         if isinstance(asked, EmbedRequest):
             _check_embed(asked, info)
-            tokenized = await self._tokenize_inputs(asked, replica, stream.party)
+            tokenized = await self._tokenize_inputs(asked, replica, party)
             paths = [
                 f"inputs[{index}].{'text' if isinstance(one, str) else 'token_ids'}"
                 for index, one in enumerate(asked.inputs)
@@ -86,21 +82,21 @@ class InputPreparer:
             ]
             options = EncodeOptions(asked.dimensions, asked.normalize)
         else:
-            tokenized = await self._tokenize_pairs(asked, replica, stream.party)
+            tokenized = await self._tokenize_pairs(asked, replica, party)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(asked.raw_scores))
         _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
         if isinstance(asked, EmbedRequest) and asked.has_images:
-            images = await self._read_images(stream, asked, info, held)
-        deadline = stream.scope.deadline
-        return EncodeRequest(
-            request_id=stream.core_id,
+            images = await self._read_images(assignment, asked.inputs)
+        request = EncodeRequest(
+            request_id=assignment.core_id,
             inputs=_in_order(asked, tokenized, images),
-            arrival=stream.started_at,
+            arrival=assignment.arrival,
             options=options,
             priority=asked.priority or 0,
-            deadline=None if math.isinf(deadline) else deadline,
+            deadline=assignment.deadline,
         )
+        return Prepared(request)
 
     async def _tokenize_inputs(
         self, asked: EmbedRequest, replica: EncodeReplica, party: Hashable
@@ -131,7 +127,7 @@ class InputPreparer:
         ]
 
     async def _read_images(
-        self, stream: EncodeStream, asked: EmbedRequest, info: EncoderInfo, held: ExitStack
+        self, assignment: EncodeAssignment, inputs: Sequence[str | tuple[int, ...] | bytes]
     ) -> list[ImageInput]:
         """Return the images as the model reads them, in order.
 
@@ -139,9 +135,9 @@ class InputPreparer:
             InvalidRequest: Images cannot be read; it lists every one of them.
             RequestTooLarge: There are too many images for one request.
         """
-        fit = info.images
+        fit = assignment.replica.info.images
         assert fit is not None, "the capability was checked when the replica was leased"
-        data = {index: one for index, one in enumerate(asked.inputs) if isinstance(one, bytes)}
+        data = {index: one for index, one in enumerate(inputs) if isinstance(one, bytes)}
         most = max(1, self.image_memory.request_bytes_max // fit.max_bytes)
         if len(data) > most:
             raise RequestTooLarge.of(
@@ -149,8 +145,8 @@ class InputPreparer:
                 f"has {len(data)} images, of at most {most} in one request; send the others in "
                 "further requests",
             )
-        stream.phase = "decode image"
-        await self.image_memory.take(len(data) * fit.max_bytes, held)
+        assignment.report("decode image")
+        await self.image_memory.take(len(data) * fit.max_bytes, assignment.held)
         made, found = [], []
         for index, one in data.items():
             try:

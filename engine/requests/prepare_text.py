@@ -6,8 +6,8 @@ model is checked in `engine.requests.text_values`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.vocabulary import check_ids, check_text
@@ -17,26 +17,28 @@ from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
 from engine.requests.chat_values import function_of
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
 from engine.requests.prepare_chat import Seeing, SeeingPrompt
+from engine.requests.prepared import Prepared
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
 from engine.requests.text_values import MAX_PROMPT_LOGPROBS
-from engine.requests.tokenizing import check_fits, too_long
+from engine.requests.tokenizing import check_fits, of_field, too_long
 from engine.requests.tool_grammar import tool_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
-    from contextlib import AbstractAsyncContextManager, ExitStack
+    from contextlib import AbstractAsyncContextManager
 
     from engine.core.text.types import Constraint, PromptImage, Sampling, Stops
     from engine.replica.compiled_constraints import CompiledConstraints
     from engine.replica.replica import Replica
     from engine.requests.chat_values import Chat
+    from engine.requests.prepared import Assignment
     from engine.requests.tasks import RequestTasks
-    from engine.requests.text_stream import TextStream
     from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.interface import ModelInfo, Tokenizer
 
     TextReplica = Replica[ModelInfo, "TextTools"]
+    TextAssignment = Assignment[GenerateRequest, TextReplica]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,20 @@ class TextTools:
     """The parts of a text model's runner that requests use, beside its tokenizer."""
 
     constraints: CompiledConstraints
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedText(Prepared[Request]):
+    """A Generate request that is ready to run.
+
+    ``form`` is the format of its answers; None: all of them is text. ``echo`` is the prompt's text,
+    to be sent before each choice. ``dropped`` are the indices of the chat's messages that were left
+    out.
+    """
+
+    form: AnswerFormat | None = None
+    echo: str = ""
+    dropped: tuple[int, ...] = ()
 
 
 class TextPreparer:
@@ -55,9 +71,9 @@ class TextPreparer:
         self._seeing = Seeing(tokenizing)
         self.image_memory = self._seeing.memory
 
-    async def prepare(self, stream: TextStream, replica: TextReplica, held: ExitStack) -> Request:
+    async def prepare(self, assignment: TextAssignment) -> PreparedText:
         """Return the core's request: prompt tokenised and cut, images decoded and placed, sampling
-        and stops resolved. ``held`` gets the memory of the images.
+        and stops resolved. The memory of the images is held.
 
         Raises:
             InvalidRequest: A field is wrong for this model.
@@ -66,14 +82,15 @@ class TextPreparer:
         Cancellation: at once. A thread that tokenises goes on to its end, and its result is
             dropped.
         """
-        asked, info = stream.request, replica.info
-        (ids, images), form = await self._prompt_ids(stream, replica, held)
+        asked, replica, party = assignment.request, assignment.replica, assignment.party
+        info = replica.info
+        (ids, images), form, dropped = await self._prompt_ids(assignment)
         constraint = asked.constraint
         if constraint is None and asked.chat is not None and asked.chat.must_call:
-            constraint = await self._tool_constraint(asked.chat, form, replica, stream.party)
+            constraint = await self._tool_constraint(asked.chat, form, replica, party)
         prompt = _truncate(asked.prompt, ids)
         self._check_prompt(asked, prompt, images, replica)
-        bad_words = await self._check_sampling(asked.sampling, replica, stream.party)
+        bad_words = await self._check_sampling(asked.sampling, replica, party)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
@@ -82,55 +99,52 @@ class TextPreparer:
             )
         sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
         _check_choice_left(sampling, stops, info.vocab_size)
-        sampling = replace(sampling, drawn_seed=stream.seed if sampling.seed is None else None)
+        sampling = replace(sampling, drawn_seed=assignment.seed if sampling.seed is None else None)
         outputs = _outputs(asked, stops, info)
         if outputs:  # the client has the prompt's log-probabilities
             sampling = replace(sampling, prompt_logprobs=None)
+        echo = ""
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
-            text = await self._tokenizing.decode(
-                replica, prompt, skip_special_tokens=skips, party=stream.party
+            echo = await self._tokenizing.decode(
+                replica, prompt, skip_special_tokens=skips, party=party
             )
-            stream.echo(text)
-        if not form.is_plain:
-            stream.parse_answers(form)
-        deadline = stream.scope.deadline
-        return Request(
-            request_id=stream.core_id,
+        request = Request(
+            request_id=assignment.core_id,
             prompt=prompt,
             sampling=sampling,
             stops=stops,
-            arrival=stream.started_at,
+            arrival=assignment.arrival,
             n=asked.n or 1,
             priority=asked.priority or 0,
-            deadline=None if math.isinf(deadline) else deadline,
+            deadline=assignment.deadline,
             constraint=constraint,
             cache_salt=asked.prompt.cache_salt,
             bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
             outputs=outputs,
-            adapter=stream.adapter,
+            adapter=assignment.adapter,
             speculates=asked.sampling.speculation is not False,
             images=images,
         )
+        hold = None if constraint is None else partial(self._hold_compiled, constraint)
+        return PreparedText(request, hold, None if form.is_plain else form, echo, dropped)
 
-    def holding(
-        self, request: Request, replica: TextReplica
-    ) -> AbstractAsyncContextManager[None] | None:
-        """Return the hold of the request's compiled constraint; None for one without."""
-        if request.constraint is None:
-            return None
-        return replica.tools.constraints.held(request.constraint, self._tasks)
+    def _hold_compiled(
+        self, constraint: Constraint, replica: TextReplica
+    ) -> AbstractAsyncContextManager[None]:
+        return replica.tools.constraints.held(constraint, self._tasks)
 
     async def _prompt_ids(
-        self, stream: TextStream, replica: TextReplica, held: ExitStack
-    ) -> tuple[SeeingPrompt, AnswerFormat]:
-        """Return the prompt before it is cut, with its images, and the format of the answer."""
-        asked, party = stream.request, stream.party
+        self, assignment: TextAssignment
+    ) -> tuple[SeeingPrompt, AnswerFormat, tuple[int, ...]]:
+        """Return the prompt before it is cut, with its images; the format of the answer; and the
+        indices of the messages that were left out."""
+        asked, replica, party = assignment.request, assignment.replica, assignment.party
         add_special = asked.prompt.add_special_tokens
         # a prompt that is cut may have any length
         most = None if asked.prompt.truncate_to is not None else replica.info.max_model_len - 1
         if asked.token_ids is not None:
-            return SeeingPrompt(asked.token_ids), PLAIN
+            return SeeingPrompt(asked.token_ids), PLAIN, ()
         if asked.chat is None:
             text, adds = asked.text or "", add_special is not False
             if most is not None:
@@ -138,11 +152,12 @@ class TextPreparer:
             ids = await self._tokenizing.tokenize(
                 replica, text, add_special_tokens=adds, party=party
             )
-            return SeeingPrompt(ids), PLAIN
-        chat = await self._seeing.read(stream, replica, asked.chat, held)
+            return SeeingPrompt(ids), PLAIN, ()
+        chat = await self._seeing.read(assignment, asked.chat)
+        dropped: tuple[int, ...] = ()
         if chat.truncates:
-            stream.dropped = await self._messages_to_drop(replica, asked, chat, party)
-            chat = replace(chat, messages=without_messages(chat.messages, stream.dropped))
+            dropped = await self._messages_to_drop(replica, asked, chat, party)
+            chat = replace(chat, messages=without_messages(chat.messages, dropped))
         text, prompt = await self._seeing.prompt_of(
             replica, chat, bool(add_special), party=party, most=most
         )
@@ -154,7 +169,7 @@ class TextPreparer:
             prompt=text.removesuffix(chat.answer_begun.lstrip()),
             constraint=None if asked.constraint is None else asked.constraint.source,
         )
-        return prompt, form
+        return prompt, form, dropped
 
     async def _messages_to_drop(
         self, replica: TextReplica, asked: GenerateRequest, chat: Chat, party: Hashable
@@ -254,12 +269,8 @@ def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         for text in (word, f" {word}"):
-            try:
+            with of_field(f"sampling.bad_words[{index}]"):
                 ids = tokenizer.encode(text, add_special_tokens=False)
-            except InvalidRequest as error:
-                [violation] = error.violations
-                field = f"sampling.bad_words[{index}]"
-                raise InvalidRequest.of(field, violation.description) from error
             if ids:
                 found[tuple(ids)] = None
     return tuple(found)

@@ -2,24 +2,27 @@
 
 Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins (R204).
 Rule 2: `RequestStream.close` is the end, whatever led to it: no event comes after it.
-Rule 3: nothing here waits, except a reader.
+Rule 3: nothing here waits, except a reader and the request's task.
+Rule 4: nobody else assigns to a stream's attributes.
 
-Life: `Supervisor.submit` makes the stream → the replica's loop pushes the core's events into it →
-all choices have ended, or an error, or a cancel → the stream is closed and ``error`` says how.
+Life: `Supervisor.submit` makes the stream → the request is prepared, and `RequestStream.run` begins
+the stream at a replica with what was prepared → the replica's loop pushes the core's events into it
+→ all choices have ended, or an error, or a cancel → the stream is closed and ``error`` says how.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
 from engine import logs
 from engine.core.common.credit import Credit
-from engine.core.common.events import Admitted, Finished, ReaderDrained, Refused
+from engine.core.common.events import Admitted, Finished, ReaderDrained, Refused, Submit
 from engine.core.common.types import EndReason
 from engine.errors import (
     DeadlineExceeded,
@@ -32,6 +35,7 @@ from engine.errors import (
     TrioletError,
 )
 from engine.requests.quota import NOWHERE, Origin, QueuedTokens
+from engine.requests.readers import NO_READER, ChannelReader, LoggedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +43,10 @@ if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
     from engine.core.common.types import RequestId, Timings
     from engine.replica.replica import Replica, TokensAhead
+    from engine.requests.prepared import Prepared
+    from engine.requests.readers import Reader
 
 EventT = TypeVar("EventT")
-EventT_contra = TypeVar("EventT_contra", contravariant=True)
 
 log = logging.getLogger(__name__)
 
@@ -63,87 +68,18 @@ def server_deadline(now: float, timeout_s: float | None) -> float:
     return now + timeout_s - min(DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE * max(0.0, timeout_s))
 
 
-class Reader(Protocol[EventT_contra]):
-    """Takes the events of one stream, on the engine's thread, in the step's delivery.
-
-    Both methods are synchronous, wait for nothing and raise nothing.
-    """
-
-    def push(self, event: EventT_contra) -> None:
-        """Take the next event. A credited event keeps its slot until the reader gives it back."""
-        ...
-
-    def end(self, error: TrioletError | None) -> None:
-        """Take note that no event follows. ``error`` is None for a request that succeeded."""
-        ...
-
-
-class ChannelReader(Generic[EventT]):
-    """Keeps a stream's events in a memory channel, for a task of the engine's own Trio loop."""
-
-    def __init__(self, capacity: int) -> None:
-        self._send, self._receive = trio.open_memory_channel[EventT](capacity)
-
-    def push(self, event: EventT) -> None:
-        """Keep an event. The channel has room for every event that a stream may have."""
-        self._send.send_nowait(event)
-
-    def end(self, error: TrioletError | None) -> None:
-        """Let `receive` raise `trio.EndOfChannel` after the events that are kept."""
-        self._send.close()
-
-    async def receive(self) -> EventT:
-        """Return the next event.
-
-        Raises:
-            trio.EndOfChannel: the stream has ended. trio.ClosedResourceError: `close` was called.
-        Cancellation: no event is lost.
-        """
-        return await self._receive.receive()
-
-    def close(self) -> None:
-        """Drop what has not been received."""
-        self._receive.close()
-
-
-class _NoReader:
-    """Takes the events of a stream whose reader has left or knows of the end, and drops them."""
-
-    def push(self, event: object) -> None:
-        pass
-
-    def end(self, error: TrioletError | None) -> None:
-        pass
-
-
-_NO_READER = _NoReader()
-
-
-class _LoggedReader(Generic[EventT]):
-    """Logs the class of each event that ``reader`` gets, with the request's id (R157)."""
-
-    def __init__(self, reader: Reader[EventT], request_id: str) -> None:
-        self._reader = reader
-        self._extra = {"request_id": logs.printable(request_id)}
-
-    def push(self, event: EventT) -> None:
-        log.debug("pushed: %s", type(event).__name__.lower(), extra=self._extra)
-        self._reader.push(event)
-
-    def end(self, error: TrioletError | None) -> None:
-        self._reader.end(error)
-
-
 @dataclass(frozen=True, slots=True)
 class StreamOptions(Generic[EventT]):
     """The options with which a stream of any kind is made.
 
     ``core_id`` is the core's name for the request, ``buffer`` the number of messages that may wait
     for the reader. Events go to ``reader``; None opens a memory channel, which
-    `RequestStream.receive` reads. ``origin`` is where the request comes from. ``on_end`` is called
-    once, before the reader hears of the end. ``on_loss`` is called when the reader's client has
-    lost its connection; it returns whether the stream waits for that client. ``on_leave`` is called
-    when the last reader has left.
+    `RequestStream.receive` reads. ``origin`` is where the request comes from. It came at
+    ``arrived_at``, on Trio's clock (None: now), and its client's timer ends it ``timeout_s``
+    seconds later; without that, the server ends it after ``longest_s``. ``on_end`` is called once,
+    before the reader hears of the end. ``on_loss`` is called when the reader's client has lost its
+    connection; it returns whether the stream waits for that client. ``on_leave`` is called when the
+    last reader has left.
     """
 
     request_id: str
@@ -151,6 +87,9 @@ class StreamOptions(Generic[EventT]):
     buffer: int
     reader: Reader[EventT] | None = None
     origin: Origin = NOWHERE
+    arrived_at: float | None = None
+    timeout_s: float | None = None
+    longest_s: float | None = None
     on_end: Callable[[RequestStream[Any]], None] = lambda stream: None
     on_loss: Callable[[Any], bool] = lambda stream: False
     on_leave: Callable[[Any], None] = lambda stream: None
@@ -167,10 +106,12 @@ class RequestStream(Generic[EventT]):
     ``closed_at`` is when that was, on Trio's clock.
     ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
     quota, and ``party`` is `Origin.party`. ``attach_token`` is what a client must show to take the
-    stream up again; empty for a stream that nobody can take up.
+    stream up again; empty for a stream that nobody can take up. ``seed`` is the seed of the
+    request's draws; 0 for a kind of work that draws nothing.
     """
 
     attach_token = ""
+    seed = 0
 
     def __init__(
         self, options: StreamOptions[EventT], *, num_beside: int, credited: tuple[type, ...]
@@ -189,7 +130,6 @@ class RequestStream(Generic[EventT]):
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call
         self.model = ""
-        self.adapter = ""  # the digest of the adapter that it is computed with
         self.credited = credited
         self.credit = Credit(options.buffer)
         self.num_per_release = max(1, options.buffer // RELEASE_SHARE)
@@ -200,11 +140,16 @@ class RequestStream(Generic[EventT]):
         reader = options.reader
         if reader is None:
             reader = self._channel = ChannelReader(options.buffer + num_beside)
-        # Each kind pushes its events here; it becomes `_NO_READER` when the reader has left or
+        # Each kind pushes its events here; it becomes `NO_READER` when the reader has left or
         # knows of the end.
         self._reader: Reader[EventT] = reader
         if log.isEnabledFor(logging.DEBUG):
-            self._reader = _LoggedReader(reader, options.request_id)
+            self._reader = LoggedReader(reader, options.request_id)
+        start = self.started_at if options.arrived_at is None else options.arrived_at
+        longest_s = options.longest_s if options.timeout_s is None else options.timeout_s
+        self.scope.deadline = server_deadline(start, longest_s)
+        if options.timeout_s is not None:
+            self.client_deadline = start + options.timeout_s
         self._on_end = options.on_end
         self._prompt_tokens = 0
         self._first_result_at: float | None = None
@@ -218,6 +163,54 @@ class RequestStream(Generic[EventT]):
     def __repr__(self) -> str:
         kind = type(self).__name__
         return f"<{kind} {self.request_id} {self.phase} closed={self.is_closed}>"
+
+    # ---- the request's task
+
+    def enter(self, phase: str, model: str = "") -> None:
+        """Take note of what the request does before it is in a queue. With ``model``, a replica of
+        that is leased from now on."""
+        self.phase = phase
+        if model:
+            self.load_s = trio.current_time() - self.started_at
+            self.model = model
+
+    async def run(self, prepared: Prepared[Any], replica: Replica[Any, Any]) -> None:
+        """Begin the stream with what was prepared: run at a replica, from its queue to the stream's
+        end, or until the request has to run at another one (`take_moving`).
+
+        Raises:
+            Overloaded: the replica's queue, or the quota, takes no more. Others as
+                `EngineLoop.submit`, and as ``prepared.hold``.
+        Cancellation: ends the request at the replica.
+        """
+        request, self.replica = prepared.request, replica
+        self._take(prepared)
+        if prepared.hold is not None:
+            self.phase = "compile"
+        async with nullcontext() if prepared.hold is None else prepared.hold(replica):
+            self.phase = "queued"
+            self.queued.add(request.num_tokens)
+            replica.loop.submit(Submit(request, self.credit), self)
+            try:
+                with replica.busy_with(request.num_tokens_ahead) as self.ahead:
+                    await self.wait_turn()
+            finally:
+                self.phase = replica.loop.phase_of(self.core_id) or self.phase
+                replica.loop.forget(self.core_id)
+                if self.error is not None or not self.is_closed:
+                    reason = self.reason or EndReason.DEADLINE
+                    since = min(self.scope.deadline, trio.current_time(), self._cancelled_at)
+                    replica.loop.cancel(self.core_id, reason, self.phase, since)
+
+    def _take(self, prepared: Any) -> None:
+        """Keep what the stream's events are made with. It comes again after a change of replica."""
+
+    async def wait_turn(self) -> None:
+        """Wait for `close`, or until the replica has died and the request has to run at another.
+
+        Cancellation: ends only the waiting.
+        """
+        await self._turn.wait()
 
     # ---- the reader's side
 
@@ -261,7 +254,7 @@ class RequestStream(Generic[EventT]):
         """
         is_timer = left_at is not None and left_at >= self.client_deadline - DEADLINE_MARGIN_S
         self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)
-        self._reader = _NO_READER
+        self._reader = NO_READER
         if self._channel is not None:
             self._channel.close()
 
@@ -275,11 +268,6 @@ class RequestStream(Generic[EventT]):
             self._cancelled_at = trio.current_time()
             self.scope.cancel(reason=reason.value)
 
-    @property
-    def cancelled_at(self) -> float:
-        """When the request was ended early, by `cancel` or its deadline, on Trio's clock."""
-        return min(self.scope.deadline, trio.current_time(), self._cancelled_at)
-
     def close(self, error: TrioletError | None) -> None:
         """End the stream: no event follows. Idempotent; the first call decides ``error``."""
         if self.is_closed:
@@ -292,19 +280,12 @@ class RequestStream(Generic[EventT]):
         self._on_end(self)
         self._done.set()
         self._turn.set()
-        reader, self._reader = self._reader, _NO_READER
+        reader, self._reader = self._reader, NO_READER
         reader.end(self.error)
 
     async def wait_closed(self) -> None:
         """Wait for `close`. Cancellation: ends only the waiting."""
         await self._done.wait()
-
-    async def wait_turn(self) -> None:
-        """Wait for `close`, or until the replica has died and the request has to run at another.
-
-        Cancellation: ends only the waiting.
-        """
-        await self._turn.wait()
 
     # ---- accounting
 
@@ -332,18 +313,19 @@ class RequestStream(Generic[EventT]):
             "decode_s": end - first,
         }
 
-    def _debug(self, text: str, *values: object) -> None:
-        """Log a line with this request's id, whichever task logs it (R157)."""
-        log.debug(text, *values, extra={"request_id": logs.printable(self.request_id)})
-
     # ---- the loop's side
 
     def push(self, event: OutputEvent) -> None:
         """Take an event of the core about this request. Each kind adds its own results."""
         if isinstance(event, Finished):
-            self._debug("stop reason of choice %d: %s", event.choice, event.reason.value)
+            extra = {"request_id": logs.printable(self.request_id)}  # whichever task logs it (R157)
+            reason = event.reason.value
+            log.debug("stop reason of choice %d: %s", event.choice, reason, extra=extra)
             if event.reason.is_success:
-                self._finish(replace(event, timings=self._with_load(event.timings)))
+                # The wait for the model is no part of the queue's.
+                queue_s = max(0.0, event.timings.queue_s - self.load_s)
+                self._timings = replace(event.timings, queue_s=queue_s, load_s=self.load_s)
+                self._finish(replace(event, timings=self._timings))
             else:
                 self._end_early(event)
         elif isinstance(event, Admitted):
@@ -364,12 +346,6 @@ class RequestStream(Generic[EventT]):
     def _note_first_result(self) -> None:
         self._first_result_at = trio.current_time()
         self.queued.remove()
-
-    def _with_load(self, timings: Timings) -> Timings:
-        """Return a choice's timings with the wait for the model taken out of the queue's."""
-        queue_s = max(0.0, timings.queue_s - self.load_s)
-        self._timings = replace(timings, queue_s=queue_s, load_s=self.load_s)
-        return self._timings
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
         """Act on the death of the replica: join the queue of another one, or end with ``error``.

@@ -3,10 +3,8 @@
 Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins (R204).
 Rule 2: a request's client gets the end at once, and the engine frees the request's resources within
 one step: closing a stream never waits for the step in flight (R10, R152).
-Rule 3: blocks belong to the core. The task only supervises; it forwards no token.
-
-A request's task leases a replica, has the request prepared, submits it to the replica's loop, and
-waits for the stream's end. `RequestKind` provides what differs between kinds of work.
+Rule 3: here is decided which requests may be live; `engine.requests.serving` takes each from the
+pool to its end.
 """
 
 from __future__ import annotations
@@ -14,14 +12,11 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
-from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from engine import logs
-from engine.core.common.events import Submit
 from engine.core.common.types import EndReason, Explanation, RequestId
 from engine.errors import (
     DeadlineExceeded,
@@ -40,7 +35,8 @@ from engine.requests.detached import DetachedStreams
 from engine.requests.end_counts import EndCounts
 from engine.requests.image_memory import ImageFiles
 from engine.requests.quota import NOWHERE, Origin
-from engine.requests.stream import StreamOptions, server_deadline
+from engine.requests.serving import Serving
+from engine.requests.stream import StreamOptions
 from engine.requests.tasks import RequestTasks
 from engine.requests.tokenizing import Tokenizing
 from engine.status import AbortOutcome
@@ -49,13 +45,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from engine.config import EngineConfig
-    from engine.core.common.events import CoreRequest
     from engine.images.decoder import DecodeImage
     from engine.pool.pool import Pool
-    from engine.replica.replica import Replica
     from engine.replica.threads import Threads
-    from engine.requests.kind import ClientRequest, Preparer, RequestKind
-    from engine.requests.stream import Reader, RequestStream
+    from engine.requests.kind import ClientRequest, RequestKind
+    from engine.requests.readers import Reader
+    from engine.requests.stream import RequestStream
 
 log = logging.getLogger(__name__)
 
@@ -94,24 +89,23 @@ class Supervisor:
         self._pool = pool
         self._tasks = RequestTasks()
         self.tokenizing = Tokenizing(threads, self._tasks, image_decoder)
-        self._kinds: dict[type, RequestKind] = {}
-        self._preparers: dict[type, Preparer] = {}
+        self.detached = DetachedStreams(self._tasks)
+        self.image_files = ImageFiles(self.detached.image_bytes)
+        self._servings: dict[type, Serving] = {}  # by the classes of requests
         for kind in kinds:
             preparer = kind.make_preparer(self.tokenizing, self._tasks)
-            self._kinds |= dict.fromkeys(kind.request_types, kind)
-            self._preparers |= dict.fromkeys(kind.request_types, preparer)
+            serving = Serving(kind, preparer, pool)
+            self._servings |= dict.fromkeys(kind.request_types, serving)
         self._live: dict[str, RequestStream[Any]] = {}
         self._serials = itertools.count(1)
         self._take_leave = take_leave
         self.is_draining = self._refuses_new = False
         self._num_cut = 0
         self._background_drain: trio.Event | None = None
-        self.detached = DetachedStreams(self._tasks)
         # The queue's bound counts only the requests in it, not those that load, tokenise or are
         # parked; so all live requests have a bound of their own.
         each = config.max_queued_requests + config.max_num_seqs
         self._max_live = each * sum(model.num_replicas for model in config.models)
-        self.image_files = ImageFiles(self.detached.image_bytes)
         self._recently_ended = _RecentIds()
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
@@ -154,7 +148,6 @@ class Supervisor:
         ``buffer`` is the number of messages that may wait for the reader. ``arrived_at`` is when
         the request reached the server, on Trio's clock, if that was earlier.
         """
-        kind = self._kinds[type(request)]
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
         error = self._refusal(request, request_id)
         options = StreamOptions(
@@ -163,24 +156,21 @@ class Supervisor:
             buffer,
             reader,
             origin,
-            self._count if error is None else self._count_refusal,
-            self.detached.add,
-            self.detached.remove,
+            arrived_at=arrived_at,
+            timeout_s=request.timeout_s if error is None else None,  # else it may be no number
+            longest_s=self._config.default_deadline_s,
+            on_end=self._count,
+            on_loss=self.detached.add,
+            on_leave=self.detached.remove,
         )
-        stream = kind.make_stream(request, options)
+        stream = self._servings[type(request)].kind.make_stream(request, options)
         if error is not None:
             stream.close(error)
             return stream
-        timeout = request.timeout_s
-        if timeout is None:
-            timeout = self._config.default_deadline_s
-        start = stream.started_at if arrived_at is None else arrived_at
-        stream.scope.deadline = server_deadline(start, timeout)
-        if request.timeout_s is not None:
-            stream.client_deadline = start + request.timeout_s
         self._live[request_id] = stream
-        self.image_files.add(kind.image_bytes(request))
-        self.detached.register(stream)
+        self.image_files.add(request.image_bytes)
+        if stream.attach_token:
+            self.detached.register(stream)
         log.debug("registered", extra={"request_id": logs.printable(request_id)})
         self._tasks.start(self._supervise, request, stream, name=f"request {request_id}")
         return stream
@@ -193,7 +183,7 @@ class Supervisor:
         live = self._live.get(request_id)
         if live is not None and not live.is_closed:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
-        if error := self.image_files.refusal(self._kinds[type(request)].image_bytes(request)):
+        if error := self.image_files.refusal(request.image_bytes):
             return error
         try:
             request.validate()
@@ -252,7 +242,7 @@ class Supervisor:
         logs.request_id.set(logs.printable(stream.request_id))
         try:
             with stream.scope:
-                await self._serve(request, stream)
+                await self._servings[type(request)].serve(request, stream)
             stream.close(stream.early_end())  # without effect if the request has ended by itself
         except TrioletError as error:
             stream.close(error)
@@ -261,71 +251,10 @@ class Supervisor:
             stream.close(EngineBug(repr(error)))
         finally:
             if not stream.is_closed:  # the whole engine is being cancelled
-                stream.reason = EndReason.SHUTDOWN
-                stream.close(stream.early_end())
-            self.image_files.remove(self._kinds[type(request)].image_bytes(request))
+                stream.cancel(EndReason.SHUTDOWN)
+                stream.close(stream.early_end(EndReason.SHUTDOWN))
+            self.image_files.remove(request.image_bytes)
             self._end(stream)
-
-    async def _serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
-        """Serve a request on one replica, or on another one if the first dies before it has begun
-        to compute the request."""
-        is_to_run = True
-        while is_to_run:
-            try:
-                await self._serve_once(request, stream)
-            except WorkerLost as error:  # the replica died before the request was in its queue
-                if stream.phase == "load":  # no replica has the request: the model's load failed
-                    raise
-                stream.lose_replica(error, has_begun=False)
-            except ShuttingDown:  # so a runner answers that was closed after its worker's death
-                cause = None if stream.replica is None else stream.replica.loop.cause_of_death
-                if not isinstance(cause, WorkerLost):
-                    raise
-                stream.lose_replica(cause, has_begun=False)
-            is_to_run = stream.take_moving()
-            if is_to_run:
-                log.info("the request joins another queue, because its worker was lost")
-
-    async def _serve_once(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
-        stream.phase = "load"
-        capability = self._kinds[type(request)].capability_for(request)
-        preparer = self._preparers[type(request)]
-        cut = partial(stream.cancel, EndReason.ABORTED)
-        async with self._pool.leases.acquire(request.model, capability, cut) as leased:
-            stream.load_s = trio.current_time() - stream.started_at
-            stream.phase = "tokenize"
-            with ExitStack() as held:
-                adapted = self._pool.adapters.leased(
-                    request.model, leased, cut, lambda: stream.tokens_done
-                )
-                stream.model, stream.adapter, version = held.enter_context(adapted)
-                prepared = await preparer.prepare(stream, leased, held)
-                rerouted = self._pool.leases.reroute(leased, prepared, cut, version)
-                replica = held.enter_context(rerouted)
-                stream.replica = replica
-                holding = preparer.holding(prepared, replica)
-                if holding is not None:
-                    stream.phase = "compile"
-                async with holding or nullcontext():
-                    await self._run(stream, replica, prepared)
-
-    async def _run(
-        self, stream: RequestStream[Any], replica: Replica[Any, Any], request: CoreRequest
-    ) -> None:
-        """Run a prepared request, from the queue to its end."""
-        stream.phase = "queued"
-        stream.queued.add(request.num_tokens)
-        replica.loop.submit(Submit(request, stream.credit), stream)
-        try:
-            with replica.busy_with(request.num_tokens_ahead) as stream.ahead:
-                await stream.wait_turn()
-        finally:
-            stream.phase = replica.loop.phase_of(request.request_id) or stream.phase
-            replica.loop.forget(request.request_id)
-            if stream.error is not None or not stream.is_closed:
-                reason = stream.reason or EndReason.DEADLINE
-                since = stream.cancelled_at
-                replica.loop.cancel(request.request_id, reason, stream.phase, since)
 
     def _end(self, stream: RequestStream[Any]) -> None:
         """Forget the request, unless another request has its id by now."""
@@ -356,9 +285,6 @@ class Supervisor:
             replica.processed += error is None
             replica.failed += isinstance(error, (StepFailed, EngineBug, WorkerLost))
             replica.cancelled += stream.reason is EndReason.CANCELLED
-
-    def _count_refusal(self, stream: RequestStream[Any]) -> None:
-        self.metrics.count_refusal()
 
     # ---- the end of everything
 

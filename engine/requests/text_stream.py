@@ -6,6 +6,8 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import trio
+
 from engine.core.common.events import ClientCame, ClientLeft
 from engine.core.common.types import RequestId
 from engine.core.text.types import Replayed, Tokens
@@ -13,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.requests.choice_parser import ChoiceParser
 from engine.requests.kept_events import KeptEvents
 from engine.requests.quota import QuotaCount
-from engine.requests.stream import RequestStream
+from engine.requests.stream import RequestStream, server_deadline
 from engine.requests.text_values import AnswerTokens, Started, StreamEvent
 
 if TYPE_CHECKING:
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 
     from engine.core.common.events import Admitted, Finished, OutputEvent
     from engine.core.text.types import TokenLogprob
-    from engine.requests.answer_format import AnswerFormat
     from engine.requests.kept_events import ReceivedChoice
-    from engine.requests.stream import Reader, StreamOptions
+    from engine.requests.prepare_text import PreparedText
+    from engine.requests.readers import Reader
+    from engine.requests.stream import StreamOptions
     from engine.requests.text_values import GenerateRequest
 
 
@@ -47,11 +50,10 @@ class TextStream(RequestStream[StreamEvent]):
             index for index, choice in enumerate(continued) if choice.token_ids or choice.finished
         }
         self._echo = ""
-        self.seed = request.sampling.seed
-        if self.seed is None and request.continuation is not None:
-            self.seed = request.continuation.seed
-        if self.seed is None:
-            self.seed = secrets.randbits(SEED_BITS)
+        seed = request.sampling.seed
+        if seed is None and request.continuation is not None:
+            seed = request.continuation.seed
+        self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
         self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
@@ -106,9 +108,28 @@ class TextStream(RequestStream[StreamEvent]):
         if violations:
             raise InvalidRequest(violations)
 
-    def attach(self, reader: Reader[StreamEvent], received: Sequence[ReceivedChoice]) -> None:
-        """Let ``reader`` read from now on, after what its client lacks. `check_kept` was called."""
+    def wait_for_client(self, until: float) -> None:
+        """Take note that the client has lost its connection, and may come again ``until`` then. The
+        stream counts against its key's max_requests meanwhile."""
+        self.credit.waits_until = until
+        self.counted.hold()
+        self.report_client(is_there=False)
+
+    def attach(
+        self,
+        reader: Reader[StreamEvent],
+        received: Sequence[ReceivedChoice],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Let ``reader`` read from now on, after what its client lacks. `check_kept` was called.
+        The request's deadline becomes that of the client's new call, if that is earlier."""
         assert self._kept is not None
+        now = trio.current_time()
+        if timeout_s is not None:
+            self.scope.deadline = min(self.scope.deadline, server_deadline(now, timeout_s))
+            self.client_deadline = now + timeout_s
+        self.credit.waits_until = now  # a stall counts from now on
+        self.counted.hold()
         num_sent = self._kept.attach(reader, received)
         loop = None if self.replica is None else self.replica.loop
         num_undelivered = 0 if loop is None else loop.num_undelivered(self.core_id, Tokens)
@@ -128,15 +149,14 @@ class TextStream(RequestStream[StreamEvent]):
 
     # ---- before the request is in the queue
 
-    def echo(self, text: str) -> None:
-        """Send the prompt's text before each choice, in one message with its first token, so that a
-        client without a token of a choice has nothing of it."""
-        self._echo = text
-
-    def parse_answers(self, form: AnswerFormat) -> None:
-        """Separate reasoning and tool calls from the text of each choice."""
-        choices = range(self._num_choices)
-        self._parsers = tuple(ChoiceParser(form, f"{self.core_id}/{choice}") for choice in choices)
+    def _take(self, prepared: PreparedText) -> None:
+        """Keep the echo, which is sent in one message with a choice's first token, so that a client
+        without a token of a choice has nothing of it; and how the answers are parsed."""
+        self._echo, self.dropped = prepared.echo, prepared.dropped
+        if prepared.form is None:
+            return
+        names = [f"{self.core_id}/{choice}" for choice in range(self._num_choices)]
+        self._parsers = tuple([ChoiceParser(prepared.form, name) for name in names])
         if self.request.chat is not None and (begun := self.request.chat.answer_begun):
             for parser in self._parsers:
                 parser.skip(begun)

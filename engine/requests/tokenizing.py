@@ -189,14 +189,12 @@ class Tokenizing:
 
 
 @contextmanager
-def of_chat() -> Iterator[None]:
-    """Name ``chat`` in violations of the text that a template made of one, where they name
-    ``text``."""
+def of_field(field: str) -> Iterator[None]:
+    """Name ``field`` in violations of the text that was made of it."""
     try:
         yield
-    except (InvalidRequest, RequestTooLarge) as error:
-        [violation] = error.violations
-        raise type(error).of("chat", violation.description) from error
+    except InvalidRequest as error:
+        raise error.renamed(lambda _: field) from error
 
 
 def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:

@@ -42,7 +42,7 @@ def run(body, seed=0, *, image_bytes=None):
     async def main():
         async with open_engine(CONFIG, make_runner=make_runner, threads=threads) as engine:
             await engine.wait_ready()
-            preparer = engine._supervisor._preparers[EmbedRequest]
+            preparer = engine._supervisor._servings[EmbedRequest].preparer
             if image_bytes is not None:
                 preparer.image_memory = ImageMemory(image_bytes)
             await body(engine, preparer.image_memory)

@@ -861,7 +861,8 @@ class Simulation:
         for generation in self._generations:  # a stream that left in a lost step keeps slots
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
-        for preparer in engine._supervisor._preparers.values():
+        for serving in engine._supervisor._servings.values():
+            preparer = serving.preparer
             has_images = isinstance(preparer, InputPreparer | DrawPreparer | TextPreparer)
             if has_images and (held := preparer.image_memory.num_bytes):
                 raise Violation(f"{held} bytes of images are held at rest")

@@ -15,6 +15,7 @@ from engine.core.common.core import CoreStatistics, Phase
 from engine.core.common.events import Admitted, Cancel, Finished, StepDone, StepFailed, Submit
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import InvalidRequest
+from engine.requests.prepared import Prepared
 from engine.requests.stream import RequestStream
 from engine.status import Capability
 from engine.worker.interface import MemoryEstimate
@@ -28,6 +29,7 @@ class CountRequest:
     request_id: str = ""
     model: str = "counter"
     timeout_s: float | None = None
+    capability, image_bytes = COUNTING, 0
 
     def validate(self):
         if self.start < 1:
@@ -136,14 +138,12 @@ class CountStream(RequestStream):
 class CountKind:
     capabilities, request_types = (COUNTING,), (CountRequest,)
     default_threads, token_event = 1, None
-    capability_for = staticmethod(lambda request: COUNTING)
-    image_bytes = staticmethod(lambda request: 0)
     make_core = staticmethod(lambda info, config, name: CountCore())
-    make_tools = holding = staticmethod(lambda *_: None)
+    make_tools = staticmethod(lambda *_: None)
     make_stream = CountStream
 
     def make_preparer(self, tokenizing, tasks):
         return self
 
-    async def prepare(self, stream, replica, held):
-        return Count(stream.core_id, stream.request.start)
+    async def prepare(self, assignment):
+        return Prepared(Count(assignment.core_id, assignment.request.start))

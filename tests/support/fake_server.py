@@ -292,7 +292,7 @@ def living():
 
 def image_bytes(supervisor):
     """Return the bytes that the requests of an engine hold for images: as files and decoded."""
-    preparers = set(supervisor._preparers.values())
+    preparers = {serving.preparer for serving in supervisor._servings.values()}
     decoded = sum(one.image_memory.num_bytes for one in preparers)
     return supervisor.image_files.num_bytes + decoded
 

@@ -306,7 +306,7 @@ ONE_WAY_IN = {
     "_begin_load": {"engine.pool.loads"},  # for `ensure`, or for a replica it loaded that died
     "load_replicas": {"engine.pool.loads"},
     "runner.load": {"engine.pool.loader", "engine.worker.process.main"},
-    "loop.submit": {"engine.requests.supervisor"},
+    "loop.submit": {"engine.requests.stream"},
     "_commands": {"engine.replica.loop"},
     "execute": {
         "engine.replica.loop",
@@ -317,12 +317,64 @@ ONE_WAY_IN = {
 
 
 def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
-    """R4, R37, R101, R105, R174, R175: handles and services submit to the supervisor, and it to the
-    loop; the pool alone loads."""
+    """R4, R37, R101, R105, R174, R175: handles and services submit to the supervisor, and a
+    stream to the loop; the pool alone loads."""
     assert {
         name: {module for module in product_modules() if name in names_in(module).attributes}
         for name in ONE_WAY_IN
     } == ONE_WAY_IN
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Return the names of a dataclass's fields."""
+    [found] = [
+        node
+        for node in ast.parse(modules()[module].read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return {ast.unparse(one.target) for one in found.body if isinstance(one, ast.AnnAssign)}
+
+
+def test_what_was_asked_for_has_four_forms():
+    """The proto, the client's value, the core's request, and what a worker gets of a sequence: a
+    worker keeps that as it is, beside what it adds."""
+    admitted = fields_of("engine.core.text.plan", "AdmittedSequence")
+    assert {"prompt", "sampling", "stops", "adapter", "images"} <= admitted
+    assert not admitted & fields_of("engine.worker.sequences", "SequenceState")
+
+
+def _names_a_stream(node: ast.AST) -> bool:
+    """Return whether an expression is a request's stream, or an attribute of one."""
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return name.lstrip("_") == "stream" or (
+        isinstance(node, ast.Attribute) and _names_a_stream(node.value)
+    )
+
+
+def writes_to_streams(source: str) -> list[str]:
+    """Return what code assigns to, of requests' streams and of what they have."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if _names_a_stream(node.value)
+    ]
+
+
+def test_only_a_stream_writes_its_attributes():
+    """A request is prepared as a value, and the stream begins with it; nobody else writes to it."""
+    rooms_of_streams = ("engine.", "grpc_service.services", "grpc_service.access")
+    assert {
+        module: found
+        for module in product_modules()
+        if module.startswith(rooms_of_streams)
+        if (found := writes_to_streams(modules()[module].read_text()))
+    } == {}
+
+
+def test_writes_to_streams_are_found():
+    source = "a.stream.x = 1\nwith f() as stream.y: pass\nstream.z.w += 1\nself.stream = stream.v"
+    assert sorted(writes_to_streams(source)) == ["a.stream.x", "stream.y", "stream.z.w"]
 
 
 def test_no_home_directory_is_taken_for_granted():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 from engine.core.common.types import RequestId
 from engine.core.text.types import Tokens
 from engine.errors import WorkerLost
 from engine.requests.answer_format import REASONING, AnswerFormat
 from engine.requests.chat_values import Chat
+from engine.requests.prepare_text import PreparedText
 from engine.requests.stream import StreamOptions
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import GenerateRequest
@@ -21,16 +25,25 @@ class Seen(list):
         pass
 
 
+class DyingLoop:
+    """A replica's loop that dies as soon as it has a request."""
+
+    forget = phase_of = cancel = staticmethod(lambda *_: None)
+
+    def submit(self, event, stream):
+        stream.lose_replica(WorkerLost("x"), has_begun=False)
+
+
 async def test_a_moving_request_begins_its_answer_once():
     """Red if its parser reads the beginning of the answer again, or its echo comes twice."""
     turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "<thi"})
     chat = Chat(turns, continue_final_message=True)
     seen = Seen()
     moving = TextStream(GenerateRequest(chat=chat), StreamOptions("r", RequestId("r"), 1, seen))
+    form = AnswerFormat(reasoning=REASONING[0])
+    prepared = PreparedText(SimpleNamespace(num_tokens=1, num_tokens_ahead=2), form=form, echo="x")
     for _ in range(3):
-        moving.echo("x")
-        moving.parse_answers(AnswerFormat(reasoning=REASONING[0]))
-        moving.lose_replica(WorkerLost("x"), has_begun=False)
+        await moving.run(prepared, SimpleNamespace(loop=DyingLoop(), busy_with=nullcontext))
         assert moving.take_moving()
     moving.push(Tokens(RequestId("r"), 0, (1,), "nk>y</think>z"))
     assert (seen[-1].reasoning, seen[-1].text) == ("y", "xz")

@@ -1,0 +1,91 @@
+"""What takes the events of a stream: the protocol, and the readers in the engine's own process."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import trio
+
+from engine import logs
+
+if TYPE_CHECKING:
+    from engine.errors import TrioletError
+
+EventT = TypeVar("EventT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+
+log = logging.getLogger(__name__)
+
+
+class Reader(Protocol[EventT_contra]):
+    """Takes the events of one stream, on the engine's thread, in the step's delivery.
+
+    Both methods are synchronous, wait for nothing and raise nothing.
+    """
+
+    def push(self, event: EventT_contra) -> None:
+        """Take the next event. A credited event keeps its slot until the reader gives it back."""
+        ...
+
+    def end(self, error: TrioletError | None) -> None:
+        """Take note that no event follows. ``error`` is None for a request that succeeded."""
+        ...
+
+
+class ChannelReader(Generic[EventT]):
+    """Keeps a stream's events in a memory channel, for a task of the engine's own Trio loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self._send, self._receive = trio.open_memory_channel[EventT](capacity)
+
+    def push(self, event: EventT) -> None:
+        """Keep an event. The channel has room for every event that a stream may have."""
+        self._send.send_nowait(event)
+
+    def end(self, error: TrioletError | None) -> None:
+        """Let `receive` raise `trio.EndOfChannel` after the events that are kept."""
+        self._send.close()
+
+    async def receive(self) -> EventT:
+        """Return the next event.
+
+        Raises:
+            trio.EndOfChannel: the stream has ended. trio.ClosedResourceError: `close` was called.
+        Cancellation: no event is lost.
+        """
+        return await self._receive.receive()
+
+    def close(self) -> None:
+        """Drop what has not been received."""
+        self._receive.close()
+
+
+class NoReader:
+    """Takes the events of a stream whose reader has left or knows of the end, and drops them."""
+
+    def push(self, event: object) -> None:
+        """Drop an event."""
+
+    def end(self, error: TrioletError | None) -> None:
+        """Do nothing."""
+
+
+NO_READER = NoReader()
+
+
+class LoggedReader(Generic[EventT]):
+    """Logs the class of each event that ``reader`` gets, with the request's id (R157)."""
+
+    def __init__(self, reader: Reader[EventT], request_id: str) -> None:
+        self._reader = reader
+        self._extra = {"request_id": logs.printable(request_id)}
+
+    def push(self, event: EventT) -> None:
+        """Log an event, and pass it on."""
+        log.debug("pushed: %s", type(event).__name__.lower(), extra=self._extra)
+        self._reader.push(event)
+
+    def end(self, error: TrioletError | None) -> None:
+        """Pass the end on."""
+        self._reader.end(error)

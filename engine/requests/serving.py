@@ -1,0 +1,85 @@
+"""Serves the requests of one kind of work: takes each from the pool to its end.
+
+Rule 1: a request whose replica dies before it has begun to compute the request goes to another
+replica. Rule 2: blocks belong to the core. A request's task only waits; it forwards no token.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine.core.common.types import EndReason
+from engine.errors import ShuttingDown, WorkerLost
+from engine.requests.prepared import Assignment
+
+if TYPE_CHECKING:
+    from engine.pool.leases import Lease
+    from engine.pool.pool import Pool
+    from engine.requests.kind import ClientRequest, Preparer, RequestKind
+    from engine.requests.stream import RequestStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread."""
+
+    kind: RequestKind
+    preparer: Preparer
+    pool: Pool
+
+    async def serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
+        """Serve a request until its stream is closed.
+
+        Raises:
+            TrioletError: the request cannot run; its stream is not closed.
+        Cancellation: ends the request at its replica.
+        """
+        await self._serve_once(request, stream)
+        while stream.take_moving():
+            log.info("the request joins another queue, because its worker was lost")
+            await self._serve_once(request, stream)
+
+    async def _serve_once(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
+        """Serve a request on one replica, until its stream is closed or has to change its
+        replica. Raises and cancellation as `serve`."""
+        stream.enter("load")
+        cut = partial(stream.cancel, EndReason.ABORTED)
+        async with self.pool.leases.lease(
+            request.model, request.capability, cut, lambda: stream.tokens_done
+        ) as lease:
+            try:
+                await self._serve_at(lease, request, stream)
+            except WorkerLost as error:  # the replica died before the request was in its queue
+                stream.lose_replica(error, has_begun=False)
+            except ShuttingDown:  # so a runner answers that was closed after its worker's death
+                cause = None if stream.replica is None else stream.replica.loop.cause_of_death
+                if not isinstance(cause, WorkerLost):
+                    raise
+                stream.lose_replica(cause, has_begun=False)
+
+    async def _serve_at(
+        self, lease: Lease, request: ClientRequest, stream: RequestStream[Any]
+    ) -> None:
+        stream.enter("tokenize", lease.model)
+        with ExitStack() as held:
+            assignment = Assignment(
+                request,
+                lease.replica,
+                core_id=stream.core_id,
+                arrival=stream.started_at,
+                scope=stream.scope,
+                party=stream.party,
+                seed=stream.seed,
+                adapter=lease.adapter,
+                held=held,
+                report=stream.enter,
+            )
+            prepared = await self.preparer.prepare(assignment)
+            replica = held.enter_context(self.pool.leases.reroute(lease, prepared.request))
+            await stream.run(prepared, replica)
