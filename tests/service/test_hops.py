@@ -1,4 +1,5 @@
-"""A token's way through the files is short, and engine/README.md shows this way."""
+"""The ways of a request and of a token through the files are short, and engine/README.md shows that
+of a token."""
 
 from __future__ import annotations
 
@@ -12,15 +13,30 @@ from tools.rooms import ROOT
 
 HOPS_MAX = 20
 FILES_MAX = 10
+CHANGES_IN_MAX = 60
+SUPERVISOR = "engine/requests/supervisor.py"
+SUPERVISOR_MAX = 5
+
+
+def output_of(tool):
+    """Return a tool's output. `sys.setprofile` slows a process, so that the tool has its own."""
+    command = [sys.executable, "-m", tool]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rstrip("\n")
 
 
 @pytest.fixture(scope="module")
 def shown():
-    """Return the tool's output. `sys.setprofile` slows a process, so that the tool has its own."""
-    command = [sys.executable, "-m", "tools.count_hops"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.rstrip("\n")
+    """Return the way of a token."""
+    return output_of("tools.count_hops")
+
+
+def test_the_way_of_a_request_to_its_first_plan_is_short():
+    way = output_of("tools.count_way_in")
+    *files, totals = way.splitlines()
+    assert 30 < int(totals.split()[0]) <= CHANGES_IN_MAX, way
+    assert 0 < sum(SUPERVISOR in line for line in files) <= SUPERVISOR_MAX, way
 
 
 def test_the_way_of_a_token_is_short(shown):

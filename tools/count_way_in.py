@@ -1,0 +1,136 @@
+"""Count a request's way through the files, from its frames on the socket to its first plan.
+
+    python -m tools.count_way_in
+
+A client generates with a running server (`tools.watched_calls`), one request after another over one
+connection. **A change of file** is a step of the way into another file of ours, or back to one that
+goes on. A function that calls no other file only answers, and the way does not lead through it. All
+that the core does for one call is one stop: it decides for all requests, and not for this one. What
+is beside a token's way (`tools.count_hops`) is beside this one, too. The way shown is the one that
+most requests went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from grpc_service.client import messages, stubs
+from tools.count_hops import BESIDE
+from tools.watched_calls import callers_of, file_of, is_resumed, watch
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+FIRST = ("grpc_service/rpc/connection.py", "Connection._on_stream")  # a request has come
+LAST = ("engine/core/text/scheduler.py", "Scheduler.plan")
+CORE = "engine/core/"
+REQUESTS_SEEN = 20
+PAUSE_S = 0.02  # until the server is done with the request before
+STEP_S = 0.001
+
+
+@dataclass(eq=False)
+class Entry:
+    """A call of a function in another file. ``is_on_way``: that file called a further one."""
+
+    source: str
+    target: str
+    function: str
+    is_on_way: bool = False
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Takes the profiler's events of one thread and keeps the ways of requests among them."""
+
+    ways: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
+    _entries: dict[FrameType, Entry] = field(default_factory=dict)  # since bytes have come
+    _is_under_way: bool = False
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Take one event (`sys.setprofile`)."""
+        if event == "c_return" and not self._is_under_way and _is_receive(arg):
+            self._entries.clear()
+        elif event == "call" and file_of(frame.f_code) and not is_resumed(frame):
+            self._take_call(frame)
+        elif event == "return" and self._is_under_way and _name_of(frame) == LAST and arg[0]:
+            self.ways.append(_steps_of(list(self._entries.values())))
+            self._entries.clear()
+            self._is_under_way = False
+
+    def _take_call(self, frame: FrameType) -> None:
+        target, function = _name_of(frame)
+        self._is_under_way |= (target, function) == FIRST
+        callers = list(callers_of(frame))
+        source = file_of(callers[0].f_code) if callers else ""
+        if source == target:
+            return
+        for caller in takewhile(lambda one: file_of(one.f_code) == source, callers):
+            if (entry := self._entries.get(caller)) is not None:
+                entry.is_on_way = True
+        codes = [frame.f_code, *(caller.f_code for caller in callers)]
+        if not any(file_of(code).startswith(CORE) for code in codes[1:]) and not _is_beside(codes):
+            self._entries[frame] = Entry(source, target, function)
+
+
+def _is_beside(codes: list[CodeType]) -> bool:
+    """Return whether a call does something that is not for the request alone."""
+    names = [name for code in codes for name in (code.co_qualname, file_of(code))]
+    return any(name in BESIDE and name != LAST[1] for name in names)
+
+
+def _name_of(frame: FrameType) -> tuple[str, str]:
+    return file_of(frame.f_code), frame.f_code.co_qualname
+
+
+def _is_receive(function: Any) -> bool:
+    is_socket = isinstance(getattr(function, "__self__", None), socket.socket)
+    return is_socket and function.__name__.startswith("recv")
+
+
+def _steps_of(entries: list[Entry]) -> tuple[tuple[str, str], ...]:
+    """Return the files of the way in order, each with the function called there; "" for a
+    return."""
+    steps: list[tuple[str, str]] = []
+    for entry in entries:
+        if not entry.is_on_way:
+            continue
+        for name, function in ((entry.source, ""), (entry.target, entry.function)):
+            if name and (not steps or steps[-1][0] != name):
+                steps.append((name, function))
+    return tuple(steps)
+
+
+def _ask(stub: stubs.InferenceStub) -> None:
+    """Send one request after another as a client, and read each answer to its end."""
+    request = messages.GenerateRequest(text="a", sampling={"max_tokens": 2})
+    for _ in range(REQUESTS_SEEN):
+        for _ in stub.Generate(request):
+            pass
+        time.sleep(PAUSE_S)
+
+
+def count() -> tuple[tuple[str, str], ...]:
+    """Return the way that most requests go: its files, and the function called in each."""
+    recorder = Recorder()
+    watch(recorder, _ask, STEP_S)
+    [(way, _)] = Counter(recorder.ways).most_common(1)
+    return way
+
+
+def describe(way: tuple[tuple[str, str], ...]) -> str:
+    """Return a line for each file of the way, and the totals."""
+    lines = [f"{at:2} {name} {function or '(back)'}" for at, (name, function) in enumerate(way)]
+    return "\n".join([*lines, f"{len(way) - 1} changes, {len(dict(way))} files"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("tools.count_way_in", description=__doc__.splitlines()[0])
+    parser.parse_args()
+    print(describe(count()))
