@@ -159,9 +159,9 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
 
 
 async def test_calls_that_are_reset_in_the_queue_leave_it(autojump_clock):
-    """Calls of other clients would wait behind them. A turn may take long here: else a slow machine
-    reads the resets so late that the calls have begun."""
-    async with serving(echo, replace(PATIENT, share_s=math.inf)) as running:
+    """Calls of other clients would wait behind them. Bytes may take any time here: else a slow
+    machine handles them in such small parts that the calls have begun before their resets."""
+    async with serving(echo, replace(PATIENT, share_s=math.inf, part_s=math.inf)) as running:
         client = await running.connect()
         calls = [client.call(b"a", is_last=False) for _ in range(900)]
         await trio.lowlevel.checkpoint()
