@@ -61,7 +61,9 @@ def pytest_collection_modifyitems(items):
         mark = cases[0].get_closest_marker("cases")
         kept = leave_out(cases, *mark.args, "full") if mark else cases
         quick = [case for case in kept if not case.get_closest_marker("slow")]
-        leave_out(quick, QUICK_CASES.get(name.split("/")[1], len(quick)), "slow")
+        mark = cases[0].get_closest_marker("quick")
+        most = QUICK_CASES.get(name.split("/")[1], len(quick))
+        leave_out(quick, mark.args[0] if mark else most, "slow")
 
 
 def leave_out(cases, most, mark):

@@ -1,9 +1,12 @@
-"""Every phase of a request and every way to end it from outside, over real gRPC.
+"""Every phase of a request of every kind and every way to end it early, over real gRPC.
 
-Whoever ends it learns of the end at once, all choices end, the blocks are free after at most a
-step, the end is counted once, and the next request works (D1, D18).
+Whoever ends it learns of the end at once, though the model is held in the middle of a step or of
+what comes before. All that the request held is free after that step and at most another one, the
+end is counted once, others get what is theirs, and the next request works (D1, D18).
 
-test_signals.py has what ends the server, test_faults.py what the server does to itself.
+Rule: no wait counts seconds. A test waits for what the server does, and time passes when it says
+so (`tests.support.fake_server`). test_signals.py has what else ends the server, test_faults.py what
+the server does to itself.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -23,20 +27,30 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.simulator.encode_oracle import image_file
 from tests.support.client import stopped_reading
-from tests.support.core_driver import expected_tokens
+from tests.support.ending_kinds import (
+    COST_S,
+    DRAW,
+    ENCODE,
+    KINDS,
+    LARGE,
+    LATE,
+    NEVER_S,
+    TEXT,
+    Kind,
+    Phase,
+)
 from tests.support.proxy import proxy
 from tests.support.raw_http2 import GET_STATS, RawClient
-from tests.support.server import ROOT, fake
+from tests.support.server import ROOT, children_of, fake
 from tests.support.wire import (
+    SERVING,
     SMALL_WINDOW,
-    Generation,
     connect,
     details,
     ended,
     generate,
-    list_models,
+    health,
     reason,
     stats,
     wait_idle,
@@ -44,202 +58,166 @@ from tests.support.wire import (
     wait_until,
 )
 
-STEP_S = 0.1
-SLOW_S = 3.0  # seconds of loading or encoding, in these phases
-TIMEOUT_S = 1.0
-AT_ONCE_S = 1.5  # generous for a busy machine, and half of what waiting for a thread would take
-LONG = 2000
-LATE = [f"late{i}" for i in range(9)]  # a model that is not loaded yet, for every way to end
-LOADING = pb.MODEL_STATE_LOADING
+LIMIT_S = 60.0  # of a wait that would never end
+TIMEOUT_S = 1000.0
+NUM_STEPS = 4  # after which every request that has a seat has a result
+NUM_LOOKS = 12  # so often the figures of a parked request are the same
 Code = grpc.StatusCode
+NAMES = (f"ending-{number}" for number in itertools.count())
+pytestmark = pytest.mark.quick(len(KINDS))
+
+
+def wait(condition, what):
+    """Wait until the server has done something."""
+    return wait_until(condition, LIMIT_S, what)
+
+
+def control(server):
+    """Return the stub of the service Control."""
+    return stubs.ControlStub(server.channel)
 
 
 @dataclass
-class Phase:
-    """How a request gets into a phase, and how the server's totals show that it is there."""
+class Place:
+    """A phase of a kind, and a server whose fakes wait in this phase."""
 
-    request: dict
-    is_there: object
-    server: dict = field(default_factory=dict)
-    options: tuple = ()
-    blocked: bool = False
-    counted_as: str = ""  # the server's own name for the phase, if it is another one
+    kind: Kind
+    name: str
+    phase: Phase
+    server: object
+    cold: object  # names of models that are not loaded yet
+    is_holding: bool = False
+    looks: list = field(default_factory=list)  # the figures of a parked request so far
 
+    @property
+    def is_held(self):
+        return self.phase.script is not None or self.name == "load"
 
-def is_queued(server, before, request):
-    """Return whether the request waits in the queue."""
-    return stats(server.channel).waiting == 1
+    @property
+    def is_before_queue(self):
+        return self.name in ("load", "tokenize", "decode image")
 
+    def fields(self):
+        """Return the fields of a new request."""
+        fields = {"model": self.kind.model} | self.kind.renewed(self.phase.fields)
+        if self.name == "load":
+            fields["model"] = next(self.cold)
+        return fields
 
-def is_loading(server, before, request):
-    """Return whether the request's model loads."""
-    states = {model.name: model.state for model in list_models(server.channel)}
-    return states[request["model"]] == LOADING
+    def hold(self):
+        """Let the fakes, or the process that decodes images, wait from now on."""
+        self.is_holding = True
+        self.looks.clear()
+        self.server.tell("hold")
+        if self.phase.holds_decoder:
+            [decoder] = children_of(self.server.process.pid)
+            os.kill(decoder, signal.SIGSTOP)
 
+    def let_go(self):
+        """Let them go on, if they wait."""
+        if not self.is_holding:
+            return
+        self.is_holding = False
+        with contextlib.suppress(BrokenPipeError):  # the server has ended
+            self.server.tell("let_go")
+        if self.phase.holds_decoder:
+            for decoder in children_of(self.server.process.pid):
+                os.kill(decoder, signal.SIGCONT)
 
-def is_tokenising(server, before, request):
-    """Return whether the request is tokenised, after a moment."""
-    time.sleep(0.4)  # only the status at its deadline shows this phase, which a test below reads
-    now = stats(server.channel)
-    return not now.running + now.waiting
+    def is_there(self, before):
+        """Return whether the server's figures show that a request has come into the phase."""
+        now = stats(self.server.channel)
+        if self.name == "queued":
+            is_there = now.waiting >= before.waiting + self.kind.num_waiting
+            if not is_there:  # a request joins the queue between two steps
+                self.server.tell("let_one_go")
+            return is_there
+        if self.name == "parked":
+            # It is parked and drained in turn until the buffers on the way are full, too.
+            self.looks.append((now.parked >= self.kind.num_parked, now.step_count))
+            return self.looks[-NUM_LOOKS:] == [(True, now.step_count)] * NUM_LOOKS
+        if self.phase.holds_decoder:
+            return self.server.ask("image_bytes") > 0
+        return not self.is_held or self.server.ask("held") == 1
 
+    def are_running(self, count):
+        """Return whether so many requests have seats; let a step pass if not."""
+        are_there = stats(self.server.channel).running >= count
+        if not are_there:
+            self.server.tell("let_one_go")
+        return are_there
 
-def is_prefilling(server, before, request):
-    """Return whether the request's prompt is being computed."""
-    now = stats(server.channel)
-    return now.step_count - before.step_count >= 3 and now.running == 1
+    def explained(self, name):
+        """Return how a request is explained; None if it has not arrived."""
+        with contextlib.suppress(grpc.RpcError):
+            return control(self.server).Explain(pb.ExplainRequest(request_id=name))
 
-
-def is_decoding_images(server, before, request):
-    """Return whether the request's images are decoded: only requests with a name can be asked."""
-    if "request_id" not in request:
-        time.sleep(0.4)
-        now = stats(server.channel)
-        return not now.running + now.waiting
-    asked = pb.ExplainRequest(request_id=request["request_id"])
-    try:
-        return "images" in control(server.channel).Explain(asked, timeout=5).waiting_for
-    except grpc.RpcError:  # it has not arrived
-        return False
-
-
-def is_decoding(server, before, request):
-    """Return whether the request has tokens."""
-    made = stats(server.channel).completion_tokens_total - before.completion_tokens_total
-    return made >= 4
-
-
-def is_parked(server, before, request):
-    """Return whether all choices of the request are parked."""
-    return stats(server.channel).parked == request.get("n", 1)
-
-
-SLOW = {
-    "script": {"step_s": STEP_S},
-    "runner": {"max_model_len": 8192, "num_blocks": 2048},
-    "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
-}
-SEES = [{"name": "fake", "capability": "vision"}]
-NUM_IMAGES = 30
-
-
-def new_images():
-    """Return images that no server has seen: those that come again are not decoded again."""
-    return [image_file(os.urandom(48)) for _ in range(NUM_IMAGES)]
-
-
-def shown():
-    """Return a chat with such images."""
-    return {"messages": [{"role": "user", "parts": [{"image": one} for one in new_images()]}]}
-
-
-PHASES = {
-    "queued": Phase({"text": "x"}, is_queued, SLOW, blocked=True),
-    "load": Phase(
-        {"text": "x"},
-        is_loading,
-        {
-            "models": [
-                {"name": "fake"},
-                *({"name": name, "lazy": True, "script": {"load_s": SLOW_S}} for name in LATE),
-            ]
-        },
-    ),
-    "tokenize": Phase(
-        {"text": "x" * 5000}, is_tokenising, SLOW | {"script": {"encode_s": SLOW_S, "step_s": 0.01}}
-    ),
-    "prefill": Phase({"text": "x" * 1500}, is_prefilling, SLOW),
-    "decode image": Phase(
-        {"chat": shown()},
-        is_decoding_images,
-        SLOW | {"models": SEES, "script": {"decode_s": SLOW_S / NUM_IMAGES}},
-    ),
-    # Each image costs 2 to 14 tokens, so that a step has one or a few.
-    "encode image": Phase(
-        {"chat": shown()},
-        is_prefilling,
-        SLOW | {"models": SEES, "script": {"image_s": STEP_S / 10}},
-        counted_as="prefill",
-    ),
-    "decode": Phase({"text": "x"}, is_decoding, SLOW),
-    "parked": Phase({"text": "x"}, is_parked, {"engine": {"stream_buffer": 16}}, SMALL_WINDOW),
-}
+    def is_explained(self, name):
+        """Return whether Explain names the phase of a request."""
+        found = self.explained(name)
+        return (
+            found is not None
+            and found.state == self.phase.state
+            and self.phase.waits_for in found.waiting_for
+        )
 
 
-@pytest.fixture(scope="module", params=PHASES)
-def place(request):
-    """Return a phase, a server slow enough to observe it, and names of models not loaded yet."""
-    phase = PHASES[request.param]
-    with fake(**phase.server) as server:
+@contextlib.contextmanager
+def serving(kind, name, **engine):
+    """Yield a place."""
+    phase = kind.phases[name]
+    models = kind.models({} if phase.script is None else phase.script | {"passes": phase.passes})
+    [own] = [model for model in models if model["name"] == kind.model]
+    script = {"load_s": COST_S, "passes": 0}
+    late = [own | {"name": name, "lazy": True, "script": script} for name in LATE]
+    limits = dict.fromkeys(("stall_timeout_s", "spawn_timeout_s", "step_timeout_s"), NEVER_S)
+    with fake(
+        models=models + late * (name == "load"),
+        runner=kind.runner,
+        engine=limits | phase.engine | engine,
+    ) as server:
         wait_serving(server.channel)
-        server.cold = iter(LATE)
-        yield request.param, phase, server
+        for model in models:
+            wait(partial(is_served, server, model["name"]), "the models' loads")
+        place = Place(kind, name, phase, server, iter(LATE))
+        # The first image starts the process that decodes images.
+        ask_another(place, place.fields() if phase.holds_decoder else kind.after)
+        yield place
 
 
-@contextlib.contextmanager
-def blockers(channel, are_wanted, *, are_spared=True):
-    """Run two generations that take both seats.
-
-    What they get is right to the end. They live on unless the test ends every request.
-    """
-    if not are_wanted:
-        yield 0
-        return
-    with contextlib.ExitStack() as stack:
-        calls = [
-            stack.enter_context(Generation(channel, prompt_ids=[i], max_tokens=LONG))
-            for i in (1, 2)
-        ]
-        for call in calls:
-            call.read_deltas(1)
-        yield 2
-        for number, call in enumerate(calls, 1):
-            if are_spared:
-                call.read_deltas(len(call.heard.deltas) + 2)
-            else:
-                assert call.finish().error is not None
-            ids = call.heard.ids()
-            assert ids == expected_tokens([number], count=len(ids))
+def is_served(server, model):
+    """Return whether a model serves."""
+    return health(server.channel, f"model/{model}") == SERVING
 
 
-NAMES = (f"ending-{number}" for number in itertools.count())
+def ask_another(place, fields):
+    """Check that another request gets what is its own."""
+    fields = {"model": place.kind.model} | fields
+    with place.kind.call(place.server.channel, fields) as call:
+        call.finish()
+        place.kind.check(call, fields)
 
 
-@contextlib.contextmanager
-def in_phase(place, *, spares_others=True, **more):
-    """Yield a request that has come into the phase: call, channel, and the counts before."""
-    name, phase, server = place
-    fields = phase.request | {"n": 2, "max_tokens": LONG, "request_id": next(NAMES)} | more
-    if name == "load":
-        fields["model"] = next(server.cold)
-    if "chat" in fields:
-        fields["chat"] = shown()
-    channel = server.channel
-    wait_idle(channel)
-    with blockers(channel, phase.blocked, are_spared=spares_others) as num_others:
-        before, ends = stats(channel), ended(channel)
-        with (
-            proxy(server.address) as between,
-            connect(between.address, *phase.options) as own,
-            Generation(own, **fields) as call,
-        ):
-            if name == "parked":
-                call.read_deltas(1)
-            wait_until(lambda: phase.is_there(server, before, fields), 15, name)
-            yield Asked(call, own, between, fields, ends, stats(channel).step_count)
-        if num_others and spares_others:
-            now = wait_until(lambda: (s := stats(channel)).waiting == 0 and s, 2)
-            assert (now.running, now.parked) == (num_others, 0)
-    wait_idle(channel)
-    wait_until(lambda: server.ask("image_bytes") == 0, 5, "the memory of images")
-    assert generate(channel, max_tokens=3).error is None
+CASES = [(kind, name) for kind in KINDS for name in kind.phases]
+
+
+def named(case):
+    """Return the id of a case."""
+    return f"{case[0].name}-{case[1]}"
+
+
+@pytest.fixture(scope="module", params=CASES, ids=named)
+def place(request):
+    """Yield each phase of each kind."""
+    with serving(*request.param) as one:
+        yield one
 
 
 @dataclass
 class Asked:
     """A request in its phase: its call and channel, and the counts before it."""
 
-    call: Generation
+    call: object
     own: grpc.Channel
     between: object
     fields: dict
@@ -247,22 +225,85 @@ class Asked:
     steps: int
 
 
-def check_end(place, asked, how, *, within_s=AT_ONCE_S, is_now=True):
-    """Check that the end is counted once, as ``how``, and frees everything.
+@contextlib.contextmanager
+def holding(place, *, spares_others=True):
+    """Let the server hold what comes, in the place's phase, until the end of the block.
 
-    If the end is due now, the request is gone after the step in flight and one that had begun.
+    If the phase is that of a request which waits for a seat, others have all seats. They get what
+    is right to the end, unless the test ends every request.
     """
-    name, phase, server = place
-    wait_until(lambda: ended(server.channel) != asked.ends, within_s, "the end")
-    assert ended(server.channel) == asked.ends | {how: asked.ends.get(how, 0) + 1}
-    if not phase.blocked:
-        after = wait_idle(server.channel, 2)
-        assert after.step_count - asked.steps <= 2 or name == "parked" or not is_now
+    kind = place.kind
+    own = {"model": kind.model}
+    others = [own | fields for fields in kind.blockers]
+    with contextlib.ExitStack() as stack:
+        stack.callback(place.let_go)
+        place.hold()
+        calls = []
+        if place.name == "queued":
+            asked = (kind.call(place.server.channel, fields) for fields in others)
+            calls += map(stack.enter_context, asked)
+            wait(partial(place.are_running, len(calls)), "the others")
+            for _ in range(NUM_STEPS):
+                place.server.tell("let_one_go")
+            for call in calls:
+                kind.read_result(call)
+        yield
+        place.let_go()
+        for call, fields in zip(calls, others, strict=False):
+            call.finish()
+            if spares_others:
+                kind.check(call, fields)
+            else:
+                assert call.heard.error is not None
 
 
-def control(channel):
-    """Return the stub of the service Control."""
-    return stubs.ControlStub(channel)
+@contextlib.contextmanager
+def arriving(place, **options):
+    """Yield a request that has come into the phase."""
+    server, fields = place.server, place.fields() | {"request_id": next(NAMES)}
+    before, ends = stats(server.channel), ended(server.channel)
+    with (
+        proxy(server.address) as between,
+        connect(between.address, *place.phase.window) as own,
+        place.kind.call(own, fields, **options) as call,
+    ):
+        if place.phase.window:
+            assert call.read() is not None
+        wait(lambda: place.is_there(before), place.name)
+        wait(lambda: place.is_explained(fields["request_id"]), "Explain")
+        yield Asked(call, own, between, fields, ends, stats(server.channel).step_count)
+
+
+@contextlib.contextmanager
+def in_phase(place, *, spares_others=True, **options):
+    """Yield a request that has come into the phase; check that nothing is left of it."""
+    server = place.server
+    wait_idle(server.channel)
+    with holding(place, spares_others=spares_others), arriving(place, **options) as asked:
+        yield asked
+    wait_idle(server.channel, LIMIT_S)
+    wait(lambda: server.ask("image_bytes") == 0, "the memory of images")
+    ask_another(place, place.kind.after)
+    if place.name == "load":  # the load has gone on
+        model = asked.fields["model"]
+        ask_another(place, place.kind.after | {"model": model})
+        assert server.log.count(f"model {model} is ready") == 1
+
+
+def check_end(place, asked, how):
+    """Check that the end is counted once, as ``how``."""
+    channel = place.server.channel
+    wait(lambda: ended(channel) != asked.ends, "the end")
+    assert ended(channel) == asked.ends | {how: asked.ends.get(how, 0) + 1}
+
+
+def check_free(place, asked):
+    """Check that all is free after the step in flight and one that had begun."""
+    place.let_go()
+    if place.name != "queued":
+        after = wait_idle(place.server.channel, LIMIT_S)
+        # Choices of a stopped reader go on until the buffers on the way are full, too.
+        assert after.step_count - asked.steps <= 2 or place.name == "parked"
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset"])
@@ -275,202 +316,247 @@ def test_a_client_that_leaves(place, how):
             "reset": asked.between.reset,
         }[how]()
         check_end(place, asked, "cancelled")
-
-
-@contextlib.contextmanager
-def image_arguments(are_wanted):
-    """Yield arguments that send `new_images` from files, none unless they are wanted."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, f"{number}.png") for number in range(NUM_IMAGES * are_wanted)]
-        for path, data in zip(paths, new_images(), strict=False):
-            path.write_bytes(data)
-        named = [word for path in paths for word in ("--image", str(path))]
-        yield ["--chat", *named] if are_wanted else []
-
-
-@contextlib.contextmanager
-def client_process(place, fields):
-    """Yield a client in a process of its own: `triolet generate`, which always reads, or a client
-    that stops reading, so that the server parks its request."""
-    name, _, server = place
-    if name == "parked":
-        with stopped_reading(server.address, max_tokens=LONG, **fields) as client:
-            yield client
-        return
-    text = fields.get("text", "x")
-    command = ["generate", text, "--server", server.address, "--max-tokens", str(LONG)]
-    if name == "load":
-        command += ["--model", fields["model"]]
-    with (
-        image_arguments("chat" in fields) as images,
-        subprocess.Popen(
-            [sys.executable, "-m", "grpc_service", *command, *images],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-        ) as client,
-    ):
-        try:
-            yield client
-        finally:
-            client.kill()
-
-
-def test_a_client_process_that_is_killed(place):
-    """R166. Red in the phase "parked" if a writer that still has events leaves its request running
-    (`CallWriter._cancel`)."""
-    name, phase, server = place
-    wait_idle(server.channel)
-    with blockers(server.channel, phase.blocked) as num_others:
-        before, ends = stats(server.channel), ended(server.channel)
-        wait_until(lambda: server.ask("calls") == num_others, 20, "the end of earlier calls")
-        fields = dict(phase.request)
-        if name == "load":
-            fields["model"] = next(server.cold)
-        with client_process(place, fields) as client:
-            wait_until(lambda: server.ask("calls") == num_others + 1, 20, "the call")
-            wait_until(lambda: phase.is_there(server, before, fields), 20, name)
-            client.kill()
-        asked = Asked(None, None, None, fields, ends, stats(server.channel).step_count)
-        check_end(place, asked, "cancelled")
-    wait_idle(server.channel)
+        check_free(place, asked)
 
 
 def test_an_operators_abort(place):
     """R6."""
     with in_phase(place) as asked:
-        start = time.monotonic()
-        results = (
-            control(place[2].channel)
-            .Abort(pb.AbortRequest(request_ids=[asked.fields["request_id"]]), timeout=5)
-            .results
-        )
-        assert [one.outcome for one in results] == [pb.ABORT_OUTCOME_ABORTED]
+        request = pb.AbortRequest(request_ids=[asked.fields["request_id"]])
+        [result] = control(place.server).Abort(request).results
+        assert result.outcome == pb.ABORT_OUTCOME_ABORTED
         check_end(place, asked, "aborted")
-        heard = asked.call.finish()
-        assert time.monotonic() - start < AT_ONCE_S
-        assert heard.error.code() is Code.ABORTED
-        assert reason(heard.error) == "ABORTED"
-        for choice in range(2):
-            ids = heard.ids(choice)
-            # of images no token is made before the end
-            prompt = [b + 1 for b in place[1].request.get("text", "").encode()]
-            assert ids == expected_tokens(prompt, count=len(ids), choice=choice)
+        error = asked.call.finish().error
+        assert (error.code(), reason(error)) == (Code.ABORTED, "ABORTED")
+        place.kind.check_begun(asked.call, asked.fields)
+        check_free(place, asked)
 
 
 def test_a_pause_that_aborts(place):
-    """A request that has not reached the scheduler yet is refused when it does."""
-    name, _, server = place
+    """A request that has not reached the scheduler yet is refused when it does. The scheduler is
+    done with one whose images are written."""
     with in_phase(place, spares_others=False) as asked:
-        control(server.channel).Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT), timeout=5)
+        control(place.server).Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT))
+        place.let_go()  # the scheduler hears of it between two steps
         try:
-            if name in ("load", "tokenize", "decode image"):
-                # another test's text may be in the one thread that encodes
-                check_end(place, asked, "refused", within_s=2 * SLOW_S + AT_ONCE_S)
+            if place.is_before_queue:
+                check_end(place, asked, "refused")
                 expected = (Code.UNAVAILABLE, "PAUSED")
-            else:
-                wait_until(lambda: ended(server.channel).get("aborted"), AT_ONCE_S)
+            elif place.name != "write":
+                wait(lambda: ended(place.server.channel) != asked.ends, "the end")
+                assert set(ended(place.server.channel)) - set(asked.ends) <= {"aborted"}
                 expected = (Code.ABORTED, "ABORTED")
-            error = asked.call.finish().error
-            assert (error.code(), reason(error)) == expected
+            heard = asked.call.finish()
+            if place.name == "write":
+                place.kind.check(asked.call, asked.fields)
+            else:
+                assert (heard.error.code(), reason(heard.error)) == expected
+                place.kind.check_begun(asked.call, asked.fields)
         finally:
-            control(server.channel).Resume(pb.ResumeRequest(), timeout=5)
+            control(place.server).Resume(pb.ResumeRequest())
 
 
 def test_a_deadline(place):
-    """R206."""
-    name, phase, server = place
-    with contextlib.ExitStack() as stack:
-        if "prefill" in (
-            name,
-            phase.counted_as,
-        ):  # a server without a measured step; else it refuses
-            server = stack.enter_context(fake(**phase.server))
-            wait_serving(server.channel)
-            if "chat" in phase.request:  # the first image starts the process that decodes
-                request = pb.TokenizeRequest(chat=shown())
-                stubs.InferenceStub(server.channel).Tokenize(request, timeout=60)
-        check_deadline((name, phase, server))
-
-
-def check_deadline(place):
-    """Check a deadline that the client leaves to the server, which counts it once, by its phase.
+    """R206. The client leaves it to the server, which counts it once, by its phase.
 
     Red if the end is counted as a cancel, or for another phase (`Supervisor._count`).
     """
-    name, phase, server = place
-    name = phase.counted_as or name
+    server, name = place.server, place.phase.counted_as or place.name
     before = server.ask("deadlines")
     with in_phase(place, server_timeout=TIMEOUT_S) as asked:
-        start = time.monotonic()
-        limit = TIMEOUT_S + AT_ONCE_S
-        check_end(place, asked, "deadline", within_s=limit, is_now=False)
+        server.tell("skip")
+        check_end(place, asked, "deadline")
         assert server.ask("deadlines") == before | {name: before.get(name, 0) + 1}
-        heard = asked.call.finish()
-        assert time.monotonic() - start < limit
-        assert heard.error.code() is Code.DEADLINE_EXCEEDED
-        # The RPC library ends a call 20 ms after the engine. On a busy machine, and where events
-        # wait for the reader, its status may be the first. It knows no phase; the engine's does.
-        if heard.error.details() != "the deadline passed":
-            info = details(heard.error)["ErrorInfo"]
-            assert info.metadata["phase"] == name
-            assert int(info.metadata["tokens_done"]) == sum(map(len, map(heard.ids, range(2))))
+        error = asked.call.finish().error
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        num_done = place.kind.check_begun(asked.call, asked.fields)
+        info = details(error)["ErrorInfo"]
+        assert info.metadata["phase"] == name
+        assert num_done is None or int(info.metadata["tokens_done"]) == num_done
+        check_free(place, asked)
 
 
-@pytest.mark.parametrize("name", ["decode image", "encode image"])
-def test_a_drain_lets_a_request_with_images_end_whole_and_refuses_new_ones(name):
+# ---- clients as processes ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def client_process(place, fields):
+    """Yield a client in a process of its own: `triolet generate`, which always reads, or one that
+    stops reading, so that the server parks its request."""
+    if place.name == "parked":
+        with stopped_reading(place.server.address, **fields) as client:
+            yield client
+        return
+    command = ["generate", fields.get("text", "x"), "--server", place.server.address]
+    command += ["--max-tokens", str(fields["max_tokens"]), "--model", fields["model"]]
+    command += ["--n", str(fields["n"])]
+    with tempfile.TemporaryDirectory() as folder:
+        if "chat" in fields:
+            command.append("--chat")
+            for number, part in enumerate(fields["chat"]["messages"][0]["parts"]):
+                path = Path(folder, f"{number}.png")
+                path.write_bytes(part["image"])
+                command += ["--image", str(path)]
+        argv = [sys.executable, "-m", "grpc_service", *command]
+        with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL) as client:
+            try:
+                yield client
+            finally:
+                client.kill()
+
+
+@pytest.mark.parametrize("name", TEXT.phases)
+def test_a_client_process_that_is_killed(name):
+    """R166. Red in the phase "parked" if a writer that still has events leaves its request running
+    (`CallWriter._cancel`)."""
+    with serving(TEXT, name) as place, holding(place):
+        server, fields = place.server, place.fields()
+        before, ends, calls = stats(server.channel), ended(server.channel), server.ask("calls")
+        with client_process(place, fields) as client:
+            wait(lambda: server.ask("calls") == calls + 1, "the call")
+            wait(lambda: place.is_there(before), name)
+            steps = stats(server.channel).step_count
+            client.kill()
+            asked = Asked(None, None, None, fields, ends, steps)
+            check_end(place, asked, "cancelled")
+        check_free(place, asked)
+
+
+# ---- readers that stop -------------------------------------------------------------------------
+
+STALLS = {  # the kind, its request, and the slots of its stream
+    "text": (TEXT, TEXT.phases["parked"].fields, 16),
+    "encode": (ENCODE, ENCODE.phases["parked"].fields, 8),
+    "denoise": (DRAW, LARGE | {"steps": 100, "preview_every": 1, "n": 1}, 4),
+    "decode": (DRAW, LARGE | {"steps": 1}, 2),
+    "write": (DRAW, LARGE | {"steps": 1}, 256),
+}
+
+
+@pytest.mark.parametrize("name", STALLS)
+def test_a_reader_that_stalls_is_ended(name):
+    """In the last case the slots suffice, and the images wait."""
+    kind, fields, buffer = STALLS[name]
+    fields = {"model": kind.model} | fields
+    engine = {"stream_buffer": buffer, "stall_timeout_s": 0.5}
+    with (
+        serving(kind, "parked", **engine) as place,
+        connect(place.server.address, *SMALL_WINDOW) as own,
+        kind.call(own, fields) as call,
+    ):
+        channel = place.server.channel
+        assert call.read() is not None
+        wait(lambda: ended(channel).get("stalled"), "the end")
+        wait_idle(channel, LIMIT_S)
+        error = call.finish().error
+        assert (error.code(), reason(error)) == (Code.ABORTED, "READER_STALLED")
+        kind.check_begun(call, fields)
+        ask_another(place, kind.after)
+
+
+# ---- drains ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def in_drain(case, code, number=signal.SIGTERM, **options):
+    """Yield a place whose server was told to end by a signal while a request is in its phase, and
+    the request; check the server's exit code."""
+    with serving(*case) as place:
+        with holding(place, **options), arriving(place) as asked:
+            place.server.signal(number)
+            wait(lambda: "draining" in place.server.log, "the drain")
+            yield place, asked
+        assert place.server.wait() == code
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(("how", "code"), [("timeout", 75), ("signal", 128 + signal.SIGINT)])
+def test_a_drain_cuts_a_request_whatever_its_phase(how, code, case):
+    """R167. By its timeout, or by a second signal: at once, with a status, and the exit code names
+    the cause. The server ends once the step in flight is over."""
+    first = signal.SIGINT if how == "timeout" else signal.SIGTERM
+    with in_drain(case, code, first, spares_others=False) as (place, asked):
+        if how == "timeout":
+            place.server.tell("skip")
+        else:
+            place.server.signal(signal.SIGINT)
+        error = asked.call.finish().error
+        assert error is not None
+        if not place.phase.window:  # else no status reaches a client whose window is closed (D1)
+            assert (error.code(), reason(error)) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
+        place.kind.check_begun(asked.call, asked.fields)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
+    """R167. New requests are refused meanwhile."""
+    with in_drain(case, 0) as (place, asked):
+        kind = place.kind
+        fields = {"model": kind.model} | kind.after
+
+        def is_refused():
+            with kind.call(place.server.channel, fields) as call:
+                error = call.finish().error
+            assert error is None or error.code() is Code.UNAVAILABLE
+            return error is not None
+
+        if not place.is_held:  # else such a call waits for the step
+            wait(is_refused, "the refusal")
+        place.let_go()
+        asked.call.finish()
+        kind.check(asked.call, asked.fields)
+
+
+@pytest.mark.parametrize("name", ["decode image", "encode_image"])
+def test_a_drained_request_with_images_leaves_nothing(name):
     """R167."""
-    phase, fields = PHASES[name], {"chat": shown(), "n": 2, "max_tokens": 5, "request_id": "x"}
-    with fake(models=SEES) as other:
-        wait_serving(other.channel)
-        wanted = generate(other.channel, **fields)
-    with fake(**phase.server) as server:
-        channel = server.channel
-        wait_serving(channel)
-        wait_idle(channel)
-        before, connected = stats(channel), RawClient(server.address)
+    with serving(TEXT, name) as place, RawClient(place.server.address) as connected:
+        server = place.server
         connected.ask(GET_STATS)
         living = server.ask("tasks")
-        with connected, Generation(channel, **fields) as call:
-            wait_until(lambda: phase.is_there(server, before, fields), 15, name)
+        with holding(place), arriving(place) as asked:
             assert server.ask("image_bytes")
-            drain = control(channel).Drain.future(pb.DrainRequest(), timeout=30)
-            refused = wait_until(lambda: generate(channel, max_tokens=1).error, 10, "the drain")
-            assert refused.code() is Code.UNAVAILABLE
-            heard = call.finish()
-            assert heard.error is None
-            assert [heard.ids(choice) for choice in range(2)] == [
-                wanted.ids(choice) for choice in range(2)
-            ]
+            drain = control(server).Drain.future(pb.DrainRequest())
+            wait(lambda: generate(server.channel, max_tokens=1).error, "the drain")
+            place.let_go()
+            asked.call.finish()
+            TEXT.check(asked.call, asked.fields)
             drain.result()
-            after = pb.GetStatsResponse.FromString(connected.ask(GET_STATS)).totals
-            assert not after.running + after.waiting + after.parked
-            assert after.free_blocks == after.total_blocks
-            assert [field.name for field, _ in after.requests_total.ListFields()] == ["finished"]
-        wait_until(lambda: server.ask("image_bytes") == 0, 5, "the memory of images")
-        wait_until(lambda: server.ask("tasks")["trio_tasks"] <= living["trio_tasks"], 5, "tasks")
-        assert server.stop() == 0
+        after = pb.GetStatsResponse.FromString(connected.ask(GET_STATS)).totals
+        assert not after.running + after.waiting + after.parked
+        assert after.free_blocks == after.total_blocks
+        assert [field.name for field, _ in after.requests_total.ListFields()] == ["finished"]
+        wait(lambda: server.ask("image_bytes") == 0, "the memory of images")
+        wait(lambda: server.ask("tasks")["trio_tasks"] <= living["trio_tasks"], "the tasks")
 
 
+# ---- requests that are over --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("how", ["cancel", "close", "reset", "abort", "pause", "deadline"])
-def test_ending_a_request_that_is_over_does_nothing(how):
-    with fake() as server, proxy(server.address) as between, connect(between.address) as own:
-        wait_serving(server.channel)
-        timeout = 0.8 if how == "deadline" else None
-        with Generation(own, prompt_ids=[5], max_tokens=4, request_id="x", timeout=timeout) as call:
-            heard = call.finish()
-            assert heard.error is None
-            if how == "abort":
-                request = pb.AbortRequest(request_ids=["x"])
-                [one] = control(server.channel).Abort(request, timeout=5).results
-                assert one.outcome == pb.ABORT_OUTCOME_ALREADY_ENDED
-            elif how == "pause":
-                request = pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT)
-                control(server.channel).Pause(request, timeout=5)
-                control(server.channel).Resume(pb.ResumeRequest(), timeout=5)
-            elif how == "deadline":
-                time.sleep(1.0)
-            else:
-                {"cancel": call.call.cancel, "close": own.close, "reset": between.reset}[how]()
-        assert generate(server.channel, prompt_ids=[6], max_tokens=2).error is None
-        assert ended(server.channel) == {"finished": 2}
+def test_ending_a_request_that_is_over_does_nothing(kind, how):
+    fields = {"model": kind.model, "request_id": "x"} | kind.after
+    with (
+        serving(kind, "parked") as place,
+        proxy(place.server.address) as between,
+        connect(between.address) as own,
+        kind.call(own, fields, server_timeout=TIMEOUT_S) as call,
+    ):
+        server = place.server
+        call.finish()
+        kind.check(call, fields)
+        if how == "abort":
+            request = pb.AbortRequest(request_ids=["x"])
+            [one] = control(server).Abort(request).results
+            assert one.outcome == pb.ABORT_OUTCOME_ALREADY_ENDED
+        elif how == "pause":
+            control(server).Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT))
+            control(server).Resume(pb.ResumeRequest())
+        elif how == "deadline":
+            server.tell("skip")
+        else:
+            {"cancel": call.call.cancel, "close": own.close, "reset": between.reset}[how]()
+        ask_another(place, kind.after)
+        assert ended(server.channel) == {"finished": 3}
         wait_idle(server.channel)

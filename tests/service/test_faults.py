@@ -1,7 +1,7 @@
 """What the server does when a part of itself breaks (D17).
 
 A step hangs, a thread dies, the engine has a bug: nobody waits for ever, and the exit code names
-the cause.
+the cause. test_endings.py ends requests while a step is held.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import grpc
 import pytest
 
 from grpc_service.client import messages as pb
-from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.fake_server import BROKEN_STEP, EXITING_STEP, HUNG_STEP, OUT_OF_MEMORY_STEP
 from tests.support.server import fake
@@ -83,52 +82,6 @@ def test_a_hung_step_and_its_late_end_show_in_health_and_log():
         assert health(channel, "model/fake") == SERVING
         wait_until(lambda: "has ended, after" in server.log, SOON_S)
         wait_idle(channel)
-
-
-def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_they_leave():
-    """The blocks are free when the step ends; new requests wait in the queue."""
-    with hanging() as (server, call):
-        channel = server.channel
-        start = time.monotonic()
-        late = generate(channel, prompt_ids=[1], timeout=1.0)
-        assert late.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert elapsed(start) < SOON_S
-        with (
-            Generation(channel, prompt_ids=[2], request_id="mine") as aborted,
-            Generation(channel, prompt_ids=[3], request_id="left") as left,
-        ):
-            for name in ("mine", "left"):
-                wait_until(lambda name=name: is_live(channel, name), SOON_S, name)
-            abort(channel, "mine")
-            assert reason(aborted.finish().error) == "ABORTED"
-            left.cancel()
-            wait_until(lambda: ended(channel).get("cancelled") == 1, SOON_S)
-        abort(channel, call.heard.started.request_id)
-        assert reason(call.finish().error) == "ABORTED"
-        assert stats(channel).ending + stats(channel).running == 1, "its step runs"
-        with Generation(channel, prompt_ids=[4], max_tokens=2) as waiting:
-            server.tell("release")
-            assert waiting.finish().ids() == expected_tokens([4], count=2)
-        wait_idle(channel)
-
-
-def is_live(channel, request_id):
-    """Return whether the server has the request."""
-    request = pb.ExplainRequest(request_id=request_id)
-    try:
-        stubs.ControlStub(channel).Explain(request, timeout=SOON_S)
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise
-        return False
-    return True
-
-
-def abort(channel, request_id):
-    """Abort a live request."""
-    control = stubs.ControlStub(channel)
-    [result] = control.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=SOON_S).results
-    assert result.outcome == pb.ABORT_OUTCOME_ABORTED
 
 
 def test_the_queue_of_a_hung_model_has_its_bounds():

@@ -72,18 +72,6 @@ def test_a_stopped_process_that_goes_on_in_time_gets_every_token():
         wait_idle(server.channel)
 
 
-def test_a_killed_process_frees_what_its_parked_request_held():
-    """test_endings.py kills one that runs and does not read."""
-    with fake(engine={"stream_buffer": BUFFER}) as server:
-        wait_serving(server.channel)
-        with parking(server) as client:
-            client.send_signal(signal.SIGSTOP)
-            wait_parked(server)
-            client.kill()
-            wait_idle(server.channel, SOON_S)
-        assert ended(server.channel) == {"cancelled": 1}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [LONG, 10**6])
 def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):

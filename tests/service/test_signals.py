@@ -1,6 +1,6 @@
-"""SIGTERM, once and twice, while a request is in each of its phases (D17).
+"""SIGTERM, once and twice, during a load that takes long (D17).
 
-The tests check what the client receives, the exit code, and the time.
+test_endings.py has signals in all phases of a request.
 """
 
 from __future__ import annotations
@@ -17,48 +17,15 @@ from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
-    SMALL_WINDOW,
     Generation,
-    connect,
-    list_models,
     reason,
     stats,
-    wait_serving,
     wait_until,
 )
 
-STEP_S = 0.05
 DRAIN_S = 0.3
-LOAD_S = 1.0
 SOON_S = 8.0  # for what should be immediate, on a busy machine
-BUFFER = 16
-LONG = 2000
 FEW = 12
-PARKED_TOKENS = 1500
-PHASES = ("queued", "loading", "prefill", "decode", "parked")
-PROMPTS = {"prefill": [9] * 640}  # a step takes 16 of these
-SLOW = {"script": {"step_s": STEP_S}}
-SETTINGS = {
-    "queued": SLOW | {"engine": {"max_num_seqs": 1}},
-    "loading": {"script": {"step_s": STEP_S, "load_s": LOAD_S}},
-    "prefill": SLOW | {"engine": {"max_num_seqs": 2, "max_num_batched_tokens": 16}},
-    "decode": SLOW,
-    "parked": {"engine": {"stream_buffer": BUFFER}},
-}
-
-
-def is_there(channel, phase):
-    """Return whether the request has come to its phase."""
-    if phase == "loading":
-        return list_models(channel)[0].state == pb.MODEL_STATE_LOADING
-    totals = stats(channel)
-    if phase == "queued":
-        return totals.waiting == 1
-    if phase == "parked":
-        return totals.parked == 1
-    if phase == "prefill":
-        return totals.running == 1 and totals.step_count >= 2 and not totals.completion_tokens_total
-    return totals.running == 1 and totals.completion_tokens_total >= 2
 
 
 @contextlib.contextmanager
@@ -74,100 +41,12 @@ def waiting_for_load(server, prompt, max_tokens):
         yield call
 
 
-@contextlib.contextmanager
-def in_phase(phase, max_tokens, **engine):
-    """Yield a server with a request in a phase.
-
-    The block gets the server, and its calls with their prompts; the last is in that phase.
-    """
-    settings = {key: dict(value) for key, value in SETTINGS[phase].items()}
-    settings["engine"] = settings.get("engine", {}) | engine
-    prompt = PROMPTS.get(phase, [7])
-    with fake(**settings) as server, contextlib.ExitStack() as stack:
-        channel = server.channel
-        calls = []
-        if phase == "parked":
-            channel = stack.enter_context(connect(server.address, *SMALL_WINDOW))
-            max_tokens = PARKED_TOKENS
-        if phase == "loading":
-            last = stack.enter_context(waiting_for_load(server, prompt, max_tokens))
-        else:
-            wait_serving(server.channel)
-        if phase == "queued":
-            first = Generation(channel, prompt_ids=[3], max_tokens=max_tokens)
-            calls.append((stack.enter_context(first).read_deltas(1), [3]))
-        if phase != "loading":
-            last = Generation(channel, prompt_ids=prompt, max_tokens=max_tokens)
-            stack.enter_context(last)
-        calls.append((last, prompt))
-        if phase == "parked":
-            last.read_deltas(1)
-        wait_until(lambda: is_there(server.channel, phase), SOON_S, phase)
-        yield server, calls
-
-
 def check_cut(call, prompt):
     """Check that the client got a status, and that the tokens before it are right."""
     heard = call.finish()
     assert heard.error.code() is grpc.StatusCode.UNAVAILABLE, heard.error
     assert reason(heard.error) == "SHUTTING_DOWN"
     assert heard.ids() == expected_tokens(prompt, count=len(heard.ids()))
-
-
-def check_cut_silently(call, prompt):
-    """Check a client that read nothing. No status reaches a client whose window is closed (D1)."""
-    heard = call.finish()
-    assert heard.error is not None
-    assert heard.ids() == expected_tokens(prompt, count=len(heard.ids()))
-
-
-CHECKS = dict.fromkeys(PHASES, check_cut) | {"parked": check_cut_silently}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_one_signal_lets_every_phase_come_to_its_end(phase):
-    """R167."""
-    with in_phase(phase, FEW) as (server, calls):
-        server.signal()
-        wait_until(lambda: "draining: " in server.log, SOON_S, "the drain")
-        for call, prompt in calls:
-            heard = call.finish()
-            assert heard.error is None
-            count = PARKED_TOKENS if phase == "parked" else FEW
-            assert heard.ids() == expected_tokens(prompt, count=count)
-        assert server.wait() == 0
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_drain_timeout_cuts_every_phase_with_a_status(phase):
-    with in_phase(phase, LONG, drain_timeout_s=DRAIN_S) as (server, calls):
-        start = time.monotonic()
-        server.signal()
-        if phase == "parked":
-            assert server.wait() == 75
-        for call, prompt in calls:
-            CHECKS[phase](call, prompt)
-        assert server.wait() == 75
-        took = time.monotonic() - start
-        assert DRAIN_S <= took < DRAIN_S + (LOAD_S if phase == "loading" else STEP_S) + SOON_S
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_second_signal_cuts_every_phase_at_once_with_a_status(phase):
-    with in_phase(phase, LONG) as (server, calls):
-        server.signal()
-        wait_until(lambda: "draining: " in server.log, SOON_S, "the drain")
-        start = time.monotonic()
-        server.signal(signal.SIGINT)
-        if phase == "parked":
-            assert server.wait() == 128 + signal.SIGINT
-        for call, prompt in calls:
-            CHECKS[phase](call, prompt)
-        assert server.wait() == 128 + signal.SIGINT
-        assert time.monotonic() - start < SOON_S
-
-
-# ---- a load that takes long ------------------------------------------------------------------
 
 
 def wait_for_weights(channel):

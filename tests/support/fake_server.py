@@ -12,10 +12,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import trio
@@ -36,6 +38,7 @@ from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.call_writer import CallWriter
 from tests.simulator.drafters import drafter
+from tests.support.gate import GATE, SleepAtGate
 
 POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
 POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token
@@ -50,6 +53,38 @@ KINDS = {
     Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
     Capability.RERANK: EncoderKind.RERANK,
 }
+
+
+class Clock(trio.abc.Clock):
+    """The system's clock, until it is set. A clock that is set to a moment may stand there."""
+
+    def __init__(self):
+        self._ahead_s = 0.0
+        self._stands_at = None
+
+    def start_clock(self):
+        """Do nothing."""
+
+    def current_time(self):
+        """Return the time."""
+        return self._stands_at or time.perf_counter() + self._ahead_s
+
+    def deadline_to_sleep_time(self, deadline):
+        """Return the seconds until a deadline."""
+        return deadline - self.current_time()
+
+    def stand_at(self, moment):
+        """Let it be this moment until `go_on`."""
+        self._stands_at = moment
+
+    def go_on(self):
+        """Let time pass again."""
+        if self._stands_at is not None:
+            self._ahead_s = self._stands_at - time.perf_counter()
+            self._stands_at = None
+
+
+CLOCK = Clock()
 
 
 class Poison:
@@ -184,6 +219,19 @@ class Faults:
         """Let every hanging step go on, now and later."""
         RELEASED.set()
 
+    def hold(self):
+        """Let fakes wait (`tests.support.gate`)."""
+        GATE.hold()
+
+    def let_one_go(self):
+        """Let one of the fakes that wait go on."""
+        GATE.let_one_go()
+
+    def let_go(self):
+        """Let the fakes that wait go on, and time pass."""
+        GATE.let_go()
+        CLOCK.go_on()
+
     def break_trio(self):
         """Make Trio itself fail, so that none of its tasks is unwound."""
         self.trio_token.run_sync_soon(self._exit)
@@ -226,12 +274,15 @@ def make_script(
     out_of_memory_steps=(),
     acceptance=None,
     verb_s=None,
+    passes=None,
     **fields,
 ):
     """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k. With an
     ``acceptance``, tokens are drafted, of which this share is right. ``verb_s`` has the seconds of
-    an image model's steps by their verbs."""
+    an image model's steps by their verbs. With ``passes`` the fake waits at the gate instead."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
+    if passes is not None:
+        fields["sleep"] = SleepAtGate(passes)
     script = FakeScript(step_faults=faults, **fields)
     script.plan_fault, script.encode_fault = Poison(script), EncodePoison(script)
     script.image_fault = ImagePoison(script, verb_s or {})
@@ -254,11 +305,13 @@ class Counter(trio.abc.Instrument):
     "deadlines" is how many requests were ended by their deadline, by phase. "loads" is how many
     loads of each model have begun, "peak" the most memory that was ever reserved at once.
     "image_bytes" is the memory that requests hold for images, as files and decoded.
-    "computed" is the number of token positions that the real model has computed.
+    "computed" is the number of token positions that the real model has computed. "held" is how many
+    threads wait at the gate. "skip" sets the clock (`skip`).
     """
 
     def __init__(self, faults):
         self.questions = {"tasks": living, "calls": count_calls, "loads": lambda: self.loads}
+        self.questions["held"] = lambda: GATE.num_held
         self.faults = faults
         self.task_steps = 0
         self.loads = collections.Counter()
@@ -268,6 +321,7 @@ class Counter(trio.abc.Instrument):
         self.questions["deadlines"] = lambda: engine.telemetry().deadlines_missed
         self.questions["peak"] = lambda: engine._pool.memory.peak()
         self.questions["image_bytes"] = lambda: image_bytes(engine._supervisor)
+        self.questions["skip"] = lambda: skip(engine._supervisor._live.values())
 
     def before_task_step(self, task):
         self.task_steps += 1
@@ -282,6 +336,17 @@ class Counter(trio.abc.Instrument):
             "task_steps": self.task_steps,
             "switches": dict(all_switches()),
         }
+
+
+def skip(streams):
+    """Let it be the first deadline of a request until `Faults.let_go`, and so not yet that of its
+    RPC; or let it be an hour later, if no request has a deadline."""
+    first = min((stream.scope.deadline for stream in streams), default=math.inf)
+    if first < math.inf:
+        CLOCK.stand_at(first)
+    else:
+        CLOCK.stand_at(CLOCK.current_time() + 3600)
+        CLOCK.go_on()
 
 
 def living():
@@ -436,7 +501,7 @@ def start(
             print(json.dumps(ports), flush=True)
         return codes[0]
 
-    return trio.run(main, instruments=[counter] if counts else [])
+    return trio.run(main, clock=CLOCK, instruments=[counter] if counts else [])
 
 
 if __name__ == "__main__":

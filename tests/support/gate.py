@@ -1,0 +1,67 @@
+"""Where the fakes of a test server wait in place of sleeping, for as long as the test says.
+
+Fakes are pickled with their ``sleep`` for the process that decodes images. So this file is no part
+of `tests.support.fake_server`, which runs as a program.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+class Gate:
+    """Fakes wait here from `hold` to `let_go`. ``num_held`` of their threads wait now."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._is_held = False
+        self._num_free = 0  # of those that may go on
+        self._num_passed = {}
+        self.num_held = 0
+
+    def hold(self):
+        """Let fakes wait from now on."""
+        with self._changed:
+            self._is_held, self._num_free = True, 0
+            self._num_passed.clear()
+
+    def let_one_go(self):
+        """Let one of those that wait go on."""
+        with self._changed:
+            self._num_free += 1
+            self._changed.notify_all()
+
+    def let_go(self):
+        """Let those that wait go on, and nobody wait any more."""
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    def wait(self, sleep):
+        """Wait for `let_go` or `let_one_go`, unless ``sleep`` may still pass."""
+        with self._changed:
+            if not self._is_held:
+                return
+            passed = self._num_passed.setdefault(id(sleep), 0)
+            self._num_passed[id(sleep)] += 1
+            if passed < sleep.passes:
+                return
+            self.num_held += 1
+            self._changed.wait_for(lambda: self._num_free or not self._is_held)
+            self.num_held -= 1
+            self._num_free -= self._is_held
+
+
+GATE = Gate()
+
+
+@dataclass(frozen=True)
+class SleepAtGate:
+    """The ``sleep`` of a script: it waits at the gate, but for the first ``passes`` times."""
+
+    passes: int
+
+    def __call__(self, seconds):
+        if seconds:
+            GATE.wait(self)
