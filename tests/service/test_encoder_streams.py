@@ -7,7 +7,6 @@ import asyncio
 import pytest
 import trio
 
-from engine.api import aio, blocking
 from engine.api.engine import open_engine
 from engine.api.handles import CrossEncoder, Encoder
 from engine.config import EngineConfig, ModelConfig
@@ -19,6 +18,7 @@ from engine.status import Capability
 from engine.worker.fakes.encoder import SEPARATOR, FakeEncoder, score_of, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
+from tests.support.facades import in_asyncio, in_threads
 
 KINDS = {
     Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
@@ -140,29 +140,13 @@ def test_handles_use_the_streams():
     drive(main)
 
 
-def test_blocking_streams_and_handles():
-    make_runner = make_runner_with(FakeScript())
-    with blocking.open_engine(config(in_process_buffer=4), make_runner=make_runner) as engine:
-        events = list(engine.embed(EmbedRequest(inputs=INPUTS)))
-        vectors = {one.index: list(one.values) for one in events if isinstance(one, Embedding)}
-        assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
-        request = RerankRequest(query="q", documents=("a", "bb", "ccc") * 5, top_n=2)
-        best = [one for one in engine.rerank(request) if isinstance(one, Score)]
-        assert len(best) == 2
-        assert best[0].score >= best[1].score
-        assert engine.encoder().embed(["a"]) == (tuple(vector_of([98])),)
-        assert engine.cross_encoder().rank("q", ["a"]) == (score_of(score_ids("a")),)
-        with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
-            next(stream)
-        assert stream is not None
-    with pytest.raises(ShuttingDown):
-        engine.embed(EmbedRequest(inputs=INPUTS))
-
-
-def test_asyncio_streams_and_handles():
+@pytest.mark.parametrize("facade", [in_asyncio, in_threads], ids=lambda one: one.__name__)
+def test_streams_and_handles_of_both_facades(facade):
     async def main():
-        fields = config(in_process_buffer=4)
-        async with aio.open_engine(fields, make_runner=make_runner_with(FakeScript())) as engine:
+        fields, make_runner = config(in_process_buffer=4), make_runner_with(FakeScript())
+        async with await facade(
+            lambda module: module.open_engine(fields, make_runner=make_runner)
+        ) as engine:
             events = [event async for event in engine.embed(EmbedRequest(inputs=INPUTS))]
             vectors = {one.index: list(one.values) for one in events if isinstance(one, Embedding)}
             assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
