@@ -20,7 +20,7 @@ from engine.images.errors import BadImage
 from engine.requests.image_memory import ImageMemory
 from engine.requests.image_prompts import ImageText, ReadImage, hide, place, place_spans, show
 from engine.requests.kept_images import KeptImages
-from engine.requests.tokenizing import check_fits, of_field
+from engine.requests.tokenizing import of_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.images.sight import Sight
     from engine.requests.chat_values import Chat
     from engine.requests.prepared import Assignment
-    from engine.requests.tokenizing import AnyReplica, Tokenizing
+    from engine.requests.tokenizing import AnyReplica, TokenBound, Tokenizing
     from engine.worker.interface import TokenSpan
 
 # Bytes of the images of all requests that are prepared or live. A guess: 38 images of SmolVLM at
@@ -84,21 +84,23 @@ class Seeing:
         add_special_tokens: bool,
         *,
         party: Hashable,
-        most: int | None = None,
+        bound: TokenBound | None = None,
     ) -> tuple[str, SeeingPrompt]:
         """Return a chat whose images are read as text and as tokens. Cancellation: as the class.
 
         Raises:
             InvalidRequest: the template refuses the chat, or does not write each image once; or the
                 text cannot be tokenised.
-            RequestTooLarge: it certainly has more than ``most`` tokens.
+            RequestTooLarge: it has no images, and more tokens than ``bound`` allows.
         """
         shown, images = await self._shown(replica, chat, party)
-        if most is not None and not images:
-            check_fits(shown.text, replica.tokenizer, most)
         with of_field("chat"):
             ids = await self._tokenizing.tokenize(
-                replica, shown.text, add_special_tokens=add_special_tokens, party=party
+                replica,
+                shown.text,
+                add_special_tokens=add_special_tokens,
+                party=party,
+                bound=None if images else bound,
             )
         sight = _sight_of(replica)
         if sight is None:

@@ -20,7 +20,7 @@ from engine.requests.prepare_chat import Seeing, SeeingPrompt
 from engine.requests.prepared import Prepared
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
 from engine.requests.text_values import MAX_PROMPT_LOGPROBS
-from engine.requests.tokenizing import check_fits, of_field, too_long
+from engine.requests.tokenizing import TokenBound, of_field, too_long
 from engine.requests.tool_grammar import tool_constraint
 
 if TYPE_CHECKING:
@@ -141,16 +141,13 @@ class TextPreparer:
         indices of the messages that were left out."""
         asked, replica, party = assignment.request, assignment.replica, assignment.party
         add_special = asked.prompt.add_special_tokens
-        # a prompt that is cut may have any length
-        most = None if asked.prompt.truncate_to is not None else replica.info.max_model_len - 1
+        bound = _bound_of(asked.prompt, replica.info)
         if asked.token_ids is not None:
             return SeeingPrompt(asked.token_ids), PLAIN, ()
         if asked.chat is None:
             text, adds = asked.text or "", add_special is not False
-            if most is not None:
-                check_fits(text, replica.tokenizer, most)
             ids = await self._tokenizing.tokenize(
-                replica, text, add_special_tokens=adds, party=party
+                replica, text, add_special_tokens=adds, party=party, bound=bound
             )
             return SeeingPrompt(ids), PLAIN, ()
         chat = await self._seeing.read(assignment, asked.chat)
@@ -159,7 +156,7 @@ class TextPreparer:
             dropped = await self._messages_to_drop(replica, asked, chat, party)
             chat = replace(chat, messages=without_messages(chat.messages, dropped))
         text, prompt = await self._seeing.prompt_of(
-            replica, chat, bool(add_special), party=party, most=most
+            replica, chat, bool(add_special), party=party, bound=bound
         )
         names = [function_of(tool)["name"] for tool in chat.offered_tools]
         form = detect_format(
@@ -317,6 +314,15 @@ def _outputs(
         check_ids(path, choice.token_ids, info.vocab_size)
         found[index] = None if choice.finished else choice.token_ids
     return tuple(found)
+
+
+def _bound_of(options: PromptOptions, info: ModelInfo) -> TokenBound:
+    """Return how many tokens of a prompt's text are wanted."""
+    if options.truncate_to is None:
+        return TokenBound(info.max_model_len - 1)
+    return TokenBound(
+        options.truncate_to, is_cut=True, keeps_end=options.truncate_left is not False
+    )
 
 
 def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:

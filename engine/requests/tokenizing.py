@@ -3,17 +3,21 @@
 Rule 1: work that grows with the text runs in a thread, so that a long prompt delays neither the
 event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so it is joined, and a task
 that waits for it can leave at once. Rule 3: a job cannot be interrupted. Therefore a text that is
-certainly too long never becomes one (`check_fits`), short texts have a thread that long ones do not
-use, and the parties (`engine.requests.quota.Origin`) take turns at either.
+certainly too long never becomes one (`check_fits`), and a long one is a job for each of its pieces,
+until it has as many tokens as are wanted (`TokenBound`). Short texts have a thread that long ones
+do not use, and the parties (`engine.requests.quota.Origin`) take turns at either, a text each, so
+that only one has a part of its tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import trio
 
@@ -23,7 +27,7 @@ from engine.images.decoder import decode_here
 from engine.requests.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from engine.images.decoder import DecodeImage
     from engine.replica.replica import Replica
@@ -37,11 +41,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOKENIZE_TOKENS_MAX = 100_000  # guess: about 3 MiB of answer, half a second to build
-TOKENIZE_CHARS_MAX = 2**20  # guess: ten for each of these tokens; over a second of a thread
+TOKENIZE_CHARS_MAX = 2**20  # guess: ten for each of these tokens
 INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
 LONG_TEXT_CHARS = 2**16  # guess: below this a text takes a thread for a tenth of a second
 
 T = TypeVar("T")
+Part = TypeVar("Part", bound="Sequence[Any]")
+
+
+class TokenBound(NamedTuple):
+    """How many tokens of a text are wanted. One with more is refused, or if it ``is_cut``, only its
+    first ``most`` tokens are wanted, or its last ones with ``keeps_end``."""
+
+    most: int
+    is_cut: bool = False
+    keeps_end: bool = False
 
 
 class Tokenizing:
@@ -75,18 +89,37 @@ class Tokenizing:
         return Tokenizing(self._threads, self._tasks, self.image_decoder, self._image_turns)
 
     async def tokenize(
-        self, replica: AnyReplica, text: str, *, add_special_tokens: bool, party: Hashable
+        self,
+        replica: AnyReplica,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        party: Hashable,
+        bound: TokenBound | None = None,
     ) -> tuple[int, ...]:
-        """Return the ids of a text: at once if it is short, otherwise made in a thread.
+        """Return the ids of a text: at once if it is short, otherwise made in a thread. Of a text
+        that ``bound`` cuts, the ids are at least those that are wanted, at the same end.
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
+            RequestTooLarge: it has more tokens than ``bound`` allows, or a part of it is too long
+                to be tokenised at once.
         Cancellation: as the class.
         """
-        encode = replica.tokenizer.encode
-        return await self.run(
-            len(text), lambda: encode(text, add_special_tokens=add_special_tokens), party
-        )
+        tokenizer = replica.tokenizer
+        if bound is not None and not bound.is_cut:
+            check_fits(text, tokenizer, bound.most)
+        if len(text) < LONG_TEXT_CHARS:
+            encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            return await self.run(len(text), encode, party)
+        divide = partial(tokenizer.encode_jobs, text, add_special_tokens=add_special_tokens)
+        from_end = bound is not None and bound.keeps_end
+        most = math.inf if bound is None else bound.most
+        parts = await self._in_pieces(divide, party, most, from_end=from_end)
+        count = sum(map(len, parts))
+        if bound is not None and count > bound.most and not bound.is_cut:
+            raise too_long(f"at least {count}", bound.most)
+        return tuple(chain.from_iterable(parts))
 
     async def spans(
         self, replica: AnyReplica, text: str, *, add_special_tokens: bool, party: Hashable
@@ -95,26 +128,53 @@ class Tokenizing:
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
-            RequestTooLarge: there are more characters than one call may have, or more tokens than
-                one answer holds.
+            RequestTooLarge: there are more characters than one call may have, more tokens than one
+                answer holds, or a part of the text is too long to be tokenised at once.
         Cancellation: as the class.
         """
+        tokenizer = replica.tokenizer
         if len(text) > TOKENIZE_CHARS_MAX:
             raise RequestTooLarge.of(
                 "text", f"has {len(text)} characters, of at most {TOKENIZE_CHARS_MAX} in one call"
             )
-        encode, encode_spans = replica.tokenizer.encode, replica.tokenizer.encode_spans
+        if len(text) < LONG_TEXT_CHARS:
 
-        def job() -> tuple[TokenSpan, ...]:
-            # The ids come first: they are cheap, and their number decides about the rest.
-            count = len(encode(text, add_special_tokens=add_special_tokens))
-            if count > TOKENIZE_TOKENS_MAX:
-                raise RequestTooLarge.of(
-                    "text", f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer"
+            def job() -> tuple[TokenSpan, ...]:
+                # The ids come first: they are cheap, and their number decides about the rest.
+                _check_answer_holds(
+                    len(tokenizer.encode(text, add_special_tokens=add_special_tokens))
                 )
-            return encode_spans(text, add_special_tokens=add_special_tokens)
+                return tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
 
-        return await self.run(len(text), job, party)
+            return await self.run(len(text), job, party)
+        divide = partial(tokenizer.span_jobs, text, add_special_tokens=add_special_tokens)
+        parts = await self._in_pieces(divide, party, TOKENIZE_TOKENS_MAX)
+        _check_answer_holds(sum(map(len, parts)))
+        return tuple(chain.from_iterable(parts))
+
+    async def _in_pieces(
+        self,
+        divide: Callable[[], Sequence[Callable[[], Part]]],
+        party: Hashable,
+        most: float,
+        *,
+        from_end: bool = False,
+    ) -> list[Part]:
+        """Return what the functions of ``divide()`` return, in their order: those of the first
+        pieces or the last ones, as few as have more than ``most`` tokens, or all. Each runs in a
+        thread. Cancellation: as the class; no further piece begins."""
+        parts: deque[Part] = deque()
+
+        def jobs() -> Iterator[Callable[[], None]]:
+            made: list[Callable[[], Part]] = []
+            yield lambda: made.extend(divide())
+            count, add = 0, parts.appendleft if from_end else parts.append
+            while made and count <= most:
+                yield partial(_add_made, add, made.pop(-1 if from_end else 0))
+                count += len(parts[0 if from_end else -1])
+
+        await self._run_jobs(jobs(), self._long_turns, party)
+        return list(parts)
 
     async def decode(
         self,
@@ -183,18 +243,26 @@ class Tokenizing:
         return await self._in_thread(work, self._image_turns)
 
     async def _in_thread(self, work: Callable[[], T], turns: Turns, party: Hashable = None) -> T:
-        in_thread = _Job(_guarded(work))
+        values: list[T] = []
+        await self._run_jobs([lambda: values.append(work())], turns, party)
+        return values[0]
+
+    async def _run_jobs(
+        self, jobs: Iterable[Callable[[], None]], turns: Turns, party: Hashable
+    ) -> None:
+        """Run one job after another in a thread, all in one turn."""
+        in_thread = _Jobs(map(_guarded, jobs))
         self._tasks.start(in_thread.run, self._threads, turns, party)
-        return await in_thread.result()
+        await in_thread.wait()
 
 
 @contextmanager
 def of_field(field: str) -> Iterator[None]:
-    """Name ``field`` in violations of the text that was made of it."""
+    """Name ``field`` in violations of the text that was made of it, where they name ``text``."""
     try:
         yield
     except InvalidRequest as error:
-        raise error.renamed(lambda _: field) from error
+        raise error.renamed(lambda one: field if one == "text" else one) from error
 
 
 def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
@@ -206,6 +274,18 @@ def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
     fewest = math.ceil(len(text) / tokenizer.max_chars_per_token)
     if fewest > most:
         raise too_long(f"at least {fewest}", most)
+
+
+def _check_answer_holds(count: int) -> None:
+    """Check that an answer holds so many tokens.
+
+    Raises:
+        RequestTooLarge: it does not.
+    """
+    if count > TOKENIZE_TOKENS_MAX:
+        raise RequestTooLarge.of(
+            "text", f"has at least {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer"
+        )
 
 
 def too_long(count: str, most: int) -> InvalidRequest:
@@ -231,29 +311,35 @@ def _guarded(work: Callable[[], T]) -> Callable[[], T]:
     return job
 
 
-class _Job(Generic[T]):
-    """A job in a thread, and the task that waits for its result."""
+def _add_made(add: Callable[[T], None], job: Callable[[], T]) -> None:
+    add(job())
 
-    def __init__(self, job: Callable[[], T]) -> None:
-        self._job = job
+
+class _Jobs:
+    """Jobs in a thread, and the task that waits for them."""
+
+    def __init__(self, jobs: Iterable[Callable[[], None]]) -> None:
+        self._jobs = jobs
         self._scope = trio.CancelScope()
         self._done = trio.Event()
-        self._values: list[T] = []
+        self._are_done = False
         self._error: Exception | None = None
 
     async def run(self, threads: Threads, turns: Turns, party: Hashable) -> None:
-        """Run the job in its turn, unless its waiter has left by then."""
+        """Run the jobs in their turn, until their waiter has left."""
         try:
             with self._scope:
                 async with turns.turn(party):
-                    self._values.append(await threads.run(self._job, trio.CapacityLimiter(1)))
+                    for job in self._jobs:
+                        await threads.run(job, trio.CapacityLimiter(1))
+                    self._are_done = True
         except Exception as error:
             self._error = error
         finally:
             self._done.set()
 
-    async def result(self) -> T:
-        """Return what the job returned, or raise what it raised.
+    async def wait(self) -> None:
+        """Wait for the jobs, and raise what one of them raised.
 
         Cancellation: a job that has not begun does not begin.
         """
@@ -263,6 +349,5 @@ class _Job(Generic[T]):
             self._scope.cancel(reason="its waiter has left")
         if self._error is not None:
             raise self._error
-        if not self._values:
+        if not self._are_done:
             raise ShuttingDown("the engine is closed")
-        return self._values[0]

@@ -259,6 +259,24 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_jobs(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> Sequence[Callable[[], tuple[int, ...]]]:
+        """Divide a long text into pieces, and return a function for each that makes its ids.
+
+        Raises:
+            RequestTooLarge: a part of the text that cannot be divided is too long.
+            InvalidRequest: as `encode`; the functions raise it, too.
+        """
+        ...
+
+    def span_jobs(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> Sequence[Callable[[], tuple[TokenSpan, ...]]]:
+        """Divide a long text as `encode_jobs`, and return a function for each piece that makes its
+        tokens as `encode_spans`."""
+        ...
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         ...

@@ -14,6 +14,7 @@ pytest.importorskip("tokenizers")
 from engine.errors import SpawnFailed
 from engine.worker.load.gguf_vocabulary import read_vocabulary
 from engine.worker.load.refusal import Refusal
+from engine.worker.text import text_pieces
 from engine.worker.text.gguf_splits import SPLITS
 from engine.worker.text.gguf_tokenizer import write_tokenizer
 from engine.worker.text.tokenizer import load_tokenizer
@@ -70,6 +71,18 @@ def test_tokens_and_ends_are_those_of_llama_cpp(drawn, load, name):
         if digest(tokenizer.encode(text)) != wanted["tokens"][start : start + DIGITS]
     ]
     assert not other, f"{len(other)} of {len(texts)} texts differ, such as {other[0]}"
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_pieces_of_a_long_text_have_its_tokens(drawn, load, monkeypatch, pre):
+    monkeypatch.setattr(text_pieces, "PIECE_CHARS", 64)
+    monkeypatch.setattr(text_pieces, "LOOK_CHARS", 16)
+    fields, texts = drawn[f"pre {pre}".rstrip()]
+    tokenizer = load(fields)
+    text = "".join(f"{one} key:value}}more " for one in texts[:40])
+    jobs = tokenizer.encode_jobs(text)
+    assert [one for job in jobs for one in job()] == list(tokenizer.encode(text))
+    assert len(jobs) > 20
 
 
 # Where llama.cpp has other expressions than those that the models were trained with: its own would

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 
@@ -15,9 +17,11 @@ from engine.requests.tokenizing import (
     INLINE_TOKENIZE_CHARS,
     LONG_TEXT_CHARS,
     TOKENIZE_CHARS_MAX,
+    TOKENIZE_TOKENS_MAX,
 )
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
+from engine.worker.interface import TokenSpan
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
@@ -28,14 +32,23 @@ class Panic(BaseException):
     """The kind of exception that a panic in a Rust library raises."""
 
 
-def run(body, seed, encode, **attributes):
+def run(body, seed, encode, pieces=None, **attributes):
     """Run ``body(engine, nursery)`` with a tokenizer that calls ``encode(threads, text)`` and has
-    these attributes."""
+    these attributes, and these ``pieces`` of long texts."""
     threads = VirtualThreads()
+    if pieces is not None:
+        attributes |= with_pieces(pieces, threads)
 
     class Tokenizer(FakeTokenizer):
         def encode(self, text, *, add_special_tokens=True):
             return encode(threads, text)
+
+        def span_jobs(self, text, *, add_special_tokens=True):
+            def job():
+                self.encode(text)
+                return self.encode_spans(text)
+
+            return [job]
 
     tokenizer_class = type("Tokenizer", (Tokenizer,), attributes)
 
@@ -212,3 +225,94 @@ async def error_of(stream):
         async for _event in stream:
             pass
     return caught.value
+
+
+PIECE = 1000
+
+
+class InPieces:
+    """Splits long texts into pieces of `PIECE` characters, each of which takes a second and has a
+    token for each character, and notes their first characters."""
+
+    def __init__(self):
+        self.made = []
+
+    def jobs(self, threads, text, to_token):
+        def make(start):
+            threads.note_sleep(1.0)
+            self.made.append(text[start])
+            return tuple(map(to_token, text[start : start + PIECE].encode()))
+
+        return [partial(make, start) for start in range(0, len(text), PIECE)]
+
+
+def with_pieces(pieces, threads):
+    """Return the methods of a tokenizer that makes them."""
+
+    def encode_jobs(self, text, *, add_special_tokens=True):
+        return pieces.jobs(threads, text, int)
+
+    def span_jobs(self, text, *, add_special_tokens=True):
+        return pieces.jobs(threads, text, lambda one: TokenSpan(one, "", 0, 0))
+
+    return {"encode_jobs": encode_jobs, "span_jobs": span_jobs}
+
+
+def never(threads, text):
+    raise AssertionError("a long text is tokenised in pieces")
+
+
+@pytest.mark.parametrize("keeps_end", [False, True])
+def test_a_long_prompt_that_is_cut_is_tokenised_as_far_as_it_is_wanted(keeps_end):
+    pieces = InPieces()
+
+    async def body(engine, nursery):
+        text = "x" * PIECE + "a" * LONG_TEXT_CHARS + "z" * PIECE
+        stream = engine.submit(
+            GenerateRequest(
+                text=text,
+                sampling=SamplingParams(max_tokens=1),
+                prompt=PromptOptions(truncate_to=1500, truncate_left=keeps_end),
+            ),
+            buffer=99,
+        )
+        await stream.wait_closed()
+        assert stream.error is None
+        assert pieces.made == (["z", "a"] if keeps_end else ["x", "a"])
+
+    run(body, 0, never, pieces=pieces)
+
+
+def test_a_long_prompt_is_refused_once_it_has_more_tokens_than_fit():
+    pieces = InPieces()
+
+    async def body(engine, nursery):
+        most = engine.list_models()[0].max_model_len - 1
+        stream = engine.submit(GenerateRequest(text="a" * LONG_TEXT_CHARS), buffer=99)
+        await stream.wait_closed()
+        assert isinstance(stream.error, RequestTooLarge)
+        assert f"but at most {most} leave room" in str(stream.error)
+        assert len(pieces.made) == most // PIECE + 1
+
+    run(body, 0, never, pieces=pieces)
+
+
+def test_a_cancel_is_seen_between_two_pieces():
+    """The next text begins when the piece has ended in which its client left."""
+    pieces = InPieces()
+
+    async def body(engine, nursery):
+        async def tokenize(name, count):
+            await engine.tokenize("", text=name * count, origin=Origin(address=name))
+
+        with trio.move_on_after(2.5):
+            nursery.start_soon(tokenize, "b", LONG_TEXT_CHARS)
+            await tokenize("a", TOKENIZE_TOKENS_MAX)
+        await trio.sleep(100.0)
+        assert pieces.made[:4] in (["a", "a", "a", "b"], ["b"] * 4)
+        assert pieces.made.count("a") in (0, 3)
+        assert pieces.made.count("b") == -(-LONG_TEXT_CHARS // PIECE)
+
+    for seed in range(6):
+        pieces.made.clear()
+        run(body, seed, never, pieces=pieces)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
 from engine.worker.interface import TokenSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.worker.fakes.text import FakeScript
 
@@ -66,6 +67,18 @@ class FakeTokenizer:
             spans += [TokenSpan(token_id, piece, position, end) for token_id in ids]
             position = end
         return tuple(spans)
+
+    def encode_jobs(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> list[Callable[[], tuple[int, ...]]]:
+        """Return what makes the ids of a text, as one piece."""
+        return [partial(self.encode, text, add_special_tokens=add_special_tokens)]
+
+    def span_jobs(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> list[Callable[[], tuple[TokenSpan, ...]]]:
+        """Return what makes the tokens of a text, as one piece."""
+        return [partial(self.encode_spans, text, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return each id as ``<id>``."""

@@ -26,14 +26,15 @@ from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.import_lock import holds_import_lock
-from engine.worker.interface import TokenSpan
 from engine.worker.load.reading import check_readable, has_file, read_text, reading
 from engine.worker.text.call_turns import CallForm, form_of, in_form
 from engine.worker.text.templates import check_syntax, render, takes_tools
+from engine.worker.text.text_encoder import TextEncoder
 from engine.worker.text.token_sizes import max_chars_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
 
 # The names a chat template may read (transformers' SPECIAL_TOKENS_ATTRIBUTES).
 _SPECIAL_NAMES = (
@@ -64,7 +65,7 @@ _OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 
 
-class HfTokenizer:
+class HfTokenizer(TextEncoder):
     """Implements `engine.worker.interface.Tokenizer` with one `tokenizers.Tokenizer`.
 
     ``max_chars_per_token`` are the most characters that one token can stand for (`token_sizes`).
@@ -82,7 +83,7 @@ class HfTokenizer:
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
-        self.backend = backend
+        super().__init__(backend)
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
@@ -111,29 +112,6 @@ class HfTokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model has any chat template."""
         return bool(self._chat_templates)
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of a text.
-
-        Raises:
-            InvalidRequest: the text cannot be encoded; the violation names the field ``text``.
-        """
-        return tuple(self._encoding(text, add_special_tokens).ids)
-
-    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text, each with its range of code points.
-
-        A token that the post-processor added has an empty range. Tokens that are single bytes of
-        one character all have the range of that character.
-
-        Raises:
-            InvalidRequest: as `encode`.
-        """
-        encoding = self._encoding(text, add_special_tokens)
-        return tuple(
-            TokenSpan(id_, self.token_text(id_), start, end)
-            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids outside the vocabulary, which a padded output layer
@@ -240,19 +218,6 @@ class HfTokenizer:
         """Return the id of a text that is one token beside the vocabulary, special or not; None for
         any other text."""
         return self._added.get(text)
-
-    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
-        try:
-            # `encode` would hold the GIL all the time: 2.8 s for 4 MiB.
-            [found] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            return found
-        except Exception as error:
-            # A lone surrogate raises TypeError; a model without an unknown token raises Exception.
-            if _has_surrogate(text):
-                what = "contains a lone surrogate, which no Unicode text can"
-            else:
-                what = "contains something this model's tokenizer cannot encode"
-            raise InvalidRequest.of("text", what) from error
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -443,7 +408,3 @@ def _find_anchor(backend: Backend) -> tuple[int, ...]:
         if id_ is not None and backend.decode([id_, id_], skip_special_tokens=False) == 2 * letter:
             return (id_,)
     return ()
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,125 @@
+"""Turns text into token ids: a short text at once, a long one piece by piece.
+
+Rule: nothing here changes the tokenizer, so every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InvalidRequest
+from engine.worker.interface import TokenSpan
+from engine.worker.text.text_pieces import TextDivider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tokenizers import Tokenizer
+
+    from engine.worker.text.text_pieces import Piece
+
+
+class TextEncoder(ABC):
+    """The part of `engine.worker.interface.Tokenizer` that reads text, with one
+    `tokenizers.Tokenizer`."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
+        self._divider = TextDivider(backend, self._encoding)
+
+    @abstractmethod
+    def token_text(self, token_id: int) -> str:
+        """Return the text that one token has inside a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        Raises:
+            InvalidRequest: the text cannot be encoded; the violation names the field ``text``.
+        """
+        return tuple(self._encoding(text, add_special_tokens).ids)
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text, each with its range of code points.
+
+        A token that the post-processor added has an empty range. Tokens that are single bytes of
+        one character all have the range of that character.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        return self._spans(self._encoding(text, add_special_tokens))
+
+    def encode_jobs(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> list[Callable[[], tuple[int, ...]]]:
+        """Divide a long text (`TextDivider`), and return a function for each piece that makes the
+        piece's ids. Special tokens in front and behind count as pieces.
+
+        Raises:
+            RequestTooLarge: as `TextDivider.divide`.
+            InvalidRequest: as `encode`; the functions raise it, too.
+        """
+        pieces = self._divider.divide(text)
+        if len(pieces) == 1:
+            return [partial(self.encode, text, add_special_tokens=add_special_tokens)]
+        jobs = [partial(self.encode, one.text, add_special_tokens=False) for one in pieces]
+        if not add_special_tokens:
+            return [*jobs]
+        before, behind = self._divider.ends
+        return [lambda: before, *jobs, lambda: behind]
+
+    def span_jobs(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> list[Callable[[], tuple[TokenSpan, ...]]]:
+        """Divide a long text as `encode_jobs`, and return a function for each piece that makes the
+        piece's tokens.
+
+        Raises:
+            RequestTooLarge: as `TextDivider.divide`.
+            InvalidRequest: as `encode`; the functions raise it, too.
+        """
+        pieces = self._divider.divide(text)
+        if len(pieces) == 1:
+            return [partial(self.encode_spans, text, add_special_tokens=add_special_tokens)]
+        jobs = [partial(self._piece_spans, one) for one in pieces]
+        if not add_special_tokens:
+            return [*jobs]
+        before, behind = (
+            tuple(TokenSpan(id_, self.token_text(id_), 0, 0) for id_ in ids)
+            for ids in self._divider.ends
+        )
+        return [lambda: before, *jobs, lambda: behind]
+
+    def _piece_spans(self, piece: Piece) -> tuple[TokenSpan, ...]:
+        first, *others = (
+            replace(one, start=one.start + piece.start, end=one.end + piece.start)
+            for one in self._spans(self._encoding(piece.text, False))
+        )
+        return replace(first, start=first.start - piece.takes_space), *others
+
+    def _spans(self, encoding: Any) -> tuple[TokenSpan, ...]:
+        return tuple(
+            TokenSpan(id_, self.token_text(id_), start, end)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        )
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            # `encode` would hold the GIL all the time: 2.8 s for 4 MiB.
+            [found] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found
+        except Exception as error:
+            # A lone surrogate raises TypeError; a model without an unknown token raises Exception.
+            if _has_surrogate(text):
+                what = "contains a lone surrogate, which no Unicode text can"
+            else:
+                what = "contains something this model's tokenizer cannot encode"
+            raise InvalidRequest.of("text", what) from error
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

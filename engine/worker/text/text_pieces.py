@@ -1,0 +1,188 @@
+"""Divides a long text into pieces whose tokens, one piece after the other, are those of the text.
+
+Pieces bound the memory of a tokenizer, which keeps 250 to 450 bytes for each token of the text that
+it is given. Between two of them a request may end, and others have their turns.
+
+Rule 1: a text is divided only where no token of the vocabulary reaches over the place. Then neither
+merges nor the choice of the best tokens reach over it. Rule 2: the tokens around a place are made
+whole and in two parts, and must be the same. They differ, for example, where a normalizer writes a
+space in front of each text; then the piece begins behind the text's own space. Rule 3: nothing is
+divided for a tokenizer whose special tokens are not simply in front of a text and behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from engine.errors import RequestTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tokenizers import Tokenizer
+
+PIECE_CHARS = 2**15  # the longest piece; it takes about 80 ms, and 10 MB
+# The longest text without a place for a division: 0.3 s and 50 MB.
+UNDIVIDED_CHARS = 2**17
+CONTEXT_CHARS = 128  # on each side of a place, whose tokens are compared
+LOOK_CHARS = 2**10  # in which places are looked for at once
+TRIES_MAX = 32  # places of one piece whose tokens are compared
+# What may begin a piece behind a letter or a digit. Not an apostrophe: "don't" can be one unit.
+STARTS = ' \n,;:!?()[]{}<>/+="#&@|\u3001\u3002\uff0c\uff01\uff1f'
+WORD = r"[^\W_]"
+# A character of a vocabulary that may stand for one of a word, or for a byte of one.
+WRITTEN_WORD = r"[^\x00-/:-@\[-`{-~\u0120\u010a\u2581]"
+SPACE_MARK = "\u2581"  # which SentencePiece writes for a space
+
+
+class Piece(NamedTuple):
+    """A part of a text from the character ``start`` on. ``takes_space``: its first token has the
+    space in front of it, too."""
+
+    start: int
+    text: str
+    takes_space: bool = False
+
+
+class TextDivider:
+    """Divides texts for one tokenizer. Safe to use in any thread. ``encoding`` makes the library's
+    tokens of a text, with special tokens or without; it raises InvalidRequest."""
+
+    def __init__(self, backend: Tokenizer, encoding: Callable[[str, bool], Any]) -> None:
+        self._backend = backend
+        self._encoding = encoding
+
+    @property
+    def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens in front of a text and behind it, of a tokenizer that divides."""
+        return self._ends or ((), ())
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The same; None if the tokenizer does not simply write them there."""
+        found = {self._ends_of(text) for text in ("a", "b c")}
+        return found.pop() if len(found) == 1 else None
+
+    def divide(self, text: str) -> list[Piece]:
+        """Return the pieces of a text, of at most `PIECE_CHARS` characters where there are places.
+
+        Raises:
+            InvalidRequest: the text cannot be tokenised.
+            RequestTooLarge: more than `UNDIVIDED_CHARS` characters have no place. This is not
+                looked at for a tokenizer that divides nothing.
+        """
+        pattern, pieces, piece = self._pattern, [], Piece(0, text)
+        while pattern is not None and len(text) - piece.start > PIECE_CHARS:
+            following = self._next(pattern, text, piece.start)
+            if following is None:
+                break
+            end = following.start - following.takes_space
+            pieces.append(piece._replace(text=text[piece.start : end]))
+            piece = following
+        if pattern is not None and len(text) - piece.start > UNDIVIDED_CHARS:
+            raise RequestTooLarge.of(
+                "text",
+                f"has more than {UNDIVIDED_CHARS} characters from character {piece.start} on "
+                "without a space or a sign between words",
+            )
+        return [*pieces, piece._replace(text=text[piece.start :])]
+
+    def _next(self, pattern: re.Pattern[str], text: str, start: int) -> Piece | None:
+        """Return the piece that follows the one from ``start`` on, up to the end of the text; None
+        if there is no place for it."""
+        for tried, at in enumerate(_places(pattern, text, start)):
+            if tried == TRIES_MAX:
+                break
+            for takes_space in (False, True) if text[at] == " " else (False,):
+                if self._is_place(text, at, takes_space=takes_space):
+                    return Piece(at + takes_space, "", takes_space)
+        return None
+
+    def _is_place(self, text: str, at: int, *, takes_space: bool) -> bool:
+        """Return whether the tokens around a place are the same whole and in two parts (Rule 2)."""
+        first, last = max(0, at - CONTEXT_CHARS), at + CONTEXT_CHARS
+        whole = self._encoding(text[first:last], False)
+        left = self._encoding(text[first:at], False)
+        right = self._encoding(text[at + takes_space : last], False)
+        if whole.ids != left.ids + right.ids or not right.ids:
+            return False
+        shift = at - first
+        moved = [
+            (one + shift + takes_space, end + shift + takes_space) for one, end in right.offsets
+        ]
+        if takes_space:
+            moved[0] = shift, moved[0][1]
+        return bool(whole.offsets == left.offsets + moved)
+
+    def _ends_of(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        bare, whole = tuple(self._encoding(text, False).ids), tuple(self._encoding(text, True).ids)
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        """What a place looks like (Rule 1); None if nothing is divided."""
+        if self._ends is None:
+            return None
+        whole = self._backend.get_vocab(with_added_tokens=False)
+        of_bytes = all(one in whole for one in ByteLevel.alphabet())
+        vocabulary = "\0".join(whole)
+        added = self._backend.get_added_tokens_decoder().values()
+        contents = "\0".join(one.content for one in added)
+
+        def reaches(before: str, behind: str) -> bool:
+            """Return whether a token has two such characters, one behind the other."""
+            ways = [(_written(before, of_bytes), _written(behind, of_bytes), vocabulary)]
+            ways += [(_written(before), _written(behind), contents)]
+            return any(re.search(one + other, tokens) for one, other, tokens in ways)
+
+        starts = [one for one in STARTS if not reaches("", one)]
+        if type(self._backend.model).__name__ == "Unigram":
+            # It adds the scores of all tokens of a unit, so that rounding reaches over a place.
+            starts = [one for one in starts if one == " " and self._splits_at_spaces()]
+        found = [f"(?<={WORD})(?=[{re.escape(''.join(starts))}]{WORD})"] if starts else []
+        if "\n" in starts and not reaches("\n", ""):
+            found.append(f"(?<=\n)(?={WORD})")
+        return re.compile("|".join(found)) if found else None
+
+    def _splits_at_spaces(self) -> bool:
+        splitter = self._backend.pre_tokenizer
+        waiting = [] if splitter is None else [json.loads(splitter.__getstate__())]
+        while waiting:
+            one = waiting.pop()
+            waiting += one.get("pretokenizers", [])
+            if one["type"] in {"WhitespaceSplit", "Whitespace", "BertPreTokenizer"}:
+                return True
+            if one["type"] == "Metaspace" and one.get("split", True):
+                return True
+        return False
+
+
+def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
+    """Yield the places for the end of a piece: those that leave it as long as it may be first, then
+    the first ones behind that."""
+    least, most = start + PIECE_CHARS // 2, start + PIECE_CHARS
+    for last in range(most, least, -LOOK_CHARS):
+        yield from [one.start() for one in pattern.finditer(text, last - LOOK_CHARS, last)][::-1]
+    for one in pattern.finditer(text, most, start + UNDIVIDED_CHARS):
+        yield one.start()
+
+
+def _written(character: str, of_bytes: bool | None = None) -> str:
+    """Return a pattern of how the tokens of a vocabulary write a character, by bytes or not, or how
+    added tokens do (None). Nothing stands for any character of a word."""
+    if not character:
+        return WRITTEN_WORD
+    if of_bytes:
+        splitter = ByteLevel(add_prefix_space=False, use_regex=False)
+        [(character, _)] = splitter.pre_tokenize_str(character)
+    elif of_bytes is False and character == " ":
+        return f"[ {SPACE_MARK}]"
+    return re.escape(character)
