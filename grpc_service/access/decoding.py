@@ -4,7 +4,8 @@ Rule 1: more than `SMALL_BYTES` are judged, parsed, translated and checked in a 
 requests up to `LARGE_BYTES` one is decoded at a time, and one of larger ones, since threads share
 Python's lock; holders of keys, and addresses without keys, take turns in each. Rule 3: a request
 that waits for its turn stays in its call's body, where its bytes are counted, and it leaves the
-queue when its call ends.
+queue when its call ends. Rule 4: of larger requests an owner has at most `DECODED_BYTES`, or one,
+between decoding and the call's first answer: texts that wait for the tokenizer are memory, too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # hop to a thread and back takes 0.2 ms. tests/unit/test_value_counts.py measures the first.
 SMALL_BYTES = 2**11
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
+DECODED_BYTES = 2**21  # guess: enough to keep the tokenizer busy
 
 
 class Decoding:
@@ -38,6 +40,7 @@ class Decoding:
 
     def __init__(self) -> None:
         self._medium, self._large = _Lane(), _Lane()
+        self._room = _Room()
 
     async def request_of(self, method: Method, rpc: Rpc) -> Any:
         """Wait for the one request of a call, and return what its handler takes. From then on, when
@@ -57,12 +60,64 @@ class Decoding:
         lane = self._medium if num_bytes <= LARGE_BYTES else self._large
         owner = rpc.quota or call.connection.address
         with trio.move_on_at(server_deadline(rpc.arrived_at, call.time_remaining())):
+            if num_bytes > LARGE_BYTES:
+                call.on_answer = await self._room.take(owner, num_bytes)
             return await lane.decode(decode, method, call, owner)
         raise DeadlineExceeded(
             "the deadline passed in phase read, before the request was decoded",
             phase="read",
             tokens_done=0,
         )
+
+
+class _Owned:
+    """What one owner has of the room. ``num_requests`` have a part of it, or wait for one."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_requests = 0
+        self.order = trio.Lock()  # held by the request that is the next to get room
+        self.freed = trio.Event()
+
+
+class _Room:
+    """Bounds what each owner has of large requests that are decoded and not answered (Rule 4)."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, _Owned] = {}
+
+    async def take(self, owner: Hashable, num_bytes: int) -> Callable[[], None]:
+        """Wait for room for a request, behind those that came before, and return what gives it
+        back, once.
+
+        Cancellation: safe; the task leaves the queue.
+        """
+        owned = self._owners.setdefault(owner, _Owned())
+        owned.num_requests += 1
+        try:
+            async with owned.order:
+                while owned.num_bytes and owned.num_bytes + num_bytes > DECODED_BYTES:
+                    owned.freed = trio.Event()
+                    await owned.freed.wait()
+        except BaseException:
+            self._leave(owner)
+            raise
+        owned.num_bytes += num_bytes
+        is_given_back = False
+
+        def give_back() -> None:
+            nonlocal is_given_back
+            if not is_given_back:
+                is_given_back = True
+                owned.num_bytes -= num_bytes
+                owned.freed.set()
+                self._leave(owner)
+
+        return give_back
+
+    def _leave(self, owner: Hashable) -> None:
+        self._owners[owner].num_requests -= 1
+        if not self._owners[owner].num_requests:
+            del self._owners[owner]
 
 
 class _Lane:

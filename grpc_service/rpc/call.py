@@ -35,7 +35,7 @@ from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.streams import ErrorCodes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from google.protobuf.message import Message
 
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 
 COMPRESSED_PART_BYTES = 2**16  # takes about a millisecond
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 async def compressed(data: bytes, encoding: str) -> bytes:
@@ -75,7 +79,8 @@ class Call:
     gets then (but one that had no window at first was sent the headers before), and ``encoding``,
     gzip or deflate, by which messages of `Limits.compressed_bytes_min` and more are compressed; it
     is the request's own, and "" if that has none. An encoding that the client has not announced is
-    not used. ``trailing_metadata`` may be set until the call's end, and is sent with its status.
+    not used. ``on_answer`` is called with the first message that is sent, and when the call has
+    ended. ``trailing_metadata`` may be set until the call's end, and is sent with its status.
     ``is_compressed`` says whether the last message of `read` came compressed.
     """
 
@@ -86,6 +91,7 @@ class Call:
         self.limits = limits = connection.limits
         self._has_begun = False  # the response's headers were sent
         self.has_answered = False  # a message was sent, or waits for the client
+        self.on_answer: Callable[[], None] = _nothing
         self._change: trio.Event | None = None  # the task waits for the client
         self._held = connection.held
         self._answer = Holding(connection.holder, self._evict_answer)
@@ -288,7 +294,9 @@ class Call:
             data = await compressed(data, self._used_encoding)
             if self._stream.is_over:
                 raise Disconnected
-        self.has_answered = True
+        if not self.has_answered:
+            self.has_answered = True
+            self.on_answer()
         self._stream.send_message(data, is_compressed=is_compressed)
         if self._stream.is_blocked:
             self._held.set_bytes(self._answer, self._stream.num_waiting)
@@ -345,6 +353,7 @@ class Call:
         """Let the server count nothing for this call any more, and let what the call consists of
         refer to it no more, so that it is freed without Python's garbage collector."""
         self.connection.arrivals.note_taken(self)
+        self.on_answer()
         self.request.close()
         self._held.close(self._answer)
 

@@ -6,8 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import trio
 
 from engine.errors import ShuttingDown
+from grpc_service.access import decoding
 from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.client import messages as pb
@@ -69,3 +71,43 @@ async def test_a_deadline_that_passes_in_the_queue_for_decoding_names_its_phase(
             )
         assert answer.code is StatusCode.DEADLINE_EXCEEDED
         assert answer.message == "the deadline passed in phase read, before the request was decoded"
+
+
+async def test_an_owner_has_few_large_requests_that_are_decoded_and_not_answered(monkeypatch):
+    """A thousand texts of a megabyte that waited for the tokenizer were a gigabyte. A
+    short request waits for none of them."""
+    for name, size in {"SMALL_BYTES": 50, "LARGE_BYTES": 100, "DECODED_BYTES": 2000}.items():
+        monkeypatch.setattr(decoding, name, size)
+    began, answers = trio.open_memory_channel(20)
+    let_go = trio.Semaphore(0)
+
+    async def tokenize(model, text, **_):
+        began.send_nowait(len(text))
+        if len(text) > 10:
+            await let_go.acquire()
+        return (), 0
+
+    engine = SimpleNamespace(tokenize=tokenize)
+    served = methods(SimpleNamespace(engine=engine), 2**22)
+    with trio.fail_after(30):
+        async with open_server(Interceptor(served, None, status_of).serve) as server:
+            client = await server.connect()
+
+            async def ask(size):
+                data = pb.TokenizeRequest(text="a" * size).SerializeToString()
+                await client.request("triolet.v1.Inference/Tokenize", data)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(5):
+                    nursery.start_soon(ask, 950)
+                assert [await answers.receive() for _ in range(2)] == [950, 950]
+                nursery.start_soon(ask, 10)
+                assert await answers.receive() == 10
+                for _ in range(3):
+                    await trio.sleep(0.05)
+                    with pytest.raises(trio.WouldBlock):
+                        answers.receive_nowait()
+                    let_go.release()
+                    assert await answers.receive() == 950
+                let_go.release()
+                let_go.release()
