@@ -344,7 +344,8 @@ def test_a_pause_that_aborts(place):
                 expected = (Code.UNAVAILABLE, "PAUSED")
             elif place.name != "write":
                 wait(lambda: ended(place.server.channel) != asked.ends, "the end")
-                assert set(ended(place.server.channel)) - set(asked.ends) <= {"aborted"}
+                now = ended(place.server.channel)
+                assert now | {"aborted": 0} == asked.ends | {"aborted": 0}
                 expected = (Code.ABORTED, "ABORTED")
             heard = asked.call.finish()
             if place.name == "write":
@@ -500,7 +501,7 @@ def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
             assert error is None or error.code() is Code.UNAVAILABLE
             return error is not None
 
-        if not place.is_held:  # else such a call waits for the step
+        if not place.is_held:  # else a call that comes before the drain waits for the step
             wait(is_refused, "the refusal")
         place.let_go()
         asked.call.finish()
@@ -517,7 +518,8 @@ def test_a_drained_request_with_images_leaves_nothing(name):
         with holding(place), arriving(place) as asked:
             assert server.ask("image_bytes")
             drain = control(server).Drain.future(pb.DrainRequest())
-            wait(lambda: generate(server.channel, max_tokens=1).error, "the drain")
+            if not place.is_held:  # else a call that comes before the drain waits for the step
+                wait(lambda: generate(server.channel, max_tokens=1).error, "the drain")
             place.let_go()
             asked.call.finish()
             TEXT.check(asked.call, asked.fields)
