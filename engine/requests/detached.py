@@ -5,8 +5,8 @@ Rule 2: it is forgotten when its window ends, and its request is cancelled then,
 ended. Rule 3: nobody but the holder of its key gets it, and only with its token; whoever fails
 learns nothing of it. Rule 4: what waits is bounded, for each holder or, without keys, for each
 address, and nobody drives out what others have waiting. Rule 5: the core knows who waits, and has
-others go first (`engine.core.text.guests`). Rule 6: no new request is refused for their sake: in a
-full server, one that waits is given up for it.
+others go first (`engine.core.text.guests`). Rule 6: no other request is refused for their sake, or
+waits: one is given up for it if the server is full, or if images lack the memory of theirs.
 """
 
 from __future__ import annotations
@@ -94,13 +94,21 @@ class DetachedStreams:
             self._give_up(wait, EndReason.CANCELLED)
 
     def make_place(self) -> bool:
-        """Give a request up, so that a new one has its place: the oldest of the party that has the
-        most. Return whether one of those that have not ended waited."""
+        """Give a request up, so that a new one has its place. Return whether one of those that have
+        not ended waited."""
+        return self._give_up_one([one for one in self._waits.values() if not one.stream.is_closed])
+
+    def spare_images(self) -> None:
+        """Give a request with images up, if one waits, because another one lacks their memory."""
         live = [one for one in self._waits.values() if not one.stream.is_closed]
-        if not live:
+        self._give_up_one([one for one in live if one.stream.request.has_images])
+
+    def _give_up_one(self, waits: list[_Wait]) -> bool:
+        """Give up the oldest stream of the party that has the most; return whether there is one."""
+        if not waits:
             return False
-        [(most, _)] = Counter([one.stream.party for one in live]).most_common(1)
-        oldest = next(one for one in live if one.stream.party == most)
+        [(most, _)] = Counter([one.stream.party for one in waits]).most_common(1)
+        oldest = next(one for one in waits if one.stream.party == most)
         self._give_up(oldest, EndReason.CANCELLED)
         return True
 

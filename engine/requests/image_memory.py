@@ -83,20 +83,24 @@ class ImageMemory:
     def __init__(self, max_bytes: int = IMAGE_BYTES_MAX) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._waiting: deque[tuple[int, trio.Event]] = deque()
+        self._waiting: deque[tuple[int, trio.Event, Callable[[], None]]] = deque()
 
     @property
     def request_bytes_max(self) -> int:
         """The most bytes that one request may hold."""
         return int(self._max_bytes * REQUEST_SHARE)
 
-    async def take(self, num_bytes: int, held: ExitStack) -> None:
+    async def take(
+        self, num_bytes: int, held: ExitStack, on_short: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait for so many bytes, at most `request_bytes_max`. ``held`` gives them back.
+        ``on_short`` may be called while they are lacking, to have others give theirs back.
 
         Cancellation: nothing is held.
         """
         granted = trio.Event()
-        self._waiting.append((num_bytes, granted))
+        waiter = (num_bytes, granted, on_short)
+        self._waiting.append(waiter)
         self._grant()
         try:
             await granted.wait()
@@ -104,7 +108,7 @@ class ImageMemory:
             if granted.is_set():
                 self._give_back(num_bytes)
             else:
-                self._waiting.remove((num_bytes, granted))
+                self._waiting.remove(waiter)
                 self._grant()  # those behind may need less
             raise
         held.callback(self._give_back, num_bytes)
@@ -115,6 +119,9 @@ class ImageMemory:
 
     def _grant(self) -> None:
         while self._waiting and self.num_bytes + self._waiting[0][0] <= self._max_bytes:
-            num_bytes, granted = self._waiting.popleft()
+            num_bytes, granted, _ = self._waiting.popleft()
             self.num_bytes += num_bytes
             granted.set()
+        if self._waiting:
+            _, _, on_short = self._waiting[0]
+            on_short()

@@ -72,7 +72,8 @@ class Seeing:
             return chat
         self._check_count(sight, count)
         assignment.report("decode image")
-        await self.memory.take(count * sight.max_bytes, assignment.held)
+        num_bytes = count * sight.max_bytes
+        await self.memory.take(num_bytes, assignment.held, assignment.spare_images)
         chat = await self._read_each(chat, partial(self._kept.read, sight))
         assignment.report("tokenize")
         return chat

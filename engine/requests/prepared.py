@@ -34,7 +34,8 @@ class Assignment(Generic[AskedT, ReplicaT]):
     `Origin.party`. ``seed`` is the seed of its draws; 0 for a kind of work that draws nothing.
     ``adapter`` is the digest of the adapter that it is computed with; "": none. Whatever is taken
     for the request is entered in ``held``, which gives it back when the request has ended.
-    ``report`` is called with the request's phase when that changes.
+    ``report`` is called with the request's phase when that changes. ``spare_images`` gives up a
+    request whose client is away, so that its images' memory comes back.
     """
 
     request: AskedT
@@ -47,6 +48,7 @@ class Assignment(Generic[AskedT, ReplicaT]):
     adapter: str
     held: ExitStack
     report: Callable[[str], None]
+    spare_images: Callable[[], None]
 
     @property
     def deadline(self) -> float | None:

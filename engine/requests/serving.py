@@ -17,6 +17,8 @@ from engine.errors import ShuttingDown, WorkerLost
 from engine.requests.prepared import Assignment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.pool.leases import Lease
     from engine.pool.pool import Pool
     from engine.requests.kind import ClientRequest, Preparer, RequestKind
@@ -27,11 +29,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread."""
+    """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread. ``spare_images`` is
+    that of `Assignment`."""
 
     kind: RequestKind
     preparer: Preparer
     pool: Pool
+    spare_images: Callable[[], None]
 
     async def serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
         """Serve a request until its stream is closed.
@@ -79,6 +83,7 @@ class Serving:
                 adapter=lease.adapter,
                 held=held,
                 report=stream.enter,
+                spare_images=self.spare_images,
             )
             prepared = await self.preparer.prepare(assignment)
             replica = held.enter_context(self.pool.leases.reroute(lease, prepared.request))

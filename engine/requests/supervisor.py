@@ -94,7 +94,7 @@ class Supervisor:
         self._servings: dict[type, Serving] = {}  # by the classes of requests
         for kind in kinds:
             preparer = kind.make_preparer(self.tokenizing, self._tasks)
-            serving = Serving(kind, preparer, pool)
+            serving = Serving(kind, preparer, pool, self.detached.spare_images)
             self._servings |= dict.fromkeys(kind.request_types, serving)
         self._live: dict[str, RequestStream[Any]] = {}
         self._serials = itertools.count(1)

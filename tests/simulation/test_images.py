@@ -11,14 +11,17 @@ import trio
 from engine.api.engine import open_engine
 from engine.api.handles import Encoder
 from engine.config import EngineConfig, ModelConfig
+from engine.core.common.types import EndReason
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletError
 from engine.requests import image_memory
+from engine.requests.chat_values import Chat
 from engine.requests.encode_values import Embedding, EmbedRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.prepare_inputs import InputPreparer
+from engine.requests.text_values import GenerateRequest
 from engine.status import Capability
 from engine.worker.fakes.encoder import IMAGE_TOKENS, FakeEncoder, vector_of
-from engine.worker.fakes.text import FakeScript
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.encode_oracle import image_file
@@ -127,6 +130,49 @@ def test_requests_take_turns_at_decoding_and_a_text_waits_for_none():
     run(body)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(seed):
+    """Beside a busy model such a request is not computed, and its images kept their memory up to
+    its window's end, an hour at most: every other chat with images waited."""
+    threads = VirtualThreads()
+    script = FakeScript(step_s=STEP_S, decode_s=DECODE_S, sleep=threads.note_sleep)
+    runner = FakeRunner(script=script, max_model_len=4096, sees=True)
+
+    def asking(max_tokens=5, image=FILES[0], **fields):
+        parts = [{"type": "image", "image": image}] if image else [{"type": "text", "text": "a"}]
+        chat = Chat(({"role": "user", "content": parts},))
+        sampling = {"max_tokens": max_tokens, "ignore_eos": True}
+        return GenerateRequest(chat=chat, sampling=sampling, **fields)
+
+    class Reader:
+        def push(self, event):
+            pass
+
+        def end(self, error):
+            pass
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
+            await engine.wait_ready()
+            memory = engine._supervisor._servings[GenerateRequest].preparer.image_memory
+            memory._max_bytes = runner._info.images.max_bytes
+            async with engine.generate(asking(2000, image=None)) as busy:
+                await anext(busy)
+                hoarder = asking(2000, resume_window_s=3600.0)
+                lost = engine.submit(hoarder, buffer=4, reader=(reader := Reader()))
+                await trio.sleep(3 * DECODE_S)
+                lost.leave(reader, trio.current_time(), is_lost=True)
+                assert memory.num_bytes
+                with trio.fail_after(9 * DECODE_S):
+                    assert len(await engine.complete(asking())) > 0
+                assert lost.reason is EndReason.CANCELLED
+            await engine.wait_idle()
+            assert not memory.num_bytes
+
+    run_deterministically(main, seed)
+
+
 def test_files_of_more_bytes_than_all_requests_may_have_are_refused(monkeypatch):
     """Red if files pile up while they wait to be decoded."""
     monkeypatch.setattr(image_memory, "FILE_BYTES_MAX", 3 * len(FILES[0]))
@@ -204,7 +250,7 @@ def test_a_request_that_leaves_at_any_instant_gives_its_memory_back(seed):
 @pytest.mark.parametrize(
     ("name", "owner", "old", "new"),
     [
-        ("take", ImageMemory, "self._waiting.remove((num_bytes, granted))", "pass"),
+        ("take", ImageMemory, "self._waiting.remove(waiter)", "pass"),
         ("_give_back", ImageMemory, "self.num_bytes -= num_bytes", "pass"),
         ("_read_images", InputPreparer, "decode_image(fit.read, one)", READ_ALL),
     ],

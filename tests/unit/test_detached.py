@@ -11,6 +11,7 @@ from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import TokenLogprob, Tokens
 from engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from engine.requests import detached, kept_events
+from engine.requests.chat_values import Chat
 from engine.requests.continuation import ContinuedChoice
 from engine.requests.detached import DetachedStreams
 from engine.requests.kept_events import KeptEvents, ReceivedChoice
@@ -146,9 +147,9 @@ class Tasks:
         pass
 
 
-def lost(streams, name, holder=None, num_bytes=0, text="a", address=""):
+def lost(streams, name, holder=None, num_bytes=0, text="a", address="", chat=None):
     """Return a stream that waits."""
-    request = GenerateRequest(text=text, request_id=name, resume_window_s=9.0)
+    request = GenerateRequest(text=text, chat=chat, request_id=name, resume_window_s=9.0)
     options = StreamOptions(
         name,
         RequestId(name),
@@ -266,6 +267,15 @@ async def test_a_full_server_gives_up_a_stream_that_waits_of_whoever_has_the_mos
     order = [first, *many]
     assert [one.reason for one in order] == [EndReason.CANCELLED, None, *[EndReason.CANCELLED] * 2]
     assert (streams.count, ann.num_requests, ben.num_requests) == (1, 0, 1)
+
+
+async def test_memory_for_images_is_given_up_by_a_stream_that_has_some(autojump_clock):
+    streams, ann = DetachedStreams(Tasks()), Quota("ann")
+    images = {"role": "user", "content": [{"type": "image", "image": b"a"}]}
+    plain, seeing = lost(streams, "a", ann), lost(streams, "b", chat=Chat((images,)), text=None)
+    for _ in range(2):
+        streams.spare_images()
+        assert (plain.reason, seeing.reason) == (None, EndReason.CANCELLED)
 
 
 async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump_clock):

@@ -72,6 +72,26 @@ async def test_one_that_is_cancelled_as_it_gets_memory_gives_it_back(ask):
     assert second.memory.num_bytes == 0
 
 
+async def test_the_first_that_waits_asks_others_for_theirs_until_it_has_enough():
+    """Requests whose clients were away kept theirs up to their windows' ends."""
+    memory, hoards, own = ImageMemory(100), [ExitStack() for _ in range(3)], ExitStack()
+    for held in hoards:
+        await memory.take(30, held)
+    left = list(hoards)
+    with trio.fail_after(1):
+        async with trio.open_nursery() as nursery:
+
+            def spare():
+                nursery.start_soon(give_back, left.pop(0))
+
+            async def give_back(held):
+                held.close()
+
+            await memory.take(50, own, spare)
+            await wait_all_tasks_blocked()
+    assert (memory.num_bytes, left) == (80, hoards[2:])
+
+
 def test_files_of_requests_whose_clients_are_away_take_no_room_from_others():
     """They were counted up to their windows' ends, and nobody else could send an image."""
     of_guests = FILE_BYTES_MAX
