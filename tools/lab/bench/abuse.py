@@ -64,8 +64,10 @@ FOUR = tuple(f"127.0.0.{number}" for number in range(2, 6))
 # The attack that fills `--max-connections`, and the flags of its server: the attacker holds fewer
 # descriptors, and the victim is connected before.
 FILLING = "connections held"
-# The victim and the probes connect from 127.0.0.1, and share what that address may do.
-SOURCES = {FILLING: (FOUR,), "connections opened and closed": (TEN[:1], TEN)}
+# The victim and the probes connect from 127.0.0.1, and share what that address may do and owes: in
+# these attacks, an address of its own.
+APART = ("connections opened and closed", "long texts", "long prompts that are cut")
+SOURCES = {FILLING: (FOUR,), **dict.fromkeys(APART, (TEN[:1], TEN))}
 FLAGS = {FILLING: ["--max-connections", "257", "--max-connections-per-address", "64"]}
 HOARDED, HOARDED_EACH = "hoarded windows", 100  # streams of each of ten addresses
 SPIN = "while True: pass"
