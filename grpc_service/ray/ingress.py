@@ -46,7 +46,7 @@ SERVES_OWN: dict[grpc.StatusCode, Callable[[], TrioletError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda: Overloaded("all replicas have enough requests"),
     grpc.StatusCode.UNAVAILABLE: lambda: NoWorkers("there is no replica"),
 }
-SMALL_BYTES = 2**11  # of a request that is read in the loop, as by `grpc_service.access.decoding`
+SMALL_BYTES = 2**10  # of a request that is read in the loop, as by `grpc_service.access.decoding`
 READ_ONCE = ("peer", "auth_context", "peer_identities", "peer_identity_key")
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 JUDGES = judges_of(INFERENCE, COUNT_LIMITS)
