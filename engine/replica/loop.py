@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.core import Core
     from engine.core.common.events import InputEvent, Journaled, OutputEvent
+    from engine.core.common.phases import Phase
     from engine.core.common.types import EndReason, RequestId
     from engine.errors import TrioletError
     from engine.replica.telemetry import ReplicaTelemetry
@@ -183,7 +184,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._commands.append(event)
         self._wake.set()
 
-    def cancel(self, request_id: RequestId, reason: EndReason, phase: str, since: float) -> None:
+    def cancel(self, request_id: RequestId, reason: EndReason, phase: Phase, since: float) -> None:
         """Post a `Cancel` of a request that was in ``phase`` when it was cancelled at ``since``."""
         if self.telemetry is not None and self.core.is_live(request_id):
             self.telemetry.cancelled(request_id, phase, since)
@@ -214,10 +215,9 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             return Explanation("WAITING", "the step in flight, after which it enters the queue")
         return explained
 
-    def phase_of(self, request_id: RequestId) -> str | None:
+    def phase_of(self, request_id: RequestId) -> Phase | None:
         """Return the phase of a request; None if it is not live yet, or not any more."""
-        phase = self.core.phase_of(request_id)
-        return None if phase is None else phase.name
+        return self.core.phase_of(request_id)
 
     @property
     def is_hung(self) -> bool:
@@ -282,10 +282,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
     def _has_begun(self, request_id: RequestId) -> bool:
         """Return whether the worker knew of a request when the loop died. After a bug in the core
         this cannot be known, and the answer is True."""
-        if not isinstance(self._cause, WorkerLost):
-            return True
-        phase = self.core.phase_of(request_id)
-        return phase is not None and phase.has_begun
+        return not isinstance(self._cause, WorkerLost) or self.core.has_begun(request_id)
 
     async def _turn(self, began: float) -> float | None:
         """Do one step, or wait once for something to do. Return the time afterwards; None once the

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from engine.core.common.events import OutputEvent, Submit
+    from engine.core.common.phases import Phase
     from engine.core.common.types import DraftCounts, RequestId
     from engine.status import EngineStatistics
 
@@ -161,8 +162,8 @@ class ReplicaTelemetry:
         self._steps: list[tuple[int, float, float]] = []  # uncounted: rows, start, end
         self._intervals: list[tuple[float, int]] = []  # uncounted: seconds, and how many
         self._step_ended_at: float | None = None  # by the last counted step; None after idling
-        self._cancelled: dict[RequestId, tuple[float, str]] = {}
-        self._cancel_to_free: dict[str, Histogram] = {}
+        self._cancelled: dict[RequestId, tuple[float, Phase]] = {}
+        self._cancel_to_free: dict[Phase, Histogram] = {}
         self._ends: dict[str, int] = {}
         self.loop_s = dict.fromkeys(self.PHASES, 0.0)
         self.first_token = Histogram(FIRST_BOUNDS)
@@ -266,7 +267,7 @@ class ReplicaTelemetry:
 
     # ---- cancels
 
-    def cancelled(self, request_id: RequestId, phase: str, now: float) -> None:
+    def cancelled(self, request_id: RequestId, phase: Phase, now: float) -> None:
         """Note that a request ends early. Its client has been notified; its blocks and its place in
         a step are still to be freed."""
         self._cancelled[request_id] = (now, phase)
@@ -295,7 +296,7 @@ class ReplicaTelemetry:
         self._count()
         return TelemetrySnapshot(
             {name: getattr(self, name).snapshot() for name in self.NAMES},
-            {phase: one.snapshot() for phase, one in self._cancel_to_free.items()},
+            {phase.value: one.snapshot() for phase, one in self._cancel_to_free.items()},
             dict(self._ends),
             dict(self.loop_s),
         )

@@ -112,8 +112,9 @@ class DrawStream(RequestStream[DrawEvent]):
         if event.reason is not EndReason.DEADLINE or not event.detail:
             super()._end_early(event)
             return
-        self.phase, self.reason = event.phase, self.reason or event.reason
-        self.close(DeadlineInfeasible(event.detail, phase=event.phase))
+        self.phase = self.phase if event.phase is None else event.phase.value
+        self.reason = self.reason or event.reason
+        self.close(DeadlineInfeasible(event.detail, phase=self.phase))
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
         """Act on the death of the replica, unless it is done with the drawing."""

@@ -23,6 +23,7 @@ import trio
 from engine import logs
 from engine.core.common.credit import Credit
 from engine.core.common.events import Admitted, Finished, ReaderDrained, Refused, Submit
+from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason
 from engine.errors import (
     DeadlineExceeded,
@@ -195,12 +196,13 @@ class RequestStream(Generic[EventT]):
                 with replica.busy_with(request.num_tokens_ahead) as self.ahead:
                     await self.wait_turn()
             finally:
-                self.phase = replica.loop.phase_of(self.core_id) or self.phase
+                phase = replica.loop.phase_of(self.core_id)
+                self.phase = self.phase if phase is None else phase.value
                 replica.loop.forget(self.core_id)
                 if self.error is not None or not self.is_closed:
                     reason = self.reason or EndReason.DEADLINE
                     since = min(self.scope.deadline, trio.current_time(), self._cancelled_at)
-                    replica.loop.cancel(self.core_id, reason, self.phase, since)
+                    replica.loop.cancel(self.core_id, reason, Phase(self.phase), since)
 
     def _take(self, prepared: Any) -> None:
         """Keep what the stream's events are made with. It comes again after a change of replica."""
@@ -370,7 +372,7 @@ class RequestStream(Generic[EventT]):
 
     def _end_early(self, event: Finished) -> None:
         """End the stream because the core ended the request without success."""
-        self.phase = event.phase or self.phase
+        self.phase = self.phase if event.phase is None else event.phase.value
         self.reason = self.reason or event.reason
         if event.violation is not None:  # a field of the request is to blame
             self.close(InvalidRequest([event.violation]))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core.common.credit import Credit
 from engine.core.common.events import Finished, Refused, Submit
+from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.errors import Overloaded
@@ -114,7 +115,7 @@ def test_a_refused_request_is_forgotten():
 
 def test_a_cancelled_request_is_timed_until_it_holds_nothing():
     telemetry = started()
-    telemetry.cancelled(RequestId("r1"), "decode", 5.0)
+    telemetry.cancelled(RequestId("r1"), Phase.DECODE, 5.0)
     telemetry.look_at_cancelled(lambda _: True, 6.0)
     assert telemetry.snapshot().cancel_to_free == {}
     telemetry.look_at_cancelled(lambda _: False, 6.5)

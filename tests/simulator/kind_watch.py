@@ -23,12 +23,12 @@ from engine.core.common.events import (
     Submit,
     Tick,
 )
-from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason
 
 if TYPE_CHECKING:
     from engine.core.common.core import Core
     from engine.core.common.events import InputEvent, OutputEvent
+    from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
 
 Results: TypeAlias = dict[tuple[str, int], Any]  # by request and number
@@ -80,8 +80,7 @@ class KindWatch(Generic[LiveT]):
 
     def phase(self, live: LiveT) -> Phase | None:
         """Return a request's phase."""
-        found = self.scheduler.phase_of(live.submit.request.request_id)
-        return None if found is None else Phase[found.name.upper()]
+        return self.scheduler.phase_of(live.submit.request.request_id)
 
     def key(self, live: LiveT, now: float) -> tuple[float, float]:
         """Return a request's place in the queue: its priority after aging, and its arrival."""

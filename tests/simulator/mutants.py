@@ -275,7 +275,7 @@ MUTANTS = (
         "a cancel does not reach the core",
         stream.RequestStream,
         "run",
-        "replica.loop.cancel(self.core_id, reason, self.phase, since)",
+        "replica.loop.cancel(self.core_id, reason, Phase(self.phase), since)",
         "pass",
         seed=1,
     ),

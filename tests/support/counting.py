@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from engine.config import EngineConfig
-from engine.core.common.core import CoreStatistics, Phase
+from engine.core.common.core import CoreStatistics
 from engine.core.common.events import Admitted, Cancel, Finished, StepDone, StepFailed, Submit
+from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import InvalidRequest
 from engine.requests.prepared import Prepared
@@ -95,7 +96,7 @@ class CountCore:
         return {
             "is_idle": not self.live and self.step is None,
             "is_live": self.live.__contains__,
-            "phase_of": lambda name: Phase("counting", True) if name in self.live else None,
+            "phase_of": lambda name: Phase.DECODE if name in self.live else None,
             "statistics": lambda: CoreStatistics(running=len(self.live), step_count=self.steps),
         }.get(name, lambda *_: None)
 

@@ -21,7 +21,6 @@ from engine.core.common.events import (
     Submit,
     Tick,
 )
-from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 
@@ -191,8 +190,7 @@ class StepDriver:
 
     def phase_of(self, name):
         """Return a request's phase; None if it is not live."""
-        found = self.scheduler.phase_of(name)
-        return None if found is None else Phase[found.name.upper()]
+        return self.scheduler.phase_of(name)
 
     def check_explained(self, name, said):
         """Judge how a live request is explained."""

@@ -7,6 +7,7 @@ import pytest
 from engine.config import EncoderConfig
 from engine.core.common.credit import Credit
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone, Submit
+from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason, PlanId, RequestId
 from engine.core.encode.types import EncodeInput, EncodeRequest, EncodeResult, InputKind
@@ -96,7 +97,7 @@ def test_a_slow_reader_is_parked_and_costs_nobody_else_anything():
     driver.submit("other", [2] * 6)
     driver.step(read=False)
     assert lengths(driver.begin_step()) == [2, 2, 2, 2]
-    assert driver.scheduler.phase_of("slow").name == "parked"
+    assert driver.scheduler.phase_of("slow") is Phase.PARKED
     driver.end_step()
     stats = driver.scheduler.statistics()
     assert (stats.parked, stats.waiting) == (6, 2)
@@ -132,7 +133,7 @@ def test_slots_that_a_failed_step_gives_back_are_not_waited_for():
     driver.submit("a", [20, *[1] * 9], buffer=4)
     driver.step(read=False)
     assert len(driver.begin_step().rows) == 3
-    assert driver.scheduler.phase_of("a").name == "parked"
+    assert driver.scheduler.phase_of("a") is Phase.PARKED
     driver.read("a", 1)
     driver.fail_step(FailureKind.OUT_OF_MEMORY)
     driver.run()
@@ -151,7 +152,7 @@ def test_a_reader_that_takes_anything_is_not_stalled():
     assert driver.scheduler.next_wakeup(driver.now) == pytest.approx(driver.now + 1.0)
     driver.tick(1.01)
     assert driver.finished["slow"].reason is EndReason.STALLED
-    assert driver.finished["slow"].phase == "parked"
+    assert driver.finished["slow"].phase is Phase.PARKED
     driver.scheduler.check()
 
 
@@ -159,7 +160,7 @@ def test_a_stream_filled_by_one_step_is_not_parked_before_its_reader_could_read(
     driver = EncodeDriver(max_num_seqs=4)
     driver.submit("a", [1] * 9, buffer=4)
     assert len(driver.begin_step().rows) == 4
-    assert driver.scheduler.phase_of("a").name == "encode"
+    assert driver.scheduler.phase_of("a") is Phase.ENCODE
 
 
 def test_a_row_that_fails_ends_its_own_request_alone():
@@ -257,7 +258,7 @@ def test_a_cancel_during_a_step_ends_the_request_at_once_and_drops_its_results()
     driver.begin_step()
     driver.cancel("a")
     assert driver.finished["a"].reason is EndReason.CANCELLED
-    assert driver.finished["a"].phase == "encode"
+    assert driver.finished["a"].phase is Phase.ENCODE
     assert driver.scheduler.statistics().ending == 2
     assert not driver.scheduler.is_idle
     driver.end_step()
@@ -272,7 +273,7 @@ def test_nothing_is_computed_past_its_deadline():
     driver.now = 1.0
     assert driver.begin_step() is None
     driver.cancel("late", EndReason.DEADLINE)
-    assert driver.finished["late"].phase == "queued"
+    assert driver.finished["late"].phase is Phase.QUEUED
 
 
 @pytest.mark.parametrize("mode", PauseMode)
@@ -350,10 +351,11 @@ def test_timings_add_up():
     driver = EncodeDriver(max_num_seqs=2)
     driver.submit("a", [1] * 4, buffer=2)
     driver.now = 1.0
-    assert driver.scheduler.phase_of("a") == ("queued", False)
+    assert driver.scheduler.phase_of("a") is Phase.QUEUED
+    assert not driver.scheduler.has_begun("a")
     assert driver.scheduler.is_live("a")
     driver.step(read=False)
-    assert driver.scheduler.phase_of("a").has_begun
+    assert driver.scheduler.has_begun("a")
     assert driver.begin_step() is None  # parked now
     driver.now = 3.0
     driver.read("a")
@@ -458,7 +460,7 @@ def test_a_kind_whose_requests_cannot_go_on_gives_its_turn_away():
     for _ in range(3):
         assert driver.begin_step().kind is InputKind.IMAGE
         driver.end_step()
-    assert driver.scheduler.phase_of("slow").name == "parked"
+    assert driver.scheduler.phase_of("slow") is Phase.PARKED
     driver.scheduler.check()
 
 

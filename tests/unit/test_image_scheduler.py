@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.common.events import Pause, PauseMode, Resume, StepFailed
+from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.image.least_times import SHAPES_MAX, LeastTimes, Shape
@@ -136,7 +137,7 @@ def test_a_stalled_reader_is_ended_and_tells_the_worker():
     assert not driver.finished
     driver.tick(0.2)
     assert driver.finished["a"].reason is EndReason.STALLED
-    assert driver.finished["a"].phase == "parked"
+    assert driver.finished["a"].phase is Phase.PARKED
 
 
 def test_a_reader_that_has_taken_something_is_not_stalled_before_its_report_comes():
@@ -173,7 +174,7 @@ def test_a_row_that_fails_names_its_field():
     driver.runner.script.sample_fault = lambda: "encode"
     driver.step()
     assert driver.finished["a"].detail == "encode: drawn"
-    assert driver.finished["a"].phase == "encode"
+    assert driver.finished["a"].phase is Phase.ENCODE
 
 
 # ---- deadlines
@@ -205,7 +206,7 @@ def test_a_deadline_that_cannot_be_met_any_more_ends_a_waiting_drawing():
     assert "waits" not in driver.finished
     driver.tick(driver.scheduler.next_wakeup(driver.now) - driver.now)  # not a moment too early
     assert driver.finished["waits"].reason is EndReason.DEADLINE
-    assert driver.finished["waits"].phase == "queued"
+    assert driver.finished["waits"].phase is Phase.QUEUED
     assert "at least 5 s" in driver.finished["waits"].detail
 
 

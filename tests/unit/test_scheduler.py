@@ -17,6 +17,7 @@ from engine.core.common.events import (
     StepDone,
     StepFailed,
 )
+from engine.core.common.phases import Phase
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason
@@ -251,7 +252,7 @@ def test_phases_add_up_to_a_choices_life(driver):
     seconds = driver.finished["r", 0].timings
     assert (seconds.queue_s, seconds.prefill_s, seconds.parked_s) == (1.0, 1.5, 4.0)
     assert seconds.decode_s == 2.0 + 8.0 + 0.5
-    assert driver.finished["r", 0].phase == "decode"
+    assert driver.finished["r", 0].phase is Phase.DECODE
 
 
 # ---- who gives way to the first of the queue -------------------------------------------------
@@ -376,7 +377,7 @@ def test_nobody_gives_way_to_a_request_whose_place_in_the_queue_is_outdated():
     driver.now = 10.6
     driver.step(read=False)
     assert preempted(driver) == ["younger"]
-    assert driver.scheduler.phase_of("older").name in ("prefill", "decode")
+    assert driver.scheduler.phase_of("older") in (Phase.PREFILL, Phase.DECODE)
 
 
 @pytest.mark.parametrize(("prompt_limit", "is_pending"), [(2, True), (1, False)])
@@ -467,13 +468,13 @@ def test_the_phase_of_a_request_is_where_its_first_choice_is(driver):
     phase_of = driver.scheduler.phase_of
     assert phase_of("r") is None
     driver.submit(make_request("r", range(1, 25), max_tokens=3, n=2), buffer=2)
-    assert phase_of("r").name == "queued"
+    assert phase_of("r") is Phase.QUEUED
     driver.step(read=False)  # 16 of its 24 tokens
-    assert phase_of("r").name == "prefill"
+    assert phase_of("r") is Phase.PREFILL
     driver.step(read=False)
-    assert phase_of("r").name == "decode"
+    assert phase_of("r") is Phase.DECODE
     driver.step(read=False)  # its buffer holds what both have produced, and no more
-    assert phase_of("r").name == "parked"
+    assert phase_of("r") is Phase.PARKED
     driver.read("r")
     driver.run()
     assert phase_of("r") is None

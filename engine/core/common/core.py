@@ -8,7 +8,7 @@ supervisor know a scheduler by `Core` alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.core.common.events import Journaled, RequestT, ResultT
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sized
 
     from engine.core.common.events import InputEvent, OutputEvent
+    from engine.core.common.phases import Phase
     from engine.core.common.types import DraftCounts, Explanation, PlanId, RequestId
 
 
@@ -93,17 +94,6 @@ class CoreConfig(Protocol):
         ...
 
 
-class Phase(NamedTuple):
-    """What a live request does, by the name that clients see.
-
-    ``has_begun``: the worker knows of the request, because a step with a row of it has begun. A
-    request of a prepared plan has not begun, whatever its name says.
-    """
-
-    name: str
-    has_begun: bool
-
-
 class Core(Protocol[RequestT, PlanT_co, ResultT]):
     """One replica's scheduler: synchronous, not thread-safe, and never waits.
 
@@ -154,6 +144,11 @@ class Core(Protocol[RequestT, PlanT_co, ResultT]):
 
     def phase_of(self, request_id: RequestId) -> Phase | None:
         """Return the phase of a live request, or None if it is not live."""
+        ...
+
+    def has_begun(self, request_id: RequestId) -> bool:
+        """Return whether the worker knows of a live request, because a step with a row of it has
+        begun. A request of a prepared plan has not begun, whatever its phase."""
         ...
 
     def explain(self, request_id: RequestId, now: float) -> Explanation | None:

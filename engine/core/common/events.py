@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.core.common.credit import Credit
+    from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
     from engine.core.common.types import (
         EndReason,
@@ -305,14 +306,15 @@ class Finished:
     usage: Usage
     timings: Timings
     matched: str | int | None = None
-    phase: str = ""
+    phase: Phase | None = None
     detail: str = ""
     violation: FieldViolation | None = None
 
     def journal_line(self) -> str:
         """Return the event in one stable line."""
         name = f"{self.request_id}/{self.choice}"
-        return f"  finished {name} {self.reason.value} {self.phase}"
+        phase = "" if self.phase is None else self.phase.value
+        return f"  finished {name} {self.reason.value} {phase}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
+
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.encode.types import EncodeRequest, InputKind
@@ -55,16 +57,16 @@ class LiveEncode:
 
     def __repr__(self) -> str:
         return (
-            f"<LiveEncode {self.request.request_id} {self.phase} {self.num_left} left, "
+            f"<LiveEncode {self.request.request_id} {self.phase.value} {self.num_left} left, "
             f"{self.in_step} in the step, {self.num_done} done>"
         )
 
     @property
-    def phase(self) -> str:
-        """The request's phase: queued, encode or parked."""
+    def phase(self) -> Phase:
+        """The request's phase: QUEUED, ENCODE or PARKED."""
         if self.parked_since is not None:
-            return "parked"
-        return "queued" if self.started_at is None else "encode"
+            return Phase.PARKED
+        return Phase.QUEUED if self.started_at is None else Phase.ENCODE
 
     @property
     def is_queued(self) -> bool:

@@ -18,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from engine.core.common import refusals
-from engine.core.common.core import CoreStatistics, Phase
+from engine.core.common.core import CoreStatistics
 from engine.core.common.events import (
     Admitted,
     Cancel,
@@ -56,6 +56,7 @@ from engine.errors import EngineBug, RequestTooLarge
 if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.common.events import InputEvent, OutputEvent
+    from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
     from engine.core.encode.types import EncodeRequest, EncodeResult, InputKind
     from engine.errors import TrioletError
@@ -353,9 +354,14 @@ class EncodeScheduler:
         return request_id in self._requests
 
     def phase_of(self, request_id: RequestId) -> Phase | None:
-        """Return the phase of a live request: queued, encode or parked; None if it is not live."""
+        """Return the phase of a live request: QUEUED, ENCODE or PARKED; None if it is not live."""
         live = self._requests.get(request_id)
-        return None if live is None else Phase(live.phase, live.started_at is not None)
+        return None if live is None else live.phase
+
+    def has_begun(self, request_id: RequestId) -> bool:
+        """Return whether a row of a live request has been in a step."""
+        live = self._requests.get(request_id)
+        return live is not None and live.started_at is not None
 
     def explain(self, request_id: RequestId, now: float) -> Explanation | None:
         """Return what a live request does and waits for, or None if it is not live."""

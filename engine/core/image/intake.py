@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common import refusals
+from engine.core.common.phases import Phase
 from engine.errors import DeadlineInfeasible
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Intake:
         self._times.note_refusal(request)
         return DeadlineInfeasible(
             f"the drawing takes at least {seconds:.3g} s, of which {left:.3g} s are left",
-            phase="queued",
+            phase=Phase.QUEUED.value,
         )
 
     def _latest_start(self, request: ImageRequest, deadline: float) -> float:

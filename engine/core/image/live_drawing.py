@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.core.common.phases import Phase
 from engine.core.image.types import ImageVerb
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.common.types import SequenceId
     from engine.core.image.types import ImageRequest
+
+
+PHASES = {
+    ImageVerb.ENCODE: Phase.ENCODE,
+    ImageVerb.DENOISE: Phase.DENOISE,
+    ImageVerb.DECODE: Phase.DECODE,
+}
 
 
 class Part(NamedTuple):
@@ -61,7 +69,7 @@ class LiveDrawing:
 
     def __repr__(self) -> str:
         done = f"{self.num_done} of {self.num_parts} steps done"
-        return f"<LiveDrawing {self.request.request_id} {self.phase}, {done}>"
+        return f"<LiveDrawing {self.request.request_id} {self.phase.value}, {done}>"
 
     @property
     def num_parts(self) -> int:
@@ -87,11 +95,11 @@ class LiveDrawing:
         return min(max(0, self.num_done - 1), self.request.num_steps)
 
     @property
-    def phase(self) -> str:
-        """The request's phase: queued, parked, encode, denoise or decode."""
+    def phase(self) -> Phase:
+        """The request's phase: QUEUED, PARKED, ENCODE, DENOISE or DECODE."""
         if self.parked_since is not None:
-            return "parked"
-        return "queued" if self.started_at is None else self.part.verb.value
+            return Phase.PARKED
+        return Phase.QUEUED if self.started_at is None else PHASES[self.part.verb]
 
     @property
     def wants_preview(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from engine.core.common.core import CoreStatistics, Phase
+from engine.core.common.core import CoreStatistics
 from engine.core.common.events import (
     Admitted,
     Cancel,
@@ -56,6 +56,7 @@ from engine.errors import EngineBug
 if TYPE_CHECKING:
     from engine.config import ImageConfig
     from engine.core.common.events import InputEvent, OutputEvent
+    from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
     from engine.core.image.types import ImageRequest, ImageResult, ImageRowResult
     from engine.errors import FieldViolation
@@ -107,10 +108,13 @@ class ImageScheduler:
             case Submit():
                 self._submit(event, now)
             case Cancel():
-                if (live := self._requests.get(event.request_id)) is not None:
+                live = self._requests.get(event.request_id)
+                if live is not None:
                     self._end(live, event.reason, now)
             case ReaderDrained():
-                self._reader_drained(event.request_id, now)
+                live = self._requests.get(event.request_id)
+                if live is not None and live.parked_since is not None:
+                    live.unpark(now)
             case Tick():
                 self._end_what_is_due(now)
             case Pause():
@@ -191,12 +195,6 @@ class ImageScheduler:
                 violation=violation,
             )
         )
-
-    def _reader_drained(self, request_id: RequestId, now: float) -> None:
-        """Let a parked drawing go on, because its reader has taken something."""
-        live = self._requests.get(request_id)
-        if live is not None and live.parked_since is not None:
-            live.unpark(now)
 
     # ---- steps
 
@@ -311,9 +309,12 @@ class ImageScheduler:
     def phase_of(self, request_id: RequestId) -> Phase | None:
         """Return the phase of a live request (`LiveDrawing.phase`), or None if it is not live."""
         live = self._requests.get(request_id)
-        if live is None:
-            return None
-        return Phase(live.phase, live.num_done > 0 or live.in_step)
+        return None if live is None else live.phase
+
+    def has_begun(self, request_id: RequestId) -> bool:
+        """Return whether a live request has been in a step."""
+        live = self._requests.get(request_id)
+        return live is not None and (live.num_done > 0 or live.in_step)
 
     def explain(self, request_id: RequestId, now: float) -> Explanation | None:
         """Return what a live request does and waits for, or None if it is not live."""

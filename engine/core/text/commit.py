@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason
 from engine.core.text import snapshots
@@ -49,11 +50,12 @@ class Committer:
         """
         step.keep()
         results = iter(result.rows)
-        size, is_running, make = self._ledger.config.block_size, State.RUNNING, tuple.__new__
+        size, make = self._ledger.config.block_size, tuple.__new__
+        is_running, decodes = State.RUNNING, Phase.DECODE
         emit, num_sampled = self._events.append, 0
         for seq, row in zip(step.sequences, step.rows, strict=True):
             got = next(results)
-            if got.__class__ is RowResult and seq.phase == "decode" and seq.state is is_running:
+            if got.__class__ is RowResult and seq.phase is decodes and seq.state is is_running:
                 name, tokens, text, logprobs, prompt_logprobs, finish = got[:6]
                 offered, has_model = got[8:10]
                 _, start, computed, _, _, _, _, _, _ = row
@@ -142,7 +144,7 @@ class Committer:
 
     def _take_tokens(self, seq: Sequence, result: RowResult, now: float, row: Row | None) -> None:
         if not seq.has_sampled:
-            seq.enter("decode", now)
+            seq.enter(Phase.DECODE, now)
             if result.replayed:
                 self._events.append(Replayed(seq.request_id, seq.choice, result.replayed))
         seq.output.extend(result.tokens)

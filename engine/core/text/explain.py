@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common.events import PauseMode
+from engine.core.common.phases import Phase
 from engine.core.common.types import Explanation
 from engine.core.text import admission
 from engine.core.text.draft_counts import summed
@@ -64,7 +65,7 @@ class Explainer:
             else None,
             computed_tokens=_start_of_rows(seq, steps),
             blocks=len(seq.blocks),
-            parked_s=seq.seconds_in("parked", now),
+            parked_s=seq.seconds_in(Phase.PARKED, now),
             drafted_tokens=sum([one.drafted for one in drafts]),
             accepted_tokens=sum([one.accepted for one in drafts]),
             drafts=drafts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common import refusals
+from engine.core.common.phases import Phase
 from engine.core.text.blocks import blocks_for
 from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 
@@ -81,5 +82,5 @@ class Intake:
         best_rate.note_refusal(missing)
         return DeadlineInfeasible(
             f"the prompt takes at least {seconds:.3g} s, of which {left:.3g} s are left",
-            phase="queued",
+            phase=Phase.QUEUED.value,
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.types import RequestId, SequenceId
 from engine.core.text.blocks import BlockPool, blocks_for
 from engine.core.text.lifecycle import Event, State
@@ -77,7 +78,7 @@ class Ledger:
             self.num_seats += self.seats_of(seq)
         seq.advance(Event.START)
         insort(self.running, seq, key=_rank)
-        seq.enter("decode" if seq.has_sampled else "prefill", now)
+        seq.enter(Phase.DECODE if seq.has_sampled else Phase.PREFILL, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
         """Take a sequence's blocks: a RUNNING one waits again, a PARKED one stays parked. Its
@@ -97,7 +98,7 @@ class Ledger:
         child.advance(Event.PREEMPT)
         self.running.remove(child)
         child.is_attached = True
-        child.enter("queued", now)
+        child.enter(Phase.QUEUED, now)
 
     def park(self, live: LiveRequest, now: float) -> None:
         """Park every choice of a request whose stream is full, or whose client is away: no step
@@ -112,7 +113,7 @@ class Ledger:
             elif seq.state is not State.WAITING:
                 continue
             seq.advance(Event.PARK)
-            seq.enter("parked", now)
+            seq.enter(Phase.PARKED, now)
 
     def unpark(self, live: LiveRequest, now: float) -> None:
         """End a request's parking, since its reader has drained its stream, or its client is back.
@@ -129,7 +130,7 @@ class Ledger:
                 seq.advance(Event.UNPARK_RESIDENT)
                 self.num_seats += self.seats_of(seq)
                 insort(self.running, seq, key=_rank)
-                seq.enter("decode" if seq.has_sampled else "prefill", now)
+                seq.enter(Phase.DECODE if seq.has_sampled else Phase.PREFILL, now)
             else:
                 seq.advance(Event.UNPARK_EVICTED)
                 if not seq.is_attached:
@@ -229,10 +230,10 @@ class Ledger:
             self.states.release(seq)
         seq.num_computed = 0
 
-    def _phase_of_waiting(self, seq: Sequence) -> str:
+    def _phase_of_waiting(self, seq: Sequence) -> Phase:
         if seq.has_sampled:
-            return "decode"
-        return "prefill" if seq.is_known_to_worker else "queued"
+            return Phase.DECODE
+        return Phase.PREFILL if seq.is_known_to_worker else Phase.QUEUED
 
     # ---- invariants
 

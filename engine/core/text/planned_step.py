@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.types import PlanId
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import AdmittedSequence, StepPlan
@@ -113,7 +114,7 @@ class PlannedStep:
             if not self._finish_ended(seq) and seq in self.started:
                 self._ledger.preempt(seq, now)
                 if not seq.is_known_to_worker:
-                    seq.enter("queued", now)
+                    seq.enter(Phase.QUEUED, now)
 
     def _finish_ended(self, seq: Sequence) -> bool:
         """Return whether a sequence of an undone step has ended. If so, it is finished, unless

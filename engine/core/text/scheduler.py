@@ -18,7 +18,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.common.core import CoreStatistics, Phase
+from engine.core.common.core import CoreStatistics
 from engine.core.common.events import (
     Admitted,
     Cancel,
@@ -57,7 +57,7 @@ from engine.errors import EngineBug
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
     from engine.core.common.events import InputEvent
-    from engine.core.common.steps import StepFailure
+    from engine.core.common.phases import Phase
     from engine.core.text.plan import StepPlan, StepResult
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import LiveRequest, Sequence
@@ -115,7 +115,10 @@ class Scheduler:
             case ClientCame():
                 self._guests.come_back(event.request_id, now)
             case StepFailed():
-                self._step_failed(event.failure, now)
+                step = self._take_step(event.failure.plan_id)
+                self._discard_prepared(now)
+                step.undo(now)
+                self._recovery.step_failed(step, event.failure, now)
             case Tick():
                 self._endings.end_stalled(now)
             case Pause():
@@ -241,12 +244,6 @@ class Scheduler:
             self._drafts.note_step(step, draft_s)
         self._speeds.note(step, now - step.started_at, draft_s)
 
-    def _step_failed(self, failure: StepFailure, now: float) -> None:
-        step = self._take_step(failure.plan_id)
-        self._discard_prepared(now)
-        step.undo(now)
-        self._recovery.step_failed(step, failure, now)
-
     # ---- views
 
     def next_wakeup(self, now: float) -> float | None:
@@ -268,16 +265,20 @@ class Scheduler:
         return request_id in self._ledger.requests
 
     def phase_of(self, request_id: RequestId) -> Phase | None:
-        """Return the phase of a live request: queued, prefill, decode or parked; None if it is not
+        """Return the phase of a live request: QUEUED, PREFILL, DECODE or PARKED; None if it is not
         live. With n > 1, this is the phase of its first choice that has not ended."""
         live = self._ledger.requests.get(request_id)
         if live is None:
             return None
         going = (seq for seq in live.sequences if seq.state not in (State.FINISHED, State.ENDING))
-        name = next((seq.phase for seq in going), None)
-        if name is None:
-            return None
-        return Phase(name, any(seq.is_known_to_worker for seq in live.sequences))
+        return next((seq.phase for seq in going), None)
+
+    def has_begun(self, request_id: RequestId) -> bool:
+        """Return whether the worker knows a choice of a live request that has not ended."""
+        live = self._ledger.requests.get(request_id)
+        if live is None or live.is_over:
+            return False
+        return any(seq.is_known_to_worker for seq in live.sequences)
 
     def explain(self, request_id: RequestId, now: float) -> Explanation | None:
         """Return what a live request does and waits for (`engine.core.text.explain`), or None if it

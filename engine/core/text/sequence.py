@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.types import BlockId, SequenceId, Timings, Usage
 from engine.core.text.lifecycle import Event, State, advance
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from engine.core.text.types import Request
 
 Rank = tuple[int, float, int]
+
+PHASES = (Phase.QUEUED, Phase.PREFILL, Phase.DECODE, Phase.PARKED)
 
 
 class Sequence:
@@ -99,9 +102,9 @@ class Sequence:
         asked = live.request.sampling.prompt_logprobs
         self.wants_scores = choice == 0 and asked is not None
         self.waiting_key: tuple[float, ...] = ()
-        self.phase = "queued"
+        self.phase = Phase.QUEUED
         self.phase_since = now
-        self.phase_seconds = dict.fromkeys(("queued", "prefill", "decode", "parked"), 0.0)
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
 
     def __repr__(self) -> str:
         return (
@@ -161,20 +164,20 @@ class Sequence:
         else:
             self.num_chunks -= 1
 
-    def enter(self, phase: str, now: float) -> None:
+    def enter(self, phase: Phase, now: float) -> None:
         """Stop the clock of the phase that it is in, and start that of ``phase``."""
         self.phase_seconds[self.phase] += max(0.0, now - self.phase_since)
         self.phase = phase
         self.phase_since = now
 
-    def seconds_in(self, phase: str, now: float) -> float:
+    def seconds_in(self, phase: Phase, now: float) -> float:
         """Return the seconds spent in a phase so far."""
-        running = max(0.0, now - self.phase_since) if self.phase == phase else 0.0
+        running = max(0.0, now - self.phase_since) if self.phase is phase else 0.0
         return self.phase_seconds[phase] + running
 
     def run_s(self, now: float) -> float:
         """Return the seconds that it has run so far, prefill and decode together."""
-        return self.seconds_in("prefill", now) + self.seconds_in("decode", now)
+        return self.seconds_in(Phase.PREFILL, now) + self.seconds_in(Phase.DECODE, now)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the token ids at positions ``start … end - 1``, prompt and output together."""
@@ -199,10 +202,10 @@ class Sequence:
         """Return the seconds by phase up to the last `enter`."""
         seconds = self.phase_seconds
         return Timings(
-            queue_s=seconds["queued"],
-            prefill_s=seconds["prefill"],
-            decode_s=seconds["decode"],
-            parked_s=seconds["parked"],
+            queue_s=seconds[Phase.QUEUED],
+            prefill_s=seconds[Phase.PREFILL],
+            decode_s=seconds[Phase.DECODE],
+            parked_s=seconds[Phase.PARKED],
         )
 
 
