@@ -186,8 +186,22 @@ class ModelConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimits:
+    """The limits that a scheduler has whatever it schedules."""
+
+    max_queued_requests: int = 2048  # that wait for their start
+    max_queued_tokens: int = 1_000_000  # of the queued requests' prompts; denoising steps of images
+    stall_timeout_s: float = 30.0  # how long a full stream may go unread
+    aging_s: float = 10.0  # a request that waits so long gains one level of priority
+
+    def __post_init__(self) -> None:
+        _at_least("max-queued-requests", self.max_queued_requests, 1)
+        _at_least("max-queued-tokens", self.max_queued_tokens, 1)
+
+
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(CoreLimits):
     """The limits of a text model's scheduler, known once the model is loaded.
 
     The KV pool holds at least one sequence of full length, so that the oldest sequence can always
@@ -199,12 +213,8 @@ class SchedulerConfig:
     max_model_len: int = 2048  # tokens of a sequence, prompt and output
     max_num_seqs: int = 256  # sequences that run at once
     max_num_batched_tokens: int = 2048  # of one step
-    max_queued_requests: int = 2048  # that wait for their start
-    max_queued_tokens: int = 1_000_000  # of the queued requests' prompts
     step_time_target_s: float = 0.0  # of a step with prompts in it; 0: no target
     inter_token_target_s: float = 0.0  # of such a step beside decodes; 0: no target of its own
-    stall_timeout_s: float = 30.0  # how long a full stream may go unread
-    aging_s: float = 10.0  # a request that waits so long gains one level of priority
     prefix_cache: bool = True  # blocks of equal prefixes are shared
     prepared_plans: bool = True  # the next step is planned while one runs
     cache_namespace: str = ""  # keeps the prefixes of different models apart
@@ -214,8 +224,7 @@ class SchedulerConfig:
         _at_least("block-size", self.block_size, 1)
         _at_least("max-model-len", self.max_model_len, 2)
         _at_least("max-num-seqs", self.max_num_seqs, 1)
-        _at_least("max-queued-requests", self.max_queued_requests, 1)
-        _at_least("max-queued-tokens", self.max_queued_tokens, 1)
+        CoreLimits.__post_init__(self)
         _require_room_for_prompts(self.max_num_batched_tokens, self.max_num_seqs)
         if 0 < self.num_states < self.max_num_seqs:
             raise ConfigError(
@@ -231,7 +240,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderConfig:
+class EncoderConfig(CoreLimits):
     """The limits of an encoder's scheduler, known once the encoder is loaded.
 
     An input that is longer than ``max_num_batched_tokens`` has a step of its own.
@@ -240,33 +249,23 @@ class EncoderConfig:
     max_model_len: int  # tokens of an input
     max_num_seqs: int = 256  # inputs of one step
     max_num_batched_tokens: int = 2048  # of one step, with padding
-    max_queued_requests: int = 2048
-    max_queued_tokens: int = 1_000_000
-    stall_timeout_s: float = 30.0  # how long a full stream may go unread
-    aging_s: float = 10.0  # a request that waits so long gains one level of priority
 
     def __post_init__(self) -> None:
         _at_least("max-model-len", self.max_model_len, 1)
         _at_least("max-num-seqs", self.max_num_seqs, 1)
         _at_least("max-num-batched-tokens", self.max_num_batched_tokens, 1)
-        _at_least("max-queued-requests", self.max_queued_requests, 1)
-        _at_least("max-queued-tokens", self.max_queued_tokens, 1)
+        CoreLimits.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageConfig:
+class ImageConfig(CoreLimits):
     """The limits of an image model's scheduler."""
 
     max_drawings: int = 4  # that have begun and take turns
-    max_queued_requests: int = 2048
-    max_queued_tokens: int = 1_000_000  # denoising steps
-    stall_timeout_s: float = 30.0  # how long a full stream may go unread
-    aging_s: float = 10.0  # a request that waits so long gains one level of priority
 
     def __post_init__(self) -> None:
         _at_least("max-drawings", self.max_drawings, 1)
-        _at_least("max-queued-requests", self.max_queued_requests, 1)
-        _at_least("max-queued-tokens", self.max_queued_tokens, 1)
+        CoreLimits.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)

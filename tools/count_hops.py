@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 COMMIT = ("engine/core/text/commit.py", "Committer.commit")  # the way of a token begins here
 BESIDE = {  # a function, or any function of a file
-    "Scheduler.plan": "decide the next step",
+    "Core.plan": "decide the next step",
     "Scheduler.prepare": "decide the next step",
     "Scheduler.next_wakeup": "look for deadlines",
     "engine/core/text/planned_step.py": "keep the step's blocks",

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.core.common.types import EndReason
+from engine.core.text.types import TextStatistics
 from engine.replica.telemetry import EngineTelemetry, ReplicaSnapshot
 from engine.status import LEVELS, Counts, EngineStatistics, ModelState, ReplicaCounts
 
@@ -101,12 +102,13 @@ def _sum(counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def _telemetry_of(replica: AnyReplica) -> ReplicaSnapshot:
-    statistics = replica.loop.core.statistics()
-    return ReplicaSnapshot(
+    snapshot = ReplicaSnapshot(
         replica.model,
         replica.replica_id,
-        statistics.plans_discarded,
         replica.loop.telemetry.snapshot() if replica.loop.telemetry else None,
         replica.process.rss_bytes() if replica.process else None,
-        statistics.drafts,
     )
+    statistics = replica.loop.core.statistics()
+    if not isinstance(statistics, TextStatistics):
+        return snapshot
+    return replace(snapshot, plans_discarded=statistics.plans_discarded, drafts=statistics.drafts)

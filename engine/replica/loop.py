@@ -123,7 +123,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
     def __init__(
         self,
         name: str,
-        core: Core[RequestT, PlanT, ResultT],
+        core: Core[RequestT, PlanT, ResultT, Any, Any],
         runner: Runner[PlanT, ResultT, Any],
         threads: Threads,
         settings: LoopSettings | None = None,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from engine.config import EngineConfig, ModelConfig
-    from engine.core.common.core import Core
+    from engine.core.common.core import AnyCore
     from engine.core.common.events import PrefixObserver
     from engine.errors import TrioletError
     from engine.replica.loop import OnEvent
@@ -107,7 +107,7 @@ class ReplicaKind(Protocol):
         None for a kind without them. Such an event has a ``choice``."""
         ...
 
-    def make_core(self, info: Any, config: EngineConfig, name: str) -> Core[Any, Any, Any]:
+    def make_core(self, info: Any, config: EngineConfig, name: str) -> AnyCore:
         """Return the scheduler of one replica of the model ``name``, which is loaded as ``info``
         says."""
         ...

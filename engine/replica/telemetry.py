@@ -116,9 +116,9 @@ class ReplicaSnapshot:
 
     model: str
     replica: int
-    plans_discarded: int
     telemetry: TelemetrySnapshot | None
     process_bytes: int | None = None
+    plans_discarded: int = 0
     drafts: tuple[DraftCounts, ...] = ()  # of each drafter
 
 

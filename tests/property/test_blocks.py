@@ -14,8 +14,8 @@ from hypothesis.stateful import (
 from engine.config import SchedulerConfig
 from engine.core.common.credit import Credit
 from engine.core.text.blocks import BlockPool
-from engine.core.text.ledger import Ledger
 from engine.core.text.prefix import PrefixCache, extend_keys, root_key
+from engine.core.text.scheduler import Scheduler
 from engine.errors import EngineBug
 from tests.support.core_driver import make_request
 
@@ -189,7 +189,8 @@ def test_keys_are_equal_exactly_for_equal_prefixes_of_full_blocks():
     steps=st.lists(st.integers(0, 40), max_size=6),
 )
 def test_a_sequences_keys_are_those_of_its_tokens_however_it_grew(prompt, output, size, steps):
-    ledger = Ledger(SchedulerConfig(num_blocks=64, block_size=size, max_model_len=64))
+    config = SchedulerConfig(num_blocks=64, block_size=size, max_model_len=64)
+    ledger = Scheduler(config)._ledger
     seq = ledger.admit(make_request("r", prompt), Credit(1), 0.0).parent
     seq.output.extend(output)
     seq.num_tokens += len(output)

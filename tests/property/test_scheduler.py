@@ -397,7 +397,7 @@ class SchedulerMachine(Machine):
         for name, live in ledger.requests.items():
             said = self.driver.scheduler.explain(name, self.driver.now)
             forks = not live.request.outputs  # else the parent need not be furthest behind
-            if forks and live.parent in ledger.waiting.sequences and said.state == "WAITING":
+            if forks and live.parent in ledger.waiting.items and said.state == "WAITING":
                 places.append((live.parent.waiting_key, said.position))
         assert [place for _, place in sorted(places)] == sorted(place for _, place in places)
         assert len(set(places)) == len(places)

@@ -272,10 +272,10 @@ def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
         ledger = engine._pool.registry.entries["fake"].replicas[0].loop.core._ledger
         assert len(ledger.waiting) > 900
         for name in ("r10", "r990"):
-            queue = ledger.waiting.sequences
-            ledger.waiting.sequences, CountingList.count = CountingList(queue), 0
+            queue = ledger.waiting.items
+            ledger.waiting.items, CountingList.count = CountingList(queue), 0
             engine.explain(name)
-            looks[name], ledger.waiting.sequences = CountingList.count, queue
+            looks[name], ledger.waiting.items = CountingList.count, queue
 
     run(body, max_num_seqs=4)
     assert max(looks.values()) <= 20  # a search in 1,000 takes ten

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.core.common.events import PauseMode
 from engine.core.common.phases import Phase
@@ -12,7 +12,7 @@ from engine.core.encode.types import Encoded, EncodeRow, InputKind
 from tests.simulator.kind_watch import KindWatch, Live, Results
 
 if TYPE_CHECKING:
-    from engine.core.common.core import Core
+    from engine.core.common.core import AnyCore
     from engine.core.common.events import OutputEvent, Submit
     from engine.core.common.steps import StepFailure
     from engine.core.encode.types import EncodePlan, EncodeResult
@@ -39,7 +39,7 @@ class LiveInputs(Live):
 class EncodeWatch(KindWatch[LiveInputs]):
     """Watch the scheduler of one encoder."""
 
-    def __init__(self, scheduler: Core[Any, Any, Any]) -> None:
+    def __init__(self, scheduler: AnyCore) -> None:
         super().__init__(scheduler)
         self.step: list[tuple[LiveInputs, int, EncodeRow]] = []
         self.suspects: set[tuple[str, int]] = set()  # inputs that must run alone

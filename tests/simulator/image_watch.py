@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
 from engine.core.common.steps import RowFailure
@@ -17,7 +17,7 @@ from engine.errors import DeadlineInfeasible
 from tests.simulator.kind_watch import KindWatch, Live, Results
 
 if TYPE_CHECKING:
-    from engine.core.common.core import Core
+    from engine.core.common.core import AnyCore
     from engine.core.common.events import OutputEvent, Refused, Submit
     from engine.core.common.steps import StepFailure
     from engine.core.image.types import ImagePlan, ImageResult
@@ -47,7 +47,7 @@ class LiveDrawing(Live):
 class ImageWatch(KindWatch[LiveDrawing]):
     """Watch the scheduler of one image model."""
 
-    def __init__(self, scheduler: Core[Any, Any, Any]) -> None:
+    def __init__(self, scheduler: AnyCore) -> None:
         super().__init__(scheduler)
         self.step: tuple[LiveDrawing, ImagePlan, float] | None = None
         self.known: set[int] = set()  # sequences whose state the worker keeps

@@ -26,7 +26,7 @@ from engine.core.common.events import (
 from engine.core.common.types import EndReason
 
 if TYPE_CHECKING:
-    from engine.core.common.core import Core
+    from engine.core.common.core import AnyCore
     from engine.core.common.events import InputEvent, OutputEvent
     from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
@@ -62,7 +62,7 @@ class KindWatch(Generic[LiveT]):
     The watcher of a kind of work defines `accept`, `planned`, `commit`, `fail` and `is_whole`.
     """
 
-    def __init__(self, scheduler: Core[Any, Any, Any]) -> None:
+    def __init__(self, scheduler: AnyCore) -> None:
         self.scheduler = scheduler
         self.config: Any = scheduler.config
         self.pause: PauseMode | None = None

@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common import credit, stalls
-from engine.core.encode import batch, live_request, waiting_queue
+from engine.core.common import credit, live_requests
+from engine.core.encode import batch, live_request, waiting_inputs
 from engine.core.encode import scheduler as encode_scheduler
-from engine.core.image import intake, least_times, live_drawing, seats
+from engine.core.image import deadlines, least_times, live_drawing, seats
 from engine.core.image import scheduler as image_scheduler
-from engine.core.image import waiting_queue as image_queue
 from engine.core.text import (
     admission,
     best_rate,
@@ -118,8 +117,8 @@ MUTANTS = (
         "a late result keeps its slot",
         commit.Committer,
         "_take_result",
-        "        if has_slot:\n            seq.credit.cancel()\n        self.late_results += 1",
-        "        self.late_results += 1",
+        "seq.credit.cancel()\n        self._counters",
+        "pass\n        self._counters",
         seed=5,
     ),
     Mutant(
@@ -222,7 +221,7 @@ MUTANTS = (
         "nobody looks at the stall timeout",
         scheduler.Scheduler,
         "next_wakeup",
-        "next_stall(unread.values(), self.config.stall_timeout_s, now) if unread else None",
+        "super().next_wakeup(now) if self._parked else None",
         "None",
         seed=39,
     ),
@@ -472,8 +471,8 @@ MUTANTS = (
     Mutant(
         "a cancelled encode request stays in the queue",
         encode_scheduler.EncodeScheduler,
-        "_end",
-        "self._queue.remove(live)",
+        "_leave",
+        "self._inputs.remove(live)",
         "pass",
     ),
     Mutant(
@@ -500,10 +499,10 @@ MUTANTS = (
     ),
     Mutant(
         "an encoder's queue knows no aging",
-        waiting_queue.WaitingQueue,
-        "in_order",
-        "live.request.priority - floor(waited / self._aging_s)",
-        "live.request.priority",
+        live_request.LiveEncode,
+        "key_in_queue",
+        "aged_priority(self.request, now, aging_s)",
+        "self.request.priority",
     ),
     Mutant(
         "an encoder that ran out of memory is asked for as much again",
@@ -533,7 +532,7 @@ MUTANTS = (
         "nobody looks at an encoder's stall timeout",
         encode_scheduler.EncodeScheduler,
         "next_wakeup",
-        "return next_stall(self._parked.values(), self.config.stall_timeout_s, now)",
+        "return None if first == math.inf else max(now, first)",
         "return None",
         seed=26,
     ),
@@ -593,9 +592,9 @@ MUTANTS = (
     ),
     Mutant(
         "the queue forgets of which kind an input in a step was",
-        waiting_queue.WaitingQueue,
+        waiting_inputs.WaitingInputs,
         "_count",
-        "self.num_by_kind[live.request.inputs[index].kind] += sign",
+        "self.by_kind[live.request.inputs[index].kind] += sign",
         "pass",
         seed=2,
     ),
@@ -705,10 +704,10 @@ MUTANTS = (
     ),
     Mutant(
         "a stream that waits stalls like any other",
-        stalls,
-        "_stalls_at",
-        "max(one.parked_since, one.credit.waits_until)",
-        "one.parked_since",
+        live_requests.Live,
+        "stalls_at",
+        "max(self.parked_since, self.credit.waits_until)",
+        "self.parked_since",
         seed=151,
     ),
     Mutant(
@@ -913,14 +912,14 @@ MUTANTS = (
         "others wait for a drawing whose reader has no room",
         seats.Seats,
         "next_in_turn",
-        "live.credit.mark_starved()",
-        "live.credit.mark_starved()\n        return None",
+        "self._park(live, now)",
+        "self._park(live, now)\n        return None",
         seed=15,
     ),
     Mutant(
         "a drawing that is parked is never told that there is room",
-        seats.Seats,
-        "next_in_turn",
+        image_scheduler.ImageScheduler,
+        "_park",
         "live.credit.mark_starved()",
         "pass",
         seed=15,
@@ -952,7 +951,7 @@ MUTANTS = (
     Mutant(
         "the worker is not told that a drawing has ended",
         image_scheduler.ImageScheduler,
-        "_end",
+        "_leave",
         "self._ended.append(live.sequence)",
         "pass",
         seed=1,
@@ -960,7 +959,7 @@ MUTANTS = (
     Mutant(
         "a cancelled drawing keeps its seat",
         image_scheduler.ImageScheduler,
-        "_end",
+        "_leave",
         "self._seats.remove(live)",
         "pass",
         seed=10,
@@ -968,8 +967,8 @@ MUTANTS = (
     Mutant(
         "a cancelled drawing stays in the queue",
         image_scheduler.ImageScheduler,
-        "_end",
-        "self._queue.remove(live)",
+        "_leave",
+        "self._waiting.remove(live)",
         "pass",
         seed=17,
     ),
@@ -1023,18 +1022,18 @@ MUTANTS = (
     ),
     Mutant(
         "a queue of drawings knows no aging",
-        image_queue.WaitingQueue,
-        "_key",
-        "live.request.priority - floor(waited / self._aging_s)",
-        "live.request.priority",
+        live_drawing.LiveDrawing,
+        "key_in_queue",
+        "aged_priority(self.request, now, aging_s)",
+        "self.request.priority",
         seed=31,
     ),
     Mutant(
         "nobody looks at the stall timeout of drawings",
         image_scheduler.ImageScheduler,
         "next_wakeup",
-        "stall = next_stall(self._seats.parked, self.config.stall_timeout_s, now)",
-        "stall = None",
+        "super().next_wakeup(now)",
+        "None",
         seed=58,
     ),
     Mutant(
@@ -1047,7 +1046,7 @@ MUTANTS = (
     ),
     Mutant(
         "a deadline is refused by twice the time that a drawing takes",
-        intake.Intake,
+        deadlines.Deadlines,
         "_latest_start",
         "deadline - self._times.seconds_for(request)",
         "deadline - 2 * self._times.seconds_for(request)",

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from engine.config import EngineConfig
-from engine.core.common.core import CoreStatistics
 from engine.core.common.events import Admitted, Cancel, Finished, StepDone, StepFailed, Submit
 from engine.core.common.phases import Phase
-from engine.core.common.types import EndReason, Timings, Usage
+from engine.core.common.types import CoreStatistics, EndReason, Timings, Usage
 from engine.errors import InvalidRequest
 from engine.requests.prepared import Prepared
 from engine.requests.stream import RequestStream

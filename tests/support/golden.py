@@ -192,7 +192,7 @@ class Interpreter:
     def do_state(self):
         ledger = self.driver.scheduler._ledger
         lines = [self._sequence(seq) for seq in ledger.live_sequences()]
-        if waiting := ledger.waiting.sequences:
+        if waiting := ledger.waiting.items:
             lines.append("line: " + " ".join(seq.request_id for seq in waiting))
         stats = self.driver.scheduler.statistics()
         wakeup = self.driver.scheduler.next_wakeup(self.driver.now)

@@ -147,7 +147,7 @@ def test_a_reader_that_has_taken_something_is_not_stalled_before_its_report_come
     driver.submit("a", steps=5, buffer=1)
     for _ in range(3):
         driver.step(read=False)
-    (live,) = driver.scheduler._seats.parked
+    (live,) = driver.scheduler._parked.values()
     assert live.credit.release()
     driver.tick(31.0)
     assert not driver.finished

@@ -50,7 +50,7 @@ def damage(function):
 
 @damage
 def drop_from_queue(driver):
-    ledger(driver).waiting.sequences.clear()
+    ledger(driver).waiting.items.clear()
 
 
 @damage
@@ -119,7 +119,7 @@ def too_many_seats(driver):
 @damage
 def jump_the_queue(driver):
     driver.submit(make_request("last", range(50, 55), arrival=1.0))
-    ledger(driver).waiting.sequences.reverse()
+    ledger(driver).waiting.items.reverse()
 
 
 @damage

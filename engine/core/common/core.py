@@ -1,23 +1,51 @@
-"""What a replica needs from a kind of work: the `Core` protocol, and its statistics.
+"""What every kind of work does alike, from an input event to a plan: the base of its scheduler.
 
-A kind of work (text, encoders, drawing) is a request, a plan and a result. Its scheduler decides
-what a step computes; its runner turns a plan into a result. The loop, the replica and the
-supervisor know a scheduler by `Core` alone.
+A kind of work (text, encoders, drawing) is a request, a plan and a result. The loop, the replica
+and the supervisor know its scheduler as a `Core`. Its runner turns a plan into a result.
+
+Rule 1: two methods drive a core. `apply(event, now)` takes everything that happens and returns the
+events that it caused, in order; `plan(now)` returns the next step, whose `StepDone` or `StepFailed`
+must be applied before the next `plan` (design D2, D4). Rule 2: time comes as ``now``, in seconds of
+the engine's one clock; nothing here reads a clock, and decisions depend only on the inputs. Rule 3:
+each accepted choice emits exactly one `Finished`.
+
+Source: etcd raft's Ready/Advance for the shape; design D17–D19 for the contents.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from engine.core.common.events import Journaled, RequestT, ResultT
+from engine.core.common import refusals
+from engine.core.common.events import (
+    Admitted,
+    Cancel,
+    Journaled,
+    Pause,
+    PauseMode,
+    ReaderDrained,
+    Refused,
+    RequestT,
+    ResultT,
+    Resume,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+)
+from engine.core.common.live_requests import LiveRequests, LiveT
+from engine.core.common.types import EndReason, PlanId
+from engine.errors import EngineBug
 
 if TYPE_CHECKING:
     from collections.abc import Sized
 
+    from engine.config import CoreLimits
+    from engine.core.common.credit import Credit
     from engine.core.common.events import InputEvent, OutputEvent
-    from engine.core.common.phases import Phase
-    from engine.core.common.types import DraftCounts, Explanation, PlanId, RequestId
+    from engine.core.common.steps import StepFailure
+    from engine.errors import FieldViolation, TrioletError
 
 
 class Plan(Journaled, Protocol):
@@ -40,72 +68,35 @@ class Plan(Journaled, Protocol):
 
 
 PlanT = TypeVar("PlanT", bound=Plan)
-PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class CoreStatistics:
-    """A snapshot of one scheduler. A field that a kind of work does not have is 0.
-
-    The first four count sequences, inputs of an encoder, or drawings: those in a step or ready for
-    one, those that wait for their start, those parked because of their reader, and those that have
-    ended while a step still uses what they hold. ``queued_tokens`` are the tokens of those that
-    wait, and ``peak_waiting`` is how many have been in the queue at most. Blocks are of the KV
-    pool, and states are the state slots of a model with recurrent layers, of which
-    ``cached_states`` have a snapshot. The other fields count since the start; ``late_results`` are
-    results for sequences that had ended.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    parked: int = 0
-    ending: int = 0
-    queued_tokens: int = 0
-    peak_waiting: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    cached_blocks: int = 0
-    free_states: int = 0
-    total_states: int = 0
-    cached_states: int = 0
-    step_count: int = 0
-    step_rows_total: int = 0
-    prompt_tokens_total: int = 0
-    completion_tokens_total: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    late_results: int = 0
-    plans_discarded: int = 0
-    drafts: tuple[DraftCounts, ...] = ()  # of each drafter
-
-
-class CoreConfig(Protocol):
-    """The limits of a scheduler that others read, too."""
+class Step(Protocol):
+    """A step as its scheduler keeps it while it is in flight."""
 
     @property
-    def max_queued_requests(self) -> int:
-        """How many requests may wait for their start."""
-        ...
-
-    @property
-    def stall_timeout_s(self) -> float:
-        """How long a full stream may go unread, in seconds."""
+    def plan(self) -> Any:
+        """The plan that the worker executes, of the kind's class."""
         ...
 
 
-class Core(Protocol[RequestT, PlanT_co, ResultT]):
+StepT = TypeVar("StepT", bound=Step)
+
+
+class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT]):
     """One replica's scheduler: synchronous, not thread-safe, and never waits.
 
-    Two methods drive it: `apply` takes everything that happens, `plan` returns the next step, whose
-    `StepDone` or `StepFailed` must be applied before the next `plan`. Time comes as ``now``, in
-    seconds of the engine's one clock; nothing here reads a clock.
+    A kind says what it alone knows: which requests it refuses, what the next step computes, what a
+    row's result means, and what a request holds.
     """
 
-    @property
-    def config(self) -> CoreConfig:
-        """The scheduler's limits."""
-        ...
+    token_word = "tokens"  # what a refusal calls `CoreRequest.num_tokens`
+
+    def __init__(self, config: CoreLimits) -> None:
+        super().__init__(config)
+        self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
+        self._step: StepT | None = None
+
+    # ---- the two verbs
 
     def apply(self, event: InputEvent[RequestT, ResultT], now: float) -> list[OutputEvent]:
         """Take one input event and return the output events that it caused, in order.
@@ -113,65 +104,153 @@ class Core(Protocol[RequestT, PlanT_co, ResultT]):
         Raises:
             EngineBug: The result is not of the plan in flight; nothing changed.
         """
-        ...
+        match event:
+            case StepDone():
+                self._commit(self._take_step(event.result.plan_id), event.result, now)
+            case Submit():
+                self._submit(event, now)
+            case Cancel():
+                if (live := self._requests.get(event.request_id)) is not None:
+                    self._end(live, event.reason, now)
+            case ReaderDrained():
+                if (live := self._parked.get(event.request_id)) is not None:
+                    self._reader_drained(live, now)
+            case StepFailed():
+                self._step_failed(self._take_step(event.failure.plan_id), event.failure, now)
+            case Tick():
+                self._end_due(now)
+            case Pause():
+                self._pause = event.mode
+                if event.mode is PauseMode.ABORT:
+                    for live in list(self._requests.values()):
+                        self._end(live, EndReason.ABORTED, now, "paused")
+            case Resume():
+                self._pause = None
+            case _:
+                self._apply_own(event, now)
+        return self._take_events()
 
-    def plan(self, now: float) -> tuple[PlanT_co | None, list[OutputEvent]]:
-        """Return the next step, or None if there is nothing to compute; and the output events that
-        planning caused.
+    def plan(self, now: float) -> tuple[PlanT | None, list[OutputEvent]]:
+        """Return the next step to execute, or None if there is nothing to compute; and the events
+        that planning caused.
 
         Raises:
             EngineBug: A plan is in flight already.
         """
-        ...
+        if self._step is not None:
+            raise EngineBug(f"plan {self._step.plan.plan_id} is still in flight")
+        counters = self._counters
+        step = self._step = self._next_step(PlanId(counters.steps + 1), now)
+        if step is None:
+            return None, self._take_events()
+        counters.steps += 1
+        counters.rows += len(step.plan.rows)
+        return step.plan, self._take_events()
 
     def prepare(self, now: float) -> None:
-        """Make the next plan while a step runs, so that `plan` only has to return it."""
-        ...
-
-    def next_wakeup(self, now: float) -> float | None:
-        """Return the time at which a `Tick` will have something to do if nothing else happens
-        before, or None if it never will."""
-        ...
+        """Make the next plan while a step runs, so that `plan` only has to return it. Do nothing
+        where planning takes microseconds."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is live and no step is in flight."""
-        ...
+        return not self._requests and self._step is None
 
-    def is_live(self, request_id: RequestId) -> bool:
-        """Return whether the request holds anything: a place in the queue, memory, a row."""
-        ...
+    def _take_events(self) -> list[OutputEvent]:
+        if not self._events:
+            return []
+        events = self._events.copy()
+        self._events.clear()
+        return events
 
-    def phase_of(self, request_id: RequestId) -> Phase | None:
-        """Return the phase of a live request, or None if it is not live."""
-        ...
+    def _take_step(self, plan_id: PlanId) -> StepT:
+        step = self._step
+        if step is None or step.plan.plan_id != plan_id:
+            raise EngineBug(f"plan {plan_id} is not in flight")
+        self._step = None
+        return step
 
-    def has_begun(self, request_id: RequestId) -> bool:
-        """Return whether the worker knows of a live request, because a step with a row of it has
-        begun. A request of a prepared plan has not begun, whatever its phase."""
-        ...
+    # ---- requests
 
-    def explain(self, request_id: RequestId, now: float) -> Explanation | None:
-        """Return what a live request does and waits for, or None if it is not live."""
-        ...
+    def _submit(self, event: Submit[RequestT], now: float) -> None:
+        request = event.request
+        refused = self._refusal(request, event.credit, now)
+        if refused is not None:
+            self._events.append(Refused(request.request_id, refused))
+            return
+        self._requests[request.request_id] = self._admit(request, event.credit, now)
+        self._counters.prompt_tokens += request.prompt_tokens
+        self._events.append(Admitted(request.request_id, request.prompt_tokens))
 
-    def statistics(self) -> CoreStatistics:
-        """Return the counters as they stand."""
-        ...
+    def _refusal(self, request: RequestT, credit: Credit, now: float) -> TrioletError | None:
+        """Return why a request is refused, or None if it is accepted."""
+        return (
+            refusals.duplicate_or_paused(request.request_id, self._requests, self._pause)
+            or self._misfit(request, credit)
+            or refusals.queue_full(
+                self.config, self._queued(), request, self._tokens_per_s, self.token_word
+            )
+            or self._infeasible(request, now)
+        )
 
-    def prefix_keys(self, request: RequestT) -> list[bytes]:
-        """Return the keys of the prompt's parts that may be cached, for `cached_tokens`. The
-        request need not be submitted. A kind of work without a prefix cache returns no keys."""
-        ...
+    def _end_due(self, now: float) -> None:
+        """End what has to end by now: the requests that have stalled."""
+        for live in self._stalled(now):
+            self._end(live, EndReason.STALLED, now)
 
-    def cached_tokens(self, keys: list[bytes]) -> int:
-        """Return how many tokens of the prefix with these keys need not be computed here."""
-        ...
+    # ---- what a kind adds
 
-    def check(self) -> None:
-        """Check every invariant.
+    @property
+    @abstractmethod
+    def _tokens_per_s(self) -> float:
+        """The recent rate of what `CoreRequest.num_tokens` counts; 0 while it is unknown."""
 
-        Raises:
-            AssertionError: It names the first invariant that does not hold.
-        """
-        ...
+    def _queued(self) -> tuple[int, int]:
+        """Return how many requests and tokens the queue holds before a new one."""
+        return len(self._waiting), self._waiting.num_tokens
+
+    def _misfit(self, request: RequestT, credit: Credit) -> TrioletError | None:
+        """Return the error of a request that can never be computed here, or None."""
+        return None
+
+    def _infeasible(self, request: RequestT, now: float) -> TrioletError | None:
+        """Return the error of a request that cannot be computed by its deadline (D18), or None."""
+        return None
+
+    @abstractmethod
+    def _admit(self, request: RequestT, credit: Credit, now: float) -> LiveT:
+        """Return an accepted request as it lives from now on, in the queue."""
+
+    @abstractmethod
+    def _end(
+        self,
+        live: LiveT,
+        reason: EndReason,
+        now: float,
+        detail: str = "",
+        violation: FieldViolation | None = None,
+    ) -> None:
+        """End every choice of a live request that has not ended, and emit its `Finished`."""
+
+    @abstractmethod
+    def _reader_drained(self, live: LiveT, now: float) -> None:
+        """Let a parked request go on, because its reader has taken something."""
+
+    @abstractmethod
+    def _next_step(self, plan_id: PlanId, now: float) -> StepT | None:
+        """Return the next step, with its plan and its message slots; None if there is nothing to
+        compute."""
+
+    @abstractmethod
+    def _commit(self, step: StepT, result: ResultT, now: float) -> None:
+        """Take the result of a step that succeeded."""
+
+    @abstractmethod
+    def _step_failed(self, step: StepT, failure: StepFailure, now: float) -> None:
+        """Undo a step that failed, and decide what becomes of its rows."""
+
+    def _apply_own(self, event: InputEvent[RequestT, ResultT], now: float) -> None:
+        """Take an event that only some kinds know; the others ignore it."""
+
+
+AnyCore: TypeAlias = Core[Any, Any, Any, Any, Any]

@@ -73,6 +73,11 @@ class CoreRequest(Journaled, Protocol):
         ...
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of what the client sent, for the usage."""
+        ...
+
+    @property
     def num_tokens_ahead(self) -> int:
         """The most tokens that have to be computed, those of the output included."""
         ...

@@ -5,7 +5,7 @@ Rule: pure functions of their arguments; each returns the error of the refusal, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine.core.common.events import PauseMode
 from engine.errors import DuplicateRequest, Overloaded, Paused
@@ -13,24 +13,12 @@ from engine.errors import DuplicateRequest, Overloaded, Paused
 if TYPE_CHECKING:
     from collections.abc import Container
 
+    from engine.config import CoreLimits
+    from engine.core.common.events import CoreRequest
     from engine.core.common.types import RequestId
     from engine.errors import TrioletError
 
 RETRY_AFTER_S = (1.0, 30.0)  # the estimate of the queue's time is clamped to this range
-
-
-class QueueLimits(Protocol):
-    """How much a queue may hold."""
-
-    @property
-    def max_queued_requests(self) -> int:
-        """How many requests may wait."""
-        ...
-
-    @property
-    def max_queued_tokens(self) -> int:
-        """How many tokens the waiting requests may have together."""
-        ...
 
 
 def duplicate_or_paused(
@@ -45,27 +33,23 @@ def duplicate_or_paused(
 
 
 def queue_full(
-    limits: QueueLimits,
-    num_requests: int,
-    num_tokens: int,
-    *,
-    queued_tokens: int,
+    limits: CoreLimits,
+    queued: tuple[int, int],
+    request: CoreRequest,
     tokens_per_s: float,
-    unit: str = "tokens",
+    token_word: str,
 ) -> Overloaded | None:
-    """Refuse a request of ``num_tokens`` tokens if the queue, which holds ``num_requests`` requests
-    and ``queued_tokens`` tokens, has no room for it. A request of any size fits in a queue without
-    tokens. ``unit`` is what the refusal calls the tokens of this kind of work."""
-    is_full = num_requests >= limits.max_queued_requests
-    if not is_full and queued_tokens + num_tokens <= max(limits.max_queued_tokens, num_tokens):
+    """Refuse a request for which the queue, with its ``queued`` requests and tokens, has no room. A
+    request of any size fits in a queue without tokens. ``token_word`` is what the refusal calls the
+    tokens of this kind of work."""
+    (num_queued, tokens_queued), num_tokens = queued, request.num_tokens
+    most = limits.max_queued_requests
+    is_full = num_queued >= most
+    if not is_full and tokens_queued + num_tokens <= max(limits.max_queued_tokens, num_tokens):
         return None
-    plural = "s" * (limits.max_queued_requests != 1)
-    bound = (
-        f"{limits.max_queued_requests} request{plural}"
-        if is_full
-        else f"{limits.max_queued_tokens} {unit}"
-    )
-    wait = retry_after(queued_tokens, tokens_per_s)
+    requests = f"{most} request{'s' * (most != 1)}"
+    bound = requests if is_full else f"{limits.max_queued_tokens} {token_word}"
+    wait = retry_after(tokens_queued, tokens_per_s)
     return Overloaded(f"the queue holds its {bound}", retry_after_s=wait)
 
 

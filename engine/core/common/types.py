@@ -104,3 +104,27 @@ class Explanation:
         return replace(
             self, waiting_for=f"{self.waiting_for}; {what}" if self.waiting_for else what
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStatistics:
+    """A snapshot of one scheduler: what every kind of work counts. A kind may have a class of its
+    own with more.
+
+    The first four count sequences, inputs of an encoder, or drawings: those in a step or ready for
+    one, those that wait for their start, those parked because of their reader, and those that have
+    ended while a step still uses what they hold. ``queued_tokens`` are the tokens of those that
+    wait, and ``peak_waiting`` is how many have been in the queue at most. The other fields count
+    since the start; ``late_results`` are results for what had ended.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    parked: int = 0
+    ending: int = 0
+    queued_tokens: int = 0
+    peak_waiting: int = 0
+    step_count: int = 0
+    step_rows_total: int = 0
+    prompt_tokens_total: int = 0
+    late_results: int = 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.encode.live_request import LiveEncode
     from engine.core.encode.types import InputKind
-    from engine.core.encode.waiting_queue import WaitingQueue
+    from engine.core.encode.waiting_inputs import WaitingInputs
 
 
 class BatchBuilder:
@@ -29,7 +29,7 @@ class BatchBuilder:
 
     def __init__(
         self,
-        queue: WaitingQueue,
+        waiting: WaitingInputs,
         config: EncoderConfig,
         now: float,
         budget: int,
@@ -39,7 +39,7 @@ class BatchBuilder:
     ) -> None:
         self.chosen: list[tuple[LiveEncode, int]] = []
         self.starved: list[LiveEncode] = []
-        self._queue = queue
+        self._waiting = waiting
         self._max_num_seqs = config.max_num_seqs
         self._now = now
         self._budget = budget
@@ -51,18 +51,18 @@ class BatchBuilder:
         """Choose the inputs and reserve a message slot for each. Remove requests that have no
         inputs left from the queue."""
         for kind in self._kinds():
-            for live in self._queue.in_order(self._now):
+            for live in self._waiting.queue.in_order(self._now):
                 if kind in live.left and self._may_go_on(live) and not self._take(live, kind):
                     break
             if self.chosen:
                 break
         for live in dict.fromkeys(live for live, _ in self.chosen):
             if not live.left:
-                self._queue.remove(live)
+                self._waiting.remove(live)
 
     def _kinds(self) -> list[InputKind]:
         """Return the kinds of the inputs that wait, that of the step before last."""
-        kinds = [kind for kind, number in self._queue.num_by_kind.items() if number]
+        kinds = [kind for kind, number in self._waiting.by_kind.items() if number]
         return sorted(kinds, key=lambda kind: kind is self._after)
 
     def _may_go_on(self, live: LiveEncode) -> bool:
@@ -82,7 +82,7 @@ class BatchBuilder:
                     self.starved.append(live)
                 return True
             self._longest = max(self._longest, live.length(index))
-            self._queue.take(live, index, self._now)
+            self._waiting.take(live, index, self._now)
             self.chosen.append((live, index))
         return True
 

@@ -5,55 +5,39 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from engine.core.common.one_choice import OneChoice
 from engine.core.common.phases import Phase
+from engine.core.common.types import Timings
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.encode.types import EncodeRequest, InputKind
 
 
-class LiveEncode:
+class LiveEncode(OneChoice["EncodeRequest"]):
     """A request that was accepted. Each of its inputs is in ``left``, or in the step in flight
-    (``in_step`` of them), or done. ``left`` has the inputs by kind, and no kind without inputs.
+    (``in_step`` of them), or done. ``left`` has the inputs by kind, and no kind without inputs;
+    ``tokens_left`` are their tokens.
 
-    The request is in the waiting queue while inputs are left and it is not parked. ``is_ended``:
-    its `Finished` event was emitted; the results of its rows that are still in a step are dropped.
+    The request is in the waiting queue while inputs are left and it is not parked. It has started
+    when its first row was planned.
     """
 
-    __slots__ = (
-        "credit",
-        "in_step",
-        "is_ended",
-        "left",
-        "num_done",
-        "num_tokens",
-        "parked_s",
-        "parked_since",
-        "rank",
-        "request",
-        "started_at",
-        "submitted_at",
-        "tokens_left",
-    )
+    __slots__ = ("in_step", "left", "num_done", "tokens_left")
 
-    def __init__(self, request: EncodeRequest, credit: Credit, now: float, tie: int) -> None:
-        self.request = request
-        self.credit = credit
-        self.rank = (request.arrival, tie)
-        self.submitted_at = now
-        self.started_at: float | None = None  # when its first row was planned
-        self.parked_since: float | None = None
-        self.parked_s = 0.0
+    running_phase = Phase.ENCODE
+
+    def __init__(self, request: EncodeRequest, credit: Credit, now: float, number: int) -> None:
+        super().__init__(request, credit, now, number)
         self.in_step = 0
         self.num_done = 0
-        self.is_ended = False
         # Longest first: neighbours in a batch are then of similar length, and a step that will run
         # out of memory does so early.
         lengths = [one.num_tokens for one in request.inputs]
         self.left: dict[InputKind, deque[int]] = {}
         for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
             self.left.setdefault(request.inputs[index].kind, deque()).append(index)
-        self.num_tokens = self.tokens_left = sum(lengths)
+        self.tokens_left = sum(lengths)
 
     def __repr__(self) -> str:
         return (
@@ -62,11 +46,14 @@ class LiveEncode:
         )
 
     @property
-    def phase(self) -> Phase:
-        """The request's phase: QUEUED, ENCODE or PARKED."""
-        if self.parked_since is not None:
-            return Phase.PARKED
-        return Phase.QUEUED if self.started_at is None else Phase.ENCODE
+    def has_begun(self) -> bool:
+        """Whether a row of it has been in a step."""
+        return self.started_at is not None
+
+    @property
+    def queued_tokens(self) -> int:
+        """The tokens of the inputs that are left."""
+        return self.tokens_left
 
     @property
     def is_queued(self) -> bool:
@@ -85,10 +72,6 @@ class LiveEncode:
     def is_left(self, index: int) -> bool:
         """Return whether an input is neither in the step nor done."""
         return index in self.left.get(self.request.inputs[index].kind, ())
-
-    def is_late(self, now: float) -> bool:
-        """Return whether the deadline has passed; the request is then about to be cancelled."""
-        return self.request.deadline is not None and self.request.deadline <= now
 
     def take(self, index: int, now: float) -> None:
         """Move an input that was left into a step."""
@@ -112,12 +95,11 @@ class LiveEncode:
         self.left.setdefault(self.request.inputs[index].kind, deque()).appendleft(index)
         self.tokens_left += self.length(index)
 
-    def park(self, now: float) -> None:
-        """Start counting the time that the request waits for its reader."""
-        self.parked_since = now
-
-    def unpark(self, now: float) -> None:
-        """Stop counting the time that the request waits for its reader."""
-        assert self.parked_since is not None
-        self.parked_s += now - self.parked_since
-        self.parked_since = None
+    def timings(self, now: float) -> Timings:
+        """Return the seconds that it waited, was encoded and was parked."""
+        started_at = now if self.started_at is None else self.started_at
+        return Timings(
+            queue_s=started_at - self.submitted_at,
+            prefill_s=max(0.0, now - started_at - self.parked_s),
+            parked_s=self.parked_s,
+        )

@@ -104,6 +104,11 @@ class EncodeRequest:
         return sum(one.num_tokens for one in self.inputs)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all inputs together."""
+        return self.num_tokens
+
+    @property
     def num_tokens_ahead(self) -> int:
         """Tokens of all inputs together: an encoder's output has none."""
         return self.num_tokens

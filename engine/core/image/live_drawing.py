@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.core.common.one_choice import OneChoice
 from engine.core.common.phases import Phase
+from engine.core.common.types import Timings
 from engine.core.image.types import ImageVerb
 
 if TYPE_CHECKING:
@@ -28,44 +30,22 @@ class Part(NamedTuple):
     needs_slot: bool
 
 
-class LiveDrawing:
+class LiveDrawing(OneChoice["ImageRequest"]):
     """A request that was accepted. ``num_done`` of its steps, in the order of `part`, are done.
 
     It waits until it gets a ``sequence``, by which the worker knows it. From then on it has a seat,
-    until its end. ``in_step``: its next step is in flight. ``is_ended``: its `Finished` event was
-    emitted; the result of its step in flight is dropped.
+    until its end. ``in_step``: its next step is in flight.
     """
 
-    __slots__ = (
-        "credit",
-        "denoised_at",
-        "encoded_at",
-        "in_step",
-        "is_ended",
-        "num_done",
-        "parked_s",
-        "parked_since",
-        "rank",
-        "request",
-        "sequence",
-        "started_at",
-        "submitted_at",
-    )
+    __slots__ = ("denoised_at", "encoded_at", "in_step", "num_done", "sequence")
 
-    def __init__(self, request: ImageRequest, credit: Credit, now: float, tie: int) -> None:
-        self.request = request
-        self.credit = credit
-        self.rank = (request.priority, request.arrival, tie)
-        self.submitted_at = now
+    def __init__(self, request: ImageRequest, credit: Credit, now: float, number: int) -> None:
+        super().__init__(request, credit, now, number)
         self.sequence: SequenceId | None = None
-        self.started_at: float | None = None
         self.encoded_at: float | None = None  # when the first step was done
         self.denoised_at: float | None = None  # when the last denoising step was done
-        self.parked_since: float | None = None
-        self.parked_s = 0.0
         self.num_done = 0
         self.in_step = False
-        self.is_ended = False
 
     def __repr__(self) -> str:
         done = f"{self.num_done} of {self.num_parts} steps done"
@@ -95,21 +75,20 @@ class LiveDrawing:
         return min(max(0, self.num_done - 1), self.request.num_steps)
 
     @property
-    def phase(self) -> Phase:
-        """The request's phase: QUEUED, PARKED, ENCODE, DENOISE or DECODE."""
-        if self.parked_since is not None:
-            return Phase.PARKED
-        return Phase.QUEUED if self.started_at is None else PHASES[self.part.verb]
+    def running_phase(self) -> Phase:
+        """What its next step does."""
+        return PHASES[self.part.verb]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has been in a step."""
+        return self.num_done > 0 or self.in_step
 
     @property
     def wants_preview(self) -> bool:
         """Whether the next step is one that gives a preview."""
         every, part = self.request.preview_every, self.part
         return part.verb is ImageVerb.DENOISE and bool(every) and (part.index + 1) % every == 0
-
-    def is_late(self, now: float) -> bool:
-        """Return whether the deadline has passed; the request is then about to be cancelled."""
-        return self.request.deadline is not None and self.request.deadline <= now
 
     def step_done(self, now: float) -> None:
         """Count the step in flight as done."""
@@ -119,12 +98,13 @@ class LiveDrawing:
         if self.num_done == 1 + self.request.num_steps:
             self.denoised_at = now
 
-    def park(self, now: float) -> None:
-        """Start counting the time that the request waits for its reader."""
-        self.parked_since = now
-
-    def unpark(self, now: float) -> None:
-        """Stop counting the time that the request waits for its reader."""
-        assert self.parked_since is not None
-        self.parked_s += now - self.parked_since
-        self.parked_since = None
+    def timings(self, now: float) -> Timings:
+        """Return the seconds that it waited, encoded its prompt, and took for the rest."""
+        started = now if self.started_at is None else self.started_at
+        encoded = now if self.encoded_at is None else self.encoded_at
+        return Timings(
+            queue_s=started - self.submitted_at,
+            prefill_s=encoded - started,
+            decode_s=max(0.0, now - encoded - self.parked_s),
+            parked_s=self.parked_s,
+        )

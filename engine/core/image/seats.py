@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING
 from engine.core.common.types import SequenceId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from engine.core.common.waiting_queue import WaitingQueue
     from engine.core.image.live_drawing import LiveDrawing
-    from engine.core.image.waiting_queue import WaitingQueue
 
 HELD_SHARE = 4  # guess: a drawing's state is small beside the model's workspace
 
 
 class Seats:
-    """Lets at most ``max_drawings`` drawings take turns."""
+    """Lets at most ``max_drawings`` drawings take turns. ``park`` parks a drawing whose reader has
+    no room."""
 
-    def __init__(self, max_drawings: int) -> None:
+    def __init__(self, max_drawings: int, park: Callable[[LiveDrawing, float], None]) -> None:
         self._max_drawings = max_drawings
+        self._park = park
         self._seated: list[LiveDrawing] = []  # sorted by rank
         self._last_rank: tuple[float, ...] = ()  # of the drawing that took the last step
         self._sequence_ids = count(1)
@@ -39,15 +41,13 @@ class Seats:
     def __iter__(self) -> Iterator[LiveDrawing]:
         return iter(self._seated)
 
-    @property
-    def parked(self) -> list[LiveDrawing]:
-        """The drawings that wait for their readers."""
-        return [live for live in self._seated if live.parked_since is not None]
-
-    def fill(self, queue: WaitingQueue, now: float) -> bool:
+    def fill(self, queue: WaitingQueue[LiveDrawing], now: float) -> bool:
         """Give free seats to the first in the queue. Return whether anyone got one."""
         num_before = len(self._seated)
-        while self._has_room(now) and (live := queue.first(now)) is not None:
+        while self._has_room(now):
+            ready = (live for live in queue.in_order(now) if not live.is_late(now))
+            if (live := next(ready, None)) is None:
+                break
             queue.remove(live)
             live.sequence, live.started_at = SequenceId(next(self._sequence_ids)), now
             self._seated.append(live)
@@ -72,8 +72,7 @@ class Seats:
             if not live.part.needs_slot or live.credit.try_reserve():
                 self._last_rank = live.rank
                 return live
-            live.park(now)
-            live.credit.mark_starved()
+            self._park(live, now)
         return None
 
     def remove(self, live: LiveDrawing) -> None:

@@ -143,7 +143,7 @@ def promised_states(ledger: Ledger) -> int:
 def states_of_next(ledger: Ledger) -> int:
     """Return how many state slots the first sequence in the queue needs, if it has seats: those are
     not for snapshots, which only save work."""
-    first = next(iter(ledger.waiting.sequences), None)
+    first = next(iter(ledger.waiting.items), None)
     return ledger.seats_of(first) if first is not None and ledger.seats_over(first) <= 0 else 0
 
 

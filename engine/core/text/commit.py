@@ -19,6 +19,7 @@ from engine.errors import EngineBug
 
 if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
+    from engine.core.common.live_requests import Counters
     from engine.core.text.drafts import Drafts
     from engine.core.text.endings import Endings
     from engine.core.text.ledger import Ledger
@@ -28,18 +29,23 @@ if TYPE_CHECKING:
 
 
 class Committer:
-    """Commits steps and appends their events to ``events``. ``completion_tokens`` and
-    ``late_results`` count since the start."""
+    """Commits steps and appends their events to ``events``. ``completion_tokens`` count
+    since the start."""
 
     def __init__(
-        self, ledger: Ledger, endings: Endings, drafts: Drafts, events: list[OutputEvent]
+        self,
+        ledger: Ledger,
+        endings: Endings,
+        drafts: Drafts,
+        events: list[OutputEvent],
+        counters: Counters,
     ) -> None:
         self._ledger = ledger
         self._drafts = drafts
         self._endings = endings
         self._events = events
+        self._counters = counters
         self.completion_tokens = 0
-        self.late_results = 0
 
     def commit(self, step: PlannedStep, result: StepResult, now: float) -> None:
         """Take the results of a step that succeeded.
@@ -116,7 +122,7 @@ class Committer:
         if seq.state is not State.RUNNING:  # it ended while the step ran (R156)
             if has_slot:
                 seq.credit.cancel()
-            self.late_results += 1
+            self._counters.late_results += 1
             if not seq.in_step:
                 self._ledger.finish(seq)
             return

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common.events import Finished
-from engine.core.common.stalls import stalled
-from engine.core.common.types import EndReason
-from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
+    from engine.core.common.types import EndReason
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveRequest, Sequence
     from engine.errors import FieldViolation
@@ -73,16 +71,5 @@ class Endings:
     ) -> None:
         """End every choice that has not ended."""
         for seq in list(live.sequences):
-            if seq.state not in (State.FINISHED, State.ENDING):
+            if not seq.has_ended:
                 self.end(seq, reason, now, detail=detail, violation=violation)
-
-    def end_all(self, reason: EndReason, now: float, detail: str) -> None:
-        """End every live request."""
-        for live in list(self._ledger.requests.values()):
-            self.end_request(live, reason, now, detail)
-
-    def end_stalled(self, now: float) -> None:
-        """End the requests whose readers have taken nothing for the stall timeout."""
-        timeout_s = self._ledger.config.stall_timeout_s
-        for live in stalled(self._ledger.parked.unread.values(), timeout_s, now):
-            self.end_request(live, EndReason.STALLED, now)

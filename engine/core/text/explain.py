@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.common.events import PauseMode
+from engine.core.common.live_requests import (
+    HELD_BY_NONE,
+    HELD_WHILE_RUNNING,
+    HELD_WHILE_WAITING,
+    NOT_READ,
+)
 from engine.core.common.phases import Phase
 from engine.core.common.types import Explanation
 from engine.core.text import admission
@@ -18,6 +23,9 @@ from engine.core.text.draft_counts import summed
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
+    from engine.core.common.events import PauseMode
     from engine.core.text.guests import Guests
     from engine.core.text.ledger import Ledger
     from engine.core.text.planned_step import PlannedStep
@@ -39,12 +47,12 @@ class Explainer:
         live: LiveRequest,
         now: float,
         *,
-        pause: PauseMode | None,
         tokens_per_s: float,
         run_s: float,
         steps: tuple[PlannedStep, ...],
-    ) -> Explanation:
-        """Return what the choice that is furthest behind does and waits for.
+    ) -> tuple[Explanation, Set[PauseMode]]:
+        """Return what the choice that is furthest behind does, what it waits for unless the model
+        is paused, and the pauses that hold it up.
 
         ``steps`` are the step that executes and the one that is prepared. ``tokens_per_s`` is the
         recent rate (`RecentRate`), ``run_s`` how long a sequence runs (`Endings`); both are 0 while
@@ -53,12 +61,12 @@ class Explainer:
         seq = self._furthest_behind(live)
         position = self._position(seq)
         lacking = self._lacking() if position else ""
-        is_to_start = position and pause is None and not seq.is_known_to_worker
+        is_to_start = position and not seq.is_known_to_worker
         counters = [one.drafting.counter for one in live.sequences if one.drafting is not None]
         drafts = summed(counters)
-        return Explanation(
+        explained = Explanation(
             state=seq.state.name,
-            waiting_for=self._reason(seq, position, lacking, now, pause, steps),
+            waiting_for=self._reason(seq, position, lacking, now, steps),
             position=position,
             estimate_s=self._estimate(position, lacking, now, tokens_per_s, run_s)
             if is_to_start
@@ -70,6 +78,7 @@ class Explainer:
             accepted_tokens=sum([one.accepted for one in drafts]),
             drafts=drafts,
         )
+        return explained, _held_by(seq)
 
     def _furthest_behind(self, live: LiveRequest) -> Sequence:
         there = [seq for seq in live.sequences if seq.state is not State.FINISHED]
@@ -86,7 +95,7 @@ class Explainer:
     def _lacking(self) -> str:
         """Return what the head of the queue lacks to start; empty if it only needs a step."""
         ledger = self._ledger
-        head = ledger.waiting.sequences[0]
+        head = ledger.waiting.items[0]
         if ledger.seats_over(head) > 0:
             return f"seats: {ledger.num_seats} of {ledger.config.max_num_seqs} sequences run"
         if (over := admission.states_over(ledger, head)) > 0:
@@ -106,7 +115,7 @@ class Explainer:
         each, N / T end in a second. T is at least the mean time that the running sequences have run
         so far, because long ones may not have ended yet.
         """
-        queue, running = self._ledger.waiting.sequences[:position], self._ledger.running
+        queue, running = self._ledger.waiting.items[:position], self._ledger.running
         if not lacking:
             ahead = sum([other.num_tokens for other in queue[:-1]])
             return ahead / tokens_per_s if tokens_per_s > 0 else None
@@ -122,18 +131,12 @@ class Explainer:
         position: int,
         lacking: str,
         now: float,
-        pause: PauseMode | None,
         steps: tuple[PlannedStep, ...],
     ) -> str:
-        if seq.state is State.PARKED and not seq.live.is_guest:
-            return "reader: it has not read what was sent"
+        if seq.state is State.PARKED:
+            return self._guests.reason(seq.live, now) if seq.live.is_guest else NOT_READ
         if seq.state is State.ENDING:
             return "the step in flight, which still uses its blocks"
-        may_go_on = seq.state is State.RUNNING or seq.is_known_to_worker
-        if pause is PauseMode.KEEP or (pause is PauseMode.WAIT and not may_go_on):
-            return f"resume: the model is paused ({pause.value})"
-        if seq.state is State.PARKED:
-            return self._guests.reason(seq.live, now)
         if seq.state is State.RUNNING:
             is_left_out = bool(steps) and not seq.in_step
             return "token budget: the step has no room for its prompt" if is_left_out else ""
@@ -145,13 +148,21 @@ class Explainer:
         """Return what the head of the queue lacks, or that the requests ahead have a higher
         priority."""
         if position > 1:
-            head = self._ledger.waiting.sequences[0]
+            head = self._ledger.waiting.items[0]
             levels = [self._ledger.waiting.key_of(one, now)[0] for one in (head, seq)]
             if levels[0] < levels[1]:
                 return "priority: requests that go before it are ahead"
         if lacking:
             return lacking
         return "token budget: the next steps compute what is ahead" if position > 1 else "a step"
+
+
+def _held_by(seq: Sequence) -> Set[PauseMode]:
+    waits_for_reader = seq.state is State.PARKED and not seq.live.is_guest
+    if waits_for_reader or seq.state is State.ENDING:
+        return HELD_BY_NONE
+    may_go_on = seq.state is State.RUNNING or seq.is_known_to_worker
+    return HELD_WHILE_RUNNING if may_go_on else HELD_WHILE_WAITING
 
 
 def _start_of_rows(seq: Sequence, steps: tuple[PlannedStep, ...]) -> int:

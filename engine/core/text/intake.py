@@ -1,4 +1,4 @@
-"""Which requests are accepted.
+"""Which requests fit the model, and which prompts can be computed by their deadlines.
 
 Rule: the decision has no effects, except that `BestRate` notes a refused deadline. It takes
 constant time, except where a deadline makes it look up the prompt's cached prefix.
@@ -8,50 +8,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.common import refusals
 from engine.core.common.phases import Phase
 from engine.core.text.blocks import blocks_for
 from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 
 if TYPE_CHECKING:
-    from engine.core.common.events import PauseMode
-    from engine.core.text.guests import Guests
     from engine.core.text.ledger import Ledger
     from engine.core.text.speeds import Speeds
     from engine.core.text.types import Request
-    from engine.errors import TrioletError
 
 
 class Intake:
     """Accepts or refuses the requests of one scheduler."""
 
-    def __init__(self, ledger: Ledger, speeds: Speeds, guests: Guests) -> None:
+    def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
         self._ledger = ledger
         self._speeds = speeds
-        self._guests = guests
 
-    def refusal(
-        self, request: Request, buffer: int, pause: PauseMode | None, now: float
-    ) -> TrioletError | None:
-        """Return why the request is refused, or None if it is accepted. ``buffer`` is how many
-        messages its stream holds."""
-        ledger = self._ledger
-        refused = refusals.duplicate_or_paused(request.request_id, ledger.requests, pause)
-        if refused is not None:
-            return refused
-        if (violation := self._misfit(request, buffer)) is not None:
-            return RequestTooLarge([violation])
-        guests = self._guests.waiting()  # the next plan parks them if anybody else is there
-        return refusals.queue_full(
-            ledger.config,
-            len(ledger.waiting) - len(guests),
-            request.num_tokens,
-            queued_tokens=ledger.waiting.num_tokens - sum([seq.num_tokens for seq in guests]),
-            tokens_per_s=self._speeds.recent_rate.tokens_per_s,
-        ) or self._infeasible(request, now)
+    def misfit(self, request: Request, buffer: int) -> RequestTooLarge | None:
+        """Return the error of a request that can never fit this model, or None. ``buffer`` is how
+        many messages its stream holds."""
+        violation = self._misfit(request, buffer)
+        return None if violation is None else RequestTooLarge([violation])
 
     def _misfit(self, request: Request, buffer: int) -> FieldViolation | None:
-        """Return the field of the request that can never fit this model, or None."""
         config, length = self._ledger.config, len(request.prompt)
         if length >= config.max_model_len:
             takes = f"the model takes at most {config.max_model_len - 1} and one to answer"
@@ -66,7 +46,7 @@ class Intake:
             )
         return None
 
-    def _infeasible(self, request: Request, now: float) -> TrioletError | None:
+    def infeasible(self, request: Request, now: float) -> DeadlineInfeasible | None:
         """Refuse a prompt that cannot be computed by its deadline, whatever else runs (D18). Only
         the cached prefix need not be computed; it is looked up only if it can make a difference."""
         if request.deadline is None or request.deadline <= now:

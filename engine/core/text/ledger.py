@@ -16,7 +16,7 @@ from bisect import insort
 from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
-from engine.core.common.types import RequestId, SequenceId
+from engine.core.common.types import SequenceId
 from engine.core.text.blocks import BlockPool, blocks_for
 from engine.core.text.lifecycle import Event, State
 from engine.core.text.parked import Parked
@@ -24,31 +24,38 @@ from engine.core.text.prefix import PrefixCache
 from engine.core.text.sequence import LiveRequest, Sequence
 from engine.core.text.sequence_keys import SequenceKeys
 from engine.core.text.states import States
-from engine.core.text.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.config import SchedulerConfig
     from engine.core.common.credit import Credit
-    from engine.core.common.types import BlockId
+    from engine.core.common.types import BlockId, RequestId
+    from engine.core.common.waiting_queue import WaitingQueue
     from engine.core.text.blocks import Reservation
     from engine.core.text.types import Request
 
 
 class Ledger:
-    """The state of one scheduler. Not thread-safe."""
+    """The state of one scheduler. Not thread-safe. ``requests`` are those that are live, and
+    ``unread`` those that are parked because of their readers."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        requests: dict[RequestId, LiveRequest],
+        waiting: WaitingQueue[Sequence],
+        unread: dict[RequestId, LiveRequest],
+    ) -> None:
         self.config = config
+        self.requests = requests
+        self.waiting = waiting
         self.pool = BlockPool(config.num_blocks)
         self.cache = PrefixCache(self.pool)
         self.states = States(config.num_states) if config.num_states else None
-        self.requests: dict[RequestId, LiveRequest] = {}
         self.keys = SequenceKeys(config)
-        self.waiting = WaitingQueue(config.aging_s)
         self.running: list[Sequence] = []
-        self.parked = Parked()
+        self.parked = Parked(unread)
         self.released: list[SequenceId] = []  # ended sequences that the next plan releases
         self.num_seats = 0
         self._next_id = 1
@@ -56,13 +63,12 @@ class Ledger:
     # ---- places
 
     def admit(self, request: Request, credit: Credit, now: float) -> LiveRequest:
-        """Make a new request live, all its choices WAITING."""
-        live = LiveRequest(request, credit, root=self.keys.root_of(request))
+        """Return a new request as it lives, all its choices WAITING."""
+        live = LiveRequest(request, credit, self.keys.root_of(request))
         since = min(now, request.arrival)  # it has been waiting since it arrived
         for choice in request.choices:
             live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
             self._next_id += 1
-        self.requests[request.request_id] = live
         for seq in live.sequences:
             if not seq.is_attached:
                 self.waiting.add(seq, now)
@@ -252,7 +258,6 @@ class Ledger:
         self.cache.check()
         self.parked.check()
         assert self.running == sorted(self.running, key=_rank)
-        self.waiting.check()
         assert self.num_seats == sum(self.seats_of(seq) for seq in self.running)
         assert self.num_seats <= self.config.max_num_seqs
         for seq in self.live_sequences():
@@ -261,7 +266,7 @@ class Ledger:
     def _check_sequence(self, seq: Sequence) -> None:
         parked = seq.live in self.parked
         assert (seq in self.running) == (seq.state is State.RUNNING), seq
-        assert (seq in self.waiting.sequences) == (
+        assert (seq in self.waiting.items) == (
             seq.state is State.WAITING and not seq.is_attached
         ), seq
         assert (seq.state is State.PARKED) <= parked, seq

@@ -23,8 +23,8 @@ class Parked:
     clients are away, and ``holders`` the guests with blocks. All are read-only outside.
     """
 
-    def __init__(self) -> None:
-        self.unread: dict[RequestId, LiveRequest] = {}
+    def __init__(self, unread: dict[RequestId, LiveRequest]) -> None:
+        self.unread = unread
         self.guests: dict[RequestId, LiveRequest] = {}
         self.holders: dict[RequestId, LiveRequest] = {}
 

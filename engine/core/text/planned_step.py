@@ -68,8 +68,8 @@ class PlannedStep:
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.plan = EMPTY_PLAN
 
-    def seal(self, plan_id: PlanId, now: float) -> StepPlan:
-        """Return the plan as it goes to the worker now, with the sequences that the worker sees for
+    def seal(self, plan_id: PlanId, now: float) -> None:
+        """Make the plan as it goes to the worker now, with the sequences that the worker sees for
         the first time and those that it can release."""
         admitted = []
         for seq in self.started:
@@ -81,7 +81,6 @@ class PlannedStep:
         self.plan = StepPlan(
             plan_id, tuple(self.rows), tuple(self.copies), tuple(admitted), tuple(released)
         )
-        return self.plan
 
     def keep(self) -> None:
         """End a step that succeeded: its blocks belong to their sequences, and the worker knows the

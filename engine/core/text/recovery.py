@@ -61,7 +61,7 @@ class Recovery:
 
     def step_failed(self, step: PlannedStep, failure: StepFailure, now: float) -> None:
         """Decide what becomes of the sequences of a failed step, which has been undone."""
-        live = [seq for seq in step.sequences if seq.state not in (State.FINISHED, State.ENDING)]
+        live = [seq for seq in step.sequences if not seq.has_ended]
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._relieve_memory(live, failure, now)
         elif len(step.sequences) == 1 and not step.num_drafts:

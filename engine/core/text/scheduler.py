@@ -1,15 +1,11 @@
 """The scheduler of a text model: one synchronous state machine.
 
-Rule 1: two methods drive it. `apply(event, now)` takes everything that happens and returns the
-events that it caused, in order; `plan(now)` returns the next step, whose `StepDone` or `StepFailed`
-must be applied before the next `plan` (design D2, D4). Rule 2: time comes as ``now``, never from a
-clock. Rule 3: each accepted choice emits exactly one `Finished`.
+The frame (`engine.core.common.core`) decides what comes after what; the parts do the work:
+`Intake` accepts requests, `StepBuilder` plans a step, `Committer` takes its results, `Recovery`
+follows a failed one, `Endings` ends sequences, and the `Ledger` keeps where each sequence is and
+what it holds.
 
-The scheduler decides what comes after what; its parts do the work: `Intake` accepts requests,
-`StepBuilder` plans a step, `Committer` takes its results, `Recovery` follows a failed one,
-`Endings` ends sequences, and the `Ledger` keeps where each sequence is and what it holds.
-
-Source: etcd raft's Ready/Advance for the shape; design D4–D7, D17–D19 for the contents.
+Source: design D4–D7, D9, D17–D19.
 """
 
 from __future__ import annotations
@@ -18,28 +14,16 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.common.core import CoreStatistics
+from engine.core.common.core import Core
 from engine.core.common.events import (
-    Admitted,
-    Cancel,
     ClientCame,
     ClientLeft,
     ObservePrefixes,
-    OutputEvent,
-    Pause,
     PauseMode,
-    ReaderDrained,
-    Refused,
     ResetPrefixCache,
-    Resume,
-    StepDone,
-    StepFailed,
-    Submit,
-    Tick,
 )
-from engine.core.common.stalls import next_stall
+from engine.core.common.live_requests import Places
 from engine.core.common.step_budget import StepBudget
-from engine.core.common.types import EndReason, Explanation, PlanId, RequestId
 from engine.core.text.commit import Committer
 from engine.core.text.drafts import Drafts
 from engine.core.text.endings import Endings
@@ -48,41 +32,46 @@ from engine.core.text.guests import Guests
 from engine.core.text.intake import Intake
 from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
+from engine.core.text.plan import StepPlan, StepResult
+from engine.core.text.planned_step import PlannedStep
 from engine.core.text.recovery import Recovery
+from engine.core.text.sequence import LiveRequest, Sequence
 from engine.core.text.speeds import Speeds
 from engine.core.text.step_builder import StepBuilder
-from engine.core.text.types import Preempted
-from engine.errors import EngineBug
+from engine.core.text.types import Preempted, Request, TextStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from engine.config import SchedulerConfig
+    from engine.core.common.credit import Credit
     from engine.core.common.events import InputEvent
-    from engine.core.common.phases import Phase
-    from engine.core.text.plan import StepPlan, StepResult
-    from engine.core.text.planned_step import PlannedStep
-    from engine.core.text.sequence import LiveRequest, Sequence
-    from engine.core.text.types import Request
+    from engine.core.common.steps import StepFailure
+    from engine.core.common.types import EndReason, Explanation, PlanId
+    from engine.errors import FieldViolation, TrioletError
 
 
-class Scheduler:
-    """One text model replica's scheduler. Synchronous, not thread-safe, and never waits."""
+class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
+    """One text model replica's scheduler."""
+
+    config: SchedulerConfig
+    aging_late_s = 1.0  # guess: aging moves in steps of 10 s
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
-        self._ledger = Ledger(config)
+        super().__init__(config)
+        self._ledger = Ledger(config, self._requests, self._waiting, self._parked)
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._speeds = Speeds(config)
-        self._intake = Intake(self._ledger, self._speeds, self._guests)
+        self._intake = Intake(self._ledger, self._speeds)
         self._endings = Endings(self._ledger, self._events)
         self._drafts = Drafts(self._ledger, self._speeds)
-        self._committer = Committer(self._ledger, self._endings, self._drafts, self._events)
+        self._committer = Committer(
+            self._ledger, self._endings, self._drafts, self._events, self._counters
+        )
         self._recovery = Recovery(self._ledger, self._budget, self._endings, self._note_preemption)
-        self._step: PlannedStep | None = None
         self._prepared: PlannedStep | None = None
-        self._pause: PauseMode | None = None
-        self._steps = self._rows = self._preemptions = self._discarded = self._prompt_tokens = 0
+        self._preemptions = self._discarded = 0
 
     def __repr__(self) -> str:
         ledger = self._ledger
@@ -91,67 +80,27 @@ class Scheduler:
             f"{len(ledger.parked)} parked, {ledger.pool.num_free} blocks free>"
         )
 
-    # ---- the two verbs
-
-    def apply(self, event: InputEvent[Request, StepResult], now: float) -> list[OutputEvent]:
-        """Take one input event and return the output events that it caused, in order.
-
-        Raises:
-            EngineBug: The result is not of the plan in flight; nothing changed.
-        """
+    def _apply_own(self, event: InputEvent[Request, StepResult], now: float) -> None:
         match event:
-            case StepDone():
-                self._commit(event.result, now)
-            case Submit():
-                self._submit(event, now)
-            case Cancel():
-                if (live := self._ledger.requests.get(event.request_id)) is not None:
-                    self._endings.end_request(live, event.reason, now)
-            case ReaderDrained():
-                if (live := self._ledger.parked.unread.get(event.request_id)) is not None:
-                    self._ledger.unpark(live, now)
             case ClientLeft():
                 self._guests.leave(event.request_id)
             case ClientCame():
                 self._guests.come_back(event.request_id, now)
-            case StepFailed():
-                step = self._take_step(event.failure.plan_id)
-                self._discard_prepared(now)
-                step.undo(now)
-                self._recovery.step_failed(step, event.failure, now)
-            case Tick():
-                self._endings.end_stalled(now)
-            case Pause():
-                self._pause = event.mode
-                if event.mode is PauseMode.ABORT:
-                    self._endings.end_all(EndReason.ABORTED, now, "paused")
-            case Resume():
-                self._pause = None
             case ResetPrefixCache():
                 self._ledger.reset_cache()
             case ObservePrefixes():
                 self._ledger.cache.observer = event.observer
-        return self._take_events()
 
-    def plan(self, now: float) -> tuple[StepPlan | None, list[OutputEvent]]:
-        """Return the next step to execute, or None if there is nothing to compute; and an event for
-        each preemption that planning required.
+    # ---- planning
 
-        Raises:
-            EngineBug: A plan is in flight already.
-        """
-        if self._step is not None:
-            raise EngineBug(f"plan {self._step.plan.plan_id} is still in flight")
+    def _next_step(self, plan_id: PlanId, now: float) -> PlannedStep | None:
         step = self._use_prepared(now)
         if step is None and self._pause is not PauseMode.KEEP:
             step = self._build(now)
         self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
-        self._step = step
-        if step is None:
-            return None, self._take_events()
-        self._steps += 1
-        self._rows += len(step.rows)
-        return step.seal(PlanId(self._steps), now), self._take_events()
+        if step is not None:
+            step.seal(plan_id, now)
+        return step
 
     def prepare(self, now: float) -> None:
         """Make the next plan while a step runs, so that `plan` only has to return it (D9). Do
@@ -163,15 +112,6 @@ class Scheduler:
         # How many tokens a row with drafts makes is not known before it is computed.
         if self._pause is None and not self._recovery.is_under_way and not self._step.num_drafts:
             self._prepared = self._builder(now).build_ahead(self._step)
-
-    def _take_events(self) -> list[OutputEvent]:
-        if not self._events:
-            return []
-        events = self._events.copy()
-        self._events.clear()
-        return events
-
-    # ---- planning
 
     def _use_prepared(self, now: float) -> PlannedStep | None:
         """Return what is left of the prepared step, now that the step before it is over."""
@@ -214,27 +154,41 @@ class Scheduler:
 
     # ---- requests and results
 
-    def _submit(self, event: Submit[Request], now: float) -> None:
-        request = event.request
-        refused = self._intake.refusal(request, event.credit.capacity, self._pause, now)
-        if refused is not None:
-            self._events.append(Refused(request.request_id, refused))
-            return
-        live = self._ledger.admit(request, event.credit, now)
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._speeds.recent_rate.tokens_per_s
+
+    def _misfit(self, request: Request, credit: Credit) -> TrioletError | None:
+        return self._intake.misfit(request, credit.capacity)
+
+    def _queued(self) -> tuple[int, int]:
+        guests = self._guests.waiting()  # the next plan parks them if anybody else is there
+        tokens = sum([seq.num_tokens for seq in guests])
+        return len(self._waiting) - len(guests), self._waiting.num_tokens - tokens
+
+    def _infeasible(self, request: Request, now: float) -> TrioletError | None:
+        return self._intake.infeasible(request, now)
+
+    def _admit(self, request: Request, credit: Credit, now: float) -> LiveRequest:
+        live = self._ledger.admit(request, credit, now)
         if self._ledger.running and live.parent.rank < self._ledger.running[-1].rank:
             self._discard_prepared(now)  # the request outranks a running row (D9)
-        self._prompt_tokens += len(request.prompt)
-        self._events.append(Admitted(request.request_id, len(request.prompt)))
+        return live
 
-    def _take_step(self, plan_id: int) -> PlannedStep:
-        step = self._step
-        if step is None or step.plan.plan_id != plan_id:
-            raise EngineBug(f"plan {plan_id} is not in flight")
-        self._step = None
-        return step
+    def _end(
+        self,
+        live: LiveRequest,
+        reason: EndReason,
+        now: float,
+        detail: str = "",
+        violation: FieldViolation | None = None,
+    ) -> None:
+        self._endings.end_request(live, reason, now, detail, violation)
 
-    def _commit(self, result: StepResult, now: float) -> None:
-        step = self._take_step(result.plan_id)
+    def _reader_drained(self, live: LiveRequest, now: float) -> None:
+        self._ledger.unpark(live, now)
+
+    def _commit(self, step: PlannedStep, result: StepResult, now: float) -> None:
         self._recovery.step_succeeded()
         self._committer.commit(step, result, now)
         if self._ledger.parked.guests:
@@ -244,53 +198,26 @@ class Scheduler:
             self._drafts.note_step(step, draft_s)
         self._speeds.note(step, now - step.started_at, draft_s)
 
+    def _step_failed(self, step: PlannedStep, failure: StepFailure, now: float) -> None:
+        self._discard_prepared(now)
+        step.undo(now)
+        self._recovery.step_failed(step, failure, now)
+
     # ---- views
 
     def next_wakeup(self, now: float) -> float | None:
         """Return the time at which a `Tick` will have something to do if nothing else happens
         before: the first stall timeout, or when a guest goes on. None if there will be nothing."""
         # The loop asks in every turn, when mostly nothing is parked.
-        unread = self._ledger.parked.unread
-        stall = next_stall(unread.values(), self.config.stall_timeout_s, now) if unread else None
+        stall = super().next_wakeup(now) if self._parked else None
         guests = None if self._pause is PauseMode.KEEP else self._guests.next_wakeup(now)
         return guests if stall is None or (guests is not None and guests < stall) else stall
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is live and no step is in flight."""
-        return not self._ledger.requests and self._step is None and self._prepared is None
-
-    def is_live(self, request_id: RequestId) -> bool:
-        """Return whether the request holds anything: a place in the queue, blocks, a row."""
-        return request_id in self._ledger.requests
-
-    def phase_of(self, request_id: RequestId) -> Phase | None:
-        """Return the phase of a live request: QUEUED, PREFILL, DECODE or PARKED; None if it is not
-        live. With n > 1, this is the phase of its first choice that has not ended."""
-        live = self._ledger.requests.get(request_id)
-        if live is None:
-            return None
-        going = (seq for seq in live.sequences if seq.state not in (State.FINISHED, State.ENDING))
-        return next((seq.phase for seq in going), None)
-
-    def has_begun(self, request_id: RequestId) -> bool:
-        """Return whether the worker knows a choice of a live request that has not ended."""
-        live = self._ledger.requests.get(request_id)
-        if live is None or live.is_over:
-            return False
-        return any(seq.is_known_to_worker for seq in live.sequences)
-
-    def explain(self, request_id: RequestId, now: float) -> Explanation | None:
-        """Return what a live request does and waits for (`engine.core.text.explain`), or None if it
-        is not live."""
-        live = self._ledger.requests.get(request_id)
-        if live is None:
-            return None
+    def _explain(self, live: LiveRequest, now: float) -> tuple[Explanation, Set[PauseMode]]:
         return Explainer(self._ledger, self._guests).explain(
             live,
             now,
-            pause=self._pause,
-            tokens_per_s=self._speeds.recent_rate.tokens_per_s,
+            tokens_per_s=self._tokens_per_s,
             run_s=self._endings.run_s,
             steps=self._planned_steps(),
         )
@@ -304,47 +231,45 @@ class Scheduler:
         """Return how many tokens of the prefix with these keys need not be computed here."""
         return self._ledger.cached_tokens(keys)
 
-    def statistics(self) -> CoreStatistics:
+    def statistics(self) -> TextStatistics:
         """Return the counters as they stand. The time grows with the number of live requests."""
         ledger = self._ledger
-        ending = sum(1 for seq in ledger.live_sequences() if seq.state is State.ENDING)
         states = ledger.states and ledger.states.pool
-        return CoreStatistics(
-            running=len(ledger.running),
-            waiting=len(ledger.waiting),
-            parked=sum(1 for seq in ledger.live_sequences() if seq.state is State.PARKED),
-            ending=ending,
-            queued_tokens=ledger.waiting.num_tokens,
-            peak_waiting=ledger.waiting.peak,
+        return TextStatistics(
+            **self._counts(),
             free_blocks=ledger.pool.num_free,
             total_blocks=ledger.pool.num_blocks,
             cached_blocks=ledger.pool.num_cached,
             free_states=states.num_free if states else 0,
             total_states=states.num_blocks if states else 0,
             cached_states=states.num_cached if states else 0,
-            step_count=self._steps,
-            step_rows_total=self._rows,
-            prompt_tokens_total=self._prompt_tokens,
             completion_tokens_total=self._committer.completion_tokens,
             prefix_queries=ledger.cache.queried_tokens,
             prefix_hits=ledger.cache.hit_tokens,
             preemptions=self._preemptions,
-            late_results=self._committer.late_results,
             plans_discarded=self._discarded,
             drafts=self._drafts.counts,
         )
+
+    def _places(self) -> Places:
+        """Count sequences."""
+        ledger = self._ledger
+        states = Counter(seq.state for seq in ledger.live_sequences())
+        running, waiting = len(ledger.running), len(ledger.waiting)
+        return Places(running, waiting, states[State.PARKED], states[State.ENDING])
 
     def _planned_steps(self) -> tuple[PlannedStep, ...]:
         """Return the step in flight and the prepared one."""
         return tuple([step for step in (self._step, self._prepared) if step is not None])
 
     def check(self) -> None:
-        """Check the ledger (`Ledger.check`), and that every count of rows in flight and of promised
-        message slots agrees with the planned steps.
+        """Check the queue, the ledger (`Ledger.check`), and that every count of rows in flight and
+        of promised message slots agrees with the planned steps.
 
         Raises:
             AssertionError: It names what does not agree.
         """
+        super().check()
         self._ledger.check()
         steps = self._planned_steps()
         assert self._ledger.pool.num_open == len(steps)
@@ -363,4 +288,3 @@ class Scheduler:
         for name, live in self._ledger.requests.items():
             credit = live.credit
             assert credit.reserved == promised[live], f"{name}: {credit} for {promised[live]} rows"
-            assert min(credit.free, credit.filled) >= 0, f"{name}: {credit} has too few slots"

@@ -7,21 +7,34 @@ read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
 from typing import TYPE_CHECKING
 
+from engine.core.common.live_requests import Live
 from engine.core.common.phases import Phase
 from engine.core.common.types import BlockId, SequenceId, Timings, Usage
+from engine.core.common.waiting_queue import aged_priority
 from engine.core.text.lifecycle import Event, State, advance
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
+    from engine.core.common.events import CoreRequest
+    from engine.core.common.waiting_queue import Key
     from engine.core.text.draft_lengths import Drafting
     from engine.core.text.types import Request
 
 Rank = tuple[int, float, int]
 
 PHASES = (Phase.QUEUED, Phase.PREFILL, Phase.DECODE, Phase.PARKED)
+
+
+def waiting_key(request: CoreRequest, now: float, aging_s: float, tie: int) -> Key:
+    """Return the request's key in the waiting queue: its priority after aging, then the earliest
+    deadline, then arrival. At any one time, slack and deadline give the same order; with deadlines,
+    it need not be sorted again as time passes."""
+    level = aged_priority(request, now, aging_s)
+    deadline = math.inf if request.deadline is None else request.deadline
+    return (level, deadline, request.arrival, tie)
 
 
 class Sequence:
@@ -101,7 +114,7 @@ class Sequence:
         self.drafting: Drafting | None = None
         asked = live.request.sampling.prompt_logprobs
         self.wants_scores = choice == 0 and asked is not None
-        self.waiting_key: tuple[float, ...] = ()
+        self.waiting_key: Key = ()
         self.phase = Phase.QUEUED
         self.phase_since = now
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)
@@ -118,6 +131,11 @@ class Sequence:
         return len(self.output) > self.num_resumed
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its end has been reported."""
+        return self.state in (State.FINISHED, State.ENDING)
+
+    @property
     def in_step(self) -> int:
         """How many plans, executing or prepared, have a row or a fork for the sequence."""
         return self.num_pending + self.num_chunks
@@ -132,6 +150,15 @@ class Sequence:
         """Whether the prompt's log-probabilities are still to be computed; then the prompt is, too,
         whatever part of it is cached."""
         return self.wants_scores and not self.output and self.num_computed < self.num_prompt - 1
+
+    @property
+    def queued_tokens(self) -> int:
+        """The tokens that are to be computed when it starts."""
+        return self.num_tokens
+
+    def key_in_queue(self, now: float, aging_s: float) -> Key:
+        """Return its key in the waiting queue (`waiting_key`)."""
+        return waiting_key(self.live.request, now, aging_s, self.sequence_id)
 
     def is_late(self, now: float) -> bool:
         """Return whether the request's deadline has passed."""
@@ -209,21 +236,30 @@ class Sequence:
         )
 
 
-@dataclass(slots=True, eq=False)
-class LiveRequest:
+class LiveRequest(Live["Request"]):
     """A request between its admission and its last choice's end.
 
-    ``parked_since`` is set while the request is parked. ``is_guest``: its client has lost the
-    connection, and may come back. ``root`` is the parent key of its first block in the prefix
-    cache.
+    ``is_guest``: its client has lost the connection, and may come back. ``root`` is the parent key
+    of its first block in the prefix cache.
     """
 
-    request: Request
-    credit: Credit
-    sequences: list[Sequence] = field(default_factory=list)
-    parked_since: float | None = None
-    is_guest: bool = False
-    root: bytes = b""
+    __slots__ = ("is_guest", "root", "sequences")
+
+    def __init__(self, request: Request, credit: Credit, root: bytes = b"") -> None:
+        super().__init__(request, credit)
+        self.sequences: list[Sequence] = []
+        self.is_guest = False
+        self.root = root
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase of its first choice that has not ended; None if all have."""
+        return next((seq.phase for seq in self.sequences if not seq.has_ended), None)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the worker knows a choice of it, and not all have ended."""
+        return not self.is_over and any(seq.is_known_to_worker for seq in self.sequences)
 
     @property
     def num_blocks(self) -> int:
@@ -243,4 +279,4 @@ class LiveRequest:
     @property
     def is_over(self) -> bool:
         """Whether the end of every choice has been reported."""
-        return all(seq.state in (State.FINISHED, State.ENDING) for seq in self.sequences)
+        return all(seq.has_ended for seq in self.sequences)

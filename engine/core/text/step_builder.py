@@ -85,7 +85,7 @@ class StepBuilder:
 
     def build(self) -> PlannedStep | None:
         """Return the next step, or None if nothing can be computed. No plan is in flight."""
-        may_start = bool(self._ledger.waiting.sequences)
+        may_start = bool(self._ledger.waiting.items)
         if may_start:
             self._make_room_for_first()
         self._plan_all_running()
@@ -110,11 +110,11 @@ class StepBuilder:
         if the step would require a preemption: then `build` decides, once ``executing`` is over."""
         self._may_preempt = False
         self._executing_keys = executing.pending_keys
-        if self._ledger.waiting.sequences and self._victims_for_first():
+        if self._ledger.waiting.items and self._victims_for_first():
             self._lacked_blocks = True
         else:
             self._plan_all_running()
-            if self._ledger.waiting.sequences and not self._lacked_blocks:
+            if self._ledger.waiting.items and not self._lacked_blocks:
                 self._start_waiting()
         return self._finish()
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.core.common.types import CoreStatistics
+
 if TYPE_CHECKING:
-    from engine.core.common.types import RequestId, SequenceId
+    from engine.core.common.types import DraftCounts, RequestId, SequenceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,11 @@ class Request:
         return len(self.prompt) + sum([len(output or ()) for output in self.outputs])
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
     def num_tokens_ahead(self) -> int:
         """Tokens of the prompt and, at most, of every choice's output."""
         return len(self.prompt) + self.n * self.stops.max_tokens
@@ -241,3 +248,27 @@ class Preempted:
     def journal_line(self) -> str:
         """Return the event in one stable line."""
         return f"  preempted {self.request_id}/{self.choice} {self.sequence}"
+
+
+@dataclass(frozen=True, slots=True)
+class TextStatistics(CoreStatistics):
+    """A snapshot of a text model's scheduler.
+
+    Blocks are of the KV pool, and states are the state slots of a model with recurrent layers, of
+    which ``cached_states`` have a snapshot; without such layers they are 0. The other fields count
+    since the start, ``prefix_queries`` and ``prefix_hits`` in tokens; ``drafts`` are those of each
+    drafter.
+    """
+
+    free_blocks: int = 0
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    free_states: int = 0
+    total_states: int = 0
+    cached_states: int = 0
+    completion_tokens_total: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    plans_discarded: int = 0
+    drafts: tuple[DraftCounts, ...] = ()

@@ -1,0 +1,59 @@
+"""What every scheduler does alike stands once: in `engine.core.common`."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from engine.config import EncoderConfig, ImageConfig, SchedulerConfig
+from engine.core.common.core import Core
+from engine.core.common.one_choice import OneChoiceCore
+from engine.core.common.waiting_queue import WaitingQueue
+from engine.core.encode.scheduler import EncodeScheduler
+from engine.core.image.scheduler import ImageScheduler
+from engine.core.text.scheduler import Scheduler
+from tools.rooms import modules
+
+CORES = [
+    Scheduler(SchedulerConfig(num_blocks=128)),
+    EncodeScheduler(EncoderConfig(max_model_len=64)),
+    ImageScheduler(ImageConfig()),
+]
+
+
+@pytest.mark.parametrize("core", CORES, ids=lambda core: type(core).__name__)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("apply", "plan", "is_idle", "is_live", "phase_of", "has_begun", "explain"),
+        *("_submit", "_refusal", "_counts", "_take_events"),
+    ],
+)
+def test_a_kind_does_not_do_again_what_the_frame_does(core, name):
+    assert getattr(type(core), name) is getattr(Core, name)
+
+
+@pytest.mark.parametrize("core", CORES[1:], ids=lambda core: type(core).__name__)
+@pytest.mark.parametrize("name", ["_end", "_explain", "_unpark"])
+def test_the_kinds_with_one_choice_end_and_explain_requests_alike(core, name):
+    assert getattr(type(core), name) is getattr(OneChoiceCore, name)
+
+
+def test_there_is_one_waiting_queue_and_one_table_of_live_requests():
+    names = [
+        node.name
+        for module, path in modules().items()
+        if module.startswith("engine.core.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and "Queue" in node.name
+    ]
+    assert [name for name in names if name != "Queued"] == ["WaitingQueue"]
+    assert [type(core._waiting) for core in CORES] == [WaitingQueue] * 3
+    text, encode, image = CORES
+    ledger = text._ledger
+    assert (ledger.requests, ledger.waiting) == (text._requests, text._waiting)
+    assert ledger.requests is text._requests
+    assert ledger.parked.unread is text._parked
+    assert encode._inputs.queue is encode._waiting
+    assert image._deadlines._queue is image._waiting
