@@ -28,8 +28,8 @@ from engine.api.asked import (
 from engine.api.snapshots import Snapshots
 from engine.api.stream import Stream
 from engine.config import engine_config
-from engine.core.common.events import Pause, PauseMode, ResetPrefixCache, Resume
-from engine.core.text.types import Tokens
+from engine.core.common.events import Pause, PauseMode, Resume
+from engine.core.text.types import ResetPrefixCache, Tokens
 from engine.errors import ShuttingDown
 from engine.images.decoder import DecodeImage, DecoderProcess, decode_here
 from engine.kinds.encode import EncodeKind

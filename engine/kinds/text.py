@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.config import SchedulerConfig
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Tokens
-from engine.replica.compiled_constraints import CompiledConstraints
+from engine.requests.compiled_constraints import CompiledConstraints
 from engine.requests.prepare_text import TextPreparer, TextTools
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import GenerateRequest

@@ -169,8 +169,10 @@ class Entry:
         ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
-        keys = ready[0].prefix_keys(request)  # equal for all replicas: one name, one block size
-        cached = [one.cached_tokens(keys) for one in ready]
+        caches = [one.loop.core.prefixes for one in ready]
+        # Equal for all replicas: they have one name and one block size.
+        keys = [] if caches[0] is None else caches[0].keys_of(request)
+        cached = [0 if one is None else one.cached_tokens(keys) for one in caches]
         return ready[by_prefix([replica.work for replica in ready], cached, self._turn)]
 
     def free_id(self) -> int:

@@ -22,7 +22,6 @@ from typing import (
 
 import trio
 
-from engine.core.common.events import ObservePrefixes
 from engine.replica.loop import EngineLoop, LoopSettings, WriteBatch
 from engine.replica.telemetry import ReplicaTelemetry
 from engine.status import Capability, ModelState, ReplicaStatus
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, ModelConfig
     from engine.core.common.core import AnyCore
-    from engine.core.common.events import PrefixObserver
     from engine.errors import TrioletError
     from engine.replica.loop import OnEvent
     from engine.replica.threads import Threads
@@ -205,18 +203,6 @@ class Replica(Generic[InfoT, ToolsT]):
         """Ask every holder to leave."""
         for cut in list(self._holders.values()):
             cut()
-
-    def prefix_keys(self, request: Any) -> list[bytes]:
-        """Return the keys of a request's prefixes, for `cached_tokens`. Hashes the whole prompt."""
-        return self.loop.core.prefix_keys(request)
-
-    def cached_tokens(self, keys: list[bytes]) -> int:
-        """Return how many tokens of the prefix with these keys need not be computed."""
-        return self.loop.core.cached_tokens(keys)
-
-    def observe_prefixes(self, observer: PrefixObserver) -> None:
-        """Tell ``observer``, instead of any other, what the prefix cache holds from now on."""
-        self.loop.post(ObservePrefixes(observer))
 
     @property
     def state(self) -> ModelState:

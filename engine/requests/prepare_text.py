@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from engine.core.text.types import Constraint, PromptImage, Sampling, Stops
-    from engine.replica.compiled_constraints import CompiledConstraints
     from engine.replica.replica import Replica
     from engine.requests.chat_values import Chat
+    from engine.requests.compiled_constraints import CompiledConstraints
     from engine.requests.prepared import Assignment
     from engine.requests.tasks import RequestTasks
     from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams

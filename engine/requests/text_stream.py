@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.core.common.events import ClientCame, ClientLeft
 from engine.core.common.types import RequestId
-from engine.core.text.types import Replayed, Tokens
+from engine.core.text.types import ClientCame, ClientLeft, Replayed, Tokens
 from engine.errors import InvalidRequest
 from engine.requests.choice_parser import ChoiceParser
 from engine.requests.kept_events import KeptEvents

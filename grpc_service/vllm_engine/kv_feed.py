@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 from smg_grpc_proto.generated import common_pb2
 
+from engine.core.text.types import ObservePrefixes
 from engine.errors import Overloaded, ShuttingDown
 from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.status import StatusCode
@@ -76,7 +77,7 @@ class KvFeed:
         for replica in wanted:
             if replica not in self._replicas:
                 self._replicas[replica] = ReplicaPrefixes(self._prefixes)
-                replica.observe_prefixes(self._replicas[replica])
+                replica.loop.post(ObservePrefixes(self._replicas[replica]))
 
     def close(self) -> None:
         """End all subscriptions, because the server ends."""

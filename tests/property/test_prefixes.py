@@ -33,8 +33,10 @@ class Cache:
     def __init__(self):
         self.paths = set()
 
-    def observe_prefixes(self, observer):
-        self.observer = observer
+        self.loop = self
+
+    def post(self, event):
+        self.observer = event.observer
 
     def store(self, path):
         if path not in self.paths:

@@ -12,21 +12,19 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
-from engine.core.common.events import (
-    ClientCame,
-    ClientLeft,
-    ObservePrefixes,
-    Pause,
-    PauseMode,
-    ResetPrefixCache,
-    Resume,
-    StepDone,
-)
+from engine.core.common.events import Pause, PauseMode, Resume, StepDone
 from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
 from engine.core.text.prefix import extend_keys, root_key
 from engine.core.text.prompt_images import contents_of_blocks
-from engine.core.text.types import PromptImage, Sampling
+from engine.core.text.types import (
+    ClientCame,
+    ClientLeft,
+    ObservePrefixes,
+    PromptImage,
+    ResetPrefixCache,
+    Sampling,
+)
 from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tests.support.encode_driver import EncodeDriver, Picture

@@ -20,8 +20,8 @@ from engine.errors import (
     ShuttingDown,
     Unsupported,
 )
-from engine.replica import compiled_constraints as constraints_module
-from engine.replica.compiled_constraints import CompiledConstraints
+from engine.requests import compiled_constraints as constraints_module
+from engine.requests.compiled_constraints import CompiledConstraints
 from engine.requests.tasks import RequestTasks
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript

@@ -19,18 +19,9 @@ empty one, as in etcd raft's interaction tests. The commands, one per line:
 
 from __future__ import annotations
 
-from engine.core.common.events import (
-    Cancel,
-    ClientCame,
-    ClientLeft,
-    Pause,
-    PauseMode,
-    Refused,
-    ResetPrefixCache,
-    Resume,
-)
+from engine.core.common.events import Cancel, Pause, PauseMode, Refused, Resume
 from engine.core.common.types import EndReason, RequestId, SequenceId
-from engine.core.text.types import Sampling
+from engine.core.text.types import ClientCame, ClientLeft, ResetPrefixCache, Sampling
 from tests.support.core_driver import Driver, make_request
 
 

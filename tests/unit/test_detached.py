@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.common.events import Admitted, ClientCame, ClientLeft, Finished
+from engine.core.common.events import Admitted, Finished
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
-from engine.core.text.types import TokenLogprob, Tokens
+from engine.core.text.types import ClientCame, ClientLeft, TokenLogprob, Tokens
 from engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from engine.requests import detached, kept_events
 from engine.requests.chat_values import Chat

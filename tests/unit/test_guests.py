@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.common.events import ClientCame, ClientLeft, Pause, PauseMode, Resume
+from engine.core.common.events import Pause, PauseMode, Resume
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text import admission
 from engine.core.text.guests import QUIET_S
 from engine.core.text.lifecycle import State
 from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import ClientCame, ClientLeft
 from tests.support.core_driver import Driver, make_request
 
 NUM_BLOCKS = 64

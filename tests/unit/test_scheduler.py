@@ -9,14 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.common.events import (
-    ObservePrefixes,
-    Pause,
-    PauseMode,
-    Resume,
-    StepDone,
-    StepFailed,
-)
+from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
 from engine.core.common.phases import Phase
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
@@ -24,7 +17,7 @@ from engine.core.common.types import EndReason
 from engine.core.text import admission
 from engine.core.text.admission import _has_tokens_left
 from engine.core.text.plan import SCORED_TOKENS_MAX, RowResult, StepResult
-from engine.core.text.types import Preempted, Sampling, Tokens
+from engine.core.text.types import ObservePrefixes, Preempted, Sampling, Tokens
 from engine.errors import DeadlineInfeasible, EngineBug, Overloaded
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import Driver, make_request

@@ -82,6 +82,19 @@ class Step(Protocol):
 StepT = TypeVar("StepT", bound=Step)
 
 
+class PrefixLookup(Protocol):
+    """The prefix cache of a core, for those who choose among replicas."""
+
+    def keys_of(self, request: Any) -> list[bytes]:
+        """Return the keys of the parts of a request's prompt that may be cached. The request need
+        not be submitted."""
+        ...
+
+    def cached_tokens(self, keys: list[bytes]) -> int:
+        """Return how many tokens of the prefix with these keys need not be computed here."""
+        ...
+
+
 class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT]):
     """One replica's scheduler: synchronous, not thread-safe, and never waits.
 
@@ -89,6 +102,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
     row's result means, and what a request holds.
     """
 
+    prefixes: PrefixLookup | None = None  # of a kind with a prefix cache
     token_word = "tokens"  # what a refusal calls `CoreRequest.num_tokens`
 
     def __init__(self, config: CoreLimits) -> None:

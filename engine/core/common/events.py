@@ -13,8 +13,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine.core.common.credit import Credit
     from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
@@ -96,28 +94,6 @@ RequestT = TypeVar("RequestT", bound=CoreRequest)
 ResultT = TypeVar("ResultT", bound=CoreResult)
 
 
-class PrefixObserver(Protocol):
-    """Follows which blocks of a prefix cache can be matched, outside any ``cache_salt``. Keys are
-    those of `engine.core.common.core.Core.prefix_keys`.
-
-    The core calls it while it applies events and plans steps, so no method waits or raises.
-    """
-
-    def stored(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
-        """Take note that a block with these ``tokens`` can be matched after the block with the key
-        ``parent``; None stands for the beginning of a prompt."""
-        ...
-
-    def removed(self, key: bytes) -> None:
-        """Take note that the block cannot be matched any more. The key may be one of a salt, which
-        was never `stored`."""
-        ...
-
-    def cleared(self) -> None:
-        """Take note that no block can be matched any more."""
-        ...
-
-
 class _Event:
     """An event without anything to add to its name."""
 
@@ -176,28 +152,6 @@ class ReaderDrained:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientLeft:
-    """The client of a request has lost its connection, and may come back."""
-
-    request_id: RequestId
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"left {self.request_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class ClientCame:
-    """The client of a request that had lost its connection is back."""
-
-    request_id: RequestId
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"came {self.request_id}"
-
-
-@dataclass(frozen=True, slots=True)
 class StepDone(Generic[ResultT]):
     """The plan in flight was executed, with this result."""
 
@@ -236,40 +190,19 @@ class Resume(_Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetPrefixCache(_Event):
-    """Forget every cached prefix; live sequences keep their blocks, which no longer match."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObservePrefixes:
-    """Tell ``observer``, instead of any other, what the prefix cache holds from now on. A kind of
-    work without a prefix cache tells it nothing."""
-
-    observer: PrefixObserver
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return "observeprefixes"
-
-
-@dataclass(frozen=True, slots=True)
 class Tick(_Event):
     """Act on what is due now (`Core.next_wakeup`)."""
 
 
+class KindEvent(_Event):
+    """An input that only some kinds of work know; the others ignore it."""
+
+    __slots__ = ()
+
+
 # The inputs that are the same for every kind of work.
-ControlEvent: TypeAlias = (
-    Cancel
-    | ReaderDrained
-    | ClientLeft
-    | ClientCame
-    | Pause
-    | Resume
-    | ResetPrefixCache
-    | ObservePrefixes
-    | Tick
-)
-InputEvent: TypeAlias = Submit[RequestT] | StepDone[ResultT] | StepFailed | ControlEvent
+ControlEvent: TypeAlias = Cancel | ReaderDrained | Pause | Resume | Tick
+InputEvent: TypeAlias = Submit[RequestT] | StepDone[ResultT] | StepFailed | ControlEvent | KindEvent
 
 
 # ---- outputs ---------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Intake:
         best_rate = self._speeds.best_rate
         if best_rate.seconds_for(length) <= left:
             return None
-        missing = length - self._ledger.cached_tokens(self._ledger.keys.of_prompt(request))
+        missing = length - self._ledger.cached_tokens(self._ledger.keys_of(request))
         seconds = best_rate.seconds_for(missing)
         if seconds <= left:
             return None

@@ -185,6 +185,10 @@ class Ledger:
         found = self.cache.match(keys)
         return found if self.states is None else self.states.cut(keys, found)
 
+    def keys_of(self, request: Request) -> list[bytes]:
+        """Return the keys of the blocks of a prompt, which need not be submitted."""
+        return self.keys.of_prompt(request)
+
     def cached_tokens(self, keys: list[bytes]) -> int:
         """Return how many tokens of the prefix with these keys need not be computed."""
         return self.config.block_size * len(self.match(keys))

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.core.common.events import PrefixObserver
     from engine.core.common.types import BlockId
     from engine.core.text.blocks import BlockPool
+    from engine.core.text.types import PrefixObserver
 
 KEY_BYTES = 16
 FRESH = blake2b(digest_size=KEY_BYTES)

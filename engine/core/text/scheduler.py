@@ -15,13 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.core import Core
-from engine.core.common.events import (
-    ClientCame,
-    ClientLeft,
-    ObservePrefixes,
-    PauseMode,
-    ResetPrefixCache,
-)
+from engine.core.common.events import PauseMode
 from engine.core.common.live_requests import Places
 from engine.core.common.step_budget import StepBudget
 from engine.core.text.commit import Committer
@@ -38,7 +32,15 @@ from engine.core.text.recovery import Recovery
 from engine.core.text.sequence import LiveRequest, Sequence
 from engine.core.text.speeds import Speeds
 from engine.core.text.step_builder import StepBuilder
-from engine.core.text.types import Preempted, Request, TextStatistics
+from engine.core.text.types import (
+    ClientCame,
+    ClientLeft,
+    ObservePrefixes,
+    Preempted,
+    Request,
+    ResetPrefixCache,
+    TextStatistics,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -60,6 +62,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._ledger = Ledger(config, self._requests, self._waiting, self._parked)
+        self.prefixes = self._ledger
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._speeds = Speeds(config)
@@ -221,15 +224,6 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
             run_s=self._endings.run_s,
             steps=self._planned_steps(),
         )
-
-    def prefix_keys(self, request: Request) -> list[bytes]:
-        """Return the keys of a prompt's blocks, for `cached_tokens`. The request need not be
-        submitted."""
-        return self._ledger.keys.of_prompt(request)
-
-    def cached_tokens(self, keys: list[bytes]) -> int:
-        """Return how many tokens of the prefix with these keys need not be computed here."""
-        return self._ledger.cached_tokens(keys)
 
     def statistics(self) -> TextStatistics:
         """Return the counters as they stand. The time grows with the number of live requests."""

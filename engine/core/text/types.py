@@ -1,6 +1,6 @@
 """The values of generated text: a request with its sampling and stops, and what its steps report.
 
-Rule 1: everything here is a frozen value that pickles without torch.
+Rule 1: everything here is a frozen value that pickles without torch, except `ObservePrefixes`.
 Rule 2: fields that a client left unset are resolved before (`engine.requests.text_values`). In a
 `Request`, None only means that there is no deadline, or no constraint.
 """
@@ -8,11 +8,14 @@ Rule 2: fields that a client left unset are resolved before (`engine.requests.te
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from engine.core.common.events import KindEvent
 from engine.core.common.types import CoreStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.core.common.types import DraftCounts, RequestId, SequenceId
 
 
@@ -272,3 +275,62 @@ class TextStatistics(CoreStatistics):
     preemptions: int = 0
     plans_discarded: int = 0
     drafts: tuple[DraftCounts, ...] = ()
+
+
+# ---- inputs that only a text model's scheduler knows
+
+
+class PrefixObserver(Protocol):
+    """Follows which blocks of a prefix cache can be matched, outside any ``cache_salt``. Keys are
+    those of `engine.core.common.core.PrefixLookup.keys_of`.
+
+    The core calls it while it applies events and plans steps, so no method waits or raises.
+    """
+
+    def stored(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
+        """Take note that a block with these ``tokens`` can be matched after the block with the key
+        ``parent``; None stands for the beginning of a prompt."""
+        ...
+
+    def removed(self, key: bytes) -> None:
+        """Take note that the block cannot be matched any more. The key may be one of a salt, which
+        was never `stored`."""
+        ...
+
+    def cleared(self) -> None:
+        """Take note that no block can be matched any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft(KindEvent):
+    """The client of a request has lost its connection, and may come back."""
+
+    request_id: RequestId
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"left {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCame(KindEvent):
+    """The client of a request that had lost its connection is back."""
+
+    request_id: RequestId
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"came {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache(KindEvent):
+    """Forget every cached prefix; live sequences keep their blocks, which no longer match."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservePrefixes(KindEvent):
+    """Tell ``observer``, instead of any other, what the prefix cache holds from now on."""
+
+    observer: PrefixObserver
