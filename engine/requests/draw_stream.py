@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.core.common.events import Tick
+from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason
 from engine.core.image.types import Drawn, Stepped
 from engine.errors import DeadlineInfeasible
@@ -75,10 +76,10 @@ class DrawStream(RequestStream[DrawEvent]):
             super().push(event)
             return
         if isinstance(event, Stepped):
-            self.phase = "denoise"
+            self.phase = Phase.DENOISE
             self.tokens_done = event.step
         else:
-            self.phase = "decode"
+            self.phase = Phase.DECODE
         if self._first_result_at is None:
             self._note_first_result()
         if isinstance(event, Stepped) and event.preview is None and not self._waiting:
@@ -104,7 +105,7 @@ class DrawStream(RequestStream[DrawEvent]):
 
     def _finish(self, event: Finished) -> None:
         """Leave the end to the request's task, which first hands the images over."""
-        self.phase = "write"
+        self.phase = Phase.WRITE
         self._finished = event
         self._news.set()
 
@@ -112,9 +113,8 @@ class DrawStream(RequestStream[DrawEvent]):
         if event.reason is not EndReason.DEADLINE or not event.detail:
             super()._end_early(event)
             return
-        self.phase = self.phase if event.phase is None else event.phase.value
-        self.reason = self.reason or event.reason
-        self.close(DeadlineInfeasible(event.detail, phase=self.phase))
+        self.phase, self.reason = event.phase or self.phase, self.reason or event.reason
+        self.close(DeadlineInfeasible(event.detail, phase=self.phase.value))
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
         """Act on the death of the replica, unless it is done with the drawing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.types import RequestId
 from engine.core.encode.types import Encoded
 from engine.requests.encode_values import (
@@ -55,7 +56,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
         if event.__class__ is not Encoded:
             super().push(event)
             return
-        self.phase = "encode"
+        self.phase = Phase.ENCODE
         self._num_done += 1
         self.tokens_done += event.tokens
         if self._first_result_at is None:

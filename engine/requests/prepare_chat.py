@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.core.common.phases import Phase
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
 from engine.requests.image_memory import ImageMemory
@@ -71,11 +72,11 @@ class Seeing:
         if sight is None or not count:
             return chat
         self._check_count(sight, count)
-        assignment.report("decode image")
+        assignment.report(Phase.DECODE_IMAGE)
         num_bytes = count * sight.max_bytes
         await self.memory.take(num_bytes, assignment.held, assignment.spare_images)
         chat = await self._read_each(chat, partial(self._kept.read, sight))
-        assignment.report("tokenize")
+        assignment.report(Phase.TOKENIZE)
         return chat
 
     async def prompt_of(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.vocabulary import check_text
 from engine.core.image.types import Drawing, ImageRequest
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
@@ -127,7 +128,7 @@ class DrawPreparer:
         data, info = assignment.request.source, assignment.replica.info
         if data is None:
             return None
-        assignment.report("decode image")
+        assignment.report(Phase.DECODE_IMAGE)
         await self.image_memory.take(3 * width * height, assignment.held)
         read = partial(read_as, size=(width, height), max_pixels=info.max_image_pixels)
         try:

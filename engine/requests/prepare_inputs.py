@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.core.common.phases import Phase
 from engine.core.common.vocabulary import violation_of_ids, violation_of_text
 from engine.core.encode.types import (
     EncodeInput,
@@ -145,7 +146,7 @@ class InputPreparer:
                 f"has {len(data)} images, of at most {most} in one request; send the others in "
                 "further requests",
             )
-        assignment.report("decode image")
+        assignment.report(Phase.DECODE_IMAGE)
         await self.image_memory.take(len(data) * fit.max_bytes, assignment.held)
         made, found = [], []
         for index, one in data.items():

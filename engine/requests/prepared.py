@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import trio
 
     from engine.core.common.events import CoreRequest
+    from engine.core.common.phases import Phase
     from engine.core.common.types import RequestId
     from engine.replica.replica import Replica
 
@@ -47,7 +48,7 @@ class Assignment(Generic[AskedT, ReplicaT]):
     seed: int
     adapter: str
     held: ExitStack
-    report: Callable[[str], None]
+    report: Callable[[Phase], None]
     spare_images: Callable[[], None]
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason
 from engine.errors import ShuttingDown, WorkerLost
 from engine.requests.prepared import Assignment
@@ -52,7 +53,7 @@ class Serving:
     async def _serve_once(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
         """Serve a request on one replica, until its stream is closed or has to change its
         replica. Raises and cancellation as `serve`."""
-        stream.enter("load")
+        stream.enter(Phase.LOAD)
         cut = partial(stream.cancel, EndReason.ABORTED)
         async with self.pool.leases.lease(
             request.model, request.capability, cut, lambda: stream.tokens_done
@@ -70,7 +71,7 @@ class Serving:
     async def _serve_at(
         self, lease: Lease, request: ClientRequest, stream: RequestStream[Any]
     ) -> None:
-        stream.enter("tokenize", lease.model)
+        stream.enter(Phase.TOKENIZE, lease.model)
         with ExitStack() as held:
             assignment = Assignment(
                 request,

@@ -122,7 +122,7 @@ class RequestStream(Generic[EventT]):
         self.scope = trio.CancelScope()
         self.error: TrioletError | None = None
         self.is_closed = False
-        self.phase = "tokenize"
+        self.phase = Phase.TOKENIZE
         self.tokens_done = 0
         self.started_at = trio.current_time()
         self.load_s = 0.0
@@ -163,11 +163,11 @@ class RequestStream(Generic[EventT]):
 
     def __repr__(self) -> str:
         kind = type(self).__name__
-        return f"<{kind} {self.request_id} {self.phase} closed={self.is_closed}>"
+        return f"<{kind} {self.request_id} {self.phase.value} closed={self.is_closed}>"
 
     # ---- the request's task
 
-    def enter(self, phase: str, model: str = "") -> None:
+    def enter(self, phase: Phase, model: str = "") -> None:
         """Take note of what the request does before it is in a queue. With ``model``, a replica of
         that is leased from now on."""
         self.phase = phase
@@ -187,22 +187,21 @@ class RequestStream(Generic[EventT]):
         request, self.replica = prepared.request, replica
         self._take(prepared)
         if prepared.hold is not None:
-            self.phase = "compile"
+            self.phase = Phase.COMPILE
         async with nullcontext() if prepared.hold is None else prepared.hold(replica):
-            self.phase = "queued"
+            self.phase = Phase.QUEUED
             self.queued.add(request.num_tokens)
             replica.loop.submit(Submit(request, self.credit), self)
             try:
                 with replica.busy_with(request.num_tokens_ahead) as self.ahead:
                     await self.wait_turn()
             finally:
-                phase = replica.loop.phase_of(self.core_id)
-                self.phase = self.phase if phase is None else phase.value
+                self.phase = replica.loop.phase_of(self.core_id) or self.phase
                 replica.loop.forget(self.core_id)
                 if self.error is not None or not self.is_closed:
                     reason = self.reason or EndReason.DEADLINE
                     since = min(self.scope.deadline, trio.current_time(), self._cancelled_at)
-                    replica.loop.cancel(self.core_id, reason, Phase(self.phase), since)
+                    replica.loop.cancel(self.core_id, reason, self.phase, since)
 
     def _take(self, prepared: Any) -> None:
         """Keep what the stream's events are made with. It comes again after a change of replica."""
@@ -299,7 +298,7 @@ class RequestStream(Generic[EventT]):
         since the request arrived. Any thread may call this once the stream's `Reader` has been
         notified of the end or has left.
         """
-        fields: dict[str, str | int | float] = {"model": self.model, "phase": self.phase}
+        fields: dict[str, str | int | float] = {"model": self.model, "phase": self.phase.value}
         fields |= {"prompt_tokens": self._prompt_tokens, "tokens_done": self.tokens_done}
         if self.error is not None:
             fields["reason"] = self.error.reason
@@ -331,7 +330,7 @@ class RequestStream(Generic[EventT]):
             else:
                 self._end_early(event)
         elif isinstance(event, Admitted):
-            self.phase = "queued"
+            self.phase = Phase.QUEUED
             self._prompt_tokens = event.prompt_tokens
             self._admit(event)
         elif isinstance(event, Refused):
@@ -372,7 +371,7 @@ class RequestStream(Generic[EventT]):
 
     def _end_early(self, event: Finished) -> None:
         """End the stream because the core ended the request without success."""
-        self.phase = self.phase if event.phase is None else event.phase.value
+        self.phase = event.phase or self.phase
         self.reason = self.reason or event.reason
         if event.violation is not None:  # a field of the request is to blame
             self.close(InvalidRequest([event.violation]))
@@ -392,8 +391,8 @@ class RequestStream(Generic[EventT]):
         match reason or self.reason or EndReason.DEADLINE:
             case EndReason.DEADLINE:
                 return DeadlineExceeded(
-                    f"the deadline passed in phase {self.phase}, {done}",
-                    phase=self.phase,
+                    f"the deadline passed in phase {self.phase.value}, {done}",
+                    phase=self.phase.value,
                     tokens_done=self.tokens_done,
                 )
             case EndReason.ABORTED:

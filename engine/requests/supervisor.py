@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from engine import logs
+from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason, Explanation, RequestId
 from engine.errors import (
     DeadlineExceeded,
@@ -60,11 +61,11 @@ ABORT_MEMORY_S = 60.0
 ABORT_MEMORY_MAX = 10_000
 
 WAITING_FOR = {  # what a request waits for, by its phase, before the core knows of it
-    "load": "model load",
-    "tokenize": "its tokens, which are being made",
-    "decode image": "its images, which are being decoded",
-    "compile": "its constraint, which is being compiled",
-    "write": "its images, which are being written, or its reader, which has not taken them",
+    Phase.LOAD: "model load",
+    Phase.TOKENIZE: "its tokens, which are being made",
+    Phase.DECODE_IMAGE: "its images, which are being decoded",
+    Phase.COMPILE: "its constraint, which is being compiled",
+    Phase.WRITE: "its images, which are being written, or its reader, which has not taken them",
 }
 
 
@@ -276,9 +277,9 @@ class Supervisor:
             self.metrics.count_end(EndReason.STOP)
         elif stream.reason is not None or isinstance(error, DeadlineExceeded):
             reason = stream.reason or EndReason.DEADLINE
-            self.metrics.count_end(reason, stream.phase)
+            self.metrics.count_end(reason, stream.phase.value)
         elif isinstance(error, EngineBug | WorkerLost):
-            self.metrics.count_end(EndReason.FAILED, stream.phase)
+            self.metrics.count_end(EndReason.FAILED, stream.phase.value)
         else:
             self.metrics.count_refusal()
         if replica is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from engine.core.common.phases import Phase
 from engine.core.common.types import RequestId
 from engine.core.text.types import ClientCame, ClientLeft, Replayed, Tokens
 from engine.errors import InvalidRequest
@@ -170,7 +171,7 @@ class TextStream(RequestStream[StreamEvent]):
             else:
                 super().push(event)
             return
-        self.phase = "decode"
+        self.phase = Phase.DECODE
         self.tokens_done += len(event.token_ids)
         if self._first_result_at is None:
             self._note_first_result()

@@ -325,6 +325,38 @@ def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
     } == ONE_WAY_IN
 
 
+def phases_as_texts(source: str) -> list[str]:
+    """Return what code assigns to a ``phase``, or compares with one, where that is a text."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            sides = [*node.targets, node.value]
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        else:
+            continue
+        is_phase = any(isinstance(one, ast.Attribute) and one.attr == "phase" for one in sides)
+        if is_phase and any(isinstance(getattr(one, "value", None), str) for one in sides):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_a_phase_is_no_text_where_it_decides():
+    """The names of phases are for people (`engine.core.common.phases`)."""
+    rooms_of_phases = ("engine.core.", "engine.replica.", "engine.requests.")
+    assert {
+        module: found
+        for module in product_modules()
+        if module.startswith(rooms_of_phases)
+        if (found := phases_as_texts(modules()[module].read_text()))
+    } == {}
+
+
+def test_phases_as_texts_are_found():
+    source = "if a.phase == 'load': pass\nself.phase = 'queued'\nb.phase = Phase.LOAD"
+    assert sorted(phases_as_texts(source)) == ["a.phase == 'load'", "self.phase = 'queued'"]
+
+
 def fields_of(module: str, name: str) -> set[str]:
     """Return the names of a dataclass's fields."""
     [found] = [
