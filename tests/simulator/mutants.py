@@ -642,8 +642,8 @@ MUTANTS = (
         "a chat keeps the memory of its images",
         prepare_chat.Seeing,
         "read",
-        "await self.memory.take(count * sight.max_bytes, assignment.held)",
-        "await self.memory.take(count * sight.max_bytes, type(assignment.held)())",
+        "assignment.held, assignment.spare_images",
+        "type(assignment.held)(), assignment.spare_images",
         seed=5,
     ),
     Mutant(
