@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 FIRST = ("grpc_service/rpc/connection.py", "Connection._on_stream")  # a request has come
-LAST = ("engine/core/text/scheduler.py", "Scheduler.plan")
+LAST = "plan"  # of a core: the first one that is not empty
 CORE = "engine/core/"
 REQUESTS_SEEN = 20
 PAUSE_S = 0.02  # until the server is done with the request before
@@ -59,7 +59,7 @@ class Recorder:
             self._entries.clear()
         elif event == "call" and file_of(frame.f_code) and not is_resumed(frame):
             self._take_call(frame)
-        elif event == "return" and self._is_under_way and _name_of(frame) == LAST and arg[0]:
+        elif event == "return" and self._is_under_way and _is_plan(frame, arg):
             self.ways.append(_steps_of(list(self._entries.values())))
             self._entries.clear()
             self._is_under_way = False
@@ -82,7 +82,14 @@ class Recorder:
 def _is_beside(codes: list[CodeType]) -> bool:
     """Return whether a call does something that is not for the request alone."""
     names = [name for code in codes for name in (code.co_qualname, file_of(code))]
-    return any(name in BESIDE and name != LAST[1] for name in names)
+    return any(name in BESIDE and not name.endswith(f".{LAST}") for name in names)
+
+
+def _is_plan(frame: FrameType, result: Any) -> bool:
+    """Return whether a core has returned a plan."""
+    name, function = _name_of(frame)
+    is_core = name.startswith(CORE) and function.rpartition(".")[2] == LAST
+    return is_core and isinstance(result, tuple) and result[0] is not None
 
 
 def _name_of(frame: FrameType) -> tuple[str, str]:
