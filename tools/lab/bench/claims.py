@@ -22,6 +22,7 @@ class File:
 
 FILES = {
     "step-zen4": File("Zen 4", "^(s135|q05) (decode B=.* at 128|prefill)"),
+    "memory-zen3": File("Zen 3", "^s135 decode B=8 at 128"),
     "small-weights-peers-zen4": File("Zen 4"),
     "serve-zen4": File("Zen 4", "^(8|32) clients"),
     "embed": File("Zen 3"),
@@ -211,18 +212,10 @@ def _readme() -> tuple[Line, ...]:
             )
         ),
         Line(
-            "memory of the engine, 8 bits",
+            "memory, 8 streams, bfloat16",
             "MB",
-            tuple(f"s135 memory: {way}" for way in ("int8", "Q8_0", "vLLM's W8A8")),
-            "small-weights-peers-zen4",
-            (),
-            is_new=True,
-        ),
-        Line(
-            "memory of weights, 8 bits",
-            "MB",
-            ("s135 memory of the weights: bfloat16 int8", None, None),
-            "small-weights-zen4",
+            tuple(f"s135 memory: {engine}" for engine in ("triolet", *peers)),
+            "memory-zen3",
             (),
         ),
     )
