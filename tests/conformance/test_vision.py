@@ -318,7 +318,8 @@ def test_a_cached_prefix_may_end_inside_an_image(whole, monkeypatch):
     assert max(found) < 1e-5
     monkeypatch.setattr(SequenceState, "wholes", lambda self, row, first: [
         (image.start + first - row.start, image.end + first - row.start)
-        for image in self.images if row.start <= image.start < row.start + row.count])  # fmt: skip
+        for image in self.admission.images
+        if row.start <= image.start < row.start + row.count])  # fmt: skip
     assert max(cached_differences(whole)) > 1e-3
 
 
