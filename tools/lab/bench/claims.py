@@ -22,7 +22,7 @@ class File:
 
 FILES = {
     "step-zen4": File("Zen 4", "^(s135|q05) (decode B=.* at 128|prefill)"),
-    "memory-zen3": File("Zen 3", "^s135 decode B=8 at 128"),
+    "step-memory-zen3": File("Zen 3", "^s135 decode B=8 at 128"),
     "small-weights-peers-zen4": File("Zen 4"),
     "serve-zen4": File("Zen 4", "^(8|32) clients"),
     "embed": File("Zen 3"),
@@ -215,7 +215,7 @@ def _readme() -> tuple[Line, ...]:
             "memory, 8 streams, bfloat16",
             "MB",
             tuple(f"s135 memory: {engine}" for engine in ("triolet", *peers)),
-            "memory-zen3",
+            "step-memory-zen3",
             (),
         ),
     )
