@@ -77,7 +77,7 @@ MODELS = (
 )
 CALL_S = 2.0
 READ_MAX = 200  # a drawing of 150 steps has fewer messages
-SOON_S = 20.0
+SOON_S = 60.0
 GROWTH_MAX = 48 * 2**20  # guess: memory that allocators keep; a leak of 5,000 streams is far more
 BAD = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 CLIENTS_OWN = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
