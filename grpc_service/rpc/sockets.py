@@ -150,10 +150,6 @@ class SocketListener:
         return taken
 
     def _transport_of(self, client: socket.socket, address: object) -> tuple[Transport, str]:
-        client.setblocking(False)
-        if client.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):
-                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = _peer_of(client, address)
         if self._tls is None:
             return PlainTransport(client), peer
@@ -280,7 +276,8 @@ def address_of(peer: str) -> str:
 
 
 class PlainTransport:
-    """A socket without TLS (`Transport`)."""
+    """A socket without TLS (`Transport`). No system call is made for it before `open`, so that a
+    connection that is refused takes two: one to accept it and one to close it."""
 
     opening_s = 0.0
 
@@ -295,7 +292,11 @@ class PlainTransport:
         return bool(look.poll(0))
 
     async def open(self) -> None:
-        """Do nothing: the socket is ready."""
+        """Set the socket's options."""
+        self._socket.setblocking(False)
+        if self._socket.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def receive(self) -> bytes:
         """Wait for bytes; b"" when the client has closed.
@@ -362,6 +363,7 @@ class TlsTransport(PlainTransport):
             OSError: client and server do not agree, or the client does not offer HTTP/2.
         Cancellation: the transport can only be closed then.
         """
+        await super().open()
         self._socket = self._tls = self._context.wrap_socket(
             self._socket, server_side=True, do_handshake_on_connect=False
         )

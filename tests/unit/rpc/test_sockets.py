@@ -16,7 +16,7 @@ import trustme
 
 from grpc_service.rpc.connection import SEND_BYTES
 from grpc_service.rpc.server import RpcServer
-from grpc_service.rpc.sockets import TlsTransport, address_of, listen_unix
+from grpc_service.rpc.sockets import TlsTransport, address_of, listen_tcp, listen_unix
 from tests.support.rpc_calls import MINUTE, wait
 
 
@@ -123,6 +123,25 @@ async def test_a_client_that_leaves_during_its_handshake_is_no_warning(caplog, e
 
 
 # ---- addresses
+
+
+async def test_a_connection_that_is_refused_costs_two_system_calls(monkeypatch):
+    """Whoever connects over and over is refused thousands of times a second."""
+    calls = []
+    for name in ("setblocking", "setsockopt", "getsockopt"):
+        original = getattr(socket.socket, name)
+        monkeypatch.setattr(
+            socket.socket,
+            name,
+            lambda *args, name=name, original=original: (calls.append(name), original(*args))[1],
+        )
+    [listener] = listen_tcp("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        calls.clear()
+        [(transport, _)] = await listener.accept()
+        await transport.close()
+    listener.close()
+    assert calls == []
 
 
 async def test_a_client_of_a_unix_socket_counts_by_its_user(tmp_path):
