@@ -33,7 +33,7 @@ COMMIT = ("engine/core/text/commit.py", "Committer.commit")  # the way of a toke
 BESIDE = {  # a function, or any function of a file
     "Core.plan": "decide the next step",
     "Scheduler.prepare": "decide the next step",
-    "Scheduler.next_wakeup": "look for deadlines",
+    "Scheduler.next_wakeup": "look for what is due",
     "engine/core/text/planned_step.py": "keep the step's blocks",
     "engine/core/text/speeds.py": "note how fast the step was",
     "engine/core/text/best_rate.py": "note how fast the step was",

@@ -74,7 +74,7 @@ class Registry:
             entry = self.entries[self._names[name]]
         except KeyError:
             raise self._not_found(name) from None
-        self.require_capability(entry, capability)
+        self._require_capability(entry, capability)
         return entry
 
     def find_base(self, name: str, capability: Capability | None = None) -> Entry:
@@ -83,7 +83,7 @@ class Registry:
         if name not in self._adapters:
             return self.find(name, capability)
         entry = self._adapters[name][0]
-        self.require_capability(entry, capability)
+        self._require_capability(entry, capability)
         return entry
 
     def _not_found(self, name: str) -> ModelNotFound:
@@ -189,7 +189,7 @@ class Registry:
         assert capability is not None
         raise ModelNotFound(f"no model that {TRAITS[capability].description} is configured")
 
-    def require_capability(self, entry: Entry, capability: Capability | None) -> None:
+    def _require_capability(self, entry: Entry, capability: Capability | None) -> None:
         """Check that a model has a capability, unless its own is unknown.
 
         Raises:

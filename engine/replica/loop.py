@@ -117,8 +117,7 @@ class LoopSettings:
 
 class EngineLoop(Generic[RequestT, PlanT, ResultT]):
     """Drives one core and the runner that executes its plans. All methods belong to the Trio
-    thread. ``busy_s`` is how long steps have taken in all; ``late_events`` counts the events of
-    requests that had been ended from outside."""
+    thread. ``busy_s`` is how long steps have taken in all."""
 
     def __init__(
         self,
@@ -133,7 +132,6 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self.core = core
         self.telemetry = settings.telemetry
         self.busy_s = 0.0
-        self.late_events = 0
         self._time = trio.lowlevel.current_clock().current_time  # as `trio.current_time`, faster
         self._runner = runner
         self._threads = threads
@@ -417,9 +415,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         try:
             for event in events:
                 stream = streams.get(event.request_id)
-                if stream is None:
-                    self.late_events += 1  # the request was ended from outside (R156)
-                else:
+                if stream is not None:  # the request was not ended from outside (R156)
                     stream.push(event)
         finally:
             self._batch.release()

@@ -31,8 +31,8 @@ from trio.lowlevel import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# A thread that works in Python holds Python's lock for so many seconds while the loop or a step
-# waits for it, which happens several times for a token. Guess: a tenth of Python's own interval.
+# The longest time, in seconds, for which a job keeps Python's lock from the loop or from a step,
+# which need it several times for a token. Guess: a tenth of Python's own interval.
 SHORT_TURN_S = 5e-4
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ Rule 2: it is forgotten when its window ends, and its request is cancelled then,
 ended. Rule 3: nobody but the holder of its key gets it, and only with its token; whoever fails
 learns nothing of it. Rule 4: what waits is bounded, for each holder or, without keys, for each
 address, and nobody drives out what others have waiting. Rule 5: the core knows who waits, and has
-others go first (`engine.core.text.guests`). Rule 6: no other request is refused for their sake, or
-waits: one is given up for it if the server is full, or if images lack the memory of theirs.
+others go first (`engine.core.text.guests`). Rule 6: a server that is full, or short of memory
+for images, gives up a request that waits here before it refuses or delays another one.
 """
 
 from __future__ import annotations

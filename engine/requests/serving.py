@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread. ``spare_images`` is
-    that of `Assignment`."""
+    """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread. ``spare_images``
+    gives up a request whose client is away, so that the memory of its images comes back."""
 
     kind: RequestKind
     preparer: Preparer
@@ -62,7 +62,7 @@ class Serving:
                 await self._serve_at(lease, request, stream)
             except WorkerLost as error:  # the replica died before the request was in its queue
                 stream.lose_replica(error, has_begun=False)
-            except ShuttingDown:  # so a runner answers that was closed after its worker's death
+            except ShuttingDown:  # by a runner that was closed after its worker's death
                 cause = None if stream.replica is None else stream.replica.loop.cause_of_death
                 if not isinstance(cause, WorkerLost):
                     raise

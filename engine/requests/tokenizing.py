@@ -5,8 +5,8 @@ event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so it is 
 that waits for it can leave at once. Rule 3: a job cannot be interrupted. Therefore a text that is
 certainly too long never becomes one (`check_fits`), and a long one is a job for each of its pieces,
 until it has as many tokens as are wanted (`TokenBound`). Short texts have a thread that long ones
-do not use, and the parties (`engine.requests.quota.Origin`) take turns at either, a text each, so
-that only one has a part of its tokens.
+do not use, and the parties (`engine.requests.quota.Origin`) take turns at either: one
+whole text in each turn, so that only one half of a text is in memory.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class Tokenizing:
         *,
         from_end: bool = False,
     ) -> list[Part]:
-        """Return what the functions of ``divide()`` return, in their order: those of the first
-        pieces or the last ones, as few as have more than ``most`` tokens, or all. Each runs in a
-        thread. Cancellation: as the class; no further piece begins."""
+        """Return the tokens of the pieces that ``divide()`` makes, in the text's order: as few
+        pieces, from the front or ``from_end``, as have more than ``most`` tokens, or all. Each is a
+        job of its own. Cancellation: as the class; no further piece begins."""
         parts: deque[Part] = deque()
 
         def jobs() -> Iterator[Callable[[], None]]:

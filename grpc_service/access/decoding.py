@@ -86,8 +86,8 @@ class _Room:
         self._owners: dict[Hashable, _Owned] = {}
 
     async def take(self, owner: Hashable, num_bytes: int) -> Callable[[], None]:
-        """Wait for room for a request, behind those that came before, and return what gives it
-        back, once.
+        """Wait for room for a request, behind those that came before, and return a function that
+        gives it back.
 
         Cancellation: safe; the task leaves the queue.
         """

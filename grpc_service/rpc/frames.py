@@ -27,8 +27,8 @@ _HEAD = Struct(">HBBBI")  # two bytes and one of the length, then kind, flags an
 
 
 class Frame(NamedTuple):
-    """One frame; ``data`` is all of it, its head included, and ``size`` the length of its body in
-    bytes."""
+    """One frame, or a part of one that is too large. ``data`` is what there is of it, its head
+    included; ``size`` is the length of its body in bytes, as the head has it."""
 
     kind: int
     flags: int

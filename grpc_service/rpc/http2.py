@@ -307,10 +307,12 @@ class Http2Connection:
         self.collect()
 
     def send_goaway(self, *, knows: bool = True) -> None:
-        """Take no more streams; those that run go on. Idempotent. A client that ``knows`` has
-        answered the ping of `drain` and opens none, so that it may be told the last one. Another
-        one may have some on their way, of which those of `Limits.lasting_methods` are served: it
-        would repeat them elsewhere. So the others are refused one by one."""
+        """Take no more streams; those that run go on. Idempotent.
+
+        The last stream is named only to a client that ``knows`` of the end, because it has answered
+        the ping of `drain`. Another one may have calls on their way, and would repeat elsewhere
+        those behind the last stream. Each of them is served, if its method is of
+        `Limits.lasting_methods`, or refused by itself."""
         if not self.is_ending:
             self.is_ending = True
             if knows:

@@ -147,7 +147,6 @@ class Simulation:
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._holder = Quota("clients over the wire")
         self._aborted_at: dict[str, float] = {}
-        self.num_attached = 0
         self._has_been_full = False  # so that a stream which waits may have been given up
         self._num_continued = 0  # requests that continue a stream which was cut
         self._load_failures = Counter(dict(world.pool.load_failures))
@@ -557,7 +556,6 @@ class Simulation:
         if found is not stream:
             raise Violation(f"{stream}: attached to {found}")
         engine.detached.attach(found, writer, received)
-        self.num_attached += 1
         self._writers.append(writer)
         call.stream, call.writer = stream, writer
         following.attach_token = token

@@ -233,7 +233,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
 
     @abstractmethod
     def _admit(self, request: RequestT, credit: Credit, now: float) -> LiveT:
-        """Return an accepted request as it lives from now on, in the queue."""
+        """Put an accepted request into the queue, and return its record."""
 
     @abstractmethod
     def _end(

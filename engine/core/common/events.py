@@ -234,7 +234,7 @@ class Finished:
     """The one terminal event of a choice.
 
     ``matched`` is the stop string or stop token id that ended it. ``phase`` is the phase in which
-    it ended. ``detail`` describes a failure, for the log only; ``violation`` names the field of the
+    it ended. ``detail`` describes a failure; ``violation`` names the field of the
     request that caused the failure.
     """
 

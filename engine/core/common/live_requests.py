@@ -1,6 +1,6 @@
 """The one table of live requests, what is kept of each, and what is asked of them between steps.
 
-Rule: whatever is asked here changes nothing and never waits, so a step in flight does not delay it.
+Rule: what is asked here decides nothing and never waits, so a step in flight does not delay it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class LiveRequests(ABC, Generic[LiveT]):
         return None if live is None else live.phase
 
     def has_begun(self, request_id: RequestId) -> bool:
-        """Return whether the worker knows of a live request (`Core.has_begun`)."""
+        """Return whether the worker knows of a live request (`Live.has_begun`)."""
         live = self._requests.get(request_id)
         return live is not None and live.has_begun
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.core.common.core import Core, PlanT, StepT
 from engine.core.common.events import Finished, RequestT, ResultT
@@ -87,9 +87,7 @@ class OneChoice(Live[RequestT]):
 OneT = TypeVar("OneT", bound="OneChoice[Any]")
 
 
-class OneChoiceCore(
-    Core[RequestT, PlanT, ResultT, OneT, StepT], Generic[RequestT, PlanT, ResultT, OneT, StepT]
-):
+class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, StepT]):
     """A `Core` for requests of one choice."""
 
     def _end(

@@ -80,7 +80,7 @@ class WaitingQueue(Generic[QueuedT]):
         self.num_tokens += tokens
 
     def in_order(self, now: float) -> list[QueuedT]:
-        """Return the queue itself, first to last."""
+        """Apply aging, and return the queue itself, first to last."""
         if now - self._sorted_at >= self._late_s:
             for item in self.items:
                 item.waiting_key = self.key_of(item, now)

@@ -37,13 +37,12 @@ class LiveDrawing(OneChoice["ImageRequest"]):
     until its end. ``in_step``: its next step is in flight.
     """
 
-    __slots__ = ("denoised_at", "encoded_at", "in_step", "num_done", "sequence")
+    __slots__ = ("encoded_at", "in_step", "num_done", "sequence")
 
     def __init__(self, request: ImageRequest, credit: Credit, now: float, number: int) -> None:
         super().__init__(request, credit, now, number)
         self.sequence: SequenceId | None = None
         self.encoded_at: float | None = None  # when the first step was done
-        self.denoised_at: float | None = None  # when the last denoising step was done
         self.num_done = 0
         self.in_step = False
 
@@ -95,8 +94,6 @@ class LiveDrawing(OneChoice["ImageRequest"]):
         self.num_done += 1
         if self.num_done == 1:
             self.encoded_at = now
-        if self.num_done == 1 + self.request.num_steps:
-            self.denoised_at = now
 
     def timings(self, now: float) -> Timings:
         """Return the seconds that it waited, encoded its prompt, and took for the rest."""

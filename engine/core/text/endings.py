@@ -1,7 +1,7 @@
 """How sequences end: exactly one `Finished` event each.
 
-Rule: nothing else emits `Finished`. A sequence that a step in flight uses gives its blocks back at
-that step's commit (`Ledger.end`).
+Rule: nothing else of a text model emits `Finished`. A sequence that a step in flight uses gives its
+blocks back at that step's commit (`Ledger.end`).
 """
 
 from __future__ import annotations

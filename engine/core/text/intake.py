@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Accepts or refuses the requests of one scheduler."""
+    """Says which requests of one scheduler do not fit, or cannot be computed in time."""
 
     def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
         self._ledger = ledger

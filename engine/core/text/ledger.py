@@ -63,7 +63,7 @@ class Ledger:
     # ---- places
 
     def admit(self, request: Request, credit: Credit, now: float) -> LiveRequest:
-        """Return a new request as it lives, all its choices WAITING."""
+        """Put a new request into the queue, all its choices WAITING, and return its record."""
         live = LiveRequest(request, credit, self.keys.root_of(request))
         since = min(now, request.arrival)  # it has been waiting since it arrived
         for choice in request.choices:

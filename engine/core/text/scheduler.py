@@ -1,9 +1,9 @@
 """The scheduler of a text model: one synchronous state machine.
 
 The frame (`engine.core.common.core`) decides what comes after what; the parts do the work:
-`Intake` accepts requests, `StepBuilder` plans a step, `Committer` takes its results, `Recovery`
-follows a failed one, `Endings` ends sequences, and the `Ledger` keeps where each sequence is and
-what it holds.
+`Intake` says which requests do not fit, `StepBuilder` plans a step, `Committer` takes its results,
+`Recovery` follows a failed one, `Endings` ends sequences, and the `Ledger` keeps where each
+sequence is and what it holds.
 
 Source: design D4–D7, D9, D17–D19.
 """

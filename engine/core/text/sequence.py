@@ -162,8 +162,7 @@ class Sequence:
 
     def is_late(self, now: float) -> bool:
         """Return whether the request's deadline has passed."""
-        deadline = self.live.request.deadline
-        return deadline is not None and deadline <= now
+        return self.live.is_late(now)
 
     def advance(self, event: Event) -> None:
         """Change the state by the table of `engine.core.text.lifecycle`.

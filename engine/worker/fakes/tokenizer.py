@@ -71,13 +71,13 @@ class FakeTokenizer:
     def encode_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> list[Callable[[], tuple[int, ...]]]:
-        """Return what makes the ids of a text, as one piece."""
+        """Return one function, which returns the ids of a text."""
         return [partial(self.encode, text, add_special_tokens=add_special_tokens)]
 
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> list[Callable[[], tuple[TokenSpan, ...]]]:
-        """Return what makes the tokens of a text, as one piece."""
+        """Return one function, which returns the tokens of a text."""
         return [partial(self.encode_spans, text, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 PIECE_CHARS = 2**15  # the longest piece; it takes about 80 ms, and 10 MB
 # The longest text without a place for a division: 0.3 s and 50 MB.
 UNDIVIDED_CHARS = 2**17
-CONTEXT_CHARS = 128  # on each side of a place, whose tokens are compared
-LOOK_CHARS = 2**10  # in which places are looked for at once
-TRIES_MAX = 32  # places of one piece whose tokens are compared
+CONTEXT_CHARS = 128  # guess: of which the tokens are compared, on each side of a place
+LOOK_CHARS = 2**10  # guess: in which places are looked for at once
+TRIES_MAX = 32  # guess: places that are compared for one piece
 # What may begin a piece behind a letter or a digit. Not an apostrophe: "don't" can be one unit.
 STARTS = ' \n,;:!?()[]{}<>/+="#&@|\u3001\u3002\uff0c\uff01\uff1f'
 WORD = r"[^\W_]"
@@ -64,7 +64,7 @@ class TextDivider:
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The same; None if the tokenizer does not simply write them there."""
+        """The same; None if they are not just in front of each text and behind it."""
         found = {self._ends_of(text) for text in ("a", "b c")}
         return found.pop() if len(found) == 1 else None
 
