@@ -160,6 +160,8 @@ class Connection:
         await self._is_to_close.wait()
         while not self.is_quiet:
             await self._wait_for_change()
+        self.http2.send_goaway()  # calls that are on their way can be repeated elsewhere
+        self.flush()
         self._is_over = True
         await self._linger()
 

@@ -93,6 +93,7 @@ class Http2Connection:
         self.blocked_by_connection: dict[int, Stream] = {}  # those that wait for the connection's
         self.is_clogged = False
         self.is_ending = False
+        self._has_named_last = False
         self.is_reserved = False
         self.streams: dict[int, Stream] = {}
         self.marks: dict[bytes, Callable[[], None]] = {}  # by the bodies of pings
@@ -310,13 +311,13 @@ class Http2Connection:
         """Take no more streams; those that run go on. Idempotent.
 
         The last stream is named only to a client that ``knows`` of the end, because it has answered
-        the ping of `drain`. Another one may have calls on their way, and would repeat elsewhere
-        those behind the last stream. Each of them is served, if its method is of
-        `Limits.lasting_methods`, or refused by itself."""
-        if not self.is_ending:
-            self.is_ending = True
-            if knows:
-                self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
+        the ping of `drain`, or that is served nothing more. Another one may have calls on their
+        way, and would repeat elsewhere those behind the last stream. Each of them is served, if its
+        method is of `Limits.lasting_methods`, or refused by itself."""
+        self.is_ending = True
+        if knows and not self._has_named_last:
+            self._has_named_last = True
+            self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
 
     def cut(self) -> list[StreamListener]:
         """End every stream, as the connection is lost. Return the listeners that have no request;

@@ -116,6 +116,21 @@ async def test_a_client_whose_handshake_ends_after_the_leave_may_repeat_its_call
         assert not running.calls
 
 
+async def test_a_client_whose_calls_come_too_late_learns_that_none_was_served(autojump_clock):
+    """Its calls are on their way while the server closes the connection. It may repeat them
+    elsewhere, as they are behind the number of the last GOAWAY."""
+    async with serving(wait) as running:
+        client = Client(Wire())
+        client.wire.ready = trio.Event()
+        running.listener.arrive(client.wire)
+        await trio.testing.wait_all_tasks_blocked()
+        running.server.leave()
+        await running.server.settle()
+        client.wire.ready.set()
+        await client.settle()
+        assert client.last_served == 0
+
+
 @pytest.mark.parametrize("knows", ["after its calls", "not within the patience", "comes late"])
 async def test_no_call_is_served_that_its_client_repeats_elsewhere(autojump_clock, knows):
     """gRPC's clients repeat by themselves what is behind the number of a GOAWAY. A lasting call
