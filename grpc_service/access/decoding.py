@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 2**10
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
 DECODED_BYTES = 2**21  # guess: enough to keep the tokenizer busy
+DECODED_S = 5.0  # guess: a text of that size is tokenised in a second
 
 
 class Decoding:
@@ -71,52 +72,60 @@ class Decoding:
 
 
 class _Owned:
-    """What one owner has of the room. ``num_requests`` have a part of it, or wait for one."""
+    """What one owner has of the room: the bytes and the time of each request, the first one first.
+    ``num_waiting`` wait for room, of which the next one holds ``order``."""
 
     def __init__(self) -> None:
-        self.num_bytes = self.num_requests = 0
-        self.order = trio.Lock()  # held by the request that is the next to get room
+        self.taken: dict[object, tuple[int, float]] = {}
+        self.num_waiting = 0
+        self.order = trio.Lock()
         self.freed = trio.Event()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether so many bytes are within the room, or alone in it."""
+        used = sum(size for size, _ in self.taken.values())
+        return not used or used + num_bytes <= DECODED_BYTES
 
 
 class _Room:
-    """Bounds what each owner has of large requests that are decoded and not answered (Rule 4)."""
+    """Bounds what each owner has of large requests that are decoded and not answered (Rule 4). A
+    request has its room for at most `DECODED_S`, so that one whose model is loaded or paused does
+    not hold up its owner's others."""
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _Owned] = {}
 
     async def take(self, owner: Hashable, num_bytes: int) -> Callable[[], None]:
         """Wait for room for a request, behind those that came before, and return a function that
-        gives it back.
+        gives it back. Calling it again changes nothing.
 
         Cancellation: safe; the task leaves the queue.
         """
         owned = self._owners.setdefault(owner, _Owned())
-        owned.num_requests += 1
+        owned.num_waiting += 1
         try:
             async with owned.order:
-                while owned.num_bytes and owned.num_bytes + num_bytes > DECODED_BYTES:
+                while not owned.has_room(num_bytes):
+                    oldest, (_, since) = next(iter(owned.taken.items()))
                     owned.freed = trio.Event()
-                    await owned.freed.wait()
-        except BaseException:
-            self._leave(owner)
-            raise
-        owned.num_bytes += num_bytes
-        is_given_back = False
+                    with trio.move_on_at(since + DECODED_S) as scope:
+                        await owned.freed.wait()
+                    if scope.cancelled_caught:
+                        owned.taken.pop(oldest, None)
+            key = object()
+            owned.taken[key] = num_bytes, trio.current_time()
+        finally:
+            owned.num_waiting -= 1
+            self._forget(owner, owned)
+        return partial(self._give_back, owner, owned, key)
 
-        def give_back() -> None:
-            nonlocal is_given_back
-            if not is_given_back:
-                is_given_back = True
-                owned.num_bytes -= num_bytes
-                owned.freed.set()
-                self._leave(owner)
+    def _give_back(self, owner: Hashable, owned: _Owned, key: object) -> None:
+        owned.taken.pop(key, None)
+        owned.freed.set()
+        self._forget(owner, owned)
 
-        return give_back
-
-    def _leave(self, owner: Hashable) -> None:
-        self._owners[owner].num_requests -= 1
-        if not self._owners[owner].num_requests:
+    def _forget(self, owner: Hashable, owned: _Owned) -> None:
+        if not (owned.taken or owned.num_waiting) and self._owners.get(owner) is owned:
             del self._owners[owner]
 
 

@@ -12,11 +12,12 @@ parts.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine.core.text.types import Constraint
 from engine.errors import FieldViolation, InvalidRequest
-from engine.requests.chat_values import Chat
+from engine.requests.chat_values import VIOLATIONS_MAX, Chat
 from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.kept_events import ReceivedChoice
 from engine.requests.text_values import (
@@ -102,7 +103,7 @@ def ids_of(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
-    found = list(_part_violations(message))
+    found = list(islice(_part_violations(message), VIOLATIONS_MAX))
     if found:
         raise InvalidRequest(found)
     chat = Chat(
