@@ -102,8 +102,7 @@ class Tokenizing:
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
-            RequestTooLarge: it has more tokens than ``bound`` allows, or a part of it is too long
-                to be tokenised at once.
+            RequestTooLarge: it has more tokens than ``bound`` allows.
         Cancellation: as the class.
         """
         tokenizer = replica.tokenizer
@@ -128,8 +127,8 @@ class Tokenizing:
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
-            RequestTooLarge: there are more characters than one call may have, more tokens than one
-                answer holds, or a part of the text is too long to be tokenised at once.
+            RequestTooLarge: there are more characters than one call may have, or more tokens than
+                one answer holds.
         Cancellation: as the class.
         """
         tokenizer = replica.tokenizer

@@ -265,7 +265,6 @@ class Tokenizer(Protocol):
         """Divide a long text into pieces, and return a function for each that makes its ids.
 
         Raises:
-            RequestTooLarge: a part of the text that cannot be divided is too long.
             InvalidRequest: as `encode`; the functions raise it, too.
         """
         ...

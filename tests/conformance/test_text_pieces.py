@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import engine
-from engine.errors import RequestTooLarge
 from engine.worker.text import text_pieces
 from engine.worker.text.text_pieces import TextDivider
 from engine.worker.text.tokenizer import HfTokenizer
@@ -149,7 +148,7 @@ def test_places_that_are_not_compared_give_other_tokens(kind, monkeypatch):
     """Rule 2 is needed: without it, some text has other tokens in pieces."""
     tokenizer = HfTokenizer(KINDS[kind]())
     monkeypatch.setattr(TextDivider, "_is_place", lambda *_, **__: True)
-    monkeypatch.setattr(text_pieces, "_written", lambda *_: "(?!)")  # nor is Rule 1 kept
+    monkeypatch.setattr(text_pieces, "_starts_within", lambda *_: set())  # nor is Rule 1 kept
     monkeypatch.setattr(text_pieces, "WORD", ".")
     texts = ["<mask> the dog " * 9, "the dog  ran,  " * 9, "the dog\n\nran " * 9]
     assert any(differences(tokenizer, text) for text in texts)
@@ -165,12 +164,20 @@ def test_a_token_over_a_place_is_seen_in_the_vocabulary(monkeypatch):
     assert len(pieces) == 1 or all(piece.text[0] != " " for piece in pieces)
 
 
-def test_a_text_without_places_is_one_piece_up_to_a_length(monkeypatch):
-    monkeypatch.setattr(text_pieces, "UNDIVIDED_CHARS", 200)
-    tokenizer = HfTokenizer(toy_tokenizers.byte_level())
-    assert len(tokenizer._divider.divide("a" * 200)) == 1
-    with pytest.raises(RequestTooLarge, match="more than 200 characters from character 35 on"):
-        tokenizer._divider.divide("the dog " * 5 + "a" * 201)
+def test_a_text_without_places_is_one_piece(monkeypatch):
+    monkeypatch.setattr(text_pieces, "FAR_CHARS", 200)
+    divider = HfTokenizer(toy_tokenizers.byte_level())._divider
+    pieces = divider.divide("the dog " * 20 + "a" * 2000 + " the dog" * 20)
+    assert sum(len(one.text) > SIZE for one in pieces) == 1
+    assert len(pieces) > 2
+
+
+def test_places_of_a_kind_that_never_holds_do_not_hide_others():
+    """Llama 2's kind writes a space before each text, so that only spaces are places: they were not
+    looked at any more behind a table with commas."""
+    divider = HfTokenizer(from_legacy())._divider
+    text = "1,2,3,4,5,6,7,8,9,10," * 100 + "the dog " * 100 + "1,2,3," * 3
+    assert len(divider.divide(text)) > 10
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_like", "demo stories"])

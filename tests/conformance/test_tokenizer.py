@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,6 +91,29 @@ def test_encode_equals_transformers_on_any_text(both):
         assert ours.encode(text, add_special_tokens=add) == ids_of(theirs, text, add)
 
     check()
+
+
+def test_other_threads_run_while_many_ids_are_decoded():
+    ours = HfTokenizer(toy_tokenizers.byte_level())
+    ids = ours.encode(toy_tokenizers.TEXTS[0] * 2000)
+    ticks, is_over = 0, threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not is_over.wait(0.0005):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks
+        found = ours.decode(ids)
+        num_meanwhile = ticks - before
+    finally:
+        is_over.set()
+        thread.join()
+    assert found == ours.backend.decode(ids)
+    assert num_meanwhile > 3
 
 
 def test_decode_equals_transformers_on_any_ids(both):

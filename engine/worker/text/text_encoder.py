@@ -60,7 +60,6 @@ class TextEncoder(ABC):
         piece's ids. Special tokens in front and behind count as pieces.
 
         Raises:
-            RequestTooLarge: as `TextDivider.divide`.
             InvalidRequest: as `encode`; the functions raise it, too.
         """
         pieces = self._divider.divide(text)
@@ -79,7 +78,6 @@ class TextEncoder(ABC):
         piece's tokens.
 
         Raises:
-            RequestTooLarge: as `TextDivider.divide`.
             InvalidRequest: as `encode`; the functions raise it, too.
         """
         pieces = self._divider.divide(text)
@@ -95,11 +93,13 @@ class TextEncoder(ABC):
         return [lambda: before, *jobs, lambda: behind]
 
     def _piece_spans(self, piece: Piece) -> tuple[TokenSpan, ...]:
-        first, *others = (
+        moved = [
             replace(one, start=one.start + piece.start, end=one.end + piece.start)
             for one in self._spans(self._encoding(piece.text, False))
-        )
-        return replace(first, start=first.start - piece.takes_space), *others
+        ]
+        if piece.takes_space:
+            moved[0] = replace(moved[0], start=moved[0].start - 1)
+        return tuple(moved)
 
     def _spans(self, encoding: Any) -> tuple[TokenSpan, ...]:
         return tuple(

@@ -14,30 +14,29 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.errors import RequestTooLarge
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tokenizers import Tokenizer
 
 PIECE_CHARS = 2**15  # the longest piece; it takes about 80 ms, and 10 MB
-# The longest text without a place for a division: 0.3 s and 50 MB.
-UNDIVIDED_CHARS = 2**17
+FAR_CHARS = 2**17  # guess: in which a place is looked for
 CONTEXT_CHARS = 128  # guess: of which the tokens are compared, on each side of a place
 LOOK_CHARS = 2**10  # guess: in which places are looked for at once
-TRIES_MAX = 32  # guess: places that are compared for one piece
+TRIES_MAX = 4  # guess: places of one kind that are compared for one piece
 # What may begin a piece behind a letter or a digit. Not an apostrophe: "don't" can be one unit.
 STARTS = ' \n,;:!?()[]{}<>/+="#&@|\u3001\u3002\uff0c\uff01\uff1f'
 WORD = r"[^\W_]"
 # A character of a vocabulary that may stand for one of a word, or for a byte of one.
 WRITTEN_WORD = r"[^\x00-/:-@\[-`{-~\u0120\u010a\u2581]"
 SPACE_MARK = "\u2581"  # which SentencePiece writes for a space
+AFTER_NEWLINE = "a word behind a line break"
 
 
 class Piece(NamedTuple):
@@ -70,11 +69,10 @@ class TextDivider:
 
     def divide(self, text: str) -> list[Piece]:
         """Return the pieces of a text, of at most `PIECE_CHARS` characters where there are places.
+        What is behind a part of `FAR_CHARS` without a place is one piece.
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
-            RequestTooLarge: more than `UNDIVIDED_CHARS` characters have no place. This is not
-                looked at for a tokenizer that divides nothing.
         """
         pattern, pieces, piece = self._pattern, [], Piece(0, text)
         while pattern is not None and len(text) - piece.start > PIECE_CHARS:
@@ -84,20 +82,16 @@ class TextDivider:
             end = following.start - following.takes_space
             pieces.append(piece._replace(text=text[piece.start : end]))
             piece = following
-        if pattern is not None and len(text) - piece.start > UNDIVIDED_CHARS:
-            raise RequestTooLarge.of(
-                "text",
-                f"has more than {UNDIVIDED_CHARS} characters from character {piece.start} on "
-                "without a space or a sign between words",
-            )
         return [*pieces, piece._replace(text=text[piece.start :])]
 
     def _next(self, pattern: re.Pattern[str], text: str, start: int) -> Piece | None:
         """Return the piece that follows the one from ``start`` on, up to the end of the text; None
         if there is no place for it."""
-        for tried, at in enumerate(_places(pattern, text, start)):
-            if tried == TRIES_MAX:
-                break
+        tried: Counter[str] = Counter()
+        for at in _places(pattern, text, start):
+            tried[text[at]] += 1
+            if tried[text[at]] > TRIES_MAX:
+                continue
             for takes_space in (False, True) if text[at] == " " else (False,):
                 if self._is_place(text, at, takes_space=takes_space):
                     return Piece(at + takes_space, "", takes_space)
@@ -133,22 +127,15 @@ class TextDivider:
             return None
         whole = self._backend.get_vocab(with_added_tokens=False)
         of_bytes = all(one in whole for one in ByteLevel.alphabet())
-        vocabulary = "\0".join(whole)
-        added = self._backend.get_added_tokens_decoder().values()
-        contents = "\0".join(one.content for one in added)
-
-        def reaches(before: str, behind: str) -> bool:
-            """Return whether a token has two such characters, one behind the other."""
-            ways = [(_written(before, of_bytes), _written(behind, of_bytes), vocabulary)]
-            ways += [(_written(before), _written(behind), contents)]
-            return any(re.search(one + other, tokens) for one, other, tokens in ways)
-
-        starts = [one for one in STARTS if not reaches("", one)]
+        added = [one.content for one in self._backend.get_added_tokens_decoder().values()]
+        within = _starts_within(whole, _written_starts(of_bytes=of_bytes))
+        within |= _starts_within(added, {one: one for one in STARTS})
+        starts = [one for one in STARTS if one not in within]
         if type(self._backend.model).__name__ == "Unigram":
             # It adds the scores of all tokens of a unit, so that rounding reaches over a place.
             starts = [one for one in starts if one == " " and self._splits_at_spaces()]
         found = [f"(?<={WORD})(?=[{re.escape(''.join(starts))}]{WORD})"] if starts else []
-        if "\n" in starts and not reaches("\n", ""):
+        if "\n" in starts and AFTER_NEWLINE not in within:
             found.append(f"(?<=\n)(?={WORD})")
         return re.compile("|".join(found)) if found else None
 
@@ -171,18 +158,30 @@ def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
     least, most = start + PIECE_CHARS // 2, start + PIECE_CHARS
     for last in range(most, least, -LOOK_CHARS):
         yield from [one.start() for one in pattern.finditer(text, last - LOOK_CHARS, last)][::-1]
-    for one in pattern.finditer(text, most, start + UNDIVIDED_CHARS):
+    for one in pattern.finditer(text, most, start + FAR_CHARS):
         yield one.start()
 
 
-def _written(character: str, of_bytes: bool | None = None) -> str:
-    """Return a pattern of how the tokens of a vocabulary write a character, by bytes or not, or how
-    added tokens do (None). Nothing stands for any character of a word."""
-    if not character:
-        return WRITTEN_WORD
-    if of_bytes:
-        splitter = ByteLevel(add_prefix_space=False, use_regex=False)
-        [(character, _)] = splitter.pre_tokenize_str(character)
-    elif of_bytes is False and character == " ":
-        return f"[ {SPACE_MARK}]"
-    return re.escape(character)
+def _written_starts(*, of_bytes: bool) -> dict[str, str]:
+    """Return the characters of `STARTS` by the ways in which the tokens of a vocabulary write them,
+    which may be by bytes."""
+    if not of_bytes:
+        return {one: one for one in STARTS} | {SPACE_MARK: " "}
+    splitter = ByteLevel(add_prefix_space=False, use_regex=False)
+    return {splitter.pre_tokenize_str(one)[0][0]: one for one in STARTS}
+
+
+def _starts_within(tokens: Iterable[str], written: dict[str, str]) -> set[str]:
+    """Return the characters of `STARTS` that a token has behind one of a word, and `AFTER_NEWLINE`
+    if one has a word behind a line break. No step of this keeps the GIL for long."""
+    ways = "|".join(map(re.escape, written))
+    newline = next(way for way, start in written.items() if start == "\n")
+    behind = re.compile(f"{WRITTEN_WORD}(?=({ways}))")
+    after = re.compile(f"{re.escape(newline)}{WRITTEN_WORD}")
+    found: set[str] = set()
+    for token in tokens:
+        if len(token) > 1:
+            found.update(written[way] for way in behind.findall(token))
+            if after.search(token):
+                found.add(AFTER_NEWLINE)
+    return found
