@@ -5,8 +5,8 @@ event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so it is 
 that waits for it can leave at once. Rule 3: a job cannot be interrupted. Therefore a text that is
 certainly too long never becomes one (`check_fits`), and a long one is a job for each of its pieces,
 until it has as many tokens as are wanted (`TokenBound`). Short texts have a thread that long ones
-do not use, and the parties (`engine.requests.quota.Origin`) take turns at either: one
-whole text in each turn, so that only one half of a text is in memory.
+do not use. At either, the parties (`engine.requests.quota.Origin`) take turns, with a whole text in
+each, so that only one text is tokenised in part.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.errors import InvalidRequest
 from engine.worker.interface import TokenSpan
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from engine.worker.text.text_pieces import Piece
+
+T = TypeVar("T")
 
 
 class TextEncoder(ABC):
@@ -51,7 +53,11 @@ class TextEncoder(ABC):
         Raises:
             InvalidRequest: as `encode`.
         """
-        return self._spans(self._encoding(text, add_special_tokens))
+        encoding = self._encoding(text, add_special_tokens)
+        return tuple(
+            TokenSpan(id_, self.token_text(id_), start, end)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        )
 
     def encode_jobs(
         self, text: str, *, add_special_tokens: bool = True
@@ -62,14 +68,7 @@ class TextEncoder(ABC):
         Raises:
             InvalidRequest: as `encode`; the functions raise it, too.
         """
-        pieces = self._divider.divide(text)
-        if len(pieces) == 1:
-            return [partial(self.encode, text, add_special_tokens=add_special_tokens)]
-        jobs = [partial(self.encode, one.text, add_special_tokens=False) for one in pieces]
-        if not add_special_tokens:
-            return [*jobs]
-        before, behind = self._divider.ends
-        return [lambda: before, *jobs, lambda: behind]
+        return self._jobs(text, add_special_tokens, self._piece_ids, tuple)
 
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
@@ -80,32 +79,38 @@ class TextEncoder(ABC):
         Raises:
             InvalidRequest: as `encode`; the functions raise it, too.
         """
+        return self._jobs(text, add_special_tokens, self._piece_spans, self._special_spans)
+
+    def _jobs(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        of_piece: Callable[[Piece, bool], T],
+        of_special: Callable[[tuple[int, ...]], T],
+    ) -> list[Callable[[], T]]:
         pieces = self._divider.divide(text)
         if len(pieces) == 1:
-            return [partial(self.encode_spans, text, add_special_tokens=add_special_tokens)]
-        jobs = [partial(self._piece_spans, one) for one in pieces]
+            return [partial(of_piece, pieces[0], add_special_tokens)]
+        jobs = [partial(of_piece, one, False) for one in pieces]
         if not add_special_tokens:
             return [*jobs]
-        before, behind = (
-            tuple(TokenSpan(id_, self.token_text(id_), 0, 0) for id_ in ids)
-            for ids in self._divider.ends
-        )
-        return [lambda: before, *jobs, lambda: behind]
+        before, behind = self._divider.ends
+        return [partial(of_special, before), *jobs, partial(of_special, behind)]
 
-    def _piece_spans(self, piece: Piece) -> tuple[TokenSpan, ...]:
+    def _piece_ids(self, piece: Piece, add_special_tokens: bool) -> tuple[int, ...]:
+        return self.encode(piece.text, add_special_tokens=add_special_tokens)
+
+    def _piece_spans(self, piece: Piece, add_special_tokens: bool) -> tuple[TokenSpan, ...]:
         moved = [
             replace(one, start=one.start + piece.start, end=one.end + piece.start)
-            for one in self._spans(self._encoding(piece.text, False))
+            for one in self.encode_spans(piece.text, add_special_tokens=add_special_tokens)
         ]
         if piece.takes_space:
             moved[0] = replace(moved[0], start=moved[0].start - 1)
         return tuple(moved)
 
-    def _spans(self, encoding: Any) -> tuple[TokenSpan, ...]:
-        return tuple(
-            TokenSpan(id_, self.token_text(id_), start, end)
-            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-        )
+    def _special_spans(self, ids: tuple[int, ...]) -> tuple[TokenSpan, ...]:
+        return tuple(TokenSpan(id_, self.token_text(id_), 0, 0) for id_ in ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:

@@ -40,8 +40,8 @@ AFTER_NEWLINE = "a word behind a line break"
 
 
 class Piece(NamedTuple):
-    """A part of a text from the character ``start`` on. ``takes_space``: its first token has the
-    space in front of it, too."""
+    """A part of a text, which begins at the character ``start``. ``takes_space``: the space before
+    ``start`` belongs to its first token and is in no piece."""
 
     start: int
     text: str
@@ -58,12 +58,13 @@ class TextDivider:
 
     @property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The special tokens in front of a text and behind it, of a tokenizer that divides."""
+        """The special tokens that the tokenizer writes in front of a text and behind it. Empty for
+        one that divides nothing."""
         return self._ends or ((), ())
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The same; None if they are not just in front of each text and behind it."""
+        """The same, or None for a tokenizer that writes special tokens elsewhere, too (Rule 3)."""
         found = {self._ends_of(text) for text in ("a", "b c")}
         return found.pop() if len(found) == 1 else None
 
