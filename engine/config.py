@@ -18,7 +18,7 @@ from engine.status import Capability
 DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process (R7)
 STREAM_BUFFER = 256  # messages of a gRPC stream that are not written yet (R7)
-RUNNERS = ("thread", "pinned", "process")
+RUNNERS = ("thread", "process")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
 SPECULATIONS = ("off", "lookup", "model")
@@ -107,7 +107,7 @@ class ModelConfig:
     threads: int = 0
     # None: the model's files determine it. A text is one of Capability's values.
     capability: Capability | None = None
-    runner: str = RUNNERS[0]  # thread: any thread; pinned: always the same; process: its own
+    runner: str = RUNNERS[0]  # thread: a thread of the server; process: its own
     workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the values above
     quantization: str = "none"  # of a text model's weights; encoders ignore it
     adapters: tuple[AdapterConfig, ...] = ()  # only text models have some
@@ -141,11 +141,6 @@ class ModelConfig:
         if self.tp > RANKS_MAX:
             raise ConfigError(
                 f"--tensor-parallel-size is {self.tp}, but may be at most {RANKS_MAX}"
-            )
-        if self.tp > 1 and "pinned" in (self.runner, *(one.runner for one in self.workers)):
-            raise ConfigError(
-                f"{self.model} has --tensor-parallel-size {self.tp} and --runner pinned, but its "
-                "ranks are processes; use --runner process"
             )
         if self.tp > 1 and self.adapters:
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from engine.replica.replica import AnyReplica
     from engine.status import Capability
 
-log = logging.getLogger(__name__)
 
 TIMEOUT_RETRY_S = 5.0  # guess: when a load that outlasted a request may have ended
 
@@ -132,7 +130,6 @@ class Leases:
             TrioletError: none will serve, or the deadline, on Trio's clock, has passed.
         Cancellation: ends the wait; the load goes on.
         """
-        log.debug("Spawn lock busy for %s", entry.config.name)
         entry.num_waiting += 1
         try:
             with trio.move_on_at(deadline) as scope:

@@ -98,7 +98,6 @@ class Loads:
             self._begin_load(entry, load)
 
     def _begin_load(self, entry: Entry, load: Load) -> None:
-        log.debug("Acquired spawn lock for %s", entry.config.name)  # `entry.load` is the lock, R137
         entry.load = load
         entry.progress = LoadProgress("reserve")
         self._start_task(lambda: self._run_load(entry, load))
@@ -124,7 +123,6 @@ class Loads:
             entry.settled.set()
             load.settled.set()
             load.done.set()
-            log.debug("Released spawn lock for %s", entry.config.name)
             self.revive(entry)
             self._on_change()
 

@@ -26,7 +26,6 @@ from engine.worker.load.resolve import (
     weight_files,
 )
 from engine.worker.load.vision_architectures import find_vision, has_vision
-from engine.worker.pinned_runner import PinnedEncodeRunner, PinnedImageRunner, PinnedTextRunner
 from engine.worker.process.runner import ProcessRunner
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     # Spelled out: the values of kinds of work have no common name that says more.
     AnyRunner = TextRunner | EncodeRunner | ImageRunner
-    PinnedRunner = PinnedTextRunner | PinnedEncodeRunner | PinnedImageRunner
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
 ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
@@ -127,8 +125,8 @@ def require_a_model(config: EngineConfig) -> None:
 
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
-    """Return an unloaded runner that works where ``model.runner`` says: in any thread, on one
-    thread, or in a process of its own. A divided model has one process for each rank.
+    """Return an unloaded runner that works where ``model.runner`` says: in threads of the server
+    or in a process of its own. A divided model has one process for each rank.
 
     Raises:
         SpawnFailed: as `look_at_files`, unless the runner is a process, which does that by itself.
@@ -136,8 +134,6 @@ def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
     spec = runner_spec(model, config)
     if model.runner == "process" or spec.tp > 1:
         return make_process_runner(model, config)
-    if model.runner == "pinned":
-        return pinned_runner_of(spec, model.capability, model.name)
     return runner_of(spec, model.capability)
 
 
@@ -145,21 +141,6 @@ def make_process_runner(model: ModelConfig, config: EngineConfig) -> ProcessRunn
     """Return an unloaded runner that works in a process of its own, or in those of its ranks."""
     spec, patience_s = runner_spec(model, config), max(SILENCE_S, config.step_timeout_s)
     return ProcessRunner(RUNNER_OF, spec, model.capability, patience_s)
-
-
-def pinned_runner_of(spec: RunnerSpec, kind: Capability | None, name: str) -> PinnedRunner:
-    """Return an unloaded runner that works on one thread, whose name contains ``name``. Without a
-    kind, the model's files decide.
-
-    Raises:
-        SpawnFailed: as `look_at_files`.
-    """
-    kind = look_at_files(spec, kind)
-    if kind in ENCODERS:
-        return PinnedEncodeRunner(_encode_runner(spec, kind), name)
-    if kind is Capability.TEXT_TO_IMAGE:
-        return PinnedImageRunner(_image_runner(spec), name)
-    return PinnedTextRunner(_text_runner(spec, kind), name)
 
 
 def runner_of(spec: RunnerSpec, kind: Capability | None) -> AnyRunner:

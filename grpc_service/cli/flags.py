@@ -269,8 +269,7 @@ FLAGS = (
         ModelConfig,
         "runner",
         one_of(*RUNNERS),
-        "thread: models compute in threads of the server; pinned: each always in the same thread; "
-        "process: each in a process of its own",
+        "thread: models compute in threads of the server; process: each in a process of its own",
     ),
     Flag(
         "max-model-len",

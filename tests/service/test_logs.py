@@ -175,32 +175,6 @@ def test_every_line_of_a_request_has_its_id_also_when_the_server_made_it(debugge
         assert nameless == []
 
 
-def test_a_loads_lines_name_the_lock_and_the_waiting_requests(debugged):
-    """R137."""
-    models = [{"name": "fake", "lazy": True}]
-    with json_server(models=models, script={"load_s": 0.5}) as server:
-        with (
-            Generation(server.channel, max_tokens=2) as first,
-            Generation(server.channel, max_tokens=2, request_id="second") as second,
-        ):
-            assert first.finish().error is None
-            assert second.finish().error is None
-        told = [line["message"] for line in lines_of(server)]
-        assert told.count("Acquired spawn lock for fake") == 1
-        assert told.count("Spawn lock busy for fake") == 2
-        assert told.count("Workers ready for fake") == 1
-        assert told.count("Released spawn lock for fake") == 1
-
-
-def test_a_load_that_fails_releases_too(debugged):
-    models = [{"name": "fake", "lazy": True}]
-    script = {"load_error": "no weights"}
-    with json_server(models=models, script=script, may_log="no weights") as server:
-        assert generate(server.channel, request_id="r5").error is not None
-        told = [line["message"] for line in lines_of(server)]
-        assert told.count("Released spawn lock for fake") == 1
-
-
 def test_no_text_of_prompts_or_answers_is_logged(debugged):
     with json_server(engine={"stream_buffer": 16}) as server:
         wait_serving(server.channel)

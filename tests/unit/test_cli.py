@@ -334,7 +334,7 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         ),
         (
             "[[models]]\nmodel = 'a'\n[[models.workers]]\nrunner = 'fork'",
-            "models[0].workers[0]: --runner is 'fork'; use thread, pinned or process",
+            "models[0].workers[0]: --runner is 'fork'; use thread or process",
         ),
         (
             "[[models]]\nmodel = 'a'\nworkers = 2",

@@ -282,8 +282,6 @@ MAKES_THREADS = {"Thread", "ThreadPoolExecutor"}
 OWN_THREADS = {
     "engine.api.portal": "Trio's own thread, for programs that do not run Trio",
     "engine.replica.watchdog": "it watches the steps, and waits for none",
-    "engine.worker.pinned_runner": "steps of a backend that needs one thread: Trio's cache pins "
-    "none; the job that `engine.replica.threads` runs waits for it, so steps are joined",
     "engine.worker.process.main": "a process of its own, without Trio",
     "engine.worker.sampling.sandbox_main": "a process of its own, without Trio",
     "grpc_service.cli.generate": "a command, which asks for a file's prompts beside each other",
@@ -310,7 +308,6 @@ ONE_WAY_IN = {
     "_commands": {"engine.replica.loop"},
     "execute": {
         "engine.replica.loop",
-        "engine.worker.pinned_runner",  # on the model's own thread, for the loop
         "engine.worker.process.main",  # in the worker's own process
     },
 }
@@ -516,11 +513,7 @@ def test_tests_of_the_core_reach_no_torch(module):
     "module",
     [
         *("engine", "grpc_service.cli.main", "engine.worker.fakes.text"),
-        *(
-            "engine.worker.process.runner",
-            "engine.worker.process.main",
-            "engine.worker.pinned_runner",
-        ),
+        *("engine.worker.process.runner", "engine.worker.process.main"),
     ],
 )
 def test_importing_brings_no_torch(module):
