@@ -18,13 +18,12 @@ from engine import logs
 from grpc_service.access import access_log, policy
 from grpc_service.access.decoding import Decoding
 from grpc_service.access.rpc_record import Rpc
-from grpc_service.rpc.errors import Disconnected
+from grpc_service.rpc.methods import Dispatcher
 from grpc_service.rpc.status import StatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
-    from engine.requests.quota import Quota
     from grpc_service.access.keys import KeyRing
     from grpc_service.rpc.call import Call
     from grpc_service.rpc.methods import Method
@@ -50,7 +49,7 @@ class Recorder(Protocol):
         ...
 
 
-class Interceptor:
+class Interceptor(Dispatcher):
     """Serves every call with one of ``methods``; a handler gets the request and its `Rpc`.
 
     Without ``keys``, calls need no key, and the keys that they send are ignored. ``status_of``
@@ -67,9 +66,8 @@ class Interceptor:
         recorder: Recorder | None = None,
         calls: Counter[tuple[str, str]] | None = None,
     ) -> None:
-        self._methods = {method.name: method for method in methods}
+        super().__init__(methods, status_of)
         self._keys = keys
-        self._status_of = status_of
         self._recorder = recorder
         self.calls: Counter[tuple[str, str]] = Counter() if calls is None else calls
         self._decoding = Decoding()
@@ -81,16 +79,20 @@ class Interceptor:
         """
         if not call.method.startswith(SUBMITTING):
             call.connection.arrivals.note_taken(call)
-        method = self._methods.get(call.method)
-        if method is None:
-            await call.end(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")
-        elif method.takes_stream:  # reflection, which is neither limited nor logged
-            rpc = Rpc(call)
-            await self._answer(method.handler(None, rpc), rpc)
-        else:
-            rpc = Rpc(call)
-            with self._accounting(rpc):
-                await self._admit(rpc, method)
+        await super().serve(call)
+
+    async def run(self, method: Method, call: Call) -> None:
+        """Serve a call of this method to its end, within its key's limits, and log it. Raises
+        nothing.
+
+        Cancellation: as `serve`.
+        """
+        rpc = Rpc(call)
+        if method.takes_stream:  # reflection, which is neither limited nor logged
+            await self.answer(call, method.handler(None, rpc))
+            return
+        with self._accounting(rpc), contextlib.ExitStack() as ending:
+            await self.answer(call, self._handle(method, rpc, ending))
 
     @contextlib.contextmanager
     def _accounting(self, rpc: Rpc) -> Iterator[None]:
@@ -109,38 +111,20 @@ class Interceptor:
             if self._recorder is not None and rpc.method.startswith(policy.USES):
                 self._recorder.record(fields, call.metadata, rpc.logged_id)
 
-    async def _admit(self, rpc: Rpc, method: Method) -> None:
-        """Admit the call, read its request, and run the handler within the key's limits."""
-        try:
-            rpc.quota = policy.admit(rpc.method, rpc.peer, rpc.call.metadata, self._keys)
-            is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
-            quota = rpc.quota if is_limited else None
-            handling = _begin(method, await self._decoding.request_of(method, rpc), rpc, quota)
-        except Exception as error:
-            await rpc.call.end(*self._status_of(error))
-            return
-        try:
-            await self._answer(handling, rpc)
-        finally:
-            if quota is not None:
-                quota.leave()
-
-    async def _answer(self, handling: Awaitable[Any], rpc: Rpc) -> None:
-        """Run the handler, and end the call with its answer or with its error's status."""
-        call = rpc.call
-        try:
-            await call.answer(await handling)
-        except Disconnected:
-            pass
-        except Exception as error:
-            await call.end(*self._status_of(error))
+    async def _handle(self, method: Method, rpc: Rpc, ending: contextlib.ExitStack) -> Any:
+        """Admit the call, read its request, and run the handler. The key's count of requests is
+        lowered at the call's ``ending``."""
+        rpc.quota = policy.admit(rpc.method, rpc.peer, rpc.call.metadata, self._keys)
+        return await _begin(method, await self._decoding.request_of(method, rpc), rpc, ending)
 
 
-def _begin(method: Method, request: Any, rpc: Rpc, quota: Quota | None) -> Awaitable[Any]:
+def _begin(method: Method, request: Any, rpc: Rpc, ending: contextlib.ExitStack) -> Awaitable[Any]:
     """Count the request, and return the handler's work on it. The handler alone keeps the request
     from now on."""
     rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
     logs.request_id.set(logs.printable(rpc.request_id))
-    if quota is not None:
-        quota.enter()
+    is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
+    if is_limited and rpc.quota is not None:
+        rpc.quota.enter()
+        ending.callback(rpc.quota.leave)
     return method.handler(request, rpc)

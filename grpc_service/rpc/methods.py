@@ -144,23 +144,48 @@ def status_of(error: Exception) -> Status:
 
 
 class Dispatcher:
-    """Serves calls with methods: `Dispatcher.serve` is an `RpcServer`'s ``serve_call``."""
+    """Serves calls with methods: `Dispatcher.serve` is an `RpcServer`'s ``serve_call``. A subclass
+    may do more for each call in `run`. ``status_of`` returns the status for an error.
+    """
 
-    def __init__(self, methods: Iterable[Method]) -> None:
+    def __init__(
+        self, methods: Iterable[Method], status_of: Callable[[Exception], Status] = status_of
+    ) -> None:
         self._methods = {method.name: method for method in methods}
+        self._status_of = status_of
 
     async def serve(self, call: Call) -> None:
         """Serve one call to its end. Raises nothing.
 
         Cancellation: this is how the call's client or its deadline ends it.
         """
+        method = self._methods.get(call.method)
+        if method is None:
+            await call.end(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")
+        else:
+            await self.run(method, call)
+
+    async def run(self, method: Method, call: Call) -> None:
+        """Serve a call of this method to its end. Raises nothing.
+
+        Cancellation: as `serve`.
+        """
+        await self.answer(call, _handle(method, call))
+
+    async def answer(self, call: Call, handling: Awaitable[Message | None]) -> None:
+        """End the call with what the handler returns, or with the status of what it raises.
+
+        Cancellation: as `serve`.
+        """
         try:
-            method = self._methods.get(call.method)
-            if method is None:
-                raise RpcError(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")
-            request = None if method.takes_stream else await read_request(method, call)
-            await call.answer(await method.handler(request, call))
+            await call.answer(await handling)
         except Disconnected:
             pass
         except Exception as error:
-            await call.end(*status_of(error))
+            await call.end(*self._status_of(error))
+
+
+async def _handle(method: Method, call: Call) -> Message | None:
+    """Read the request, and run the handler."""
+    request = None if method.takes_stream else await read_request(method, call)
+    return await method.handler(request, call)
