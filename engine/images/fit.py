@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.images.decode import BYTES_PER_PIXEL, decode
+from engine.images.decode import decode
 from engine.images.errors import BadImage
 
 if TYPE_CHECKING:
@@ -57,11 +57,6 @@ class ImageFit:
         fitted = self.crop or self.size
         assert fitted is not None, "a shorter side is given with a crop"
         return 3 * fitted[0] * fitted[1]
-
-    @property
-    def decoding_bytes(self) -> int:
-        """The most bytes that reading one image takes at a time."""
-        return BYTES_PER_PIXEL * self.max_pixels
 
     def read(self, data: bytes) -> FittedImage:
         """Decode an image file and fit it. Meant for threads.

@@ -88,15 +88,10 @@ class CallWriter:
         self._has_ended = False
         self._error: TrioletError | None = None  # of the request, once it has ended
         self._bug: Exception | None = None  # raised in `push` or `end`
-        self._has_left = False
+        self.has_left = False  # the call's task writes nothing more
         self._is_done = False  # the client has everything, or the call got its status
         self._num_written = 0
         self._writing = trio.CancelScope()  # gets a deadline when the request fails
-
-    @property
-    def is_following(self) -> bool:
-        """Whether the call's task writes, or is still to write, what the stream gives."""
-        return not self._has_left
 
     @property
     def is_being_read(self) -> bool:
@@ -236,7 +231,7 @@ class CallWriter:
     def _leave(self) -> None:
         """End the request, if it has not ended, and count the call as read."""
         self._cancel()
-        self._has_left = True
+        self.has_left = True
         self._unread_calls.gone(self)
         # The frames of a traceback hold this writer: a cycle that only the collector would free.
         for failure in (self._error, self._bug):

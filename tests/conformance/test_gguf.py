@@ -278,7 +278,7 @@ def test_a_file_is_served_by_its_path_alone(checkpoints, tmp_path):
     assert runner.tokenizer.encode(text) == (5, *wanted)
     assert runner.tokenizer.encode(text, add_special_tokens=False) == wanted
     assert runner.tokenizer.decode(wanted) == stock.tokenizer.decode(wanted)
-    assert runner.tokenizer.has_chat_template
+    assert runner.tokenizer.chat_template(has_tools=False)
     estimate = TorchRunner(RunnerSpec(str(tmp_path), kv_bytes=1 << 24, dtype="float32", threads=1))
     assert 0.5 * info.memory_bytes <= estimate.estimate().num_bytes <= 2 * info.memory_bytes
 

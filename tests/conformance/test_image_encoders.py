@@ -25,6 +25,7 @@ from engine.core.encode.types import (
     InputKind,
 )
 from engine.errors import SpawnFailed
+from engine.images.decode import BYTES_PER_PIXEL
 from engine.images.fit import FittedImage
 from engine.status import Capability
 from engine.worker.encoders.images import ImageReader
@@ -254,7 +255,7 @@ def test_info_says_what_images_cost_and_memory_counts_their_decoding(model):
     assert info.capability is Capability.IMAGE_EMBEDDING
     assert info.images.num_tokens == {"clip": 17, "siglip": 16, "siglip2": 256}[arch]
     assert info.text_width == (0 if arch == "clip" else 64)
-    assert info.memory_bytes > info.images.decoding_bytes == 20 * 2**25
+    assert info.memory_bytes > BYTES_PER_PIXEL * info.images.max_pixels == 20 * 2**25
 
 
 def test_the_estimate_is_about_what_the_load_reports(tmp_path):

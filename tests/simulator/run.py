@@ -320,7 +320,7 @@ class Simulation:
             if not generation.is_closed:
                 raise Violation(f"{generation} outlives the engine")
         for writer in self._writers:
-            if writer.is_following:
+            if not writer.has_left:
                 raise Violation(f"{writer} was not left")
         if self._engine is not None and (left := self._engine.statistics().totals.memory_reserved):
             raise Violation(f"{left} bytes are reserved by nobody")

@@ -236,7 +236,7 @@ async def test_the_end_comes_after_the_last_events(serve):
     await wait_all_tasks_blocked()
     assert served.call.written == [[token(1)]]
     assert served.call.status is None, "the interceptor ends a call that succeeded"
-    assert not served.writer.is_following
+    assert served.writer.has_left
 
 
 async def test_an_error_comes_after_the_last_events(serve):
@@ -264,7 +264,7 @@ async def test_a_failed_call_gets_its_status_though_its_client_does_not_read(
     await trio.sleep(FAILURE_PATIENCE_S)
     await wait_all_tasks_blocked()
     assert "planted" in served.call.status[1]
-    assert not served.writer.is_following
+    assert served.writer.has_left
 
 
 def test_a_failed_call_gets_its_status_before_a_drain_ends():
@@ -277,7 +277,7 @@ async def test_a_call_that_succeeded_waits_until_its_client_reads(serve, autojum
     served.make(1)
     served.stream.close(None)
     await trio.sleep(3600)
-    assert served.writer.is_following
+    assert not served.writer.has_left
 
 
 async def test_a_refusal_ends_the_call(serve):
@@ -353,10 +353,10 @@ async def test_a_bug_in_a_delivery_ends_only_its_call(serve, unread_calls, monke
     await wait_all_tasks_blocked()
     assert unpaid.call.taken == [token(2)]
     assert good.call.written == [[token(4)]]
-    assert good.writer.is_following
+    assert not good.writer.has_left
     for served in (broken, unpaid, uncounted):
         assert served.call.status is not None
-        assert not served.writer.is_following
+        assert served.writer.has_left
         assert served.stream.scope.cancel_called or served.stream.is_closed
 
 
@@ -371,7 +371,7 @@ async def test_a_call_that_is_left_gets_nothing_more(serve):
     served.make(2)  # by a step that was under way
     served.stream.close(InvalidRequest([], message="planted"))
     assert not served.call.taken
-    assert not served.writer.is_following
+    assert served.writer.has_left
 
 
 async def test_a_call_that_is_left_is_no_garbage_in_a_cycle(nursery, unread_calls):

@@ -111,11 +111,6 @@ class HfTokenizer(TextEncoder):
         """The id of the end-of-sequence token; None if there is none."""
         return self._special_id("eos_token")
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has any chat template."""
-        return bool(self._chat_templates)
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids outside the vocabulary, which a padded output layer
         has, give no text."""
