@@ -113,12 +113,12 @@ def _is_type_checking(node: ast.If) -> bool:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return every first-party module by name, without generated code."""
+    """Return every first-party module by name, without the code of the protos."""
     found = {}
     for top in FIRST_PARTY:
         for path in (ROOT / top).rglob("*.py"):
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if "_generated" in parts or "node_modules" in parts:
+            if parts[:2] == ["grpc_service", "_generated"] or "node_modules" in parts:
                 continue
             if parts[-1] == "__init__":
                 parts.pop()

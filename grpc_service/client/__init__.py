@@ -8,8 +8,8 @@ protoc generated.
 from __future__ import annotations
 
 from grpc_service.client import messages, stubs
+from grpc_service.client._generated.blocking import Client, ImageStream, Stream, TextStream
 from grpc_service.client.aio import AsyncClient, AsyncImageStream, AsyncStream, AsyncTextStream
-from grpc_service.client.blocking import Client, ImageStream, Stream, TextStream
 from grpc_service.client.channel import ChannelSettings, Tls, open_aio_channel, open_channel
 from grpc_service.client.errors import (
     Aborted,

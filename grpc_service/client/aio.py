@@ -6,6 +6,8 @@ is in seconds and becomes the server's deadline; without it the call has no dead
 than OK is raised as a `CallError`, and an argument that a method cannot take as a TypeError or
 ValueError that names it, before a call is made.
 
+Rule: what blocks of this file is generated from it (`tools/regen_faces.py`).
+
 Cancellation of every method: cancelling the asyncio task that waits for a call cancels the call,
 and the server's work with it. A load, an unload and a drain go on, because they are the server's.
 """
@@ -13,6 +15,7 @@ and the server's work with it. A load, an unload and a drain go on, because they
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -65,7 +68,7 @@ class AsyncStream(Generic[Response]):
             message: Response = await anext(self._messages)
         except grpc.RpcError as error:
             raise call_error(error) from error
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # asyncio only
             if _is_task_cancelled():
                 raise
             # grpc raises this also where only the call was cancelled, which must not end the task.
@@ -96,7 +99,7 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
         super().__init__(start(resumption.request, timeout))
         self._start = start
         self._resumption = resumption
-        self._cancelled = asyncio.Event()
+        self._is_cancelled = asyncio.Event()
 
     async def __anext__(self) -> messages.GenerateResponse:
         while True:
@@ -119,21 +122,22 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
         """
         if self._resumption.is_whole and self._resumption.is_resumable(error):
             raise StopAsyncIteration
-        next_call = None if self._cancelled.is_set() else self._resumption.next_call(error)
+        next_call = None if self._is_cancelled.is_set() else self._resumption.next_call(error)
         if next_call is None:
             raise error
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(next_call.delay_s):
-                await self._cancelled.wait()
-        except TimeoutError:
+                await self._is_cancelled.wait()
+        if not self._is_cancelled.is_set():
             self._call = self._start(next_call.request, next_call.timeout)
             self._messages = self._call.__aiter__()
-        else:
+        if self._is_cancelled.is_set():  # perhaps before `cancel` saw this call
+            self._call.cancel()
             raise Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
 
     def cancel(self) -> None:
         """End the request. A task that reads the stream gets `Cancelled`."""
-        self._cancelled.set()
+        self._is_cancelled.set()
         super().cancel()
 
     async def text(self, choice: int = 0) -> str:
@@ -145,8 +149,7 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
         Cancellation: the call ends.
         """
         checked("choice", choice, int, "a whole number")
-        parts = [event.delta.text async for event in self if event.delta.choice == choice]
-        return "".join(parts)
+        return "".join([event.delta.text async for event in self if event.delta.choice == choice])
 
 
 class AsyncImageStream(AsyncStream[messages.GenerateImageResponse]):
@@ -171,8 +174,11 @@ class AsyncClient:
 
     ``address`` is ``HOST``, ``HOST:PORT`` or ``unix:PATH``. ``api_key`` is sent with every call;
     over a network it needs ``tls``, because others could read it otherwise. For the other settings
-    see `ChannelSettings`. ``models`` and ``control`` have the calls for operators. Generate streams
-    that break go on as those of `Client`.
+    see `ChannelSettings`. ``models`` and ``control`` have the calls for operators.
+
+    A Generate stream that breaks because the server cannot be reached, or shuts down, goes on where
+    it was, with any server at the address that has the same model. It is given up when for
+    ``resume_s`` seconds nothing new has come; 0 gives it up at once.
 
     Raises:
         PemError: a TLS file is wrong.
@@ -325,7 +331,10 @@ class AsyncModelsClient:
     async def unload_model(
         self, request: Given[messages.UnloadModelRequest] | str, *, timeout: float | None = None
     ) -> messages.UnloadModelResponse:
-        """Unload a model, and return when its memory is free. Cancellation: the unload goes on."""
+        """Unload a model, and return when its memory is free.
+
+        Cancellation: the unload goes on.
+        """
         asked = request_of("unload_model", messages.UnloadModelRequest, request)
         return await self._calls.ask(self._stub.UnloadModel, asked, timeout)
 
@@ -387,8 +396,10 @@ class AsyncControlClient:
     async def drain(
         self, request: Given[messages.DrainRequest], *, timeout: float | None = None
     ) -> messages.DrainResponse:
-        """Refuse new requests, and return when the last one has ended. Cancellation: the drain goes
-        on."""
+        """Refuse new requests, and return when the last one has ended.
+
+        Cancellation: the drain goes on.
+        """
         asked = request_of("drain", messages.DrainRequest, request)
         return await self._calls.ask(self._stub.Drain, asked, timeout)
 
@@ -426,6 +437,6 @@ class _AsyncCalls:
             raise call_error(error) from error
 
 
-def _is_task_cancelled() -> bool:
+def _is_task_cancelled() -> bool:  # asyncio only
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -33,10 +33,10 @@ from grpc_service.client import (
     TokenizeRequest,
     Unavailable,
     aio,
-    blocking,
     errors,
     messages,
 )
+from grpc_service.client._generated import blocking
 from grpc_service.services.error_status import TABLE
 from tests.service.fake_backend import runner
 from tests.support.encode_wire import ENCODERS

@@ -1,3 +1,4 @@
+# Written by tools/regen_faces.py from grpc_service/client/aio.py; do not edit.
 """A client for threads that block: `Client`, and the streams that its calls return.
 
 A method has its RPC's name, takes the RPC's request message or what stands for it
@@ -53,13 +54,14 @@ class Stream(Generic[Response]):
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self._messages = call.__iter__()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Response:
         try:
-            message: Response = next(self._call)
+            message: Response = next(self._messages)
         except grpc.RpcError as error:
             raise call_error(error) from error
         return message
@@ -112,9 +114,11 @@ class TextStream(Stream[messages.GenerateResponse]):
         next_call = None if self._is_cancelled.is_set() else self._resumption.next_call(error)
         if next_call is None:
             raise error
-        if not self._is_cancelled.wait(next_call.delay_s):
+        self._is_cancelled.wait(next_call.delay_s)
+        if not self._is_cancelled.is_set():
             self._call = self._start(next_call.request, next_call.timeout)
-        if self._is_cancelled.is_set():  # by another thread, perhaps before it saw this call
+            self._messages = self._call.__iter__()
+        if self._is_cancelled.is_set():  # perhaps before `cancel` saw this call
             self._call.cancel()
             raise Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
 
@@ -130,7 +134,7 @@ class TextStream(Stream[messages.GenerateResponse]):
             CallError: the call failed.
         """
         checked("choice", choice, int, "a whole number")
-        return "".join(event.delta.text for event in self if event.delta.choice == choice)
+        return "".join([event.delta.text for event in self if event.delta.choice == choice])
 
 
 class ImageStream(Stream[messages.GenerateImageResponse]):
@@ -338,7 +342,9 @@ class ControlClient:
         """Return the server's figures."""
         return self._calls.ask(self._stub.GetStats, messages.GetStatsRequest(), timeout)
 
-    def watch_stats(self, *, timeout: float | None = None) -> Stream[messages.GetStatsResponse]:
+    def watch_stats(
+        self, *, timeout: float | None = None
+    ) -> Stream[messages.GetStatsResponse]:
         """Stream the server's figures, about once a second."""
         return Stream(
             self._calls.start(self._stub.WatchStats, messages.WatchStatsRequest(), timeout)
