@@ -16,8 +16,8 @@ from engine.errors import ConfigError
 from engine.status import Capability
 
 DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
-IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process (R7)
-STREAM_BUFFER = 256  # messages of a gRPC stream that are not written yet (R7)
+IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process
+STREAM_BUFFER = 256  # messages of a gRPC stream that are not written yet
 RUNNERS = ("thread", "process")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")

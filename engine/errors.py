@@ -5,7 +5,7 @@ parses messages. Rule 2: a client may read ``str(error)``. The text names fields
 request, never prompt text, paths, stack traces or Python types. What only the operator may see goes
 into ``log_detail`` and the exception's cause.
 
-`grpc_service.services.error_status` maps each class to a gRPC code. Source: R121 for the prefixes.
+`grpc_service.services.error_status` maps each class to a gRPC code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Frozen snapshots of the models and of the counters, for `statistics()` and ListModels.
 
-Rule: values only. Taking a snapshot never waits and never touches a step in flight (R180).
+Rule: values only. Taking a snapshot never waits and never touches a step in flight.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """What a model can do (R124)."""
+    """What a model can do."""
 
     TEXT_TO_TEXT = "text-to-text"  # Generate
     TEXT_EMBEDDING = "text-embedding"
@@ -147,7 +147,7 @@ class Counts:
     requests_total: RequestsTotal = field(default_factory=RequestsTotal)
     memory_reserved: int = 0  # bytes
     memory_limit: int = 0  # bytes
-    peak_waiting: int = 0  # the most in the queue at once since the load (R69)
+    peak_waiting: int = 0  # the most in the queue at once since the load
     detached: int = 0  # Generate streams that wait for clients which lost their connections
     free_states: int = 0  # state slots of models with recurrent layers, as the next two
     total_states: int = 0

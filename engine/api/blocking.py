@@ -5,7 +5,7 @@
             ...
 
 Rule 1: what the engine gives comes through a `queue.SimpleQueue`, which waits without the GIL and
-wakes for signals (R17). Rule 2: `engine.api.portal` has the engine's thread and the rules for it;
+wakes for signals. Rule 2: `engine.api.portal` has the engine's thread and the rules for it;
 this file only waits.
 This file is long because half of it is the surface of `engine.api.engine` and `engine.api.handles`
 once more, without ``async``.
@@ -234,7 +234,7 @@ class Stream(_Closing, Generic[EventT]):
 
     def _give_back(self, taken: int) -> None:
         """Give the credit of so many events back. The caller does not hold the lock, for which
-        another thread would have to wait until the engine's thread is woken (R154)."""
+        another thread would have to wait until the engine's thread is woken."""
         feed = self._feed  # the command must not hold the stream
         if taken:
             self._caller.portal.try_post(lambda: feed.release(taken))

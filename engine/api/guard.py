@@ -1,8 +1,8 @@
 """Keeps track of the calls of one handle, and of whether it is closed (`engine.api.handles`).
 
-Rule 1: a handle has no flag and no event of its own for that; its `Guard` has them (R1, R4).
-Rule 2: `Guard.stop` and `Guard.close` only signal, whatever the state; they never wait (R18, R19).
-Rule 3: a call that fails concerns its caller alone; the handle goes on (R22).
+Rule 1: a handle has no flag and no event of its own for that; its `Guard` has them.
+Rule 2: `Guard.stop` and `Guard.close` only signal, whatever the state; they never wait.
+Rule 3: a call that fails concerns its caller alone; the handle goes on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Guard:
     """Keeps track of the calls of one handle, and of whether the handle is closed.
 
     The guard keeps nothing alive: the supervisor holds a stream, and its caller's frame holds a
-    call; both leave the guard when they are gone (R1, R23). All methods belong to the Trio thread.
+    call; both leave the guard when they are gone. All methods belong to the Trio thread.
     ``name`` is what errors call the handle.
     """
 

@@ -5,13 +5,13 @@
             ...
 
 Rule: `stop` and `close` only signal, `aclose` also waits for the end, and neither ever depends on a
-reader (R10, R18, R19). The rest is the `Guard`'s.
+reader. The rest is the `Guard`'s.
 
 Life of a handle: it is made → each call is known to the guard from the moment it is asked for until
 it has ended → the handle is closed: what runs ends, and every later call raises ShuttingDown.
 
 `stop` ends what was asked for before it, even if that has not begun, and nothing that is asked for
-after it. With nothing asked for it has no effect, and it is not remembered (R3). A call is asked
+after it. With nothing asked for it has no effect, and it is not remembered. A call is asked
 for when the method is called: ``nursery.start_soon(encoder.embed, inputs)`` asks at once.
 
 A handle may be made on any thread; all its methods belong to the Trio thread.

@@ -1,7 +1,7 @@
 """Takes frozen copies of the engine's counters, and of how long things took, for those who show
 them.
 
-Rule: taking a copy changes nothing and never waits, not even for a step (R180).
+Rule: taking a copy changes nothing and never waits, not even for a step.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CPU = "cpu"  # the device whose memory this is
-LIMIT_FRACTION = 0.80  # R116
+LIMIT_FRACTION = 0.80
 LIMIT_FILES = {V2: "memory.max", V1: "memory.limit_in_bytes"}  # of a group, by its version
 
 

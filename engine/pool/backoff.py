@@ -4,12 +4,11 @@ Rule: pure; the caller passes the time, in seconds of any one clock.
 
 `CircuitBreaker`, of a model's loads. Closed: after the k-th failure in a row the next try may come
 `FIRST_DELAY_S` · 2^(k-1) seconds later. Open, from the `FAILURES_TO_OPEN`-th failure on: `OPEN_S`
-seconds later, one try at a time, until `SUCCESSES_TO_CLOSE` tries have succeeded in a row. Source:
-R114, R142.
+seconds later, one try at a time, until `SUCCESSES_TO_CLOSE` tries have succeeded in a row.
 
 `RestartBackoff`, of one replica's deaths. The k-th death within `WINDOW_S` is followed by a restart
 `FIRST_DELAY_S` · 2^(k-1) seconds later, at most `LONGEST_DELAY_S`; after the last death that is
-allowed no restart follows. Source: R98, R141.
+allowed no restart follows.
 """
 
 from __future__ import annotations

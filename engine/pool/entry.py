@@ -1,7 +1,7 @@
 """A configured model: its replicas, the load under way, and what went wrong last.
 
 Rule 1: a model's state is computed from these and stored nowhere, so that it cannot contradict
-them. Rule 2: at most one load of a model is under way (R102); any number of requests wait for it.
+them. Rule 2: at most one load of a model is under way; any number of requests wait for it.
 
     UNLOADED ── ensure ──▶ LOADING ── first replica ──▶ READY ── unload, eviction ──▶ DRAINING
        ▲                      │                            │                             │

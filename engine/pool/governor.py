@@ -1,9 +1,9 @@
 """Which load gets memory, and which replica leaves to make room (D16).
 
 Rule 1: nothing is awaited between a look at the ledger and a reservation, so that several cold
-starts together never pass the limit (R120). Rule 2: room is made only for a model that no replica
+starts together never pass the limit. Rule 2: room is made only for a model that no replica
 serves. Idle replicas leave first, the least recently used one before the others, then the spare
-replicas of busy models (R135). The only replica of a model never leaves while requests run on it.
+replicas of busy models. The only replica of a model never leaves while requests run on it.
 Rule 3: memory that is being freed for one load is pledged to it, and no other load may take it.
 """
 

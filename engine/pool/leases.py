@@ -108,7 +108,7 @@ class Leases:
     async def _wait_for_replica(
         self, name: str, capability: Capability | None
     ) -> tuple[AnyReplica, AdapterVersion | None]:
-        """Return a ready replica, without a checkpoint if there is one (R134), and the adapter with
+        """Return a ready replica, without a checkpoint if there is one, and the adapter with
         this name. The caller must lease both before it awaits anything."""
         deadline = trio.current_time() + self._spawn_timeout_s
         while True:

@@ -21,7 +21,7 @@ _KEPT_CAUSES = (MemoryExhausted, ShuttingDown, NoWorkers, WorkerLost)
 
 
 def error_for_request(model: str, cause: BaseException | None, hint: str = "") -> TrioletError:
-    """Return an error of a request's own, chained to the cause of a failed load (R110).
+    """Return an error of a request's own, chained to the cause of a failed load.
 
     ``hint`` is appended to the message of a SpawnFailed. What is not a `TrioletError` stays in the
     log.

@@ -1,7 +1,7 @@
 """How the replicas of one load come to serve: runners are made, memory is reserved, weights load.
 
 Rule: the memory that a load will need is reserved before the load begins, and released once: by
-this module if the load fails, otherwise when the replica has ended (R119).
+this module if the load fails, otherwise when the replica has ended.
 """
 
 from __future__ import annotations

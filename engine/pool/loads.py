@@ -1,8 +1,8 @@
 """When a model loads: once for all who wait for it, again after a backoff when a load has failed.
 
 Rule 1: `Loads.ensure` is the only way to a load, beside `Loads.revive` for replicas that died.
-Nothing is awaited between a look at a model's state and its change (R101, R102). Rule 2: a load
-belongs to the pool, so that the request which began it may leave (R115).
+Nothing is awaited between a look at a model's state and its change. Rule 2: a load
+belongs to the pool, so that the request which began it may leave.
 """
 
 from __future__ import annotations

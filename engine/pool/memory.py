@@ -1,7 +1,7 @@
 """Who has reserved how much of each device's memory.
 
 Rule 1: bytes are reserved before a load begins and released exactly once, and never more than are
-free (R119, R120). Rule 2: each device has a limit of its own (D16).
+free. Rule 2: each device has a limit of its own (D16).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_workers(reserved: int, each: int, limit: int, wanted: int) -> int:
-    """Return how many of ``wanted`` replicas fit (R117). A replica takes ``each`` bytes of a device
+    """Return how many of ``wanted`` replicas fit. A replica takes ``each`` bytes of a device
     of which ``reserved`` of ``limit`` bytes are taken."""
     if each <= 0:
         return wanted

@@ -12,7 +12,7 @@
 | `Governor` | which load gets memory, and which replica leaves to make room |
 
 Everything here belongs to the Trio thread. It sees what a worker thread has made after the thread's
-job has ended, and needs no other memory ordering (R138).
+job has ended, and needs no other memory ordering.
 """
 
 from __future__ import annotations

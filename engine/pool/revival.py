@@ -1,4 +1,4 @@
-"""When replicas that died come back: after which backoff, and whether at all (R98, R141).
+"""When replicas that died come back: after which backoff, and whether at all.
 
 Rule: nothing here loads. `Revival.next_load` says which load is due, `Loads.revive` begins it.
 """

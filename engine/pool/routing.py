@@ -4,7 +4,7 @@ Rule: pure; `Work` is all that is known of a replica.
 
 There are three ways: the replica with the fewest tokens still to compute; each replica in turn; or
 the replica that has most of the prompt cached, unless it is so much busier that another one would
-have computed the prompt sooner. Source: the issue "Replicas"; R39, R44.
+have computed the prompt sooner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs the work of runners that blocks, in worker threads: making, loading and closing them.
 
 Rule: whatever such a job raises becomes an `Exception`, so that a library's SystemExit ends one
-load and not the process (R140).
+load and not the process.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Serving:
 
 
 def _log_end(replica: AnyReplica) -> None:
-    """Log what a replica has done whose loop has ended in order (R49)."""
+    """Log what a replica has done whose loop has ended in order."""
     log.info(
         "replica %d of %s has ended: it finished %d requests, %d failed and %d were cancelled; "
         "its steps took %.1f s",

@@ -1,6 +1,6 @@
 """A replica: one loaded worker of a model, everything that serves it, and its leases.
 
-Rule 1: a replica is made from a runner that has loaded and warmed up, never before (R112).
+Rule 1: a replica is made from a runner that has loaded and warmed up, never before.
 Rule 2: every user of a replica holds a lease of it. A retired replica gives no new leases, and its
 loop is closed when the last lease ends.
 """

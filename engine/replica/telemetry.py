@@ -151,7 +151,7 @@ class ReplicaTelemetry:
     """The histograms of one replica, filled by its loop. All times are of Trio's clock.
 
     ``token_event`` is `ReplicaKind.token_event`. ``loop_s`` are the seconds that the loop has spent
-    in each of the `PHASES` of its turns (R172); it adds them itself. The step has a histogram.
+    in each of the `PHASES` of its turns; it adds them itself. The step has a histogram.
     """
 
     PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")

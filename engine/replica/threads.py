@@ -1,8 +1,8 @@
 """The one way into a worker thread.
 
 Rule 1: nothing else calls `trio.to_thread` or `trio.lowlevel.start_thread_soon`. Rule 2: a job is
-never abandoned: a cancelled caller waits for the job's end, so the loop knows that a step is over
-(R11, R202). Rule 3: a descriptor that a thread may still write to is not closed.
+never abandoned: a cancelled caller waits for the job's end, so the loop knows that a step is over.
+Rule 3: a descriptor that a thread may still write to is not closed.
 
 `Threads` is a protocol because virtual time cannot overtake a real thread (Trio issue 456): the
 simulator injects an implementation that runs the job inline and sleeps its virtual cost.
@@ -80,7 +80,7 @@ class WorkerThreads:
     """`Threads` on Trio's threads. Those of past jobs are kept until `close`, with their wake-ups.
 
     `start` is `trio.to_thread.run_sync`, split where it begins to wait, because between a step's
-    start and its end the loop delivers and plans. It differs in two ways (R26, R32). The end comes
+    start and its end the loop delivers and plans. It differs in two ways. The end comes
     over an eventfd on which the task itself waits, instead of over Trio's token, which sends to a
     socket whose reader, a task of Trio's own, wakes ours. Of the 170-185 µs of processor time that
     a hop with a job of 2 ms takes, that saves 35-40 µs. A thread waits for its next job here,

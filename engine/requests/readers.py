@@ -75,7 +75,7 @@ NO_READER = NoReader()
 
 
 class LoggedReader(Generic[EventT]):
-    """Logs the class of each event that ``reader`` gets, with the request's id (R157)."""
+    """Logs the class of each event that ``reader`` gets, with the request's id."""
 
     def __init__(self, reader: Reader[EventT], request_id: str) -> None:
         self._reader = reader

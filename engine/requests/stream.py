@@ -1,6 +1,6 @@
 """What requests of all kinds share on the Trio thread: a cancel scope, a stream of events, one end.
 
-Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins (R204).
+Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins.
 Rule 2: `RequestStream.close` is the end, whatever led to it: no event comes after it.
 Rule 3: nothing here waits, except a reader and the request's task.
 Rule 4: nobody else assigns to a stream's attributes.
@@ -263,7 +263,7 @@ class RequestStream(Generic[EventT]):
 
     def cancel(self, reason: EndReason) -> None:
         """End the request now, for this reason, unless it has one already. Idempotent; allowed
-        before the start, while the request runs, and after its end (R3)."""
+        before the start, while the request runs, and after its end."""
         if self.reason is None and not self.is_closed:
             self.reason = reason
             self._cancelled_at = trio.current_time()
@@ -319,7 +319,7 @@ class RequestStream(Generic[EventT]):
     def push(self, event: OutputEvent) -> None:
         """Take an event of the core about this request. Each kind adds its own results."""
         if isinstance(event, Finished):
-            extra = {"request_id": logs.printable(self.request_id)}  # whichever task logs it (R157)
+            extra = {"request_id": logs.printable(self.request_id)}  # whichever task logs it
             reason = event.reason.value
             log.debug("stop reason of choice %d: %s", event.choice, reason, extra=extra)
             if event.reason.is_success:

@@ -1,8 +1,8 @@
 """Supervises requests: each has one task and one cancel scope, from submit to its last event.
 
-Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins (R204).
+Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins.
 Rule 2: a request's client gets the end at once, and the engine frees the request's resources within
-one step: closing a stream never waits for the step in flight (R10, R152).
+one step: closing a stream never waits for the step in flight.
 Rule 3: here is decided which requests may be live; `engine.requests.serving` takes each from the
 pool to its end.
 """
@@ -144,7 +144,7 @@ class Supervisor:
         origin: Origin = NOWHERE,
     ) -> RequestStream[Any]:
         """Start a request and return its stream. Never waits and never raises: if the request is
-        refused, its stream has the error (R59).
+        refused, its stream has the error.
 
         ``buffer`` is the number of messages that may wait for the reader. ``arrived_at`` is when
         the request reached the server, on Trio's clock, if that was earlier.

@@ -1,7 +1,7 @@
 """Unread calls: their requests have succeeded, and their clients do not read the answers.
 
 Rule 1: a request that succeeded is answered in full, however late its client reads, while its
-connection has no more than `UNREAD_CALLS_PER_CONNECTION_MAX` unread calls (D1, R71); a call that
+connection has no more than `UNREAD_CALLS_PER_CONNECTION_MAX` unread calls (D1); a call that
 failed ends soon (`grpc_service.services.call_writer`). An unread call holds nothing of the
 engine's. Rule 2: beyond that, unless the client reads slowly, or beyond `UNREAD_CALLS_MAX` in all,
 the oldest unread call of the connection with most is reset. No other client is affected. Rule 3:

@@ -42,7 +42,7 @@ class Models:
     async def LoadModel(self, request: models_pb2.LoadModelRequest, rpc: Rpc) -> None:
         """Load a model, and stream the stages of the load.
 
-        Cancellation: ends only the watching; the load goes on, because it is the server's (R115).
+        Cancellation: ends only the watching; the load goes on, because it is the server's.
         """
         name, replicas = operations_codec.decode_load(request)
         watch = self._backend.engine.watch_load(name, replicas)

@@ -151,7 +151,6 @@ def reference(request):
     "schedule", [pytest.param(one, marks=[pytest.mark.full] * (one in LONG)) for one in SCHEDULES]
 )
 def test_the_schedule_does_not_change_a_token(reference, schedule):
-    """R192."""
     wanted, expected, lengths = reference
     config = {**BASE, **SCHEDULES[schedule]}
     if "kv_cache_memory" in config:

@@ -155,7 +155,6 @@ def test_texts_are_the_librarys(model, alone):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["batched", "alone"])
 def test_images_are_the_librarys(model, alone):
-    """R124."""
     _, runner, info, oracle = model
     want = oracle.encode(opened(FILES))
     inputs = image_inputs(info, FILES)

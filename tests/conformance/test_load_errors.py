@@ -442,7 +442,6 @@ def test_a_demo_is_found_in_the_package(monkeypatch, tmp_path, stock):
 
 
 def test_progress_counts_every_tensor_and_byte(stock):
-    """R112."""
     seen = []
     TorchRunner(RunnerSpec(str(stock), kv_bytes=1 << 22, threads=1)).load(seen.append)
     assert seen[0] == LoadProgress("config")

@@ -59,7 +59,6 @@ def test_importing_the_package_sets_the_spin_count_and_imports_no_torch(users, s
 def test_auto_picks_the_best_device_there_is_and_the_cpu_can_always_be_asked_for(
     monkeypatch, present, picked
 ):
-    """R89, R90."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in present)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in present)
     assert pick_device("auto") == torch.device(picked)

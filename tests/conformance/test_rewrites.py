@@ -385,7 +385,7 @@ def test_impossible_small_weights_are_refused(zoo, name, fields, why, quantizati
 
 
 def test_the_reported_memory_covers_the_largest_step(zoo):
-    """R118: four chunks of long prompts nearly fill a step; other steps follow."""
+    """Four chunks of long prompts nearly fill a step; other steps follow."""
     runner = TorchRunner(RunnerSpec(str(zoo.directory("llama")), kv_bytes=1 << 24, threads=2,
                                     max_num_seqs=4, max_num_batched_tokens=2048))  # fmt: skip
     info = runner.load(lambda _progress: None)

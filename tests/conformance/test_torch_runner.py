@@ -191,7 +191,7 @@ def test_logits_that_are_not_finite_fail_their_row_only(loaded):
 
 
 def test_a_row_that_cannot_be_drawn_fails_alone(loaded):
-    """R52: every id is banned except one, and that one before min_tokens."""
+    """Every id is banned except one, and that one before min_tokens."""
     nothing = Sampling(temperature=0.0, allowed_token_ids=())
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
     all_ids = frozenset(range(512))
@@ -204,7 +204,6 @@ def test_a_row_that_cannot_be_drawn_fails_alone(loaded):
 
 
 def test_a_text_that_fails_ends_only_its_row(loaded, monkeypatch):
-    """R52."""
     wanted = alone(loaded, [4], 4)
     stock = sequences.TextState.push
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
@@ -243,7 +242,6 @@ def test_children_share_the_prompt_and_go_their_own_way(loaded, length):
 
 
 def test_a_results_rows_follow_the_plan_with_children_after_their_parent(loaded):
-    """R173."""
     planner = MiniPlanner(loaded.runner, loaded.info, seed=4, chunks=1)
     first = planner.add([3], 2, choices=3)
     second = planner.add([4], 2)
@@ -423,7 +421,6 @@ def test_the_block_size_does_not_matter(zoo, block_size):
 
 
 def test_every_call_may_come_from_another_thread(loaded):
-    """R189."""
     wanted = alone(loaded, seeded_prompt(33), 6)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
     one = planner.add(seeded_prompt(33), 6)

@@ -74,7 +74,6 @@ def eng():
 @settings(max_examples=50, deadline=None)
 @given(drawn=st.lists(readers, min_size=1, max_size=8))
 def test_whatever_tasks_do_they_leave_nothing_behind(eng, drawn):
-    """R153."""
 
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda loop, what: complaints.append(what))

@@ -161,7 +161,6 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.references(block) == count
 
 
-# R79, R80, R81, R82
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 

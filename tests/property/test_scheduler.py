@@ -401,7 +401,6 @@ class SchedulerMachine(Machine):
         assert len(set(places)) == len(places)
 
 
-# R80, R82, R85, R151, R191, R192, R195, R197
 TestScheduler = case_of(SchedulerMachine, 400, 40)
 
 

@@ -125,7 +125,6 @@ def test_a_cancelled_request_is_timed_until_it_holds_nothing():
 
 
 def test_idle_time_is_not_counted_as_a_gap_between_steps():
-    """R172."""
     telemetry = ReplicaTelemetry(Tokens)
     telemetry.step_ended(1, 1.0, 2.0)
     telemetry.step_ended(1, 2.25, 3.0)
@@ -148,7 +147,7 @@ RUNS = st.lists(
 
 @given(RUNS)
 def test_every_step_is_counted_once_and_few_of_them_wait_to_be(runs):
-    """R172. Reading, idling and a full list count what was noted; none of them changes a sum."""
+    """Reading, idling and a full list count what was noted; none of them changes a sum."""
     telemetry, now, ended_at = ReplicaTelemetry(Tokens), 0.0, None
     rows, gaps, times = Histogram(COUNT_BOUNDS), Histogram(SHORT_BOUNDS), Histogram(TOKEN_BOUNDS)
     intervals, last = Histogram(TOKEN_BOUNDS), None

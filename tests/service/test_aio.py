@@ -300,7 +300,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_request_that_nobody_reads_any_more_ends(way):
-    """R3, R9, R10: such a request ends at once, and its blocks are free."""
+    """Such a request ends at once, and its blocks are free."""
     run(way, in_process_buffer=4)
 
 
@@ -320,7 +320,7 @@ def test_the_end_of_a_loop_ends_its_requests():
 
 
 def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests():
-    """R161: nothing can be handed over to the loop any more: the next event finds this out."""
+    """Nothing can be handed over to the loop any more: the next event finds this out."""
 
     async def body(eng):
         await eng.pause(PauseMode.KEEP)
@@ -394,7 +394,7 @@ def test_a_call_that_is_cancelled_cancels_what_it_waits_for():
 
 
 def test_engines_opened_and_closed_in_loop_after_loop_leave_nothing():
-    """R20: only threads that Trio caches stay; no descriptor stays, and no future complains."""
+    """Only threads that Trio caches stay; no descriptor stays, and no future complains."""
 
     async def main():
         async with open_fake(aio, in_process_buffer=2) as eng:
@@ -428,7 +428,7 @@ def test_both_facades_have_the_same_surface():
 
 
 def test_an_engine_that_is_dropped_is_closed():
-    """R19: `__del__` signals, and the thread ends by itself."""
+    """`__del__` signals, and the thread ends by itself."""
 
     async def main():
         eng = await open_fake(aio, in_process_buffer=2)
@@ -444,7 +444,7 @@ def test_an_engine_that_is_dropped_is_closed():
 
 
 def test_nothing_is_kept_alive_by_a_closed_engine():
-    """R23: the engine, its streams and handles, the loop and the model."""
+    """The engine, its streams and handles, the loop and the model."""
     runners = []
 
     def make_runner(model, config):
@@ -561,7 +561,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("text", LEFT_OPEN.values(), ids=LEFT_OPEN.keys())
 def test_the_interpreter_exits_with_an_engine_left_open(text):
-    """R17: the exit takes bounded time and shows no traceback."""
+    """The exit takes bounded time and shows no traceback."""
     code, out, err = run_script(text)
     assert (code, err) == (0, "")
     assert out == ("SHUTTING_DOWN\n" if "print" in text else "")

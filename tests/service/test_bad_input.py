@@ -235,7 +235,6 @@ def test_a_text_that_leaves_no_room_is_too_large_unless_it_is_cut(channel):
 
 
 def test_more_copies_of_a_prompt_than_there_are_blocks_are_too_large():
-    """R86."""
     with fake(runner={"max_model_len": 128, "num_blocks": 8}) as server:
         wait_serving(server.channel)
         error = generate(server.channel, prompt_ids=[1] * 100, n=3).error
@@ -318,7 +317,6 @@ def test_values_that_are_nested_beyond_protobufs_limit_are_an_invalid_argument(c
 
 
 def test_a_request_of_5_mib_is_refused_and_the_connection_goes_on(channel):
-    """R205."""
     for error in (
         generate(channel, text="x" * 5 * 2**20).error,
         error_of(lambda: tokenize(channel, "x" * 5 * 2**20)),

@@ -70,7 +70,7 @@ def join(*threads):
 
 
 def park(eng):
-    """Return a full stream that no thread reads. Its buffer bounds the events anywhere (R8)."""
+    """Return a full stream that no thread reads. Its buffer bounds the events anywhere."""
     stream = eng.generate(request())
     wait_until(lambda: eng.statistics().totals.parked == 1)
     assert stream._feed.queue.qsize() == 1 + eng.config.in_process_buffer  # Started, Tokens…
@@ -81,7 +81,7 @@ def park(eng):
 
 
 def test_the_engines_thread_is_woken_without_a_lock_held(eng, monkeypatch):
-    """R154: a thread that shares the stream does not wait for a wake-up of another one."""
+    """A thread that shares the stream does not wait for a wake-up of another one."""
     held, post = [], eng._portal.post
     stream = eng.generate(request(sampling=SamplingParams(max_tokens=200)))
 
@@ -102,7 +102,6 @@ def test_the_engines_thread_is_woken_without_a_lock_held(eng, monkeypatch):
 
 
 def test_no_thread_is_left_but_trios_cached_ones():
-    """R20."""
     before = set(threading.enumerate())
     with open_fake(blocking) as eng:
         list(eng.generate(request(sampling=SHORT)))
@@ -123,7 +122,7 @@ def test_closing_at_once_is_no_bug(caplog):
 
 
 def test_an_engine_that_is_dropped_is_closed():
-    """R19: `__del__` signals, and the thread ends by itself."""
+    """`__del__` signals, and the thread ends by itself."""
     eng = open_fake(blocking, in_process_buffer=2)
     thread = eng._portal.thread
     park(eng)
@@ -152,7 +151,7 @@ def test_an_engine_may_be_closed_by_its_own_thread_and_may_not_wait_there():
 
 
 def test_nothing_is_kept_alive_by_a_closed_engine():
-    """R23: the engine, its streams and handles, and the model."""
+    """The engine, its streams and handles, and the model."""
     runners = []
 
     def make_runner(model, config):
@@ -182,7 +181,7 @@ def test_a_command_that_raises_ends_nothing(eng, caplog):
 
 
 def test_a_thread_that_reads_an_answer_late_misses_nothing_of_it(eng, monkeypatch):
-    """R7, R145: the answer begins with the question, however late the calling thread runs again."""
+    """The answer begins with the question, however late the calling thread runs again."""
     ask = eng._caller.ask
 
     def ask_and_dawdle(question):
@@ -274,7 +273,7 @@ with open_fake(step_s=0.01) as eng:
 
 @pytest.mark.parametrize("text", LEFT_OPEN.values(), ids=LEFT_OPEN.keys())
 def test_the_interpreter_exits_with_an_engine_left_open(text):
-    """R17: the exit takes bounded time and shows no traceback."""
+    """The exit takes bounded time and shows no traceback."""
     code, out, err = run_script(text)
     assert (code, err) == (0, "")
     assert out == ("SHUTTING_DOWN\n" if "print" in text else "")

@@ -33,7 +33,7 @@ DRAIN_S = 1.0
 
 @pytest.mark.slow
 def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchanged():
-    """R72: the server's end does not wait for the streams that stall."""
+    """The server's end does not wait for the streams that stall."""
     total = FINISH + VANISH + STALL
     engine = {
         "max_num_seqs": total,
@@ -80,7 +80,7 @@ def live(totals):
 
 
 def test_a_hundred_requests_on_four_workers_are_shared_fairly_and_end_within_ten_seconds():
-    """R65, R67: equal requests at once take about as long as each other, whichever worker serves
+    """Equal requests at once take about as long as each other, whichever worker serves
     them."""
     with fake(models=[{"name": "fake", "replicas": 4}], script={"step_s": 0.02}) as server:
         wait_until(lambda: replica_states(server.channel) == [pb.REPLICA_STATE_READY] * 4)
@@ -97,7 +97,7 @@ def test_a_hundred_requests_on_four_workers_are_shared_fairly_and_end_within_ten
 
 @pytest.mark.slow
 def test_a_hundred_clients_for_a_while_give_throughput_and_percentiles_as_json(tmp_path, capsys):
-    """R73: the bench `load` does the same for a minute."""
+    """The bench `load` does the same for a minute."""
     with fake(script={"step_s": 0.01}, engine={"check_level": 1}) as server:
         wait_serving(server.channel)
         answer = load.measure(server.address, clients=100, seconds=1.5)

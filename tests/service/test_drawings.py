@@ -82,7 +82,6 @@ def server():
     ids=str,
 )
 def test_a_drawing_has_its_progress_and_its_images(server, fields):
-    """R124."""
     draw(server.channel, draw_request(**fields)).check()
 
 

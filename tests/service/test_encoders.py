@@ -63,7 +63,6 @@ def server():
 
 
 def test_one_message_per_input_by_its_index(server):
-    """R147."""
     inputs = ["ab", [1, 2, 3], "a longer text", [5]]
     heard = embed(server.channel, inputs)
     assert heard.error is None

@@ -308,7 +308,6 @@ def check_free(place, asked):
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset"])
 def test_a_client_that_leaves(place, how):
-    """R9, R13, R152, R166, R179, R207, R208."""
     with in_phase(place) as asked:
         {
             "cancel": asked.call.call.cancel,
@@ -320,7 +319,6 @@ def test_a_client_that_leaves(place, how):
 
 
 def test_an_operators_abort(place):
-    """R6."""
     with in_phase(place) as asked:
         request = pb.AbortRequest(request_ids=[asked.fields["request_id"]])
         [result] = control(place.server).Abort(request).results
@@ -358,7 +356,7 @@ def test_a_pause_that_aborts(place):
 
 
 def test_a_deadline(place):
-    """R206. The client leaves it to the server, which counts it once, by its phase.
+    """The client leaves it to the server, which counts it once, by its phase.
 
     Red if the end is counted as a cancel, or for another phase (`Supervisor._count`).
     """
@@ -408,7 +406,7 @@ def client_process(place, fields):
 
 @pytest.mark.parametrize("name", TEXT.phases)
 def test_a_client_process_that_is_killed(name):
-    """R166. Red in the phase "parked" if a writer that still has events leaves its request running
+    """Red in the phase "parked" if a writer that still has events leaves its request running
     (`CallWriter._cancel`)."""
     with serving(TEXT, name) as place, holding(place):
         server, fields = place.server, place.fields()
@@ -473,7 +471,7 @@ def in_drain(case, code, number=signal.SIGTERM, **options):
 @pytest.mark.parametrize("case", CASES, ids=named)
 @pytest.mark.parametrize(("how", "code"), [("timeout", 75), ("signal", 128 + signal.SIGINT)])
 def test_a_drain_cuts_a_request_whatever_its_phase(how, code, case):
-    """R167. By its timeout, or by a second signal: at once, with a status, and the exit code names
+    """By its timeout, or by a second signal: at once, with a status, and the exit code names
     the cause. The server ends once the step in flight is over."""
     first = signal.SIGINT if how == "timeout" else signal.SIGTERM
     with in_drain(case, code, first, spares_others=False) as (place, asked):
@@ -490,7 +488,7 @@ def test_a_drain_cuts_a_request_whatever_its_phase(how, code, case):
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
-    """R167. New requests are refused meanwhile."""
+    """New requests are refused meanwhile."""
     with in_drain(case, 0) as (place, asked):
         kind = place.kind
         fields = {"model": kind.model} | kind.after
@@ -510,7 +508,6 @@ def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
 
 @pytest.mark.parametrize("name", ["decode image", "encode_image"])
 def test_a_drained_request_with_images_leaves_nothing(name):
-    """R167."""
     with serving(TEXT, name) as place, RawClient(place.server.address) as connected:
         server = place.server
         connected.ask(GET_STATS)

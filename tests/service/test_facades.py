@@ -71,7 +71,7 @@ def facade(request):
 
 
 def test_tasks_get_exactly_their_tokens(facade):
-    """R17: sixteen readers, small buffers, one engine."""
+    """Sixteen readers, small buffers, one engine."""
 
     async def body(eng):
         async def read_thrice(index):
@@ -90,7 +90,7 @@ def test_tasks_get_exactly_their_tokens(facade):
 
 @pytest.mark.parametrize(("n", "buffer"), [(1, 1), (1, 2), (3, 3), (4, 5), (3, 30)])
 def test_credit_that_comes_back_late_delays_no_step(facade, monkeypatch, n, buffer):
-    """R7, R8: credit that is not given back yet leaves room for the next message."""
+    """Credit that is not given back yet leaves room for the next message."""
     monkeypatch.setattr(portal, "RELEASE_AFTER_S", 1e9)
 
     async def body(eng):
@@ -147,7 +147,6 @@ def test_a_prompt_in_and_its_text_out(facade):
 
 
 def test_a_full_stream_holds_up_no_other(facade):
-    """R8, R196."""
 
     async def body(eng):
         stream = await park(eng)
@@ -159,7 +158,7 @@ def test_a_full_stream_holds_up_no_other(facade):
 
 
 async def broken_out_of(eng):
-    """R9: dropped, the stream is collected at once."""
+    """Dropped, the stream is collected at once."""
     await until_token(eng.generate(request()))
     await ended(eng, cancelled=1)
 
@@ -186,7 +185,7 @@ async def never_iterated(eng):
 
 
 async def of_a_cycle_collected_on_the_engines_thread(eng):
-    """R17: the collector runs on any thread."""
+    """The collector runs on any thread."""
     box = [eng.generate(request())]
     box.append(box)
     del box
@@ -205,12 +204,12 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_request_that_nobody_reads_any_more_ends(facade, way):
-    """R3, R9, R10: such a request ends at once, and its blocks are free."""
+    """Such a request ends at once, and its blocks are free."""
     run(facade, way, in_process_buffer=4)
 
 
 def test_a_stream_closed_before_it_has_begun_is_ended(facade):
-    """R3: the model is still loading."""
+    """The model is still loading."""
 
     async def body(eng):
         stream = eng.generate(request())
@@ -286,7 +285,7 @@ def test_an_engine_that_cannot_start_raises_and_leaves_no_thread(facade):
 
 @pytest.mark.parametrize("is_referenced", [True, False])
 def test_closing_with_an_abandoned_full_stream(facade, is_referenced):
-    """R10, R15: held or dropped, the stream has no reader any more."""
+    """Held or dropped, the stream has no reader any more."""
 
     async def main():
         eng = await opened(facade, in_process_buffer=2)
@@ -303,7 +302,7 @@ def test_closing_with_an_abandoned_full_stream(facade, is_referenced):
 
 
 def test_closing_while_tasks_wait(facade):
-    """R170: tasks in an iterator, in a call, and in `close` itself all wake."""
+    """Tasks in an iterator, in a call, and in `close` itself all wake."""
 
     async def main():
         eng = await opened(facade, script=FakeScript(load_s=0.2))
@@ -322,7 +321,7 @@ def test_closing_while_tasks_wait(facade):
 
 
 def test_closing_during_a_load_joins_it(facade):
-    """R11: nothing is abandoned, and a task that waited for the load learns of the end."""
+    """Nothing is abandoned, and a task that waited for the load learns of the end."""
 
     async def main():
         eng = await opened(facade, script=FakeScript(load_s=0.5))
@@ -385,7 +384,7 @@ CALLS = {
 
 
 def test_after_closing_every_call_raises(facade):
-    """R22: a call raises, and a call that only ends something does nothing."""
+    """A call raises, and a call that only ends something does nothing."""
 
     async def main():
         eng = await opened(facade)
@@ -403,7 +402,7 @@ def test_after_closing_every_call_raises(facade):
 
 
 def test_an_engine_whose_thread_dies_leaves_nobody_waiting(facade, caplog):
-    """R22: the task whose call never gets an answer, and another that reads."""
+    """The task whose call never gets an answer, and another that reads."""
 
     async def main():
         eng = await opened(facade, in_process_buffer=4)
@@ -438,7 +437,7 @@ def test_a_conversation(facade):
 
 
 def test_a_stop_ends_the_iteration_of_another_task(facade):
-    """R3, R6: the reader waits in its iterator."""
+    """The reader waits in its iterator."""
 
     async def body(eng):
         async with eng.chat(sampling=ENDLESS) as chat:
@@ -457,7 +456,6 @@ def test_a_stop_ends_the_iteration_of_another_task(facade):
 
 
 def test_a_chat_closes_however_full_its_stream_is(facade):
-    """R15."""
 
     async def body(eng):
         chat = eng.chat(sampling=ENDLESS)
@@ -473,7 +471,6 @@ def test_a_chat_closes_however_full_its_stream_is(facade):
 
 @pytest.mark.parametrize("kind", ["encoder", "cross_encoder"])
 def test_a_bad_input_does_not_end_an_encoder(facade, kind):
-    """R5, R21, R22."""
 
     async def body(eng):
         if kind == "encoder":

@@ -85,7 +85,6 @@ def test_a_hung_step_and_its_late_end_show_in_health_and_log():
 
 
 def test_the_queue_of_a_hung_model_has_its_bounds():
-    """R47, R176."""
     with hanging(engine={"max_queued_requests": 2}) as (server, _):
         with contextlib.ExitStack() as stack:
             for number in range(2):
@@ -103,7 +102,6 @@ def test_the_queue_of_a_hung_model_has_its_bounds():
 
 
 def test_a_drain_does_not_wait_for_a_step_that_hangs():
-    """R61."""
     with hanging(engine={"drain_timeout_s": 0.5}) as (server, call):
         start = time.monotonic()
         server.signal()
@@ -204,7 +202,7 @@ def test_the_watchdog_sleeps_while_the_server_is_idle():
 
 @pytest.mark.parametrize("first", [OUT_OF_MEMORY_STEP, EXITING_STEP])
 def test_a_step_that_never_succeeds_ends_its_request_and_no_other(first):
-    """R140: out of memory, the newest request is to blame. SystemExit counts like any error."""
+    """Out of memory, the newest request is to blame. SystemExit counts like any error."""
     may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed|SystemExit"
     with fake(script={"step_s": 0.01}, may_log=may_log) as server:
         channel = server.channel
@@ -282,7 +280,6 @@ def test_such_a_bug_ends_the_process_also_while_a_step_hangs(fault):
 
 
 def test_a_bug_in_one_calls_task_ends_that_call_alone():
-    """R201."""
     with serving(is_command=False) as (server, call):
         server.tell("break_call")
         error = generate(server.channel, prompt_ids=[3], max_tokens=3).error
@@ -294,7 +291,7 @@ def test_a_bug_in_one_calls_task_ends_that_call_alone():
 
 
 def test_a_bug_in_one_models_loop_ends_its_requests_and_leaves_the_others_alone():
-    """R63: the model's worker is replaced; requests that come meanwhile wait."""
+    """The model's worker is replaced; requests that come meanwhile wait."""
     models = [{"name": "fake"}, {"name": "other"}]
     with serving(models=models, is_command=False) as (server, call):
         channel = server.channel

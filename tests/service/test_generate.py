@@ -82,7 +82,7 @@ def test_a_stream_is_started_then_deltas_then_finished_with_the_models_own_token
 
 
 def test_tokens_come_while_later_ones_are_still_being_made(channel):
-    """R165: 20 steps of 50 ms, and the first token comes within the first few steps."""
+    """20 steps of 50 ms, and the first token comes within the first few steps."""
     start = time.monotonic()
     with Generation(channel, model="slow", prompt_ids=[1], max_tokens=20) as call:
         call.read_deltas(1)
@@ -121,7 +121,6 @@ def test_a_chat_is_rendered_by_the_models_template(channel):
 
 @pytest.mark.parametrize("n", [2, 5, 16])
 def test_several_choices_have_tokens_of_their_own_and_one_end_each(channel, n):
-    """R147."""
     heard = generate(channel, prompt_ids=PROMPT, max_tokens=7, n=n)
     assert heard.error is None
     assert heard.kinds.count("started") == 1
@@ -368,7 +367,7 @@ def test_statistics_count_what_was_done(channel):
 
 
 def test_requests_at_once_share_steps_and_get_their_own_tokens(channel):
-    """R72, R164: 12 requests of 10 tokens take little more time than one."""
+    """12 requests of 10 tokens take little more time than one."""
     before = stats(channel)
     heard = {}
 
@@ -389,7 +388,7 @@ def test_requests_at_once_share_steps_and_get_their_own_tokens(channel):
 
 
 def test_a_full_queue_refuses_with_a_retry_delay_and_keeps_its_requests():
-    """R47: one request runs, one waits, and the third gets the time after which to retry."""
+    """One request runs, one waits, and the third gets the time after which to retry."""
     engine = {"max_num_seqs": 1, "max_queued_requests": 1}
     with fake(script={"step_s": 0.05}, engine=engine) as server:
         channel = server.channel

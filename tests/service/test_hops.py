@@ -40,7 +40,6 @@ def test_the_way_of_a_request_to_its_first_plan_is_short():
 
 
 def test_the_way_of_a_token_is_short(shown):
-    """R39."""
     [totals] = [line for line in shown.splitlines() if line.endswith(" files")]
     hops, _, files, _ = totals.replace(",", "").split()
     assert 5 < int(hops) <= HOPS_MAX, shown
@@ -48,7 +47,6 @@ def test_the_way_of_a_token_is_short(shown):
 
 
 def test_the_readme_shows_the_way_of_a_token(shown):
-    """R40."""
     page = SHOWN.page.read_text()
     assert SHOWN.embed(page, shown) == page, "run python -m tools.count_hops --write"
 

@@ -1,4 +1,4 @@
-"""An idle server does nothing: no task step in Trio (R183), and no counted wait of its thread."""
+"""An idle server does nothing: no task step in Trio, and no counted wait of its thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def settled(server):
 
 
 def test_an_idle_server_makes_no_wake_ups():
-    """R159, R183."""
     script = {"step_s": 0.001}
     with (
         fake(script=script, counts=True) as counted,

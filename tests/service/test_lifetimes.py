@@ -62,7 +62,7 @@ def slow():
 
 
 def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output():
-    """R209, R211: there are so few blocks that requests are preempted.
+    """There are so few blocks that requests are preempted.
 
     A hundred calls are cancelled at least, and more until the server has seen 51 cancels: a very
     early one comes before its request.
@@ -238,7 +238,6 @@ def buffered():
 
 
 def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffered):
-    """R70, R196."""
     channel = buffered.channel
     with stalling(buffered) as call:
         parked = stats(channel)
@@ -258,7 +257,7 @@ def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffer
 
 
 def test_a_reader_that_stops_is_ahead_by_its_buffer_and_window_only(buffered):
-    """R7, R203: the client's window takes so many bytes, and then the buffer so many tokens: not
+    """The client's window takes so many bytes, and then the buffer so many tokens: not
     one more.
 
     Red if a slot is given back before its message has left (`CallWriter._write_events`).
@@ -297,7 +296,7 @@ def test_several_choices_of_a_stopped_reader_park_together_and_all_arrive(buffer
 def test_fifty_rounds_of_four_cancelled_streams_leave_memory_files_and_health_as_they_were(
     buffered,
 ):
-    """R167, R200: each client leaves after its first tokens."""
+    """Each client leaves after its first tokens."""
     channel = buffered.channel
 
     def run(num_rounds):
@@ -337,7 +336,6 @@ def test_stopped_readers_give_their_blocks_to_those_who_read():
 
 
 def test_a_reader_that_stops_for_too_long_is_ended_and_gets_the_status_if_it_reads_again():
-    """R71."""
     engine = {"stream_buffer": BUFFER, "stall_timeout_s": 3.0}
     with fake(engine=engine) as server:
         channel = server.channel
@@ -369,7 +367,7 @@ def silent_calls(own, stack, count):
 
 @pytest.mark.slow
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
-    """R71, D1: they hold nothing, everybody else is served, and a connection may have 64."""
+    """They hold nothing, everybody else is served, and a connection may have 64."""
     engine = {"stream_buffer": UNREAD_TOKENS}
     with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel
@@ -475,7 +473,6 @@ def failing():
 
 @pytest.mark.parametrize(("first", "num_tokens"), [(POISONED_STEP, 0), (POISONED_ROW, 2)])
 def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first, num_tokens):
-    """R51, R194."""
     channel = failing.channel
     ends = ended(channel)
     with (
@@ -498,7 +495,6 @@ def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first
 
 
 def test_a_choice_that_fails_ends_its_request_with_one_status(failing):
-    """R149."""
     bad = generate(failing.channel, prompt_ids=[POISONED_ROW], max_tokens=20, n=4)
     assert reason(bad.error) == "STEP_FAILED"
     wait_idle(failing.channel)
@@ -525,7 +521,6 @@ def test_a_step_out_of_memory_is_tried_again_and_nobody_notices():
 
 
 def test_a_port_in_use_is_one_sentence_and_a_failure():
-    """R158."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with fake_process(is_command=True, server={"port": port}) as server:

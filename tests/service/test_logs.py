@@ -62,7 +62,6 @@ def access_lines(server, **wanted):
 
 
 def test_a_finished_request_leaves_one_line_with_status_phases_and_tokens():
-    """R54."""
     with json_server() as server:
         wait_serving(server.channel)
         assert generate(server.channel, request_id="r1", prompt_ids=[1] * 10, max_tokens=5)
@@ -87,7 +86,6 @@ def test_a_refused_calls_line_has_status_and_reason():
 
 
 def test_an_early_ends_line_has_phase_and_tokens():
-    """R53."""
     with json_server(script={"step_s": 0.02}) as server:
         wait_serving(server.channel)
         with Generation(server.channel, request_id="r3", max_tokens=500) as call:
@@ -152,7 +150,6 @@ def test_a_server_without_a_terminal_logs_for_machines():
 
 
 def test_every_line_of_a_request_has_its_id_also_when_the_server_made_it(debugged):
-    """R54, R157."""
     with json_server() as server:
         wait_serving(server.channel)
         own = generate(server.channel, request_id="mine", max_tokens=3)

@@ -395,7 +395,6 @@ OF_OTHER_CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 def test_each_metric_changes_with_its_cause(cause):
-    """R34, R68, R69, R70, R172."""
     names, settings = CAUSES[cause]
     with metered(**settings) as server:
         before = Scrape(server)
@@ -410,7 +409,6 @@ def test_every_metric_has_a_cause():
 
 
 def test_the_memory_limit_is_the_configurations():
-    """R136."""
     with metered(engine={"memory_limit": 123_456_789}) as server:
         assert Scrape(server).total("memory_limit_bytes") == 123_456_789
 
@@ -543,7 +541,6 @@ def test_a_watcher_that_does_not_read_delays_nobody():
 
 
 def test_usr1_logs_the_figures_for_a_person():
-    """R74."""
     with fake() as server:
         wait_serving(server.channel)
         assert generate(server.channel, max_tokens=2).error is None

@@ -86,7 +86,6 @@ def check_failed(server, code=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name):
-    """R158."""
     told = check_failed(ended[name])
     assert told.startswith("triolet: model: ")
     reason = told.removeprefix("triolet: model: ").partition(" [")[0]

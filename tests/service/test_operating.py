@@ -113,7 +113,6 @@ def test_an_abort_without_an_id_is_refused_by_name(control, names):
 
 
 def test_keep_freezes_running_requests_queues_new_ones_and_resumes_both(server, control):
-    """R180."""
     with Generation(server.channel, prompt_ids=[5, 6], max_tokens=60) as running:
         running.read_deltas(3)
         pause(control, "KEEP")
@@ -129,7 +128,6 @@ def test_keep_freezes_running_requests_queues_new_ones_and_resumes_both(server, 
 
 @pytest.mark.parametrize("mode", ["KEEP", "WAIT", "ABORT"])
 def test_the_statistics_show_a_pause(control, mode):
-    """R186."""
 
     def told():
         [replica] = control.GetStats(pb.GetStatsRequest(), timeout=10).replicas
@@ -160,7 +158,6 @@ def test_explain_describes_a_live_request_while_steps_run(server, control):
 
 
 def test_wait_lets_running_ones_finish_and_refuses_new_ones(server, control):
-    """R184."""
     with Generation(server.channel, prompt_ids=[5], max_tokens=30) as running:
         running.read_deltas(2)
         pause(control, "WAIT")

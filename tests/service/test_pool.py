@@ -28,7 +28,7 @@ from tests.support.wire import (
 )
 
 GB = 1 << 30
-WAKE_LIMIT_S = 0.05  # R109, R133: a limit for the pool's waiters, without the wire's part
+WAKE_LIMIT_S = 0.05  # a limit for the pool's waiters, without the wire's part
 WIRE_S = 0.25  # guess: ten calls' way there and back on a busy machine
 LOADED, UNLOADED, DRAINING, FAILED = (
     pb.Model(state=f"MODEL_STATE_{name}").state
@@ -79,7 +79,7 @@ def unload(channel, name, drain_s=None, timeout=60):
 
 @pytest.mark.alone
 def test_ten_clients_of_a_cold_model_of_two_replicas():
-    """R130, R132: two loads, 4 GB, and nobody waits for longer than the load takes.
+    """Two loads, 4 GB, and nobody waits for longer than the load takes.
 
     Red if a waiting client begins a load of its own (`Loads.ensure`), and if a load reserves its
     memory twice for a moment (`Governor`).
@@ -95,7 +95,7 @@ def test_ten_clients_of_a_cold_model_of_two_replicas():
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
 def test_a_third_client_while_the_load_is_under_way(delay_s):
-    """R131. Red as the test above, and if a client that comes during a load begins another."""
+    """Red as the test above, and if a client that comes during a load begins another."""
     cold = {"name": "cold", "lazy": True, "replicas": 2, "memory_bytes": 2 * GB}
     with fake(models=[cold | {"script": {"load_s": 0.5}}]) as server:
         with ThreadPoolExecutor(3) as threads:
@@ -115,7 +115,7 @@ def check_two_loads(server):
 
 
 def test_five_models_at_once_stay_below_the_limit():
-    """R120: of ten replicas five fit, and a request without room gets an error that says so."""
+    """Of ten replicas five fit, and a request without room gets an error that says so."""
     models = [
         {
             "name": f"m{i}",
@@ -135,7 +135,7 @@ def test_five_models_at_once_stay_below_the_limit():
 
 @pytest.mark.alone
 def test_a_failed_load_ends_every_waiting_request_at_once():
-    """R133: after the second that the load took, not after the 30 that a waiter may wait."""
+    """After the second that the load took, not after the 30 that a waiter may wait."""
     cold = {"name": "cold", "lazy": True, "fails": 1, "script": {"load_s": 1.0}}
     with fake(models=[{"name": "fake"}, cold], may_log="cold|Traceback") as server:
         started = time.monotonic()
@@ -153,7 +153,6 @@ def test_a_failed_load_ends_every_waiting_request_at_once():
 
 
 def test_a_load_goes_on_without_its_client():
-    """R115."""
     cold = {"name": "cold", "lazy": True, "script": {"load_s": 1.0}}
     with fake(models=[cold]) as server:
         error, _ = ask(server.channel, "cold", timeout=0.3)

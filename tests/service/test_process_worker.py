@@ -280,7 +280,7 @@ def test_neither_process_imports_torch():
 
 
 def test_two_workers_step_at_the_same_time(tmp_path):
-    """Each runner waits inside its step until the other is inside its own (R66)."""
+    """Each runner waits inside its step until the other is inside its own."""
     runners = [
         process_runner(folder=str(tmp_path), name=own, meets=f"executing{other}")
         for own, other in (("A", "B"), ("B", "A"))
@@ -318,7 +318,6 @@ def test_a_step_takes_no_lock_of_the_runners(monkeypatch):
 
 
 async def test_an_engine_serves_from_a_worker_process_as_from_a_thread():
-    """R57."""
     config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, prefix_cache=False)
     found = {}
     async with open_engine(config, make_runner=lambda model, config: process_runner()) as engine:
@@ -773,7 +772,6 @@ def test_ctrl_c_and_a_terminate_leave_the_worker_to_its_server():
 
 
 def test_a_worker_has_no_descriptors_but_its_own(tmp_path):
-    """R162."""
     with (tmp_path / "a file of the server's").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         with loaded() as runner:
@@ -813,7 +811,6 @@ def test_a_worker_is_gone_within_a_second_of_its_server(doing, tmp_path):
 
 
 def test_the_threads_of_libraries_are_as_the_spec_says_unless_the_user_did(monkeypatch):
-    """R91."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     runner = ProcessRunner(process_fakes.MAKE, RunnerSpec("{}", threads=3))
     try:

@@ -216,7 +216,6 @@ def test_every_alert_has_a_cause():
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_each_alert_fires_and_clears_once(name, tmp_path):
-    """R98."""
     cause, settings, others = CAUSES[name]
     if cause is calls_without_a_key:
         (tmp_path / "keys").write_text(f"alice {KEY}\n")

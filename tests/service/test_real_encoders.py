@@ -16,7 +16,6 @@ TEXTS = ["the dog", "a cat by the river", "snow on the road to the old house " *
 
 
 def test_a_text_model_and_two_encoders_side_by_side(tmp_path):
-    """R199."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
 
     embedder = make_embedder(tmp_path / "embedder", normalize=True)

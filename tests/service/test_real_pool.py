@@ -86,7 +86,6 @@ def scores(channel):
 
 
 def test_three_capabilities_at_once_one_unloaded_and_one_evicted_and_back(tmp_path):
-    """R84."""
     file = tmp_path / "triolet.toml"
     file.write_text(CONFIG.format(limit=LIMIT_MIB))
     with real("--config", str(file), model=None) as server:

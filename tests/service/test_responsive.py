@@ -1,4 +1,4 @@
-"""Health and statistics answer while the model computes (R188)."""
+"""Health and statistics answer while the model computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.alone
 
 NUM_CALLS = 300  # at least
 MEASURE_S = 3.0  # seconds, at least: a fast machine makes the calls within a few steps
-P99_LIMIT_S = 0.020  # R188
+P99_LIMIT_S = 0.020
 ATTEMPTS = 3
 STEP_S = 0.2
 
@@ -70,9 +70,7 @@ def generating(channel, count, **fields):
 
 
 def test_calls_are_answered_within_20_ms_while_200_ms_steps_run(capsys):
-    """R143, R180, R188.
-
-    A machine that is shared may pause the whole server for longer than the limit, so that one of
+    """A machine that is shared may pause the whole server for longer than the limit, so that one of
     ``ATTEMPTS`` measurements has to keep it. A server that is late itself is late in all of them.
     """
     with fake(script={"step_s": STEP_S}, engine={"check_level": 1}) as server:

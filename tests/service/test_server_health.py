@@ -165,7 +165,7 @@ def test_a_model_that_cannot_load_shows_under_its_own_name_and_others_serve():
 
 
 def test_a_model_is_serving_as_long_as_one_of_its_replicas_lives(watch):
-    """R68: GetStats says which replica is DEGRADED; health says whether to send requests."""
+    """GetStats says which replica is DEGRADED; health says whether to send requests."""
     both = [pb.REPLICA_STATE_READY] * 2
     # A replica's second death in a row keeps it away for two seconds.
     with fake(models=[{"name": "fake", "replicas": 2}], may_log=".") as server:
@@ -226,7 +226,6 @@ def test_a_server_whose_models_all_fail_ends_with_one_sentence():
     ("messages", "stubs"), [(v1_pb2, v1_pb2_grpc), (reflection_pb2, reflection_pb2_grpc)]
 )
 def test_reflection_lists_every_service(messages, stubs):
-    """R205."""
     with fake() as server:
         stub = stubs.ServerReflectionStub(server.channel)
         ask = iter([messages.ServerReflectionRequest(list_services="")])

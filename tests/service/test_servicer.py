@@ -137,7 +137,6 @@ def test_the_clients_deadline_is_the_requests_timeout():
 
 
 def test_an_error_is_sent_after_the_events_before_it():
-    """R123."""
     backend = FakeBackend(
         [STARTED],
         [tokens("Once")],
@@ -343,7 +342,7 @@ def test_a_client_that_leaves_during_a_blocked_write_cancels_the_call(caplog):
 
 
 def test_nothing_is_sent_or_logged_after_the_client_has_gone(caplog):
-    """R53: the backend swallows the handler's one cancellation; the next write ends the handler."""
+    """The backend swallows the handler's one cancellation; the next write ends the handler."""
     for afterwards in ([tokens("too late")], []):
         backend = FakeBackend([STARTED], hangs=True, afterwards=afterwards)
 
@@ -405,7 +404,6 @@ def test_detokenize_skips_special_tokens_by_default():
 
 
 def test_models_are_listed_and_found_by_alias():
-    """R128."""
 
     async def main(channel):
         stub = stubs.ModelsStub(channel)

@@ -15,7 +15,7 @@ WARM_UP_MIB = 12.0
 
 @pytest.mark.slow
 def test_clients_of_every_kind_leave_nothing_behind():
-    """R78, R166, R200, R210: one client's output stays the same, byte for byte, beside all others.
+    """One client's output stays the same, byte for byte, beside all others.
 
     A server's first thousand requests warm it up, by 7 MiB. The longer runs check its memory after
     that; here a request that leaves 64 KiB behind is noticed.

@@ -52,7 +52,6 @@ def installed(wheel, tmp_path_factory):
 
 
 def test_the_wheel_holds_the_packages_and_the_demo_without_tests_or_tools(wheel):
-    """R76."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {"engine/py.typed", "grpc_service/py.typed"} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {

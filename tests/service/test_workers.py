@@ -144,7 +144,6 @@ def is_worker(pid):
 
 @pytest.mark.parametrize("phase", ["idle", "queued", "decode"])
 async def test_a_killed_worker_costs_its_own_requests_alone_and_comes_back(phase):
-    """R67, R68."""
     fleet = Fleet(2, max_num_seqs=1 if phase == "queued" else 64)
     async with fleet.open() as engine:
         await engine.load_model("fake")
@@ -180,7 +179,6 @@ async def test_a_killed_worker_costs_its_own_requests_alone_and_comes_back(phase
 
 
 async def test_requests_wait_after_the_only_worker_has_died():
-    """R68."""
     fleet = Fleet(1)
     async with fleet.open() as engine:
         await engine.wait_ready()

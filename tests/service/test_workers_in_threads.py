@@ -23,7 +23,7 @@ from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 
-LIMIT_S = 10.0  # of each request (R65)
+LIMIT_S = 10.0  # of each request
 STEP_S = 0.003
 OURS = str(Path(engine.__file__).parent)
 
@@ -82,7 +82,7 @@ async def ask(eng, first, count):
 
 
 async def test_one_request():
-    """R64, R67: a worker gets the request, answers within 5 s, and ends in order."""
+    """A worker gets the request, answers within 5 s, and ends in order."""
     before = {thread.name for thread in threading.enumerate()}
     with trio.fail_after(5):
         async with open_fleet(1, Crowd()) as eng:
@@ -95,7 +95,7 @@ async def test_one_request():
 
 
 async def test_concurrent_load_of_a_hundred_requests_on_four_workers():
-    """R38, R45, R65, R67, R200: each within ten seconds, and each by one worker."""
+    """Each within ten seconds, and each by one worker."""
     crowd = Crowd()
     async with open_fleet(4, crowd) as eng:
         await eng.load_model("fake")
@@ -175,7 +175,6 @@ def taken(monkeypatch):
 
 
 async def test_no_lock_of_ours_is_taken_while_steps_run_and_the_steps_of_two_workers_overlap(taken):
-    """R35, R66."""
     crowd = Crowd()
     async with open_fleet(2, crowd) as eng:
         await eng.load_model("fake")
@@ -198,7 +197,6 @@ async def test_a_lock_that_is_taken_during_a_step_is_noticed(taken, monkeypatch)
 
 
 async def test_schedulers_and_the_pool_stay_on_trios_thread_and_steps_do_not(monkeypatch):
-    """R58, R125, R138, R171."""
     own, crowd, found = threading.get_ident(), Crowd(), set()
 
     def note(owner, name):
@@ -225,7 +223,7 @@ async def test_schedulers_and_the_pool_stay_on_trios_thread_and_steps_do_not(mon
 
 
 async def test_tasks_and_threads_that_block_share_an_engine():
-    """R168: threads of a Trio program enter it by `trio.from_thread`."""
+    """Threads of a Trio program enter it by `trio.from_thread`."""
     crowd = Crowd()
 
     def block(eng, first):

@@ -115,7 +115,6 @@ def test_a_call_that_grpc_ends_close_to_its_deadline_counts_as_a_deadline(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_deadline_that_has_passed_on_arrival_starts_nothing(seed):
-    """R206."""
     [(error, took, steps)] = ends_of([0.5], timeout_s=0.4, seed=seed)
     assert isinstance(error, DeadlineExceeded)
     assert (took, steps) == (0, 0)

@@ -1,4 +1,4 @@
-"""What happens to requests in each phase when their worker dies (R141), in virtual time."""
+"""What happens to requests in each phase when their worker dies, in virtual time."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class LookingReader:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_dead_worker_has_left_the_routing_when_its_requests_hear_of_its_death(seed):
-    """R141: a request that comes in that moment waits for the next worker."""
+    """A request that comes in that moment waits for the next worker."""
     threads, workers, seen = VirtualThreads(), [], []
 
     def make_runner(model, config):

@@ -302,7 +302,7 @@ async def timings_of(generation):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_timings_add_up_to_a_life_from_arrival_to_end(seed):
-    """R34: load, tokenising, the wait for a step and for a seat, prefill, decode."""
+    """Load, tokenising, the wait for a step and for a seat, prefill, decode."""
 
     async def body(engine):
         began, queues = trio.current_time(), {}

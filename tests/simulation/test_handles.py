@@ -96,7 +96,7 @@ def test_a_chat_keeps_questions_and_answers(seed):
 @seeds
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + STEP_S / 2, LOAD_S + 5.5 * STEP_S])
 def test_a_stop_ends_the_answer_however_early_it_comes(seed, after_s):
-    """R3, R6: before the answer's task has begun, while the model loads, in a step."""
+    """Before the answer's task has begun, while the model loads, in a step."""
 
     async def body(engine):
         async with Chat(engine, sampling=ENDLESS) as chat:
@@ -144,7 +144,7 @@ def test_a_whole_answer_is_kept_even_if_it_is_empty(seed):
 
 @seeds
 def test_a_stop_without_an_answer_has_no_later_effect(seed):
-    """R3: without a generation, a stop has no effect."""
+    """Without a generation, a stop has no effect."""
 
     async def body(engine):
         async with Chat(engine, sampling=SHORT) as chat:
@@ -208,7 +208,7 @@ def test_leaving_an_answer_ends_it_and_keeps_what_was_read(seed):
 
 @seeds
 def test_a_dropped_answer_is_ended_and_the_chat_goes_on(seed):
-    """R9: nobody can read it any more."""
+    """Nobody can read it any more."""
 
     async def body(engine):
         async with Chat(engine, sampling=ENDLESS) as chat:
@@ -228,7 +228,7 @@ def test_a_dropped_answer_is_ended_and_the_chat_goes_on(seed):
 
 @seeds
 def test_a_reset_while_an_answer_runs_forgets_it(seed):
-    """R17: in the sources, reset had the same race as stop."""
+    """In the sources, reset had the same race as stop."""
 
     async def body(engine):
         async with Chat(engine, system="a", sampling=ENDLESS) as chat:
@@ -248,7 +248,7 @@ def test_a_reset_while_an_answer_runs_forgets_it(seed):
 @pytest.mark.parametrize("buffer", [1, 2, 7])
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + 20.5 * STEP_S])
 def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(seed, buffer, after_s):
-    """R10, R15, R18: closing does not depend on the reader."""
+    """Closing does not depend on the reader."""
 
     async def body(engine):
         chat = Chat(engine, sampling=ENDLESS)
@@ -266,7 +266,7 @@ def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(seed, b
 @seeds
 @pytest.mark.parametrize("does_close", [False, True])
 def test_a_waiting_reader_gets_the_end(seed, does_close):
-    """R19: `close` only signals, and a task that waits in the iterator wakes."""
+    """`close` only signals, and a task that waits in the iterator wakes."""
 
     async def body(engine):
         chat = Chat(engine, sampling=ENDLESS)
@@ -283,7 +283,7 @@ def test_a_waiting_reader_gets_the_end(seed, does_close):
 
 @seeds
 def test_the_root_is_cancelled_while_a_stream_is_full(seed):
-    """R16: nobody polls the receiver, and the program ends in bounded time."""
+    """Nobody polls the receiver, and the program ends in bounded time."""
     ended_at = []
 
     async def main():
@@ -315,7 +315,7 @@ def test_the_root_is_cancelled_while_a_stream_is_full(seed):
 
 @seeds
 def test_a_closed_chat_keeps_nothing_alive(seed):
-    """R23: the handle, its guard, its stream and the generation die with their last holder."""
+    """The handle, its guard, its stream and the generation die with their last holder."""
 
     async def body(engine):
         chat = Chat(engine, sampling=ENDLESS)
@@ -334,7 +334,7 @@ def test_a_closed_chat_keeps_nothing_alive(seed):
 
 @seeds
 def test_an_open_chat_keeps_no_answer_alive(seed):
-    """R23: an answer that has ended, and whose reader has gone, is freed."""
+    """An answer that has ended, and whose reader has gone, is freed."""
 
     async def body(engine):
         async with Chat(engine, sampling=SHORT) as chat:
@@ -350,7 +350,6 @@ def test_an_open_chat_keeps_no_answer_alive(seed):
 
 
 def test_the_model_dies_with_its_engine():
-    """R23."""
     refs = []
 
     def make_runner(model, config):
@@ -417,7 +416,7 @@ TEXTS = ("a", "bb")
 @seeds
 @kinds
 def test_a_bad_input_fails_only_its_own_call(seed, kind):
-    """R22: beside the bad input and after it, the handle serves."""
+    """Beside the bad input and after it, the handle serves."""
 
     async def body(engine):
         handle, call, want = kind(engine, Fakes())
@@ -447,7 +446,7 @@ def test_a_bad_input_fails_only_its_own_call(seed, kind):
 @pytest.mark.parametrize("after_s", [0.0, CALL_S / 2])
 @pytest.mark.parametrize("how", ["stop", "close", "aclose"])
 def test_a_call_is_ended_however_early(seed, kind, after_s, how):
-    """R3, R5, R21: calls end, begun or not; after `stop`, later calls do not."""
+    """Calls end, begun or not; after `stop`, later calls do not."""
 
     async def body(engine):
         fakes = Fakes()
@@ -522,7 +521,7 @@ def test_a_closed_chat_refuses(seed):
 
 
 def test_a_handle_holds_no_stop_state_of_its_own():
-    """R1, R4: only the guard has one; a generation's scope belongs to the supervisor."""
+    """Only the guard has one; a generation's scope belongs to the supervisor."""
 
     async def body(engine):
         for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):

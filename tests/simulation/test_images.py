@@ -256,7 +256,6 @@ def test_a_request_that_leaves_at_any_instant_gives_its_memory_back(seed):
     ],
 )
 def test_a_planted_leak_is_found(name, owner, old, new):
-    """R153."""
     leak = Mutant(f"{name}: {new} for {old}", owner, name, old, new)
     with planted(leak), pytest.raises((AssertionError, trio.TooSlowError, BaseExceptionGroup)):
         leave_at_all_instants()

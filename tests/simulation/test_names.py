@@ -203,7 +203,7 @@ def test_submit_raises_nothing_for_an_impossible_number(wrong):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_submit_answers_at_once_whatever_became_of_the_queue_and_the_engine(seed):
-    """R2, R59, R60: a full one and a closed one have different answers, which are the stream's
+    """A full one and a closed one have different answers, which are the stream's
     error. The stream of `Engine.generate`, which is waited for, raises the same."""
 
     async def raised(engine):
@@ -245,7 +245,6 @@ def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_that_wait_for_a_load_are_bounded_too(seed):
-    """R211."""
 
     async def body(engine):
         asked = [engine.submit(replace(REQUEST, request_id=f"r{i}"), buffer=99) for i in range(9)]

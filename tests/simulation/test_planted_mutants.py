@@ -26,7 +26,6 @@ def check_in_order(run, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_planted_bug_is_found(mutant):
-    """R153."""
     check_in_order(mutant.run, mutant.seed)
     if shows(mutant, mutant.seed) is None:  # worlds are drawn differently now: look for another
         assert find(mutant) is not None, "no watcher finds the bug"

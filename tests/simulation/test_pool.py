@@ -38,7 +38,7 @@ def state(world, name="a"):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
-    """R102, R130: 2 loads and 4 GB, not 20 and 40."""
+    """2 loads and 4 GB, not 20 and 40."""
     world = World(Model("a", 2 * GB, replicas=2))
 
     async def body(world):
@@ -52,7 +52,7 @@ def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_three_clients_at_drawn_instants_load_two_replicas(seed):
-    """R105, R131: the third comes after the load has begun, and a fourth after it has ended."""
+    """The third comes after the load has begun, and a fourth after it has ended."""
     world = World(Model("a", 2 * GB, replicas=2, load_s=1.0))
 
     async def body(world):
@@ -87,7 +87,7 @@ def test_models_load_beside_each_other_unless_a_load_changes_the_process(capabil
 
 
 def test_waiters_wake_at_the_instant_of_ready():
-    """R107, R109, R132: nobody polls."""
+    """Nobody polls."""
     world = World(Model("a", load_s=1.5))
 
     async def body(world):
@@ -97,7 +97,6 @@ def test_waiters_wake_at_the_instant_of_ready():
 
 
 def test_memory_is_reserved_before_a_load_and_the_model_serves_only_after_it():
-    """R112, R118, R127."""
     world = World(Model("a", 2 * GB, prepare_s=1.0, load_s=1.0))
 
     async def body(world):
@@ -116,7 +115,6 @@ def test_memory_is_reserved_before_a_load_and_the_model_serves_only_after_it():
 
 
 def test_a_warm_model_is_leased_without_a_wait():
-    """R134."""
     world = World(Model("a"))
 
     async def body(world):
@@ -129,7 +127,6 @@ def test_a_warm_model_is_leased_without_a_wait():
 
 
 def test_models_load_in_parallel():
-    """R104."""
     world = World(Model("slow", load_s=20.0), Model("fast", load_s=1.0))
 
     async def body(world):
@@ -141,7 +138,7 @@ def test_models_load_in_parallel():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
-    """R84, R120: the limit holds five replicas; a request that comes too late is refused."""
+    """The limit holds five replicas; a request that comes too late is refused."""
     models = [Model(f"m{i}", GB, replicas=2) for i in range(5)]
     world = World(*models, limit=5 * GB)
 
@@ -156,7 +153,6 @@ def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
 
 
 def test_a_load_survives_its_requester():
-    """R115."""
     world = World(Model("a", load_s=10.0))
 
     async def body(world):
@@ -172,7 +168,7 @@ def test_a_load_survives_its_requester():
 
 
 def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
-    """R107, R108: 30 s for each request, from when its wait began."""
+    """30 s for each request, from when its wait began."""
     world = World(Model("a", load_s=100.0))
 
     async def body(world):
@@ -202,7 +198,7 @@ def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
     ids=repr,
 )
 def test_a_failed_load_raises_an_own_error_for_each_waiter_at_once(cause):
-    """R107, R110, R111, R122, R133, R140: after the second that the failure took, not after 30."""
+    """After the second that the failure took, not after 30."""
     world = World(Model("a", load_s=1.0, load_errors=[cause]))
 
     async def body(world):
@@ -264,7 +260,7 @@ def test_one_replica_of_two_that_fails_leaves_the_other():
 
 
 def test_after_a_failure_the_next_try_waits_longer_each_time_and_then_the_breaker_opens():
-    """R114, R142: 1, 2, 4, 8 s and then 60; a request in between loads nothing."""
+    """1, 2, 4, 8 s and then 60; a request in between loads nothing."""
     world = World(Model("a", load_s=0.5, load_errors=[RuntimeError("x")] * 6))
 
     async def body(world):
@@ -395,7 +391,7 @@ def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back():
 
 
 def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
-    """R126, R141: requests that come meanwhile wait; the worker comes back without one, too."""
+    """Requests that come meanwhile wait; the worker comes back without one, too."""
     world = World(Model("a"))
 
     async def body(world):
@@ -431,7 +427,6 @@ def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back():
 
 
 def test_a_replica_that_died_five_times_is_given_up_until_the_operator_acts():
-    """R68."""
     world = World(Model("a", load_s=0.0))
 
     async def body(world):
@@ -479,7 +474,6 @@ def test_unloading_a_model_that_waits_for_its_restart_ends_the_restart():
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
-    """R122."""
     world = World(Model("a", 3 * GB), Model("b", 2 * GB), limit=4 * GB)
 
     async def body(world):
@@ -547,7 +541,6 @@ def test_a_divided_model_gets_memory_of_every_device_or_of_none():
 
 
 def test_the_least_recently_used_idle_model_makes_room():
-    """R135."""
     world = World(*[Model(name) for name in "abcd"], limit=3 * GB)
 
     async def body(world):
@@ -563,7 +556,7 @@ def test_the_least_recently_used_idle_model_makes_room():
 
 
 def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
-    """R135: even while requests run on it, and none of them is cut."""
+    """Even while requests run on it, and none of them is cut."""
     world = World(Model("popular", replicas=4), Model("other"), limit=4 * GB)
     cuts = []
 
@@ -689,7 +682,6 @@ def test_loading_adds_replicas_up_to_the_requested_number():
 
 
 def test_unloading_lets_requests_finish_and_then_cuts_them():
-    """R49."""
     world = World(Model("a"))
 
     async def body(world):
@@ -758,7 +750,6 @@ def test_unloading_waits_for_a_load_under_way():
 
 
 def test_closing_while_a_load_is_under_way_ends_its_waiters():
-    """R129."""
     world = World(Model("a", load_s=10.0), Model("b"))
 
     async def body(world):
@@ -834,7 +825,6 @@ def test_a_model_that_waits_for_a_thread_is_not_loaded_after_the_end(end):
 
 
 def test_a_death_with_a_reason_is_one_log_line_and_a_bug_is_a_traceback(caplog):
-    """R63."""
     world = World(Model("lost"), Model("broken"))
 
     async def body(world):
@@ -875,7 +865,7 @@ def test_closing_waits_for_no_backoff():
 
 @pytest.mark.parametrize("capability", Capability, ids=lambda one: one.value)
 def test_the_pool_serves_all_capabilities_alike(capability):
-    """R124: the same code does cold start, failure and retry, eviction, and unloading."""
+    """The same code does cold start, failure and retry, eviction, and unloading."""
     other = next(one for one in Capability if not can(capability, one))
     world = World(
         Model("a", capability=capability, replicas=2, load_errors=[RuntimeError("x")] * 2),
@@ -941,7 +931,7 @@ def drawn_worlds(draw):
 @settings(max_examples=examples(300), deadline=None)
 @given(drawn_worlds())
 def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
-    """R103, R106, R113, R119: `World.run` and `World.check` do the checks."""
+    """`World.run` and `World.check` do the checks."""
     models, operations, limit, ttl, closes_at, seed = drawn
     world = World(*models, limit=limit, idle_ttl_s=ttl)
     ended = []

@@ -59,7 +59,6 @@ def served(routing, asks, *, gap_s, seed=0, **config):
 
 @pytest.mark.parametrize("routing", ["least-tokens", "round-robin", "prefix"])
 def test_equal_requests_are_spread_evenly(routing):
-    """R46."""
     asks = [request(own + 1, own) for own in range(30)]
     counts, _ = served(routing, asks, gap_s=0.01)
     assert sum(counts) == 30
@@ -67,7 +66,6 @@ def test_equal_requests_are_spread_evenly(routing):
 
 
 def test_a_replica_with_a_long_request_gets_fewer():
-    """R46."""
     asks = [request(900, 0, max_tokens=900), *[request(i + 1, i, max_tokens=5) for i in range(40)]]
     counts, _ = served("least-tokens", asks, gap_s=0.3)
     assert min(counts) == 1
@@ -76,7 +74,6 @@ def test_a_replica_with_a_long_request_gets_fewer():
 
 
 def test_requests_of_a_family_go_where_their_prefix_is_cached():
-    """R41."""
     asks = [request(1 + own % FAMILIES, own) for own in range(60)]
     by_routing = {
         routing: served(routing, asks, gap_s=1.0)
@@ -146,7 +143,6 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
 
 
 def test_a_replica_counts_what_it_served_what_failed_what_was_cancelled_and_its_time_in_steps():
-    """R50."""
     threads = VirtualThreads()
     faults = {SequenceId(2): (1, "decode")}  # the second request fails after a token
     script = FakeScript(step_s=STEP_S, row_faults=faults, sleep=threads.note_sleep)

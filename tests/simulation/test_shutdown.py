@@ -65,7 +65,7 @@ def run(body, seed, *, root=None, step_faults=None, **settings):
     ("timeout_s", "num_whole", "took"), [(100, 3, 8.5), (4.5, 1, 4.5), (0, 0, 0)]
 )
 def test_shutdown_with_work_pending(seed, timeout_s, num_whole, took):
-    """R12, R61, R67: what runs and what waits may finish until the timeout; the rest is cut."""
+    """What runs and what waits may finish until the timeout; the rest is cut."""
 
     async def body(engine):
         asked = [engine.submit(request(3), buffer=9) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_shutdown_with_work_pending(seed, timeout_s, num_whole, took):
 @seeds
 @pytest.mark.parametrize("how", ["cancel", "raise", "drain"])
 def test_the_step_in_flight_is_waited_for_and_no_other_begins(seed, how):
-    """R14, R44, R181: however the engine ends, and though two more requests wait."""
+    """However the engine ends, and though two more requests wait."""
 
     root = trio.CancelScope()
 
@@ -113,7 +113,7 @@ def test_the_step_in_flight_is_waited_for_and_no_other_begins(seed, how):
 
 @seeds
 def test_a_worker_that_is_to_drain_finishes_what_it_can_and_logs_how_much_it_did(seed, caplog):
-    """R49: the short request finishes, and the long one is cut."""
+    """The short request finishes, and the long one is cut."""
     caplog.set_level("INFO", logger="engine.pool.serving")
 
     async def body(engine):
@@ -135,7 +135,6 @@ def test_a_worker_that_is_to_drain_finishes_what_it_can_and_logs_how_much_it_did
 
 @seeds
 def test_ending_twice_or_with_a_dead_worker_is_no_error(seed):
-    """R62."""
 
     async def body(engine):
         lost = engine.submit(request(9), buffer=9)
@@ -152,7 +151,7 @@ def test_ending_twice_or_with_a_dead_worker_is_no_error(seed):
 @seeds
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(seed, is_busy, monkeypatch):
-    """R12, R48, R182: at once if it is idle, otherwise after the step in flight."""
+    """At once if it is idle, otherwise after the step in flight."""
     turns, turn = [], EngineLoop._turn
 
     async def counted(loop, began):

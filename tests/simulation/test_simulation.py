@@ -55,7 +55,6 @@ def check_world(seed):
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_drawn_worlds_keep_every_promise(chunk):
-    """R136, R155, R169, R195."""
     for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK):
         check_world(seed)
 

@@ -136,7 +136,7 @@ def asked(max_tokens=20, **fields):
 
 
 def test_a_stream_is_for_one_request_and_is_read_inside_its_block():
-    """R146: it is single-use."""
+    """It is single-use."""
 
     async def body(engine):
         stream = engine.generate(asked(3))
@@ -155,7 +155,7 @@ def test_a_stream_is_for_one_request_and_is_read_inside_its_block():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tasks_that_share_a_stream_get_each_event_once_and_all_of_them_the_end(seed):
-    """R146: departure l lets a stream have several readers."""
+    """Departure l lets a stream have several readers."""
     ids, num_ended = [], 0
 
     async def body(engine):
@@ -187,7 +187,7 @@ class TaskSteps(trio.abc.Instrument):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_token_wakes_its_own_reader_alone(seed):
-    """R144: the other reader's request waits for the only seat."""
+    """The other reader's request waits for the only seat."""
     steps = TaskSteps()
 
     async def read(engine):
@@ -210,7 +210,7 @@ def test_a_token_wakes_its_own_reader_alone(seed):
 
 
 def test_what_is_ready_is_taken_without_waiting():
-    """R148: all events of a request that is over are taken at one instant."""
+    """All events of a request that is over are taken at one instant."""
 
     async def body(engine):
         stream = engine.submit(asked(20), buffer=99)
@@ -235,7 +235,6 @@ ENDS = {
 @pytest.mark.parametrize("later", ENDS)
 @pytest.mark.parametrize("first", ENDS)
 def test_the_first_reason_for_an_end_decides_its_error_and_its_count(first, later):
-    """R204."""
 
     async def body(engine):
         stream = engine.submit(asked(1000), buffer=2000)

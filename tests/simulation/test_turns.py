@@ -53,7 +53,7 @@ def inputs_and_plans(journal):
 def test_a_steps_result_comes_before_the_commands_that_came_during_it_and_these_in_order(
     seed, prepared_plans
 ):
-    """R176, R177, R178: here the next plan is made anew even if one was prepared (D9), because the
+    """Here the next plan is made anew even if one was prepared (D9), because the
     only row of the prepared one is gone."""
     journal = []
     threads = VirtualThreads()
@@ -88,7 +88,6 @@ def test_a_steps_result_comes_before_the_commands_that_came_during_it_and_these_
 
 
 def test_a_step_is_one_job_in_a_thread():
-    """R187."""
     threads = CountedThreads()
     runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
@@ -105,7 +104,7 @@ def test_a_step_is_one_job_in_a_thread():
 
 
 def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
-    """R183: for as long as it is paused, though a request is in the middle of its tokens."""
+    """For as long as it is paused, though a request is in the middle of its tokens."""
     turns, turn = [], EngineLoop._turn
 
     async def counted(loop, began):
@@ -140,7 +139,7 @@ TOOK_S = {"commands": 0.001, "plan": 0.002, "prepare": 0.004, "deliver": 0.008, 
 
 @pytest.mark.parametrize("num_requests", [1, EVENTS_TO_SEND_FIRST + 1])
 def test_each_phase_of_a_turn_is_timed(monkeypatch, num_requests):
-    """R34, R172: here the clock advances in each phase by an amount of its own."""
+    """Here the clock advances in each phase by an amount of its own."""
     num_times = Counter()
     threads = VirtualThreads()
     runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))

@@ -215,7 +215,7 @@ async def ended(eng, **counts):
 
 
 async def park(eng):
-    """Return a full stream that nobody reads. Its buffer bounds the events anywhere (R8)."""
+    """Return a full stream that nobody reads. Its buffer bounds the events anywhere."""
     stream = eng.generate(request())
     await until(lambda: one_is_parked(eng))
     feed = stream._feed

@@ -320,7 +320,6 @@ def test_descriptors_keep_package_and_file_name(file):
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_rpcs(name):
-    """R205."""
     [service] = [
         file.DESCRIPTOR.services_by_name[name]
         for file in FILES

@@ -1,5 +1,4 @@
-"""When a failed load may be tried again, and when a replica that died comes back (R98, R114, R141,
-R142)."""
+"""When a failed load may be tried again, and when a replica that died comes back."""
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ def test_one_success_closes_a_breaker_that_was_not_open():
 
 
 def test_three_successes_close_an_open_breaker_and_a_failure_between_opens_it_again():
-    """R114."""
     breaker = failed(FAILURES_TO_OPEN)
     breaker.succeeded()
     breaker.succeeded()

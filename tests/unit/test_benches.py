@@ -241,7 +241,6 @@ def test_figures_of_a_dirty_tree_or_an_unknown_commit_are_old(tmp_path, reposito
     [(simulated.release, True), (simulated.compute_in_python, True), (simulated.hold, False)],
 )
 def test_a_simulated_step_does_with_the_gil_what_it_says(step, leaves_the_gil):
-    """R28, R143."""
     begun, ticks, is_over = threading.Event(), [], threading.Event()
 
     def tick():

@@ -118,7 +118,6 @@ def test_without_arguments_everything_is_the_configs_own_default():
 
 
 def test_a_streams_buffer_is_bounded_and_holds_at_least_one_message():
-    """R7, R198."""
     config = EngineConfig()
     assert (config.in_process_buffer, config.stream_buffer) == (4096, 256)
     for name in ("in_process_buffer", "stream_buffer"):
@@ -130,7 +129,7 @@ def test_a_streams_buffer_is_bounded_and_holds_at_least_one_message():
 
 
 def test_every_field_of_the_configs_has_a_flag():
-    """R142, R198: fields without a flag are set in another way, or cannot be set yet."""
+    """Fields without a flag are set in another way, or cannot be set yet."""
     without = {
         EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
         ServerConfig: set(),
@@ -225,7 +224,6 @@ def test_more_names_than_models_are_refused():
 
 
 def test_the_example_file_of_the_design(tmp_path):
-    """R91."""
     engine, server = from_file(
         tmp_path,
         """

@@ -325,7 +325,6 @@ def test_the_dashboard_shows_existing_metrics_in_panels_that_do_not_overlap():
 
 
 def test_each_alert_uses_existing_metrics_and_is_explained():
-    """R98."""
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
     for rule in rules:
         check(rule["expr"])

@@ -328,7 +328,6 @@ def test_other_refusals():
 
 
 def test_a_result_for_another_plan_or_row_is_a_bug():
-    """R150."""
     driver = EncodeDriver()
     driver.submit("a", [1])
     plan = driver.begin_step()
@@ -399,7 +398,7 @@ def test_an_encode_request_says_what_it_waits_for():
 
 
 def test_the_peak_of_the_queue_counts_inputs_and_stays():
-    """R69: also of a request that comes back from a failed step, or from its reader."""
+    """Also of a request that comes back from a failed step, or from its reader."""
     driver = EncodeDriver(max_num_seqs=4)
     driver.submit("a", [5, 2, 3])
     driver.submit("b", [3, 1])

@@ -168,7 +168,6 @@ def lose_a_free_block(driver):
 
 @pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
 def test_damage_is_noticed(driver, harm):
-    """R86."""
     harm(driver)
     with pytest.raises(AssertionError):
         driver.scheduler.check()

@@ -120,7 +120,6 @@ def _folder(room: Room) -> str:
 
 @pytest.mark.parametrize("module", product_modules())
 def test_imports_only_what_its_layer_may(module):
-    """R90, R173, R189."""
     assert offences(module, modules()[module].read_text()) == []
 
 
@@ -274,7 +273,6 @@ def _enters_a_thread(found: Names) -> bool:
 
 
 def test_only_threads_enters_a_thread():
-    """R138."""
     assert {m for m in product_modules() if _enters_a_thread(names_in(m))} == THREAD_ENTRIES.keys()
 
 
@@ -297,9 +295,8 @@ def test_only_these_make_threads_beside_those_of_trio():
     assert {m for m in product_modules() if _makes_a_thread(names_in(m))} == OWN_THREADS.keys()
 
 
-# What hands a request to a worker or loads a model, and who may: R4, R101, R174, R175. A name with
-# a dot stands for an attribute of anything of that name, another name for that attribute of
-# anything.
+# What hands a request to a worker or loads a model, and who may. A name with a dot stands for an
+# attribute of anything of that name, another name for that attribute of anything.
 ONE_WAY_IN = {
     "_begin_load": {"engine.pool.loads"},  # for `ensure`, or for a replica it loaded that died
     "load_replicas": {"engine.pool.loads"},
@@ -314,7 +311,7 @@ ONE_WAY_IN = {
 
 
 def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
-    """R4, R37, R101, R105, R174, R175: handles and services submit to the supervisor, and a
+    """Handles and services submit to the supervisor, and a
     stream to the loop; the pool alone loads."""
     assert {
         name: {module for module in product_modules() if name in names_in(module).attributes}
@@ -423,7 +420,7 @@ SYNCHRONISERS = {"threading.Lock", "threading.RLock", "threading.Event"}
 
 
 def test_each_file_in_which_threads_meet_says_which_may_touch_what():
-    """R163: its docstring has the rule."""
+    """Its docstring has the rule."""
     shared = [
         (module, found)
         for module in product_modules()

@@ -1,4 +1,4 @@
-"""The memory that the process may use, its ledger, and how many replicas fit (R116, R117, R119)."""
+"""The memory that the process may use, its ledger, and how many replicas fit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from tests.support.control_groups import GIB, TREES, write_tree
     ],
 )
 def test_how_many_of_two_replicas_fit(reserved, each, limit, granted):
-    """R117: two if they fit, else one, else none; the limit itself fits."""
+    """Two if they fit, else one, else none; the limit itself fits."""
     assert plan_workers(reserved, each, limit, wanted=2) == granted
 
 
 def test_each_device_has_its_own_limit():
-    """R87."""
     ledger = MemoryLedger(10)
     ledger.add_device("cuda:0", 5)
     ledger.add_device("cuda:0", 99)  # has a limit already
@@ -52,7 +51,6 @@ def test_a_device_without_a_limit_of_its_own_has_the_cpus():
 
 
 def test_never_is_more_reserved_than_the_limit():
-    """R81."""
     ledger = MemoryLedger(10)
     ledger.reserve("a", {"cpu": 8})
     with pytest.raises(EngineBug):
@@ -83,7 +81,6 @@ def test_measured_memory_may_exceed_the_limit_and_nothing_is_free_then():
 
 
 def test_a_reservation_is_released_once():
-    """R119."""
     reservation = MemoryLedger(10).reserve("a", {"cpu": 8})
     reservation.release()
     for job in (reservation.release, lambda: reservation.measured(1)):
@@ -97,7 +94,7 @@ def test_a_reservation_is_released_once():
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_the_smallest_limit_of_the_process_and_of_those_above_it_counts(tmp_path, tree):
-    """R116: the default is 0.80 of that."""
+    """The default is 0.80 of that."""
     root = write_tree(tmp_path, tree, "memory")
     assert usable_bytes(root) == tree.smallest * GIB
     assert default_limit(root) == int(0.8 * tree.smallest * GIB)

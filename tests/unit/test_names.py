@@ -42,7 +42,7 @@ DEPLOYMENT = sorted((ROOT / "deploy").iterdir())
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"``([^`\n]+)``|`([^`\n]+)`")
 WORD = re.compile(r"[A-Za-z_]\w*")
-NUMBER = re.compile(r"[RDEI]\d+")  # of a requirement or decision; test_docs.py checks it
+NUMBER = re.compile(r"[RDEI]\d+")  # of a requirement, decision or invariant
 COMMENT = re.compile(r"(?:^|\s)# .*")
 NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?")
 FILE = re.compile(r"[\w-]+\.(?:py|pyi|md|sh|toml|txt|proto|json|cpp|h|png|yaml|grammar)")
@@ -273,7 +273,6 @@ WRITTEN = [
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_name_exists(path):
-    """R99."""
     assert [name for text in texts(path) for name in unknown(text)] == []
 
 

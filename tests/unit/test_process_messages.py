@@ -237,7 +237,6 @@ def own_errors():
 
 @pytest.mark.parametrize("cls", own_errors(), ids=lambda cls: cls.__name__)
 def test_an_error_of_ours_travels_as_itself(cls):
-    """R43."""
     if issubclass(cls, errors.InvalidRequest):
         error = cls.of("sampling.top_p", "is 2")
     else:

@@ -17,12 +17,10 @@ from engine.replica.replica import Work
     ],
 )
 def test_the_least_busy_has_the_fewest_tokens_then_the_fewest_requests(loads, place):
-    """R46."""
     assert {least_busy(loads, turn) for turn in range(5)} == {place}
 
 
 def test_equally_busy_replicas_take_turns():
-    """R46."""
     loads = [Work(3, 1)] * 3
     assert [least_busy(loads, turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [by_prefix(loads, [7, 7, 7], turn) for turn in range(3)] == [0, 1, 2]

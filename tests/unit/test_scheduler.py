@@ -60,7 +60,6 @@ def test_a_result_belongs_to_the_plan_in_flight(driver):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_rows_result_names_its_sequence(driver, steps):
-    """R150."""
     plan = begun(driver)
     for _ in range(steps):  # the first step gives a prompt's token, the second a decode's
         driver.end_step()
@@ -188,7 +187,6 @@ def test_a_scored_prompt_is_infeasible_even_if_all_of_it_is_cached():
 
 
 def test_statistics_count_what_happened(driver):
-    """R83, R156."""
     begun(driver, 3)
     stats = driver.scheduler.statistics()
     assert (stats.running, stats.waiting, stats.parked, stats.ending) == (3, 0, 0, 0)
@@ -213,7 +211,6 @@ def test_statistics_count_what_happened(driver):
 
 
 def test_the_peak_of_the_queue_stays_when_the_queue_is_empty_again(driver):
-    """R69."""
     assert driver.scheduler.statistics().peak_waiting == 0
     for index in range(7):
         driver.submit(make_request(f"r{index}", [index + 1], max_tokens=2))

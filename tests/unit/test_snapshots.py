@@ -31,7 +31,6 @@ def test_every_enum_value_of_the_engine_is_in_the_proto():
 
 
 def test_a_model_is_encoded_completely():
-    """R128."""
     replica = ReplicaStatus(1, ModelState.DRAINING, "cpu", 2, 3, 4, 5, 6, 7.5, 2)
     status = ModelStatus(
         name="m",
@@ -90,7 +89,7 @@ def test_a_model_is_encoded_completely():
 
 
 def test_every_counter_is_encoded():
-    """R186: each counter gets a number of its own; the proto has the same names and no others."""
+    """Each counter gets a number of its own; the proto has the same names and no others."""
     numbers = {f.name: i + 1 for i, f in enumerate(dataclasses.fields(Counts))}
     ends = {f.name: i + 100 for i, f in enumerate(dataclasses.fields(RequestsTotal))}
     counts = Counts(**numbers | {"requests_total": RequestsTotal(**ends)})

@@ -80,7 +80,6 @@ def details(ending):
 
 @pytest.mark.parametrize(("name", "code", "reason", "extra"), DESIGN, ids=[r[0] for r in DESIGN])
 def test_every_row_of_the_design(name, code, reason, extra):
-    """R22, R121, R185."""
     error = make(name)
     ending = status_of(error)
     found = details(ending)
@@ -121,7 +120,6 @@ def test_any_other_error_of_the_library_has_its_own_status(caplog):
 
 
 def test_every_class_has_a_row_here_and_in_the_table():
-    """R43."""
     classes = {
         name
         for name, value in vars(errors).items()
@@ -133,7 +131,6 @@ def test_every_class_has_a_row_here_and_in_the_table():
 
 
 def test_the_sources_prefixes_stand_on_the_classes_that_carry_its_names():
-    """R121."""
     found = {cls.__name__: cls.prefix for cls in TABLE if cls.prefix}
     assert found == {
         "NoWorkers": "No workers available: ",

@@ -177,7 +177,6 @@ async def test_each_of_several_jobs_at_once_reports_its_own_end(threads):
 
 @pytest.mark.parametrize("reports_begin", [False, True])
 async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(threads, reports_begin):
-    """R11, R174, R202."""
     held, results = Held(3), []
 
     async def call():
@@ -349,7 +348,7 @@ async def test_a_reused_descriptor_wakes_as_often_even_if_its_last_thread_is_lat
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
 def test_a_job_that_outlives_trio_writes_to_nobody_elses_file():
-    """R161: this happens when Trio crashes: the waiting task is never resumed."""
+    """This happens when Trio crashes: the waiting task is never resumed."""
     held, before = Held(), open_files()
 
     async def main():

@@ -77,7 +77,6 @@ def test_a_value_comes_back_equal_from_a_pickle(value):
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_cannot_be_changed(value):
-    """R42."""
     name = value._fields[0] if isinstance(value, tuple) else dataclasses.fields(value)[0].name
     with pytest.raises(AttributeError):
         setattr(value, name, None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RowFailure:
     """The failure of a single row: its sequence got nothing from the step.
 
-    ``phase`` is prefill, decode, sample or text (R52). ``detail`` is for the log only.
+    ``phase`` is prefill, decode, sample or text. ``detail`` is for the log only.
     ``violation`` names the field of the request that is the cause, if one is.
     """
 

@@ -4,7 +4,7 @@ Rule 1: requests go on in the queue's order (`engine.core.encode.batch`); a requ
 message slots is parked, and no other request waits for it. Rule 2: each accepted request emits at
 most one `Encoded` for each input, and exactly one `Finished`.
 
-Source: design D14, D17, D18, D19; R199.
+Source: design D14, D17, D18, D19.
 """
 
 from __future__ import annotations

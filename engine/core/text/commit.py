@@ -119,7 +119,7 @@ class Committer:
         if has_slot:
             seq.num_pending -= 1
             seq.num_tokens -= 1
-        if seq.state is not State.RUNNING:  # it ended while the step ran (R156)
+        if seq.state is not State.RUNNING:  # it ended while the step ran
             if has_slot:
                 seq.credit.cancel()
             self._counters.late_results += 1

@@ -1,7 +1,7 @@
 """Determines a model's capability from the files of its directory.
 
 Rule: this file imports neither torch nor transformers and does not use the network, because the
-pool needs the answer before it loads anything (R124).
+pool needs the answer before it loads anything.
 """
 
 from __future__ import annotations

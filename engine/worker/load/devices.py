@@ -46,7 +46,7 @@ def _unavailable(name: str, why: str) -> Refusal:
 
 def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:
     """Return an estimate of ``num_bytes`` on a device. On CUDA, its limit is `LIMIT_FRACTION` of
-    the device's memory (R116); elsewhere it has none."""
+    the device's memory; elsewhere it has none."""
     limit = None
     if device.type == "cuda":
         limit = int(torch.cuda.mem_get_info(device)[1] * LIMIT_FRACTION)

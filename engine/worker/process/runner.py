@@ -6,7 +6,7 @@ do not share the GIL.
 
 Rule 1: imports no torch; the process makes its own runner from a reference (`messages.Setup`).
 Rule 2: a step takes no lock of ours and starts no thread: the caller's thread writes the plan and
-waits for the answer, with the GIL released (R35, R66). Rule 3: a worker is lost once: the
+waits for the answer, with the GIL released. Rule 3: a worker is lost once: the
 first call that finds out ends and reaps the process, and every other call raises the same error.
 
 `estimate`, `load` and `execute` use the main channel, one thread at a time. Each `compile` uses a
@@ -21,7 +21,7 @@ all an encoder's, which sentence-transformers makes. A tokenizer of 128,000 toke
 0.1 s to write and 0.4 s to read, as long as from its file (0.5 s). None of it imports torch or
 transformers.
 
-Source: D3, D8, D13, D17, R37, R63, R141.
+Source: D3, D8, D13, D17.
 """
 
 from __future__ import annotations

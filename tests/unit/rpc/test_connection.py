@@ -45,7 +45,6 @@ def test_output_that_was_held_is_flushed_once_for_each_connection():
 
 
 async def test_tokens_of_a_step_go_out_in_one_write(autojump_clock):
-    """R39."""
     async with serving(wait) as running:
         client = await running.connect()
         calls = [client.call(b"") for _ in range(20)]

@@ -42,7 +42,6 @@ def shaking_hands(said=b""):
 
 
 async def test_a_socket_is_closed_when_its_handshake_is_cut(autojump_clock):
-    """R160."""
     with shaking_hands() as serve:
         with trio.move_on_after(1):
             await serve()

@@ -9,7 +9,7 @@ of its window.
 
 Blocks are measured for a cancel by the client: the steps that began after the cancel was sent and
 still had a row of the request (the step in flight at that time is not counted), and the time until
-`GetStats` shows that every block is free (R179). A queued request holds no blocks; its time is that
+`GetStats` shows that every block is free. A queued request holds no blocks; its time is that
 until it has left the queue.
 """
 

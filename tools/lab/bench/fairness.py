@@ -1,4 +1,4 @@
-"""Measures whether generating and embedding starve each other on one server (R199).
+"""Measures whether generating and embedding starve each other on one server.
 
 Clients that send their next request as soon as they have an answer saturate each of the two, first
 alone and then together. The text model is the shipped story model; the encoder has MiniLM-L6's

@@ -2,8 +2,8 @@
 on the worker's clock.
 
 128 readers take every token, in the engine's process or over gRPC from a process of their own. The
-gap is the time of two hops, the commit, the commands and the plan together (R172), with plans that
-were prepared during the step and without (R193).
+gap is the time of two hops, the commit, the commands and the plan together, with plans that
+were prepared during the step and without.
 
 What a prepared plan saves is the plan's time, whatever the step's. So its gain is measured where it
 is largest: on a fake device whose steps are just long enough for the loop to plan and to deliver

@@ -1,5 +1,5 @@
 """Measures a server under many clients for a minute: its throughput, and percentiles of first
-tokens and of whole requests (R30, R73).
+tokens and of whole requests.
 
 Each of `CLIENTS` clients has a connection of its own, and sends the next request as soon as the
 last is answered. The clients are one process on the server's cores. The server's runner computes

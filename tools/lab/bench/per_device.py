@@ -1,5 +1,5 @@
 """Measures a request alone and eight at once on each device that this machine has: the benches
-`single_request` and `concurrent_8x` of the source, by its own names (R77).
+`single_request` and `concurrent_8x` of the source, by its own names.
 
 The model is s135 in bfloat16, in the bench's own process. A request has a prompt of `PROMPT` ids
 that no cache has, and `OUTPUT` tokens. The time is that of all requests together, from the first

@@ -1,5 +1,5 @@
 """Measures what a step costs in the scheduler: the time of plan + commit for steadily decoding
-rows (R32).
+rows.
 
 The prefix cache and the cheap checks are on, and garbage is collected as in a server. The runner is
 left out: its results are made off the clock. Further rows are the floor (a bare loop that makes a

@@ -1,5 +1,5 @@
 """Measures a whole server under load, beside vLLM's gRPC server: requests/s, output tokens/s, the
-time to the first token, and the time between tokens (R77).
+time to the first token, and the time between tokens.
 
 The model is s135 in bfloat16, or in the dtype that the environment variable BENCH_DTYPE names: on a
 processor without bfloat16, vLLM takes seconds for a prompt in bfloat16. Prompts have 128 ids that

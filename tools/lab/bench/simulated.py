@@ -58,7 +58,7 @@ class Device(FakeRunner):
 
 
 class LockedDevice(Device):
-    """A device whose steps take a lock that all devices share (R76)."""
+    """A device whose steps take a lock that all devices share."""
 
     lock = threading.Lock()
 

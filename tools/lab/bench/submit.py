@@ -1,9 +1,9 @@
 """Measures how soon a request starts on an idle worker, and the time of whole requests.
 
-In process: from `Engine.submit` to `Runner.execute` (R26, R60). Over gRPC: from a client's call to
+In process: from `Engine.submit` to `Runner.execute`. Over gRPC: from a client's call to
 `Runner.execute` in the server's process, by the clock that both share. Whole requests: from the
 call to its last message, for a number of clients in a closed loop and 16 tokens per request from a
-runner that computes nothing (R167).
+runner that computes nothing.
 """
 
 from __future__ import annotations

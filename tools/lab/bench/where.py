@@ -1,4 +1,4 @@
-"""Profiles a decode: samples from outside which line the engine executes (R75).
+"""Profiles a decode: samples from outside which line the engine executes.
 
 py-spy (`triolet[measure]`) samples the engine's thread 200 times per second while s135 decodes 1, 8
 and 32 sequences from a context of 128, with the kernels and with the stock modules. An operation of

@@ -2,11 +2,11 @@
 
 Simulated: a device's step takes `STEP_S` with the GIL released, like an accelerator's. There is
 one client per device in a closed loop, and a request takes `STEPS` steps. The throughput of several
-devices is given against that of one (R24, R27, R28, R29). "Waiting" is the share of a request's
-time outside of steps, so that its rest is the time inside the model (R25, R31). Whole requests have
-percentiles, and their p99 is compared with the time that one takes alone (R30). The baseline is the
-same engine with a lock that every step takes (R76). Devices whose steps hold the GIL are the case
-in which threads gain nothing (R28).
+devices is given against that of one. "Waiting" is the share of a request's
+time outside of steps, so that its rest is the time inside the model. Whole requests have
+percentiles, and their p99 is compared with the time that one takes alone. The baseline is the
+same engine with a lock that every step takes. Devices whose steps hold the GIL are the case
+in which threads gain nothing.
 
 Real: replicas of s135 in bfloat16 with one thread each, and `REAL_CLIENTS` clients per replica in a
 closed loop, in tokens per second; as threads of one process, and as processes.

@@ -1,5 +1,5 @@
 """Measures the time between two steps of a real model, with prepared plans and without, and what
-they gain (R193)."""
+they gain."""
 
 from __future__ import annotations
 
