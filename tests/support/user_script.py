@@ -1,8 +1,8 @@
 """A program that uses the client and the engine, as its author would write it.
 
-`mypy --strict` checks it with the sources (`modules` in pyproject.toml). Each name has the type that
-`assert_type` gives. Each wrong argument is an error, since mypy reports an `ignore` without one.
-Nothing runs this file.
+`mypy --strict` checks it with the sources (`modules` in pyproject.toml). Each name has the type
+that `assert_type` gives. Each wrong argument is an error, since mypy reports an `ignore` without
+one. Nothing runs this file.
 """
 
 from __future__ import annotations
