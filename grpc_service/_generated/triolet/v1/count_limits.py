@@ -5,7 +5,7 @@ COUNT_LIMITS: dict[str, tuple[int, int | None]] = {
     "triolet.v1.AbortRequest.request_ids": (1024, None),
     "triolet.v1.AttachRequest.received": (16, None),
     "triolet.v1.Chat.messages": (10000, None),
-    "triolet.v1.Chat.template_args": (32768, 30),
+    "triolet.v1.Chat.template_args": (16384, 30),
     "triolet.v1.Chat.tools": (1024, None),
     "triolet.v1.Choice.choices": (32768, None),
     "triolet.v1.Continuation.choices": (16, None),
@@ -23,5 +23,5 @@ COUNT_LIMITS: dict[str, tuple[int, int | None]] = {
     "triolet.v1.SamplingParams.stop": (16, None),
     "triolet.v1.SamplingParams.stop_token_ids": (65536, None),
     "triolet.v1.TokenIds.ids": (262144, None),
-    "triolet.v1.Tool.parameters": (32768, 30),
+    "triolet.v1.Tool.parameters": (16384, 30),
 }
