@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common import credit, live_requests
+from engine.core.common import credit, live_requests, one_choice
 from engine.core.encode import batch, live_request, waiting_inputs
 from engine.core.encode import scheduler as encode_scheduler
 from engine.core.image import deadlines, least_times, live_drawing, seats
@@ -440,32 +440,32 @@ MUTANTS = (
     Mutant(
         "results go to the inputs in the order of their steps",
         encode_scheduler.EncodeScheduler,
-        "_commit",
-        "Encoded(live.request.request_id, index,",
-        "Encoded(live.request.request_id, live.num_done - 1,",
+        "_take_result",
+        "Encoded(name, part,",
+        "Encoded(name, live.num_done - 1,",
     ),
     Mutant(
         "a failed step of an encoder keeps its slots",
-        encode_scheduler.EncodeScheduler,
+        one_choice.OneChoiceCore,
         "_step_failed",
-        "live.credit.cancel()",
+        "self._give_up_slot(live, part)",
         "pass",
         seed=8,
     ),
     Mutant(
         "the row of a request that has ended takes those behind it along",
-        encode_scheduler.EncodeScheduler,
+        one_choice.OneChoiceCore,
         "_commit",
-        "            continue",
-        "            break",
+        "self._counters.late_results += 1",
+        "break",
         seed=36,
     ),
     Mutant(
         "the row of an encode request that has ended keeps its slot",
         encode_scheduler.EncodeScheduler,
-        "_commit",
-        "            live.credit.cancel()",
-        "            live.is_ended or live.credit.cancel()",
+        "_give_up_slot",
+        "live.credit.cancel()",
+        "live.is_ended or live.credit.cancel()",
         seed=36,
     ),
     Mutant(
@@ -516,7 +516,7 @@ MUTANTS = (
         "the rows of an encoder's failed step are not run alone",
         encode_scheduler.EncodeScheduler,
         "_step_failed",
-        "self._suspects.extend(live_rows)",
+        "self._suspects += [one for one in step.rows if not one[0].is_ended]",
         "pass",
         seed=8,
     ),
@@ -928,8 +928,8 @@ MUTANTS = (
         "a drawing that has not begun begins in a pause",
         image_scheduler.ImageScheduler,
         "_choose",
-        "if self._pause is not None:",
-        "if False:",
+        "is_paused = self._pause is not None",
+        "is_paused = False",
         seed=45,
     ),
     Mutant(
@@ -976,7 +976,7 @@ MUTANTS = (
         "a failed step of a drawing keeps its slot",
         image_scheduler.ImageScheduler,
         "_step_failed",
-        "self._give_up_slot(step)",
+        "self._give_up_slot(live, part)",
         "pass",
         seed=14,
     ),
@@ -984,7 +984,7 @@ MUTANTS = (
         "a failed step of a drawing runs again",
         image_scheduler.ImageScheduler,
         "_step_failed",
-        "if not step.live.is_ended:",
+        "if len(step.rows) == 1 and not first.is_ended:",
         "if False:",
         seed=1,
     ),
@@ -999,23 +999,23 @@ MUTANTS = (
     Mutant(
         "a drawing ends before its last tile",
         image_scheduler.ImageScheduler,
-        "_take_result",
+        "_commit",
         "live.num_done == live.num_parts",
         "live.num_done >= live.num_parts - 1",
         seed=1,
     ),
     Mutant(
         "a denoising step is left out",
-        live_drawing.LiveDrawing,
-        "step_done",
-        "self.num_done += 1",
-        "self.num_done += 1 + (self.num_done == 1)",
+        image_scheduler.ImageScheduler,
+        "_commit",
+        "live.num_done += 1",
+        "live.num_done += 1 + (live.num_done == 1)",
         seed=1,
     ),
     Mutant(
         "no preview is made",
         image_scheduler.ImageScheduler,
-        "_plan_step",
+        "_plan_of",
         "preview=live.wants_preview",
         "preview=False",
         seed=10,

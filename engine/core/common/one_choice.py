@@ -1,50 +1,72 @@
-"""What the kinds of work whose requests have one choice do alike: ends, readers, explanations."""
+"""What the kinds of work whose requests have one choice do alike: steps, ends, readers, explaining.
+
+A kind says which parts of which requests the next step computes, what the worker gets of them, and
+what a part's result is to its reader.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, TypeVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from engine.core.common.core import Core, PlanT, StepT
-from engine.core.common.events import Finished, RequestT, ResultT
+from engine.core.common.core import Core, PlanT
+from engine.core.common.events import Finished, PauseMode, RequestT, ResultT
 from engine.core.common.live_requests import (
     HELD_BY_NONE,
     HELD_WHILE_RUNNING,
     HELD_WHILE_WAITING,
     NOT_READ,
     Live,
+    Places,
 )
 from engine.core.common.phases import Phase
-from engine.core.common.types import Explanation, Usage
+from engine.core.common.rate import RecentRate
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import EndReason, Explanation, Timings, Usage
 from engine.core.common.waiting_queue import aged_priority
+from engine.errors import EngineBug
 
 if TYPE_CHECKING:
-    from collections.abc import Set
-    from typing import Any
+    from collections.abc import Sequence, Set
 
+    from engine.config import CoreLimits
     from engine.core.common.credit import Credit
-    from engine.core.common.events import PauseMode
-    from engine.core.common.types import EndReason, Timings
+    from engine.core.common.steps import StepFailure
+    from engine.core.common.types import PlanId
     from engine.core.common.waiting_queue import Key
     from engine.errors import FieldViolation
 
 
 class OneChoice(Live[RequestT]):
-    """A live request of one choice, which starts once, and ends as a whole.
+    """A live request of one choice, which starts once, has its parts computed, and ends as a whole.
 
-    ``rank`` is its priority, its arrival and its number. ``is_ended``: its `Finished` event was
-    emitted, and what a step still computes for it is dropped. Times are seconds of the engine's
-    clock.
+    ``rank`` is its priority, its arrival and its number. ``num_done`` of its parts are done, and
+    ``in_step`` of them are in flight. ``is_ended``: its `Finished` event was emitted, and what a
+    step still computes for it is dropped. ``prefilled_at`` is when what comes before its results
+    was done; None where nothing does. Times are seconds of the engine's clock.
     """
 
-    __slots__ = ("is_ended", "parked_s", "rank", "started_at", "submitted_at", "waiting_key")
+    __slots__ = (
+        "in_step",
+        "is_ended",
+        "num_done",
+        "parked_s",
+        "prefilled_at",
+        "rank",
+        "started_at",
+        "submitted_at",
+        "waiting_key",
+    )
 
     def __init__(self, request: RequestT, credit: Credit, now: float, number: int) -> None:
         super().__init__(request, credit)
         self.rank = (request.priority, request.arrival, number)
         self.submitted_at = now
         self.started_at: float | None = None
+        self.prefilled_at: float | None = None
         self.parked_s = 0.0
+        self.num_done = self.in_step = 0
         self.is_ended = False
         self.waiting_key: Key = ()
 
@@ -59,6 +81,20 @@ class OneChoice(Live[RequestT]):
     @abstractmethod
     def running_phase(self) -> Phase:
         """What the request does once it has started, unless it is parked."""
+
+    @property
+    @abstractmethod
+    def num_parts(self) -> int:
+        """How many parts the request has."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a row of it has been in a step."""
+        return self.started_at is not None
+
+    def needs_slot(self, part: Any) -> bool:
+        """Return whether a part gives the reader a message."""
+        return True
 
     @property
     def queued_tokens(self) -> int:
@@ -79,16 +115,57 @@ class OneChoice(Live[RequestT]):
         self.parked_s += now - self.parked_since
         self.parked_since = None
 
-    @abstractmethod
     def timings(self, now: float) -> Timings:
         """Return the seconds by phase of a request that ends now."""
+        started_at = now if self.started_at is None else self.started_at
+        queue_s, parked_s = started_at - self.submitted_at, self.parked_s
+        if self.prefilled_at is None:
+            computed_s = max(0.0, now - started_at - parked_s)
+            return Timings(queue_s=queue_s, prefill_s=computed_s, parked_s=parked_s)
+        return Timings(
+            queue_s=queue_s,
+            prefill_s=self.prefilled_at - started_at,
+            decode_s=max(0.0, now - self.prefilled_at - parked_s),
+            parked_s=parked_s,
+        )
 
 
 OneT = TypeVar("OneT", bound="OneChoice[Any]")
+Parts: TypeAlias = "Sequence[tuple[OneT, Any]]"  # requests, each with a part of its own
 
 
-class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, StepT]):
-    """A `Core` for requests of one choice."""
+class OneChoiceStep(NamedTuple):
+    """A step: ``rows`` are the `Parts`, in the plan's order."""
+
+    plan: Any
+    rows: Sequence[tuple[Any, Any]]
+    started_at: float
+
+
+class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
+    """A `Core` for requests of one choice. ``live_type`` makes the record of a request."""
+
+    live_type: type[OneT]
+
+    def __init__(self, config: CoreLimits) -> None:
+        super().__init__(config)
+        self._numbers = count()
+        self._rate = RecentRate()
+
+    # ---- requests
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._rate.tokens_per_s
+
+    def _admit(self, request: RequestT, credit: Credit, now: float) -> OneT:
+        live = self.live_type(request, credit, now, next(self._numbers))
+        self._enqueue(live, now)
+        return live
+
+    def _enqueue(self, live: OneT, now: float) -> None:
+        """Put a request into the queue."""
+        self._waiting.add(live, now)
 
     def _end(
         self,
@@ -114,6 +191,74 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, StepT]):
     @abstractmethod
     def _leave(self, live: OneT) -> None:
         """Take a request that ends out of its place, and give back what it holds."""
+
+    # ---- steps
+
+    def _next_step(self, plan_id: PlanId, now: float) -> OneChoiceStep | None:
+        rows = [] if self._pause is PauseMode.KEEP else self._choose(now)
+        if not rows:
+            return None
+        plan = self._plan_of(plan_id, rows)
+        for live, _ in rows:
+            live.in_step += 1
+            if live.started_at is None:
+                live.started_at = now
+        return OneChoiceStep(plan, rows, now)
+
+    @abstractmethod
+    def _choose(self, now: float) -> Parts[OneT]:
+        """Return the parts for a step, each with the message slot that it needs reserved."""
+
+    @abstractmethod
+    def _plan_of(self, plan_id: PlanId, rows: Parts[OneT]) -> PlanT:
+        """Return the plan of the chosen parts."""
+
+    def _commit(self, step: OneChoiceStep, result: Any, now: float) -> None:
+        if now > step.started_at:
+            self._note_step(step, result, now - step.started_at)
+        for row, (live, part), got in zip(step.plan.rows, step.rows, result.rows, strict=True):
+            if got.sequence != row.sequence:
+                raise EngineBug(f"a result for {got.sequence} came in the row of {row.sequence}")
+            live.in_step -= 1
+            if live.is_ended:
+                self._counters.late_results += 1
+                self._give_up_slot(live, part)
+            elif isinstance(got, RowFailure):
+                self._give_up_slot(live, part)
+                self._end(live, EndReason.FAILED, now, got.cause, got.violation)
+            else:
+                live.num_done += 1
+                if live.needs_slot(part):
+                    live.credit.fill()
+                self._take_result(live, part, got, now)
+                if live.num_done == live.num_parts:
+                    self._end(live, EndReason.STOP, now)
+
+    def _note_step(self, step: OneChoiceStep, result: ResultT, seconds: float) -> None:
+        """Learn from how long a step took."""
+        self._rate.note(step.plan.num_tokens, seconds)
+
+    @abstractmethod
+    def _take_result(self, live: OneT, part: Any, got: Any, now: float) -> None:
+        """Emit the event of a part's result, if the reader is to have one."""
+
+    def _give_up_slot(self, live: OneT, part: Any) -> None:
+        if live.needs_slot(part):
+            live.credit.cancel()
+
+    def _step_failed(self, step: OneChoiceStep, failure: StepFailure, now: float) -> None:
+        """End the request of a row that was alone: it would fail again."""
+        for live, part in step.rows:
+            live.in_step -= 1
+            self._give_up_slot(live, part)
+            if not live.is_ended:
+                self._put_back(live, part, now)
+        first, _ = step.rows[0]
+        if len(step.rows) == 1 and not first.is_ended:
+            self._end(first, EndReason.FAILED, now, failure.cause)
+
+    def _put_back(self, live: OneT, part: Any, now: float) -> None:
+        """Let a part of a failed step wait again."""
 
     # ---- readers
 
@@ -149,14 +294,44 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, StepT]):
         estimate_s = ahead / rate if rate > 0 else None
         return Explanation("WAITING", self._why_waiting(ahead), position, estimate_s), held_by
 
-    @abstractmethod
     def _tokens_begun(self) -> int:
         """Return how many tokens are left of requests that have begun and left the queue."""
+        return 0
 
-    @abstractmethod
     def _why_left_out(self, live: OneT) -> str:
         """Return what a request that has started waits for; empty if it waits for nothing."""
+        return ""
 
-    @abstractmethod
     def _why_waiting(self, ahead: int) -> str:
         """Return what a request waits for that has ``ahead`` tokens before it."""
+        return "a step"
+
+    # ---- views
+
+    def _places(self) -> Places:
+        """Count requests: those that have started, those that have not, those that are parked, and
+        those in the step that have ended."""
+        parked = len(self._parked)
+        waiting = sum(live.started_at is None for live in self._requests.values())
+        rows = () if self._step is None else self._step.rows
+        ending = len({live for live, _ in rows if live.is_ended})
+        return Places(len(self._requests) - parked - waiting, waiting, parked, ending)
+
+    def check(self) -> None:
+        """Check that each request is live once, and that its slots agree with its rows in the step.
+
+        Raises:
+            AssertionError: It names the first request for which this does not hold.
+        """
+        super().check()
+        rows = () if self._step is None else self._step.rows
+        for name, live in self._requests.items():
+            assert not live.is_ended, f"{live} has ended"
+            assert live.num_done < live.num_parts, f"{live} is done and has not ended"
+            is_parked = name in self._parked
+            assert is_parked == (live.parked_since is not None), f"{live}: parked or not?"
+        for live in {*self._requests.values(), *(live for live, _ in rows)}:
+            own = [part for one, part in rows if one is live]
+            assert live.in_step == len(own), f"{live} has {len(own)} rows in the step"
+            promised = sum(map(live.needs_slot, own))
+            assert live.credit.reserved == promised, f"{live}: slots leaked"

@@ -27,6 +27,11 @@ class RowFailure:
     detail: str
     violation: FieldViolation | None = None
 
+    @property
+    def cause(self) -> str:
+        """Why the sequence failed, for the log."""
+        return f"{self.phase}: {self.detail}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
@@ -55,3 +60,9 @@ class StepFailure:
     plan_id: PlanId
     kind: FailureKind
     detail: str
+
+    @property
+    def cause(self) -> str:
+        """Why the step failed, for the log."""
+        what = "memory: " if self.kind is FailureKind.OUT_OF_MEMORY else ""
+        return f"{what}{self.detail}"

@@ -82,7 +82,7 @@ class BatchBuilder:
                     self.starved.append(live)
                 return True
             self._longest = max(self._longest, live.length(index))
-            self._waiting.take(live, index, self._now)
+            self._waiting.take(live, index)
             self.chosen.append((live, index))
         return True
 

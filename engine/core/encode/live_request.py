@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.one_choice import OneChoice
 from engine.core.common.phases import Phase
-from engine.core.common.types import Timings
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
@@ -23,14 +22,12 @@ class LiveEncode(OneChoice["EncodeRequest"]):
     when its first row was planned.
     """
 
-    __slots__ = ("in_step", "left", "num_done", "tokens_left")
+    __slots__ = ("left", "tokens_left")
 
     running_phase = Phase.ENCODE
 
     def __init__(self, request: EncodeRequest, credit: Credit, now: float, number: int) -> None:
         super().__init__(request, credit, now, number)
-        self.in_step = 0
-        self.num_done = 0
         # Longest first: neighbours in a batch are then of similar length, and a step that will run
         # out of memory does so early.
         lengths = [one.num_tokens for one in request.inputs]
@@ -46,9 +43,9 @@ class LiveEncode(OneChoice["EncodeRequest"]):
         )
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a row of it has been in a step."""
-        return self.started_at is not None
+    def num_parts(self) -> int:
+        """How many inputs it has."""
+        return len(self.request.inputs)
 
     @property
     def queued_tokens(self) -> int:
@@ -73,7 +70,7 @@ class LiveEncode(OneChoice["EncodeRequest"]):
         """Return whether an input is neither in the step nor done."""
         return index in self.left.get(self.request.inputs[index].kind, ())
 
-    def take(self, index: int, now: float) -> None:
+    def take(self, index: int) -> None:
         """Move an input that was left into a step."""
         kind = self.request.inputs[index].kind
         same = self.left[kind]
@@ -84,22 +81,9 @@ class LiveEncode(OneChoice["EncodeRequest"]):
         if not same:
             del self.left[kind]
         self.tokens_left -= self.length(index)
-        self.in_step += 1
-        if self.started_at is None:
-            self.started_at = now
 
     def put_back(self, index: int) -> None:
         """Move an input out of a step that failed. ``left`` stays sorted if the inputs of a step
         are put back in the plan's order, the shortest first."""
-        self.in_step -= 1
         self.left.setdefault(self.request.inputs[index].kind, deque()).appendleft(index)
         self.tokens_left += self.length(index)
-
-    def timings(self, now: float) -> Timings:
-        """Return the seconds that it waited, was encoded and was parked."""
-        started_at = now if self.started_at is None else self.started_at
-        return Timings(
-            queue_s=started_at - self.submitted_at,
-            prefill_s=max(0.0, now - started_at - self.parked_s),
-            parked_s=self.parked_s,
-        )

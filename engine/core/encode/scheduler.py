@@ -10,17 +10,15 @@ Source: design D14, D17, D18, D19.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from engine.core.common.events import PauseMode
 from engine.core.common.live_requests import Places
 from engine.core.common.one_choice import OneChoiceCore
-from engine.core.common.rate import RecentRate
 from engine.core.common.step_budget import StepBudget
-from engine.core.common.steps import FailureKind, RowFailure
-from engine.core.common.types import EndReason, SequenceId
+from engine.core.common.steps import FailureKind
+from engine.core.common.types import SequenceId
 from engine.core.encode.batch import BatchBuilder
 from engine.core.encode.live_request import LiveEncode
 from engine.core.encode.types import (
@@ -32,39 +30,31 @@ from engine.core.encode.types import (
     EncodeRow,
 )
 from engine.core.encode.waiting_inputs import WaitingInputs
-from engine.errors import EngineBug, RequestTooLarge
+from engine.errors import RequestTooLarge
 
 if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.common.credit import Credit
+    from engine.core.common.one_choice import OneChoiceStep, Parts
     from engine.core.common.steps import StepFailure
     from engine.core.common.types import CoreStatistics, PlanId
-    from engine.core.encode.types import InputKind
+    from engine.core.encode.types import EncodeRowResult, InputKind
     from engine.errors import TrioletError
 
 
-@dataclass(slots=True)
-class _Step:
-    """A step: each row's request and the index of its input, the shortest input first."""
-
-    plan: EncodePlan
-    rows: list[tuple[LiveEncode, int]]
-    started_at: float
-
-
-class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, LiveEncode, _Step]):
-    """One encoder's scheduler."""
+class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, LiveEncode]):
+    """One encoder's scheduler. A part is an input, by its index."""
 
     config: EncoderConfig
+    live_type = LiveEncode
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
         self._inputs = WaitingInputs(self._waiting)
         self._last_kind: InputKind | None = None  # of the inputs of the last step
         self._suspects: deque[tuple[LiveEncode, int]] = deque()  # rows of a failed step, run alone
-        self._numbers, self._sequence_ids = count(), count(1)
+        self._sequence_ids = count(1)
         self._budget = StepBudget(config.max_num_batched_tokens)
-        self._rate = RecentRate()
 
     def __repr__(self) -> str:
         in_step = 0 if self._step is None else len(self._step.rows)
@@ -75,27 +65,23 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     # ---- choosing
 
-    def _next_step(self, plan_id: PlanId, now: float) -> _Step | None:
-        chosen = [] if self._pause is PauseMode.KEEP else self._choose(now)
-        if not chosen:
-            return None
-        chosen.sort(key=lambda one: one[0].length(one[1]))
-        rows = tuple(
+    def _plan_of(self, plan_id: PlanId, rows: Parts[LiveEncode]) -> EncodePlan:
+        made = tuple(
             EncodeRow(
                 SequenceId(next(self._sequence_ids)),
                 live.request.inputs[index],
                 live.request.options,
             )
-            for live, index in chosen
+            for live, index in rows
         )
-        plan = EncodePlan(plan_id, rows)
+        plan = EncodePlan(plan_id, made)
         self._last_kind = plan.kind
-        return _Step(plan, chosen, now)
+        return plan
 
     def _choose(self, now: float) -> list[tuple[LiveEncode, int]]:
         """Return inputs for a step, each with its message slot reserved: one row of a failed step
-        alone, or else inputs of the first requests in the queue, within the budget. Park requests
-        whose readers have no room."""
+        alone, or else inputs of the first requests in the queue, within the budget, the shortest
+        first. Park requests whose readers have no room."""
         if (suspect := self._next_suspect(now)) is not None:
             return [suspect]
         only_begun = self._pause is not None
@@ -110,7 +96,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         batch.build()
         for live in batch.starved:
             self._park(live, now)
-        return batch.chosen
+        return sorted(batch.chosen, key=lambda one: one[0].length(one[1]))
 
     def _next_suspect(self, now: float) -> tuple[LiveEncode, int] | None:
         """Return the next row of a failed step that can run alone, with its message slot reserved.
@@ -121,17 +107,13 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
                 continue
             if not live.credit.try_reserve():
                 continue
-            self._inputs.take(live, index, now)
+            self._inputs.take(live, index)
             if not live.left and live.parked_since is None:
                 self._inputs.remove(live)
             return live, index
         return None
 
     # ---- requests
-
-    @property
-    def _tokens_per_s(self) -> float:
-        return self._rate.tokens_per_s
 
     def _misfit(self, request: EncodeRequest, credit: Credit) -> TrioletError | None:
         most = self.config.max_model_len
@@ -141,10 +123,8 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
                 return RequestTooLarge.of(f"inputs[{index}]", what)
         return None
 
-    def _admit(self, request: EncodeRequest, credit: Credit, now: float) -> LiveEncode:
-        live = LiveEncode(request, credit, now, next(self._numbers))
+    def _enqueue(self, live: LiveEncode, now: float) -> None:
         self._inputs.add(live, now)
-        return live
 
     def _leave(self, live: LiveEncode) -> None:
         if live.is_queued:
@@ -174,53 +154,28 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     # ---- steps
 
-    def _commit(self, step: _Step, result: EncodeResult, now: float) -> None:
+    def _commit(self, step: OneChoiceStep, result: EncodeResult, now: float) -> None:
         self._budget.note_success()
-        for row, (live, index), got in zip(step.plan.rows, step.rows, result.rows, strict=True):
-            if got.sequence != row.sequence:
-                raise EngineBug(f"a result for {got.sequence} came in the row of {row.sequence}")
-            live.in_step -= 1
-            if live.is_ended or isinstance(got, RowFailure):
-                live.credit.cancel()
-                if live.is_ended:
-                    self._counters.late_results += 1
-                elif isinstance(got, RowFailure):
-                    self._end(live, EndReason.FAILED, now, f"{got.phase}: {got.detail}")
-                continue
-            live.credit.fill()
-            live.num_done += 1
-            tokens = row.input.num_tokens
-            self._events.append(Encoded(live.request.request_id, index, got.values, tokens))
-            if live.num_done == len(live.request.inputs):
-                self._end(live, EndReason.STOP, now)
-        if now > step.started_at:
-            self._rate.note(step.plan.num_tokens, now - step.started_at)
+        super()._commit(step, result, now)
 
-    def _step_failed(self, step: _Step, failure: StepFailure, now: float) -> None:
+    def _take_result(self, live: LiveEncode, part: int, got: EncodeRowResult, now: float) -> None:
+        name, num_tokens = live.request.request_id, live.length(part)
+        self._events.append(Encoded(name, part, got.values, num_tokens))
+
+    def _step_failed(self, step: OneChoiceStep, failure: StepFailure, now: float) -> None:
         """Put the inputs of a failed step back. They run again: after running out of memory in
         batches of half the size, otherwise each alone. A row that was alone fails, and its request
         with it."""
-        live_rows = [(live, index) for live, index in step.rows if not live.is_ended]
-        for live, index in step.rows:
-            live.credit.cancel()
-            if live.is_ended:
-                live.in_step -= 1
-            else:
-                self._inputs.put_back(live, index, now)
-        is_memory = failure.kind is FailureKind.OUT_OF_MEMORY
-        if is_memory:
+        super()._step_failed(step, failure, now)
+        if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._budget.halve(step.plan.num_tokens)
-        if len(step.rows) == 1:
-            for live, _ in live_rows:
-                what = "memory: " if is_memory else ""
-                self._end(live, EndReason.FAILED, now, f"{what}{failure.detail}")
-        elif not is_memory:
-            self._suspects.extend(live_rows)
+        elif len(step.rows) > 1:
+            self._suspects += [one for one in step.rows if not one[0].is_ended]
+
+    def _put_back(self, live: LiveEncode, part: int, now: float) -> None:
+        self._inputs.put_back(live, part, now)
 
     # ---- views
-
-    def _tokens_begun(self) -> int:
-        return 0  # requests that have begun stay in the queue while inputs are left
 
     def _why_left_out(self, live: LiveEncode) -> str:
         is_left_out = bool(live.left) and not live.in_step
@@ -251,15 +206,12 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         super().check()
         self._inputs.check()
         queued = self._waiting.items
-        rows = [] if self._step is None else self._step.rows
         for live in self._requests.values():
-            assert not live.is_ended
-            is_parked = live.request.request_id in self._parked
-            assert is_parked == (live.parked_since is not None), f"{live}: parked or not?"
+            is_parked = live.parked_since is not None
             assert live.left or not is_parked, f"{live} is parked for nothing"
             places = queued.count(live)
             assert places == (1 if live.left and not is_parked else 0), f"{live} is lost"
-            assert live.in_step + live.num_left + live.num_done == len(live.request.inputs)
+            assert live.in_step + live.num_left + live.num_done == live.num_parts
             tokens_left = 0
             for same in live.left.values():
                 lengths = [live.length(index) for index in same]
@@ -268,7 +220,3 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
                 tokens_left += sum(lengths)
             assert live.tokens_left == tokens_left, f"{live}: its tokens are miscounted"
         assert len(queued) + len(self._parked) <= len(self._requests)
-        for live in {*self._requests.values(), *(live for live, _ in rows)}:
-            own = sum(1 for one, _ in rows if one is live)
-            assert live.in_step == own, f"{live} has {own} rows in the step"
-            assert live.credit.reserved == own, f"{live}: slots leaked"

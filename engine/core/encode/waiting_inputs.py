@@ -34,10 +34,10 @@ class WaitingInputs:
         self.queue.remove(live)
         self._count_left(live, -1)
 
-    def take(self, live: LiveEncode, index: int, now: float) -> None:
+    def take(self, live: LiveEncode, index: int) -> None:
         """Move an input of a request into a step. The caller must `remove` a request that has no
         inputs left, but not while it iterates over the queue."""
-        live.take(index, now)
+        live.take(index)
         if live.parked_since is None:
             self._count(live, index, -1)
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.common.one_choice import OneChoice
 from engine.core.common.phases import Phase
-from engine.core.common.types import Timings
 from engine.core.image.types import ImageVerb
 
 if TYPE_CHECKING:
@@ -31,20 +30,17 @@ class Part(NamedTuple):
 
 
 class LiveDrawing(OneChoice["ImageRequest"]):
-    """A request that was accepted. ``num_done`` of its steps, in the order of `part`, are done.
+    """A request that was accepted. Its steps are done one by one, in the order of `part`.
 
     It waits until it gets a ``sequence``, by which the worker knows it. From then on it has a seat,
-    until its end. ``in_step``: its next step is in flight.
+    until its end.
     """
 
-    __slots__ = ("encoded_at", "in_step", "num_done", "sequence")
+    __slots__ = ("sequence",)
 
     def __init__(self, request: ImageRequest, credit: Credit, now: float, number: int) -> None:
         super().__init__(request, credit, now, number)
         self.sequence: SequenceId | None = None
-        self.encoded_at: float | None = None  # when the first step was done
-        self.num_done = 0
-        self.in_step = False
 
     def __repr__(self) -> str:
         done = f"{self.num_done} of {self.num_parts} steps done"
@@ -81,7 +77,7 @@ class LiveDrawing(OneChoice["ImageRequest"]):
     @property
     def has_begun(self) -> bool:
         """Whether it has been in a step."""
-        return self.num_done > 0 or self.in_step
+        return self.num_done + self.in_step > 0
 
     @property
     def wants_preview(self) -> bool:
@@ -89,19 +85,6 @@ class LiveDrawing(OneChoice["ImageRequest"]):
         every, part = self.request.preview_every, self.part
         return part.verb is ImageVerb.DENOISE and bool(every) and (part.index + 1) % every == 0
 
-    def step_done(self, now: float) -> None:
-        """Count the step in flight as done."""
-        self.num_done += 1
-        if self.num_done == 1:
-            self.encoded_at = now
-
-    def timings(self, now: float) -> Timings:
-        """Return the seconds that it waited, encoded its prompt, and took for the rest."""
-        started = now if self.started_at is None else self.started_at
-        encoded = now if self.encoded_at is None else self.encoded_at
-        return Timings(
-            queue_s=started - self.submitted_at,
-            prefill_s=encoded - started,
-            decode_s=max(0.0, now - encoded - self.parked_s),
-            parked_s=self.parked_s,
-        )
+    def needs_slot(self, part: Part) -> bool:
+        """Return whether a step gives the reader a message."""
+        return part.needs_slot

@@ -116,9 +116,9 @@ class ImagePlan:
     ended: tuple[SequenceId, ...] = ()
 
     @property
-    def rows(self) -> tuple[SequenceId]:
-        """The one drawing."""
-        return (self.sequence,)
+    def rows(self) -> tuple[ImagePlan]:
+        """The one drawing: the plan itself."""
+        return (self,)
 
     @property
     def num_tokens(self) -> int:
@@ -160,6 +160,11 @@ class ImageResult:
     plan_id: PlanId
     row: ImageRowResult | RowFailure
     timings: StepTimings = field(default_factory=StepTimings)
+
+    @property
+    def rows(self) -> tuple[ImageRowResult | RowFailure]:
+        """The one drawing's."""
+        return (self.row,)
 
 
 class Stepped(NamedTuple):

@@ -129,8 +129,8 @@ class Committer:
         if isinstance(result, RowFailure):
             if has_slot:
                 seq.credit.cancel()
-            detail = f"{result.phase}: {result.detail}"
-            self._endings.end_request(seq.live, EndReason.FAILED, now, detail, result.violation)
+            cause, violation = result.cause, result.violation
+            self._endings.end_request(seq.live, EndReason.FAILED, now, cause, violation)
             return
         if result.finish is not None and not result.tokens:  # it had ended before it was continued
             if has_slot:

@@ -87,8 +87,7 @@ class Recovery:
         self.oom_retries += 1
         if self.oom_retries > MAX_OOM_RETRIES:
             self.oom_retries = 0
-            detail = f"memory: {failure.detail}"
-            self._endings.end_request(newest.live, EndReason.FAILED, now, detail)
+            self._endings.end_request(newest.live, EndReason.FAILED, now, failure.cause)
             return
         self._budget.halve()
         if len(live) > 1 and newest.state is State.RUNNING and not newest.has_sampled:
