@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import draw_lifecycle, draw_rooms, list_models, rooms
+from tools import draw_lifecycle, draw_rooms, list_models
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md")
@@ -35,22 +35,15 @@ TOP_LEVEL = {".ci", "deploy", "docs", "engine", "grpc_service", "proto", "tests"
 FILE_SUFFIXES = (".py", ".md", ".sh", ".toml", ".txt", ".proto", ".json")
 
 CITATION = re.compile(r"(?<![\w.`])D[1-9]\d?(?!\w)")
-INVARIANT = re.compile(r"\bI[1-9]\d?\b")
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 CODE = re.compile(r"`([^`]+)`")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-SECTIONS = ("Context", "Decision", "Consequence", "Evidence")
 
 
 @cache
 def prose(page: Path) -> str:
     """Return the page without its fenced blocks."""
     return FENCE.sub("", page.read_text())
-
-
-def defined(page: str, pattern: str) -> list[str]:
-    """Return what a page defines by this pattern, in its order."""
-    return re.findall(pattern, (ROOT / page).read_text(), re.MULTILINE)
 
 
 def name_of(page: Path) -> str:
@@ -61,22 +54,12 @@ def name_of(page: Path) -> str:
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
-# ---- numbers ---------------------------------------------------------------------------------
-
-
-def test_every_decision_exists_once_with_all_its_sections():
-    page = (ROOT / "docs" / "decisions.md").read_text()
-    decisions = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
-    numbered = [text for text in decisions if re.match(r"D\d+ ", text)]
-    titles = [text.split()[0] for text in decisions]
-    assert titles == [*(f"D{number}" for number in range(1, 33)), "Departures"]
-    for text in numbered:
-        found = tuple(re.findall(r"^\*(\w+)\.\*", text, re.MULTILINE))
-        assert found == SECTIONS, text.splitlines()[0]
+# ---- decisions ---------------------------------------------------------------------------------
 
 
 def test_every_decision_cited_exists():
-    known = set(defined("docs/decisions.md", r"^## (D\d+) "))
+    decisions = (ROOT / "docs" / "decisions.md").read_text()
+    known = set(re.findall(r"^## (D\d+) ", decisions, re.MULTILINE))
     texts = {path: path.read_text(errors="replace") for path in SOURCES}
     texts |= {page: prose(page) for page in PAGES}
     assert {
@@ -89,19 +72,6 @@ def test_every_decision_cited_exists():
 def test_citations_are_found():
     assert CITATION.findall("(R10, D6) R79-D5 D4–D7;") == ["D6", "D5", "D4", "D7"]
     assert CITATION.findall("`D1` x.D2 D0 D2048 noqa: E501 UTF8") == []
-
-
-def test_every_invariant_cited_in_code_stands_in_the_engines_readme():
-    known = set(defined("engine/README.md", r"^\| \*\*(I\d+)\*\* "))
-    cited = {
-        number
-        for path in SOURCES
-        for line in path.read_text(errors="replace").splitlines()
-        if "engine/README.md" in line
-        for number in INVARIANT.findall(line)
-    }
-    assert cited <= known, cited - known
-    assert cited
 
 
 # ---- files -----------------------------------------------------------------------------------
@@ -213,50 +183,15 @@ def test_every_module_and_tool_named_exists(page):
     assert missing == []
 
 
-def pseudo_code() -> str:
-    """Return the scheduler as the engine's page writes it."""
+def test_the_functions_of_the_schedulers_pseudo_code_exist():
     page = (ROOT / "engine" / "README.md").read_text()
-    [code] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return code
-
-
-def test_the_schedulers_pseudo_code_fits_its_page_and_names_the_functions_that_it_describes():
-    code = pseudo_code()
-    assert len(code.splitlines()) <= 100
-    assert max(map(len, code.splitlines())) <= 100
-    named = re.findall(r"^(?:async )?def (\w+)\(.*\):  # ([\w/]+\.py)", code, re.MULTILINE)
-    assert len(named) == len(re.findall(r"^(?:async )?def ", code, re.MULTILINE))
+    named = re.findall(r"^(?:async )?def (\w+)\(.*\):  # ([\w/]+\.py)", page, re.MULTILINE)
+    assert len(named) == len(re.findall(r"^(?:async )?def ", page, re.MULTILINE))
     assert [one for one in named if not _defines(ROOT / "engine" / one[1], one[0])] == []
-    core = "".join(path.read_text() for path in (ROOT / "engine" / "core" / "text").glob("*.py"))
-    settings = re.findall(r"\b(?:max|num)_\w+|\b\w+_target\b", code)
-    assert [name for name in settings if name not in core] == []
-
-
-def test_every_folder_of_tests_has_a_line():
-    linked = {target.strip("/") for _, target in links(ROOT / "tests" / "README.md")}
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
-    assert folders - linked == {"__pycache__"} & folders
-
-
-@pytest.mark.parametrize("folder", ["tools", "tools/lab"])
-def test_every_tool_has_a_line(folder):
-    page = (ROOT / folder / "README.md").read_text()
-    tools = [
-        path
-        for path in sorted((ROOT / folder).iterdir())
-        if path.name not in ("README.md", "__pycache__", "__init__.py")
-    ]
-    named = re.compile(rf"(?:{folder.replace('/', '[./]')}[./]|\]\()([\w-]+)")
-    assert {path.stem.split(".")[0] for path in tools} - set(named.findall(page)) == set()
-
-
-def test_the_readmes_commands_are_executable():
-    for name in ("tools/serve", "tools/test"):
-        assert (ROOT / name).stat().st_mode & 0o111, f"{name} cannot be run"
 
 
 def test_the_checks_are_run_and_a_warning_fails_its_test():
-    """R139, R160: a ResourceWarning is a warning like any other."""
+    """A ResourceWarning is a warning like any other."""
     script = (ROOT / "tools" / "test").read_text()
     for check in ('ruff" check .', 'ruff" format --check .', '/mypy"', "regen_proto.py --check"):
         assert check in script
@@ -268,49 +203,10 @@ def test_the_checks_are_run_and_a_warning_fails_its_test():
 
 # ---- parts made by tools ---------------------------------------------------------------------
 
-shown_parts = pytest.mark.parametrize(
-    "shown",
-    [draw_lifecycle.SHOWN, draw_rooms.SHOWN, list_models.SHOWN],
-    ids=lambda shown: shown.name,
-)
 
-
-@shown_parts
-def test_the_parts_of_pages_that_tools_make_are_up_to_date(shown):
+@pytest.mark.parametrize("shown", [draw_lifecycle.SHOWN, draw_rooms.SHOWN, list_models.SHOWN])
+def test_the_parts_of_pages_that_tools_make_are_up_to_date(shown, tmp_path):
     assert shown.main(["--check"]) == 0
-
-
-@shown_parts
-def test_an_outdated_drawing_is_noticed(shown, tmp_path, capsys):
-    changed = tmp_path / "README.md"
-    page = shown.embed(shown.page.read_text(), shown.make())
-    changed.write_text(shown.embed(page, "something else"))
-    other = replace(shown, page=changed)
-    assert other.main(["--check"]) == 1
-    assert "--write" in capsys.readouterr().err
-    assert other.main(["--write"]) == 0
-    assert changed.read_text() == page
-
-
-def test_a_page_without_markers_is_refused():
-    with pytest.raises(ValueError, match="both markers"):
-        draw_lifecycle.SHOWN.embed("# Nothing", draw_lifecycle.draw())
-
-
-def test_every_room_is_in_one_of_ten_boxes_or_left_out_by_name():
-    boxes = [box for group in draw_rooms.BOXES.values() for box in group.values()]
-    assert len(boxes) == 10
-    for name in rooms.rooms():
-        draw_rooms.box_of(name)  # raises KeyError for a room that has none
-    with pytest.raises(KeyError):
-        draw_rooms.box_of("engine.new_room")
-    named = [room for box in boxes for room in box.rooms] + list(draw_rooms.COMMON)
-    assert len(named) == len(set(named))
-    assert [
-        one for one in named if not any(f"{room}.".startswith(f"{one}.") for room in rooms.rooms())
-    ] == []
-
-
-def test_an_arrow_that_others_imply_is_omitted():
-    arrows = {("a", "b"), ("b", "c"), ("a", "c"), ("a", "d")}
-    assert draw_rooms.reduced(arrows) == {("a", "b"), ("b", "c"), ("a", "d")}
+    outdated = tmp_path / "README.md"
+    outdated.write_text(shown.embed(shown.page.read_text(), "something else"))
+    assert replace(shown, page=outdated).main(["--check"]) == 1
