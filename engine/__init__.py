@@ -7,84 +7,24 @@ needs a few modules of `engine` and would wait for all of them.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-__all__ = [
-    "AnswerTokens",
-    "Chat",
-    "Constraint",
-    "Continuation",
-    "ContinuedChoice",
-    "DrawRequest",
-    "DrawingFinished",
-    "DrawingStarted",
-    "EmbedRequest",
-    "Embedding",
-    "EndReason",
-    "Engine",
-    "EngineConfig",
-    "Finished",
-    "GenerateRequest",
-    "GeneratedImage",
-    "ModelConfig",
-    "OutputOptions",
-    "Progress",
-    "PromptOptions",
-    "RerankRequest",
-    "SamplingParams",
-    "Score",
-    "Started",
-    "Stream",
-    "Tokens",
-    "ToolCallDelta",
-    "TrioletError",
-    "blocking",
-    "handles",
-    "open_engine",
-]
-
 if TYPE_CHECKING:
-    from engine.public import (
-        AnswerTokens,
-        Chat,
-        Constraint,
-        Continuation,
-        ContinuedChoice,
-        DrawingFinished,
-        DrawingStarted,
-        DrawRequest,
-        Embedding,
-        EmbedRequest,
-        EndReason,
-        Engine,
-        EngineConfig,
-        Finished,
-        GeneratedImage,
-        GenerateRequest,
-        ModelConfig,
-        OutputOptions,
-        Progress,
-        PromptOptions,
-        RerankRequest,
-        SamplingParams,
-        Score,
-        Started,
-        Stream,
-        Tokens,
-        ToolCallDelta,
-        TrioletError,
-        blocking,
-        handles,
-        open_engine,
-    )
+    from engine.public import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from engine import public
+        # `from engine import logs` asks here first, and needs no more than that file.
+        if name == "__all__" or not (name.startswith("_") or find_spec(f"engine.{name}")):
+            from engine import public
 
-        return getattr(public, name)
+            if hasattr(public, name):
+                globals()[name] = value = getattr(public, name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        from engine import public
+
+        return sorted({*globals(), *public.__all__})

@@ -1,7 +1,8 @@
 """What the package `engine` offers. Importing it imports neither torch, transformers nor asyncio;
 programs for asyncio import `engine.aio`."""
 
-from engine.api import blocking, handles
+from engine.api import handles
+from engine.api._generated import blocking
 from engine.api.engine import Engine, Stream, open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished

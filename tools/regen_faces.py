@@ -108,6 +108,101 @@ FACES = (
             ),
         ),
     ),
+    Face(
+        "engine/api/aio.py",
+        "engine/api/_generated/blocking.py",
+        (
+            (
+                "for asyncio programs: web applications, notebooks, actors.",
+                "for programs that block: scripts, notebooks, threads.",
+            ),
+            ("engine.aio.", "engine.blocking."),
+            ("engine.api.crossing", "engine.api.waiting"),
+            (
+                """\
+between that thread and event loops; this file is the surface. The one for threads that block is
+generated from it, over `engine.api.waiting` (`tools/regen_faces.py`).
+Rule 2: any number of loops, in any threads, may use one engine; each stream belongs to the loop
+that was running when the stream was made.
+""",
+                """\
+between that thread and others; this file is the surface.
+Rule 2: any number of threads may use one engine.
+""",
+            ),
+            (
+                "import Reply, Stream, Streams, end_silently_at_exit, wait_end",
+                "import Reply, Stream, Streams, end_silently_at_exit, wait_end\n"
+                "from engine.api.waiting import engine_of, require_waiting_allowed",
+            ),
+            (
+                "            post()\n",
+                "            require_waiting_allowed(self.portal)\n            post()\n",
+            ),
+            ("Generator, ", ""),
+            ("on behalf of tasks", "on behalf of threads"),
+            ("# above all a cancellation", "# above all Ctrl-C"),
+            (
+                """\
+for asyncio programs; made by `open_engine`. Tasks of any event loop may
+    call every method; each raises ShuttingDown once the engine is closed, and a stream's first
+    event does.
+""",
+                """\
+for threads that block; made by `open_engine`. Every method may be called
+    from any thread but the engine's own, and raises ShuttingDown once the engine is closed.
+
+    A KeyboardInterrupt ends the waiting, and cancels what the thread waited for.
+""",
+            ),
+            ("let other tasks finish", "let other threads finish"),
+            ("Other tasks that wait", "Other threads that wait"),
+            (
+                "get ShuttingDown. After a fork this does not wait.",
+                "get ShuttingDown. On the engine's own thread, and\n"
+                "        after a fork, this does not wait.",
+            ),
+            ("self._portal.engine", "engine_of(self._portal)"),
+            (") -> _Opening:", ") -> Engine:"),
+            (
+                """\
+ or path.
+
+    ``async with`` the result closes the engine at the block's end. ``await`` of it returns an
+    engine that is closed by `Engine.close`, when it is collected, or at exit: for a notebook or an
+    actor, where no block lasts.
+""",
+                """\
+ or path. Leaving the engine's ``with`` block closes it; an engine
+    that is left open is closed when it is collected, or at exit.
+""",
+            ),
+            (
+                "    return _Opening(engine_config(config), make_runner)",
+                "    config = engine_config(config)\n"
+                "    return Engine(config, _launched(config, make_runner))",
+            ),
+            (
+                "`engine.api.handles`, for asyncio programs",
+                "`engine.api.handles`, for threads that block",
+            ),
+            ("End what any task has", "End what any thread has"),
+            ("the reader's loop counts\n    as read", "the reader's thread\n    counts as read"),
+            (
+                "; it begins at once. What `engine.api.handles.Chat.ask` raises is raised\n"
+                "        at the first event.",
+                ", which begins at once. Waits until the engine has the question.\n\n"
+                "        Raises:\n"
+                "            InvalidRequest, ShuttingDown: as `engine.api.handles.Chat.ask`.\n"
+                "        ",
+            ),
+            (
+                "streams.open(self, make_source)",
+                "streams.open_begun(self, make_source, self._caller.ask)",
+            ),
+            ("    async def messages(self)", "    @property\n    def messages(self)"),
+        ),
+    ),
 )
 
 

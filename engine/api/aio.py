@@ -5,17 +5,17 @@
             ...
 
 Rule 1: `engine.api.portal` has the engine's Trio thread, and `engine.api.crossing` what passes
-between that thread and event loops; this file is the surface. Rule 2: any number of loops, in any
-threads, may use one engine; each stream belongs to the loop that was running when the stream was
-made.
+between that thread and event loops; this file is the surface. The one for threads that block is
+generated from it, over `engine.api.waiting` (`tools/regen_faces.py`).
+Rule 2: any number of loops, in any threads, may use one engine; each stream belongs to the loop
+that was running when the stream was made.
 """
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakValueDictionary
 
 from engine.api import engine as api
 from engine.api import handles
@@ -26,15 +26,14 @@ from engine.api.asked import (
     generate_request,
     rerank_request,
 )
-from engine.api.crossing import Caller, Crossing, Reply, Stream
+from engine.api.crossing import Reply, Stream, Streams, end_silently_at_exit, wait_end
 from engine.api.portal import Portal
 from engine.config import engine_config
 from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
     from typing import Self
 
     from engine.api.portal import Feed, Source
@@ -50,6 +49,48 @@ if TYPE_CHECKING:
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
 
+T = TypeVar("T")
+
+
+# ---- waiting for the engine
+
+
+class _Caller:
+    """Asks the engine on behalf of tasks that wait for its answers."""
+
+    def __init__(self, portal: Portal) -> None:
+        self.portal = portal
+        self.streams = Streams(portal)
+
+    async def ask(self, question: Callable[[api.Engine], T]) -> T:
+        """Return the result of a function that does not wait, called on the engine's thread.
+
+        Cancellation: the function may have been called.
+        """
+        reply: Reply[T] = Reply()
+        return await self._wait(reply, partial(self.portal.ask, question, reply))
+
+    async def call(self, job: Callable[[api.Engine], Awaitable[T]]) -> T:
+        """Return the result of an async function, awaited on the engine's thread.
+
+        Cancellation: cancels the function as well.
+        """
+        reply: Reply[T] = Reply()
+        return await self._wait(reply, partial(self.portal.call, job, reply))
+
+    async def _wait(self, reply: Reply[T], post: Callable[[], None]) -> T:
+        try:
+            post()
+            try:
+                take = await reply.wait()
+            except BaseException:  # above all a cancellation
+                self.portal.abandon(reply)
+                raise
+            return take()
+        except ShuttingDown:
+            await end_silently_at_exit()
+            raise
+
 
 # ---- the engine
 
@@ -63,12 +104,7 @@ class _Block:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -83,10 +119,7 @@ class Engine(_Block):
     def __init__(self, config: EngineConfig, portal: Portal) -> None:
         self.config = config
         self._portal = portal
-        self._caller = Caller(portal)
-        self._crossings: WeakValueDictionary[asyncio.AbstractEventLoop, Crossing] = (
-            WeakValueDictionary()
-        )
+        self._caller = _Caller(portal)
 
     def __del__(self) -> None:
         self._portal.signal_close()
@@ -100,17 +133,8 @@ class Engine(_Block):
         Cancellation: only the waiting ends.
         """
         self._portal.signal_close()
-        if not self._portal.is_own_process:
-            return
-        ended: Reply[None] = Reply()
-        self._portal.expect_end(ended)
-        try:
-            await asyncio.wait_for(ended.wait(), timeout_s)
-        except TimeoutError:
-            return
-        finally:
-            self._portal.forget(ended)
-        self._portal.thread.join()  # it has nothing left to do
+        if self._portal.is_own_process:
+            await wait_end(self._portal, timeout_s)
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Refuse new requests, and wait until the running ones have ended; after ``timeout_s`` (the
@@ -147,18 +171,9 @@ class Engine(_Block):
 
     def _submit(self, request: ClientRequest) -> Stream[Any]:
         buffer = self.config.in_process_buffer
-        return self._stream(
+        return self._caller.streams.open(
             self, lambda engine, feed: engine.submit(request, buffer=buffer, reader=feed)
         )
-
-    def _stream(
-        self, owner: object, make_source: Callable[[api.Engine, Feed], Source]
-    ) -> Stream[Any]:
-        loop = asyncio.get_running_loop()
-        crossing = self._crossings.get(loop)
-        if crossing is None:
-            crossing = self._crossings[loop] = Crossing(self._portal, loop)
-        return Stream(crossing, owner, make_source)
 
     # ---- handles
 
@@ -255,7 +270,25 @@ class Engine(_Block):
         return await self._caller.ask(lambda engine: engine.explain(request_id))
 
 
-class _Opening:
+async def _launched(config: EngineConfig, make_runner: RunnerFactory) -> Portal:
+    """Return a portal whose engine has started. Raises what keeps it from starting."""
+    started: Reply[None] = Reply()
+    portal = Portal(config, make_runner, started)
+    portal.launch()
+    try:
+        take = await started.wait()
+    except BaseException:
+        portal.signal_close()
+        raise
+    try:
+        take()
+    except BaseException:
+        portal.thread.join()  # it has nothing left to do
+        raise
+    return portal
+
+
+class _Opening:  # asyncio only
     """An engine to be opened: by ``async with``, which closes it, or by ``await``."""
 
     def __init__(self, config: EngineConfig, make_runner: RunnerFactory) -> None:
@@ -267,31 +300,13 @@ class _Opening:
         return self._open().__await__()
 
     async def _open(self) -> Engine:
-        started: Reply[None] = Reply()
-        portal = Portal(self._config, self._runners, started)
-        portal.launch()
-        try:
-            take = await started.wait()
-        except BaseException:
-            portal.signal_close()
-            raise
-        try:
-            take()
-        except BaseException:
-            portal.thread.join()  # it has nothing left to do
-            raise
-        return Engine(self._config, portal)
+        return Engine(self._config, await _launched(self._config, self._runners))
 
     async def __aenter__(self) -> Engine:
         self._engine = await self._open()
         return self._engine
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         engine, self._engine = self._engine, None
         assert engine is not None
         await engine.close()
@@ -356,9 +371,11 @@ class Chat(_Handle[handles.Chat]):
         """Ask for an answer; it begins at once. What `engine.api.handles.Chat.ask` raises is raised
         at the first event."""
         handle = self._handle
-        return self._engine._stream(
-            self, lambda engine, feed: handle.ask(text, timeout_s=timeout_s, reader=feed)
-        )
+
+        def make_source(engine: api.Engine, feed: Feed) -> Source:
+            return handle.ask(text, timeout_s=timeout_s, reader=feed)
+
+        return self._caller.streams.open(self, make_source)
 
     async def reset(self, *, system: str | None = None) -> None:
         """Forget the conversation (`engine.api.handles.Chat.reset`)."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from engine.api import portal
 from engine.api.portal import End, Portal
@@ -24,7 +24,6 @@ from engine.errors import ShuttingDown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from types import TracebackType
     from typing import Self
 
     from engine.api import engine as api
@@ -61,50 +60,51 @@ class Reply(portal.Reply[T]):
         return await self._taken
 
 
-class Caller:
-    """Asks the engine on behalf of tasks that wait for its answers."""
-
-    def __init__(self, portal: Portal) -> None:
-        self.portal = portal
-
-    async def ask(self, question: Callable[[api.Engine], T]) -> T:
-        """Return the result of a function that does not wait, called on the engine's thread.
-
-        Cancellation: the function may have been called.
-        """
-        reply: Reply[T] = Reply()
-        return await self._wait(reply, partial(self.portal.ask, question, reply))
-
-    async def call(self, job: Callable[[api.Engine], Awaitable[T]]) -> T:
-        """Return the result of an async function, awaited on the engine's thread.
-
-        Cancellation: cancels the function as well.
-        """
-        reply: Reply[T] = Reply()
-        return await self._wait(reply, partial(self.portal.call, job, reply))
-
-    async def _wait(self, reply: Reply[T], post: Callable[[], None]) -> T:
-        try:
-            post()
-            try:
-                take = await reply.wait()
-            except BaseException:
-                self.portal.abandon(reply)
-                raise
-            return take()
-        except ShuttingDown:
-            await _end_silently_at_exit()
-            raise
-
-
-async def _end_silently_at_exit() -> None:
+async def end_silently_at_exit() -> None:
     """Wait for ever if Python is about to kill this daemon thread: at exit it then ends silently,
     as every daemon does. Otherwise return at once."""
     if portal.dies_with_interpreter():
         await asyncio.get_running_loop().create_future()
 
 
+async def wait_end(portal: Portal, timeout_s: float | None) -> None:
+    """Wait until the engine's thread has ended, for at most ``timeout_s``.
+
+    Cancellation: only the waiting ends.
+    """
+    ended: Reply[None] = Reply()
+    portal.expect_end(ended)
+    try:
+        await asyncio.wait_for(ended.wait(), timeout_s)
+    except TimeoutError:
+        return
+    finally:
+        portal.forget(ended)
+    portal.thread.join()  # it has nothing left to do
+
+
 # ---- streams
+
+
+class Streams:
+    """Opens the streams of one engine, for any number of event loops."""
+
+    def __init__(self, portal: Portal) -> None:
+        self._portal = portal
+        self._crossings: WeakValueDictionary[asyncio.AbstractEventLoop, Crossing] = (
+            WeakValueDictionary()
+        )
+
+    def open(
+        self, owner: object, make_source: Callable[[api.Engine, portal.Feed], Source]
+    ) -> Stream[Any]:
+        """Return a stream of what ``make_source`` returns on the engine's thread, for the running
+        loop. An error of ``make_source`` is the stream's end."""
+        loop = asyncio.get_running_loop()
+        crossing = self._crossings.get(loop)
+        if crossing is None:
+            crossing = self._crossings[loop] = Crossing(self._portal, loop)
+        return Stream(crossing, owner, make_source)
 
 
 class Crossing:
@@ -251,7 +251,7 @@ class Stream(Generic[EventT]):
             if item.error is None:
                 raise StopAsyncIteration
             if isinstance(item.error, ShuttingDown):
-                await _end_silently_at_exit()
+                await end_silently_at_exit()
             raise item.error
         if isinstance(item, feed.credited) and crossing.take(feed) >= feed.num_per_release:
             crossing.release()
@@ -284,10 +284,5 @@ class Stream(Generic[EventT]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()

@@ -1,6 +1,7 @@
 """The engine's own thread, and the way into it from programs that do not run Trio.
 
-`engine.api.blocking` and `engine.api.aio` are two façades over one `Portal`.
+`engine.api.aio`, and what is generated from it for threads that block, are two façades over one
+`Portal`.
 
 Rule 1: one daemon thread per open engine runs Trio. Everything enters that thread as a command of
 `Portal.post`, and commands run in the order in which they were posted.

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 
-from engine.api.blocking import open_engine  # noqa: E402
+from engine.api._generated.blocking import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.text.draft_lengths import Lengths, Purse, StepCosts  # noqa: E402
 from engine.core.text.types import Constraint, Tokens  # noqa: E402

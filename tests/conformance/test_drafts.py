@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from engine.api.blocking import open_engine  # noqa: E402
+from engine.api._generated.blocking import open_engine  # noqa: E402
 from engine.core.common.types import BlockId, PlanId, SequenceId  # noqa: E402
 from engine.core.text.draft_lengths import StepCosts  # noqa: E402
 from engine.core.text.plan import (  # noqa: E402

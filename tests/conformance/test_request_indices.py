@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from engine.api.blocking import open_engine  # noqa: E402
+from engine.api._generated.blocking import open_engine  # noqa: E402
 from engine.config import AdapterConfig, EngineConfig, ModelConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
 from engine.core.text.types import Constraint, Tokens  # noqa: E402

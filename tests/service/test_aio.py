@@ -18,7 +18,8 @@ from functools import partial
 
 import pytest
 
-from engine.api import aio, blocking
+from engine.api import aio
+from engine.api._generated import blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import PauseMode
 from engine.errors import (
@@ -146,7 +147,7 @@ def test_loops_in_several_threads_share_an_engine():
         await asyncio.gather(*[asyncio.to_thread(in_a_thread, index) for index in range(5)])
         await ended(eng, finished=5)
         gc.collect()
-        assert len(eng._crossings) == 0  # no loop is left
+        assert len(eng._caller.streams._crossings) == 0  # no loop is left
 
     run(body, in_process_buffer=4)
 

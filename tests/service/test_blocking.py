@@ -15,7 +15,7 @@ import weakref
 
 import pytest
 
-from engine.api import blocking
+from engine.api._generated import blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.errors import (

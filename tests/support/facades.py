@@ -16,7 +16,8 @@ from pathlib import Path
 
 import trio
 
-from engine.api import aio, blocking
+from engine.api import aio
+from engine.api._generated import blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
@@ -248,7 +249,8 @@ is_other = lambda record: not record.getMessage().startswith("Executing")
 logging.getLogger("asyncio").addFilter(is_other)
 atexit.register(time.sleep, 0.1)  # registered first, runs last: whoever is woken may complain
 import engine
-from engine.api import aio, blocking, portal
+from engine import aio, blocking
+from engine.api import portal
 from engine.core.common.events import PauseMode
 from engine.worker.fakes.text import FakeRunner, FakeScript
 

@@ -113,6 +113,7 @@ def names() -> Names:
         found.top.setdefault(module, set()).update(code.co_names)
         parent, _, last = module.rpartition(".")
         found.top.setdefault(parent, set()).add(last)
+    found.top["engine"] |= found.top["engine.public"]
     for path in PROTOS:
         found.words |= set(WORD.findall(re.sub(r"//.*", "", path.read_text())))
     for path in KERNELS:

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.api.blocking import open_engine
+from engine.api._generated.blocking import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from engine.api.blocking import Engine
+    from engine.api._generated.blocking import Engine
 
 MEASURES = (
     "engine/core/text",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import DrawRequest, GeneratedImage
-from engine.api.blocking import open_engine
+from engine.api._generated.blocking import open_engine
 from engine.config import ModelConfig
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageVerb
@@ -31,7 +31,7 @@ from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.api.blocking import Engine
+    from engine.api._generated.blocking import Engine
     from engine.worker.diffusion.runner import DiffusionRunner
     from engine.worker.image_interface import ImageModelInfo
 

@@ -1,26 +1,23 @@
+# Written by tools/regen_faces.py from engine/api/aio.py; do not edit.
 """The engine for programs that block: scripts, notebooks, threads.
 
     with engine.blocking.open_engine(config) as eng:
         for event in eng.generate(request):
             ...
 
-Rule 1: what the engine gives comes through a `queue.SimpleQueue`, which waits without the GIL and
-wakes for signals. Rule 2: `engine.api.portal` has the engine's thread and the rules for it;
-this file only waits.
-This file is long because half of it is the surface of `engine.api.engine` and `engine.api.handles`
-once more, without ``async``.
+Rule 1: `engine.api.portal` has the engine's Trio thread, and `engine.api.waiting` what passes
+between that thread and others; this file is the surface.
+Rule 2: any number of threads may use one engine.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine.api import engine as api
-from engine.api import handles, portal
+from engine.api import handles
 from engine.api.asked import (
     completion_request,
     draw_request,
@@ -28,16 +25,18 @@ from engine.api.asked import (
     generate_request,
     rerank_request,
 )
-from engine.api.portal import End, Feed, Portal
+from engine.api.waiting import Reply, Stream, Streams, end_silently_at_exit, wait_end
+from engine.api.waiting import engine_of, require_waiting_allowed
+from engine.api.portal import Portal
 from engine.config import engine_config
 from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from typing import Self
 
+    from engine.api.portal import Feed, Source
     from engine.config import EngineConfig, ModelConfig
     from engine.core.common.events import PauseMode
     from engine.core.common.types import Explanation
@@ -51,25 +50,9 @@ if TYPE_CHECKING:
     from engine.worker.interface import TokenSpan
 
 T = TypeVar("T")
-EventT = TypeVar("EventT")
 
 
 # ---- waiting for the engine
-
-
-class _Reply(portal.Reply[T]):
-    """An answer for a thread that blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._box: SimpleQueue[Callable[[], T]] = SimpleQueue()
-
-    def _put(self, take: Callable[[], T]) -> None:
-        self._box.put(take)
-
-    def wait(self) -> Callable[[], T]:
-        """Wait for the answer, without the GIL. Return a function that returns or raises it."""
-        return self._box.get()
 
 
 class _Caller:
@@ -77,56 +60,37 @@ class _Caller:
 
     def __init__(self, portal: Portal) -> None:
         self.portal = portal
+        self.streams = Streams(portal)
 
     def ask(self, question: Callable[[api.Engine], T]) -> T:
         """Return the result of a function that does not wait, called on the engine's thread."""
-        self.require_waiting_allowed()
-        reply: _Reply[T] = _Reply()
-        with _raised_here():
-            self.portal.ask(question, reply)
-            return self._wait(reply)
+        reply: Reply[T] = Reply()
+        return self._wait(reply, partial(self.portal.ask, question, reply))
 
     def call(self, job: Callable[[api.Engine], Awaitable[T]]) -> T:
-        """Return the result of an async function, awaited on the engine's thread. A
-        KeyboardInterrupt in this thread cancels it."""
-        self.require_waiting_allowed()
-        reply: _Reply[T] = _Reply()
-        with _raised_here():
-            self.portal.call(job, reply)
-            return self._wait(reply)
+        """Return the result of an async function, awaited on the engine's thread."""
+        reply: Reply[T] = Reply()
+        return self._wait(reply, partial(self.portal.call, job, reply))
 
-    def _wait(self, reply: _Reply[T]) -> T:
+    def _wait(self, reply: Reply[T], post: Callable[[], None]) -> T:
         try:
-            take = reply.wait()
-        except BaseException:  # Ctrl-C
-            self.portal.abandon(reply)
+            require_waiting_allowed(self.portal)
+            post()
+            try:
+                take = reply.wait()
+            except BaseException:  # above all Ctrl-C
+                self.portal.abandon(reply)
+                raise
+            return take()
+        except ShuttingDown:
+            end_silently_at_exit()
             raise
-        return take()
-
-    def require_waiting_allowed(self) -> None:
-        """Check that this thread may wait for the engine.
-
-        Raises:
-            RuntimeError: this is the engine's thread. ShuttingDown: the engine's thread is not in
-                this process, which was forked.
-        """
-        self.portal.require_own_process()
-        if threading.current_thread() is self.portal.thread:
-            raise RuntimeError("this call blocks, and was made on the engine's own thread")
 
 
-@contextmanager
-def _raised_here() -> Iterator[None]:
-    """End a daemon thread silently, instead of raising ShuttingDown in it, while Python exits."""
-    try:
-        yield
-    except ShuttingDown:
-        if portal.dies_with_interpreter():
-            raise SystemExit from None
-        raise
+# ---- the engine
 
 
-class _Closing:
+class _Block:
     """An object that is closed at the end of its ``with`` block."""
 
     def close(self) -> None:
@@ -135,115 +99,11 @@ class _Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class _Feed(Feed):
-    """The engine's half of a `Stream`."""
-
-    def __init__(self, portal: Portal) -> None:
-        super().__init__(portal)
-        self.queue: SimpleQueue[Any] = SimpleQueue()  # events of one kind of request, and `End`
-
-    def push(self, item: Any) -> None:
-        self.queue.put(item)
-
-
-class Stream(_Closing, Generic[EventT]):
-    """The events of one request, for a thread that blocks: those of `engine.api.engine.Stream`.
-    Iterating ends after the last event of a request that succeeded, and raises its `TrioletError`
-    after the last event of one that did not; after that the stream has ended.
-
-    Leaving its block, `close`, or dropping it ends the request. Threads may share one: each event
-    goes to one of them, and the end to all.
-    """
-
-    def __init__(self, caller: _Caller, owner: object) -> None:
-        self._caller = caller
-        self._owner = owner  # a dropped handle closes, but not while its stream is read
-        self._feed = _Feed(caller.portal)
-        self._lock = threading.Lock()
-        self._num_taken = 0
-        self._released_at = time.monotonic()
-
-    def __iter__(self) -> Iterator[EventT]:
-        return self
-
-    def __next__(self) -> EventT:
-        self._caller.require_waiting_allowed()
-        item = self._next_item()
-        if isinstance(item, End):
-            self._feed.queue.put(End())  # for other threads that wait, or come later
-            if item.error is None:
-                raise StopIteration
-            with _raised_here():
-                raise item.error
-        if isinstance(item, self._feed.credited):
-            self._count_taken()
-        return item
-
-    def _next_item(self) -> EventT | End:
-        """Return the queue's next item. Before a longer wait, the credit of all that was taken is
-        given back: a step of many choices may need more slots than the rest of the buffer has."""
-        queue = self._feed.queue
-        item: EventT | End
-        if self._num_taken:
-            with suppress(Empty):
-                item = queue.get(timeout=portal.RELEASE_AFTER_S)
-                return item
-            with self._lock:
-                taken = self._count_anew()
-            self._give_back(taken)
-        item = queue.get()
-        return item
-
-    def close(self) -> None:
-        """End the request if it has not ended. Idempotent; never waits."""
-        feed = self._feed
-        if not feed.has_ended:
-            self._caller.portal.try_post(feed.leave)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _count_taken(self) -> None:
-        """Give credit back in portions (`Feed.num_per_release`). A slow reader gives back the
-        credit of each event."""
-        if self._feed.has_ended:
-            return  # the stream has ended and needs no credit
-        taken = 0
-        with self._lock:
-            self._num_taken += 1
-            is_late = time.monotonic() - self._released_at >= portal.RELEASE_AFTER_S
-            if is_late or self._num_taken >= self._feed.num_per_release:
-                taken = self._count_anew()
-        self._give_back(taken)
-
-    def _count_anew(self) -> int:
-        """Return how many taken events still hold credit, and count from 0 again. The caller holds
-        the lock."""
-        taken, self._num_taken = self._num_taken, 0
-        self._released_at = time.monotonic()
-        return taken
-
-    def _give_back(self, taken: int) -> None:
-        """Give the credit of so many events back. The caller does not hold the lock, for which
-        another thread would have to wait until the engine's thread is woken."""
-        feed = self._feed  # the command must not hold the stream
-        if taken:
-            self._caller.portal.try_post(lambda: feed.release(taken))
-
-
-# ---- the engine
-
-
-class Engine(_Closing):
+class Engine(_Block):
     """A running engine, for threads that block; made by `open_engine`. Every method may be called
     from any thread but the engine's own, and raises ShuttingDown once the engine is closed.
 
@@ -267,20 +127,20 @@ class Engine(_Closing):
         after a fork, this does not wait.
         """
         self._portal.signal_close()
-        thread = self._portal.thread
-        if self._portal.is_own_process and threading.current_thread() is not thread:
-            thread.join(timeout_s)
+        if self._portal.is_own_process:
+            wait_end(self._portal, timeout_s)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Refuse new requests, and wait until the running ones have ended; after ``timeout_s`` (the
-        configured drain timeout) they are cut. `close` is still to be called."""
+        configured drain timeout) they are cut. `close` is still to be called.
+        """
         self._caller.call(lambda engine: engine.drain_in_background(timeout_s))
 
     # ---- generating and encoding
 
     def generate(self, request: GenerateRequest | str) -> Stream[StreamEvent]:
-        """Run a request, or continue a prompt; a refusal is raised at the first event. Does not
-        wait."""
+        """Run a request, or continue a prompt; it begins at once, and a refusal is raised at the
+        first event."""
         return self._submit(generate_request(request))
 
     def complete(self, request: GenerateRequest | str, **sampling: Any) -> str:
@@ -290,26 +150,22 @@ class Engine(_Closing):
             return "".join([event.text for event in stream if isinstance(event, Tokens)])
 
     def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
-        """Make one vector per input (`engine.api.engine.Engine.embed`). Does not wait."""
+        """Make one vector per input (`engine.api.engine.Engine.embed`); as `generate`."""
         return self._submit(embed_request(request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
-        """Score every document (`engine.api.engine.Engine.rerank`). Does not wait."""
+        """Score every document (`engine.api.engine.Engine.rerank`); as `generate`."""
         return self._submit(rerank_request(request))
 
     def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
-        """Draw images of a prompt (`engine.api.engine.Engine.draw`). Does not wait."""
+        """Draw images of a prompt (`engine.api.engine.Engine.draw`); as `generate`."""
         return self._submit(draw_request(request))
 
     def _submit(self, request: ClientRequest) -> Stream[Any]:
-        stream: Stream[Any] = Stream(self._caller, self)
         buffer = self.config.in_process_buffer
-        with _raised_here():
-            self._portal.open_stream(
-                stream._feed,
-                lambda engine, feed: engine.submit(request, buffer=buffer, reader=feed),
-            )
-        return stream
+        return self._caller.streams.open(
+            self, lambda engine, feed: engine.submit(request, buffer=buffer, reader=feed)
+        )
 
     # ---- handles
 
@@ -321,25 +177,21 @@ class Engine(_Closing):
         sampling: SamplingParams | Mapping[str, Any] | None = None,
     ) -> Chat:
         """Return a conversation (`engine.api.handles.Chat`)."""
-        engine = self._get_engine()
+        engine = engine_of(self._portal)
         return Chat(self, handles.Chat(engine, model, system=system, sampling=sampling))
 
     def encoder(self, model: str = "", *, function: handles.EmbedFunction | None = None) -> Encoder:
         """Return a maker of vectors (`engine.api.handles.Encoder`). ``function`` runs on the
         engine's Trio thread."""
-        return Encoder(self, handles.Encoder(self._get_engine(), model, function=function))
+        return Encoder(self, handles.Encoder(engine_of(self._portal), model, function=function))
 
     def cross_encoder(
         self, model: str = "", *, function: handles.RankFunction | None = None
     ) -> CrossEncoder:
         """Return a scorer of documents (`engine.api.handles.CrossEncoder`). ``function`` runs on
         the engine's Trio thread."""
-        engine = self._get_engine()
+        engine = engine_of(self._portal)
         return CrossEncoder(self, handles.CrossEncoder(engine, model, function=function))
-
-    def _get_engine(self) -> api.Engine:
-        with _raised_here():
-            return self._portal.engine
 
     # ---- text and tokens
 
@@ -381,7 +233,7 @@ class Engine(_Closing):
         self._caller.call(lambda engine: engine.wait_ready(name))
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters as they stand; never waits for a step."""
+        """Return the counters as they stand; does not wait for a step."""
         return self._caller.ask(lambda engine: engine.statistics())
 
     # ---- operating
@@ -407,6 +259,24 @@ class Engine(_Closing):
         return self._caller.ask(lambda engine: engine.explain(request_id))
 
 
+def _launched(config: EngineConfig, make_runner: RunnerFactory) -> Portal:
+    """Return a portal whose engine has started. Raises what keeps it from starting."""
+    started: Reply[None] = Reply()
+    portal = Portal(config, make_runner, started)
+    portal.launch()
+    try:
+        take = started.wait()
+    except BaseException:
+        portal.signal_close()
+        raise
+    try:
+        take()
+    except BaseException:
+        portal.thread.join()  # it has nothing left to do
+        raise
+    return portal
+
+
 def open_engine(
     config: EngineConfig | ModelConfig | str | None = None,
     *,
@@ -420,20 +290,7 @@ def open_engine(
         Exception: what keeps it from starting; nothing is left running.
     """
     config = engine_config(config)
-    started: _Reply[None] = _Reply()
-    portal = Portal(config, make_runner, started)
-    portal.launch()
-    try:
-        take = started.wait()
-    except BaseException:  # Ctrl-C
-        portal.signal_close()
-        raise
-    try:
-        take()
-    except BaseException:
-        portal.thread.join()
-        raise
-    return Engine(config, portal)
+    return Engine(config, _launched(config, make_runner))
 
 
 # ---- handles
@@ -441,7 +298,7 @@ def open_engine(
 H = TypeVar("H", bound=handles.Handle)
 
 
-class _Handle(_Closing, Generic[H]):
+class _Handle(_Block, Generic[H]):
     """A handle of `engine.api.handles`, for threads that block. Dropping one closes it."""
 
     def __init__(self, engine: Engine, handle: H) -> None:
@@ -458,7 +315,8 @@ class _Handle(_Closing, Generic[H]):
 
     def close(self) -> None:
         """End everything that runs, refuse new calls, and wait until all has ended, which does not
-        depend on any reader. Idempotent; no effect once the engine is closed."""
+        depend on any reader. Idempotent; no effect once the engine is closed.
+        """
         handle = self._handle
         with suppress(ShuttingDown):
             self._caller.call(lambda engine: handle.aclose())
@@ -466,8 +324,8 @@ class _Handle(_Closing, Generic[H]):
 
 class Chat(_Handle[handles.Chat]):
     """A conversation (`engine.api.handles.Chat`). What was handed over to the reader's thread
-    counts as read, taken from the stream or not; a stream that is closed or dropped is stopped.
-    Its first event says which messages were left out to make room (`Started.dropped`)."""
+    counts as read, taken from the stream or not; a stream that is closed or dropped is stopped. Its first
+    event says which messages were left out to make room (`Started.dropped`)."""
 
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream[StreamEvent]:
         """Ask for an answer, which begins at once. Waits until the engine has the question.
@@ -476,17 +334,11 @@ class Chat(_Handle[handles.Chat]):
             InvalidRequest, ShuttingDown: as `engine.api.handles.Chat.ask`.
         """
         handle = self._handle
-        stream: Stream[StreamEvent] = Stream(self._caller, self)
-        portal, feed = self._caller.portal, stream._feed
-        portal.wait_as(feed)
-        try:
-            self._caller.ask(
-                lambda engine: feed.follow(handle.ask(text, timeout_s=timeout_s, reader=feed))
-            )
-        except BaseException:
-            portal.forget(feed)
-            raise
-        return stream
+
+        def make_source(engine: api.Engine, feed: Feed) -> Source:
+            return handle.ask(text, timeout_s=timeout_s, reader=feed)
+
+        return self._caller.streams.open_begun(self, make_source, self._caller.ask)
 
     def reset(self, *, system: str | None = None) -> None:
         """Forget the conversation (`engine.api.handles.Chat.reset`)."""
@@ -494,7 +346,7 @@ class Chat(_Handle[handles.Chat]):
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
-        """The conversation so far (`engine.api.handles.Chat.messages`)."""
+        """Return the conversation so far (`engine.api.handles.Chat.messages`)."""
         return self._caller.ask(lambda engine: self._handle.messages)
 
 
@@ -510,7 +362,7 @@ class CrossEncoder(_Handle[handles.CrossEncoder]):
     """Scores documents (`engine.api.handles.CrossEncoder`)."""
 
     def rank(self, query: str, documents: Sequence[str]) -> tuple[float, ...]:
-        """Return one score per document, in their order (`engine.api.handles.CrossEncoder`)."""
+        """Return one score per document, in their order (`engine.api.handles.CrossEncoder.rank`)."""
         return self._caller.call(lambda engine: self._handle.rank(query, documents))
 
 

@@ -1,0 +1,1 @@
+"""Written by tools/regen_faces.py; do not edit."""

@@ -1,0 +1,221 @@
+"""How a thread that blocks waits for the engine: for answers, events, and the engine's end.
+
+`engine.api.aio` is the surface, of which `tools/regen_faces.py` makes the one that blocks over this
+file.
+
+Rule: what the engine gives comes through a `queue.SimpleQueue`, which waits without the GIL and
+wakes for signals.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from engine.api import portal
+from engine.api.portal import End, Feed, Portal
+from engine.errors import ShuttingDown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Self
+
+    from engine.api import engine as api
+    from engine.api.portal import Source
+
+T = TypeVar("T")
+EventT = TypeVar("EventT")
+
+
+class Reply(portal.Reply[T]):
+    """An answer for a thread that blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._box: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+    def _put(self, take: Callable[[], T]) -> None:
+        self._box.put(take)
+
+    def wait(self) -> Callable[[], T]:
+        """Wait for the answer, without the GIL. Return a function that returns or raises it."""
+        return self._box.get()
+
+
+def end_silently_at_exit() -> None:
+    """End this thread silently if it is a daemon that Python, which exits, is about to kill."""
+    if portal.dies_with_interpreter():
+        raise SystemExit
+
+
+def require_waiting_allowed(portal: Portal) -> None:
+    """Check that this thread may wait for the engine.
+
+    Raises:
+        RuntimeError: this is the engine's thread. ShuttingDown: as `Portal.require_own_process`.
+    """
+    portal.require_own_process()
+    if threading.current_thread() is portal.thread:
+        raise RuntimeError("this call blocks, and was made on the engine's own thread")
+
+
+def engine_of(portal: Portal) -> api.Engine:
+    """Return the engine. Raises ShuttingDown as `Portal.engine`."""
+    try:
+        return portal.engine
+    except ShuttingDown:
+        end_silently_at_exit()
+        raise
+
+
+def wait_end(portal: Portal, timeout_s: float | None) -> None:
+    """Wait until the engine's thread has ended, for at most ``timeout_s``; not on that thread."""
+    if threading.current_thread() is not portal.thread:
+        portal.thread.join(timeout_s)
+
+
+# ---- streams
+
+
+class Streams:
+    """Opens the streams of one engine."""
+
+    def __init__(self, portal: Portal) -> None:
+        self._portal = portal
+
+    def open(
+        self, owner: object, make_source: Callable[[api.Engine, portal.Feed], Source]
+    ) -> Stream[Any]:
+        """Return a stream of what ``make_source`` returns on the engine's thread. Does not wait. An
+        error of ``make_source`` is the stream's end."""
+        stream: Stream[Any] = Stream(self._portal, owner)
+        try:
+            self._portal.open_stream(stream._feed, make_source)
+        except ShuttingDown:
+            end_silently_at_exit()
+            raise
+        return stream
+
+    def open_begun(
+        self,
+        owner: object,
+        make_source: Callable[[api.Engine, portal.Feed], Source],
+        ask: Callable[[Callable[[api.Engine], None]], None],
+    ) -> Stream[Any]:
+        """Return a stream as `open` does, after ``make_source`` has been called; raise its error.
+        ``ask`` calls a function on the engine's thread, and waits for that."""
+        stream: Stream[Any] = Stream(self._portal, owner)
+        feed = stream._feed
+        self._portal.wait_as(feed)
+        try:
+            ask(lambda engine: feed.follow(make_source(engine, feed)))
+        except BaseException:
+            self._portal.forget(feed)
+            raise
+        return stream
+
+
+class _Feed(Feed):
+    """The engine's half of a `Stream`."""
+
+    def __init__(self, portal: Portal) -> None:
+        super().__init__(portal)
+        self.queue: SimpleQueue[Any] = SimpleQueue()  # events of one kind of request, and `End`
+
+    def push(self, item: Any) -> None:
+        self.queue.put(item)
+
+
+class Stream(Generic[EventT]):
+    """The events of one request, for a thread that blocks: those of `engine.api.engine.Stream`.
+    Iterating ends after the last event of a request that succeeded, and raises its `TrioletError`
+    after the last event of one that did not; after that the stream has ended.
+
+    Leaving its block, `close`, or dropping it ends the request. Threads may share one: each event
+    goes to one of them, and the end to all.
+    """
+
+    def __init__(self, portal: Portal, owner: object) -> None:
+        self._portal = portal
+        self._owner = owner  # a dropped handle closes, but not while its stream is read
+        self._feed = _Feed(portal)
+        self._lock = threading.Lock()
+        self._num_taken = 0
+        self._released_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[EventT]:
+        return self
+
+    def __next__(self) -> EventT:
+        require_waiting_allowed(self._portal)
+        item = self._next_item()
+        if isinstance(item, End):
+            self._feed.queue.put(End())  # for other threads that wait, or come later
+            if item.error is None:
+                raise StopIteration
+            if isinstance(item.error, ShuttingDown):
+                end_silently_at_exit()
+            raise item.error
+        if isinstance(item, self._feed.credited):
+            self._count_taken()
+        return item
+
+    def _next_item(self) -> EventT | End:
+        """Return the queue's next item. Before a longer wait, the credit of all that was taken is
+        given back: a step of many choices may need more slots than the rest of the buffer has."""
+        queue = self._feed.queue
+        item: EventT | End
+        if self._num_taken:
+            with suppress(Empty):
+                item = queue.get(timeout=portal.RELEASE_AFTER_S)
+                return item
+            with self._lock:
+                taken = self._count_anew()
+            self._give_back(taken)
+        item = queue.get()
+        return item
+
+    def close(self) -> None:
+        """End the request if it has not ended. Idempotent; never waits."""
+        feed = self._feed
+        if not feed.has_ended:
+            self._portal.try_post(feed.leave)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _count_taken(self) -> None:
+        """Give credit back in portions (`Feed.num_per_release`). A slow reader gives back the
+        credit of each event."""
+        if self._feed.has_ended:
+            return  # the stream has ended and needs no credit
+        taken = 0
+        with self._lock:
+            self._num_taken += 1
+            is_late = time.monotonic() - self._released_at >= portal.RELEASE_AFTER_S
+            if is_late or self._num_taken >= self._feed.num_per_release:
+                taken = self._count_anew()
+        self._give_back(taken)
+
+    def _count_anew(self) -> int:
+        """Return how many taken events still hold credit, and count from 0 again. The caller holds
+        the lock."""
+        taken, self._num_taken = self._num_taken, 0
+        self._released_at = time.monotonic()
+        return taken
+
+    def _give_back(self, taken: int) -> None:
+        """Give the credit of so many events back. The caller does not hold the lock, for which
+        another thread would have to wait until the engine's thread is woken."""
+        feed = self._feed  # the command must not hold the stream
+        if taken:
+            self._portal.try_post(lambda: feed.release(taken))
