@@ -39,7 +39,6 @@ from engine.requests.text_values import AnswerTokens, GenerateRequest
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     from engine.api.engine import Engine
@@ -97,12 +96,7 @@ class Handle:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
@@ -306,12 +300,7 @@ class Answer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:

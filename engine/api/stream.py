@@ -9,7 +9,6 @@ import trio
 from engine.errors import RequestCancelled
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from engine.api.engine import Engine
@@ -41,12 +40,7 @@ class Stream(Generic[EventT]):
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stream.close_reader()
 
     @property

@@ -74,11 +74,7 @@ def open_channel(address: str, **settings: Unpack[ChannelSettings]) -> grpc.Chan
     Raises:
         PemError: a TLS file is wrong.
     """
-    _check(address, settings)
-    target, options = target_of(address), _options(address, settings)
-    if tls := settings.get("tls"):
-        return grpc.secure_channel(target, tls.credentials(), options=options)
-    return grpc.insecure_channel(target, options=options)
+    return _open(grpc, address, settings)
 
 
 def open_aio_channel(address: str, **settings: Unpack[ChannelSettings]) -> grpc.aio.Channel:
@@ -87,11 +83,15 @@ def open_aio_channel(address: str, **settings: Unpack[ChannelSettings]) -> grpc.
     Raises:
         PemError: a TLS file is wrong.
     """
+    return _open(grpc.aio, address, settings)
+
+
+def _open(library: Any, address: str, settings: ChannelSettings) -> Any:
     _check(address, settings)
     target, options = target_of(address), _options(address, settings)
     if tls := settings.get("tls"):
-        return grpc.aio.secure_channel(target, tls.credentials(), options=options)
-    return grpc.aio.insecure_channel(target, options=options)
+        return library.secure_channel(target, tls.credentials(), options=options)
+    return library.insecure_channel(target, options=options)
 
 
 # What the settings take beside None, for errors.

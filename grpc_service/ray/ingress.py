@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 from engine.errors import InvalidRequest, NoWorkers, Overloaded, TrioletError, WorkerLost
 from grpc_service._generated.triolet.v1 import inference_pb2_grpc
 from grpc_service._generated.triolet.v1.count_limits import COUNT_LIMITS
+from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import INFERENCE
 from grpc_service.services.value_counts import judges_of
@@ -46,7 +47,6 @@ SERVES_OWN: dict[grpc.StatusCode, Callable[[], TrioletError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda: Overloaded("all replicas have enough requests"),
     grpc.StatusCode.UNAVAILABLE: lambda: NoWorkers("there is no replica"),
 }
-SMALL_BYTES = 2**10  # of a request that is read in the loop, as by `grpc_service.access.decoding`
 READ_ONCE = ("peer", "auth_context", "peer_identities", "peer_identity_key")
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 JUDGES = judges_of(INFERENCE, COUNT_LIMITS)

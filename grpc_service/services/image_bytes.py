@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from engine.requests.encode_values import MAX_INPUTS
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
 from grpc_service.rpc.errors import MessageTooLarge
+from grpc_service.services.value_counts import FIXED32, FIXED64, LENGTH_DELIMITED, varint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FIELDS_MAX = 2 * MAX_INPUTS  # of a message; those beyond it count as no images
-VARINT_BYTES_MAX = 10
-LENGTH_DELIMITED = 2  # protobuf's wire type
-FIXED_BYTES = {1: 8, 5: 4}  # and those of a fixed size
+FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 # The fields that lead to an image, from the request on: a message for each, and the bytes.
 EMBED = tuple(
     descriptor.fields_by_name[name].number
@@ -82,12 +81,12 @@ class _Count:
         try:
             while at < end and self._left > 0:
                 self._left -= 1
-                tag, at = _varint(data, at)
+                tag, at = varint(data, at)
                 kind = tag & 7
                 if kind in FIXED_BYTES:
                     at += FIXED_BYTES[kind]
                     continue
-                length, start = _varint(data, at)
+                length, start = varint(data, at)
                 if kind != LENGTH_DELIMITED:
                     if kind:  # a group: no request has one
                         break
@@ -99,22 +98,10 @@ class _Count:
                 if len(path) > 2:
                     total += self.inside(path[1:], start, at)
                     continue
-                inner, begin = _varint(data, start)
-                size, begin = _varint(data, begin)
+                inner, begin = varint(data, start)
+                size, begin = varint(data, begin)
                 if inner == path[1] << 3 | LENGTH_DELIMITED and begin + size == at:
                     total += size
         except (IndexError, ValueError):
             pass
         return total
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf's encoding, and the place behind it."""
-    number = 0
-    for shift in range(0, 7 * VARINT_BYTES_MAX, 7):
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-    raise ValueError("a number that does not end")

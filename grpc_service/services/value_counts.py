@@ -159,16 +159,16 @@ class _Walk:
             level += 1
             self._check_level(plan.counter, level)
         while at < end:
-            tag, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+            tag, at = (data[at], at + 1) if data[at] < 0x80 else varint(data, at)
             self._count(1)
             kind, start = tag & 7, at
             if kind == LENGTH_DELIMITED:
-                size, start = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+                size, start = (data[at], at + 1) if data[at] < 0x80 else varint(data, at)
                 at = start + size
                 if at > end:
                     raise ValueError("a field that goes beyond its message")
             elif kind == VARINT:
-                at = at + 1 if data[at] < 0x80 else _varint(data, at)[1]
+                at = at + 1 if data[at] < 0x80 else varint(data, at)[1]
             elif kind == FIXED32:
                 at += 4
             elif kind == FIXED64:
@@ -224,7 +224,7 @@ class _Walk:
         raise InvalidRequest.of(path, f"has more than {most} values")
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
     """Return a number of protobuf's encoding, and the place behind it."""
     number = 0
     for shift in range(0, 7 * VARINT_BYTES_MAX, 7):

@@ -25,7 +25,6 @@ from engine.worker.load.resolve import WEIGHTS_NAME, weight_files, weight_index
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-    from types import TracebackType
 
     from engine.worker.load.joined_experts import Piece
     from engine.worker.small_weights import Form, SmallWeight
@@ -107,12 +106,7 @@ class Checkpoint:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.clear()
         self._stack.close()
 
