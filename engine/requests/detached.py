@@ -21,8 +21,9 @@ from engine.core.common.types import EndReason, Explanation
 from engine.errors import RequestNotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
+    from engine.core.common.types import RequestId
     from engine.requests.kept_events import ReceivedChoice
     from engine.requests.quota import Quota
     from engine.requests.readers import Reader
@@ -98,10 +99,11 @@ class DetachedStreams:
         not ended waited."""
         return self._give_up_one([one for one in self._waits.values() if not one.stream.is_closed])
 
-    def spare_images(self) -> None:
-        """Give a request with images up, if one waits, because another one lacks their memory."""
+    def spare_images(self, holders: Container[RequestId]) -> None:
+        """Give up one of the requests that hold images' memory, if one waits, because another one
+        lacks it."""
         live = [one for one in self._waits.values() if not one.stream.is_closed]
-        self._give_up_one([one for one in live if one.stream.request.has_images])
+        self._give_up_one([one for one in live if one.stream.core_id in holders])
 
     def _give_up_one(self, waits: list[_Wait]) -> bool:
         """Give up the oldest stream of the party that has the most; return whether there is one."""

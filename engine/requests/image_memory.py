@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from engine.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Set
     from contextlib import ExitStack
+
+    from engine.core.common.types import RequestId
 
 # Bytes of all requests' images. A guess: 1,700 images of 224 × 224 pixels, some tens of steps.
 IMAGE_BYTES_MAX = 256 * 2**20
@@ -77,13 +79,14 @@ class ImageFiles:
 class ImageMemory:
     """Memory for images. Belongs to the Trio thread.
 
-    ``num_bytes`` are those that are held.
+    ``num_bytes`` are those that are held, by ``holders``.
     """
 
     def __init__(self, max_bytes: int = IMAGE_BYTES_MAX) -> None:
         self.num_bytes = 0
+        self.holders: set[RequestId] = set()
         self._max_bytes = max_bytes
-        self._waiting: deque[tuple[int, trio.Event, Callable[[], None]]] = deque()
+        self._waiting: deque[_Waiter] = deque()
 
     @property
     def request_bytes_max(self) -> int:
@@ -91,37 +94,51 @@ class ImageMemory:
         return int(self._max_bytes * REQUEST_SHARE)
 
     async def take(
-        self, num_bytes: int, held: ExitStack, on_short: Callable[[], None] = lambda: None
+        self,
+        num_bytes: int,
+        held: ExitStack,
+        request_id: RequestId,
+        on_short: Callable[[Set[RequestId]], None] = lambda holders: None,
     ) -> None:
         """Wait for so many bytes, at most `request_bytes_max`. ``held`` gives them back.
-        ``on_short`` may be called while they are lacking, to have others give theirs back.
+        ``on_short`` may be called with ``holders`` while they are lacking, to have others give
+        theirs back.
 
         Cancellation: nothing is held.
         """
-        granted = trio.Event()
-        waiter = (num_bytes, granted, on_short)
+        waiter = _Waiter(num_bytes, request_id, on_short, trio.Event())
         self._waiting.append(waiter)
         self._grant()
         try:
-            await granted.wait()
+            await waiter.granted.wait()
         except BaseException:
-            if granted.is_set():
-                self._give_back(num_bytes)
+            if waiter.granted.is_set():
+                self._give_back(num_bytes, request_id)
             else:
                 self._waiting.remove(waiter)
                 self._grant()  # those behind may need less
             raise
-        held.callback(self._give_back, num_bytes)
+        held.callback(self._give_back, num_bytes, request_id)
 
-    def _give_back(self, num_bytes: int) -> None:
+    def _give_back(self, num_bytes: int, request_id: RequestId) -> None:
         self.num_bytes -= num_bytes
+        self.holders.remove(request_id)
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self.num_bytes + self._waiting[0][0] <= self._max_bytes:
-            num_bytes, granted, _ = self._waiting.popleft()
-            self.num_bytes += num_bytes
-            granted.set()
+        while self._waiting and self.num_bytes + self._waiting[0].num_bytes <= self._max_bytes:
+            waiter = self._waiting.popleft()
+            self.num_bytes += waiter.num_bytes
+            self.holders.add(waiter.request_id)
+            waiter.granted.set()
         if self._waiting:
-            _, _, on_short = self._waiting[0]
-            on_short()
+            self._waiting[0].on_short(self.holders)
+
+
+class _Waiter(NamedTuple):
+    """A request that waits for memory, until ``granted`` is set."""
+
+    num_bytes: int
+    request_id: RequestId
+    on_short: Callable[[Set[RequestId]], None]
+    granted: trio.Event

@@ -74,7 +74,9 @@ class Seeing:
         self._check_count(sight, count)
         assignment.report(Phase.DECODE_IMAGE)
         num_bytes = count * sight.max_bytes
-        await self.memory.take(num_bytes, assignment.held, assignment.spare_images)
+        await self.memory.take(
+            num_bytes, assignment.held, assignment.core_id, assignment.spare_images
+        )
         chat = await self._read_each(chat, partial(self._kept.read, sight))
         assignment.report(Phase.TOKENIZE)
         return chat

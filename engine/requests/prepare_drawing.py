@@ -129,7 +129,7 @@ class DrawPreparer:
         if data is None:
             return None
         assignment.report(Phase.DECODE_IMAGE)
-        await self.image_memory.take(3 * width * height, assignment.held)
+        await self.image_memory.take(3 * width * height, assignment.held, assignment.core_id)
         read = partial(read_as, size=(width, height), max_pixels=info.max_image_pixels)
         try:
             return await self._tokenizing.decode_image(read, data)

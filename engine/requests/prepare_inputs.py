@@ -147,7 +147,7 @@ class InputPreparer:
                 "further requests",
             )
         assignment.report(Phase.DECODE_IMAGE)
-        await self.image_memory.take(len(data) * fit.max_bytes, assignment.held)
+        await self.image_memory.take(len(data) * fit.max_bytes, assignment.held, assignment.core_id)
         made, found = [], []
         for index, one in data.items():
             try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Set
     from contextlib import AbstractAsyncContextManager, ExitStack
 
     import trio
@@ -35,8 +35,8 @@ class Assignment(Generic[AskedT, ReplicaT]):
     `Origin.party`. ``seed`` is the seed of its draws; 0 for a kind of work that draws nothing.
     ``adapter`` is the digest of the adapter that it is computed with; "": none. Whatever is taken
     for the request is entered in ``held``, which gives it back when the request has ended.
-    ``report`` is called with the request's phase when that changes. ``spare_images`` gives up a
-    request whose client is away, so that its images' memory comes back.
+    ``report`` is called with the request's phase when that changes. ``spare_images`` gives up
+    one of the requests that hold images' memory, if its client is away.
     """
 
     request: AskedT
@@ -49,7 +49,7 @@ class Assignment(Generic[AskedT, ReplicaT]):
     adapter: str
     held: ExitStack
     report: Callable[[Phase], None]
-    spare_images: Callable[[], None]
+    spare_images: Callable[[Set[RequestId]], None]
 
     @property
     def deadline(self) -> float | None:

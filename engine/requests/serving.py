@@ -18,8 +18,9 @@ from engine.errors import ShuttingDown, WorkerLost
 from engine.requests.prepared import Assignment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
+    from engine.core.common.types import RequestId
     from engine.pool.leases import Lease
     from engine.pool.pool import Pool
     from engine.requests.kind import ClientRequest, Preparer, RequestKind
@@ -36,7 +37,7 @@ class Serving:
     kind: RequestKind
     preparer: Preparer
     pool: Pool
-    spare_images: Callable[[], None]
+    spare_images: Callable[[Set[RequestId]], None]
 
     async def serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
         """Serve a request until its stream is closed.

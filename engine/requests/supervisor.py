@@ -190,9 +190,11 @@ class Supervisor:
             request.validate()
         except InvalidRequest as invalid:
             return invalid
+        if not self._tasks.is_open:
+            return ShuttingDown("the engine is closed")
         if len(self._live) >= self._max_live and not self.detached.make_place():
             return Overloaded(f"the server holds its {self._max_live} requests", retry_after_s=1.0)
-        return None if self._tasks.is_open else ShuttingDown("the engine is closed")
+        return None
 
     def _core_id(self, request: ClientRequest, request_id: str) -> RequestId:
         """Return the core's name for a request, which is never used twice.

@@ -227,6 +227,25 @@ def test_submit_answers_at_once_whatever_became_of_the_queue_and_the_engine(seed
     run_engine(body, seed, max_num_seqs=1, max_queued_requests=1)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_that_refuses_a_request_gives_up_no_stream_for_it(seed):
+    """Red if a full engine that is closed, or a bad request, has a stream give its place up."""
+
+    async def body(engine):
+        supervisor, reader = engine._supervisor, EventReader(lambda: None)
+        asked = replace(REQUEST, request_id="", resume_window_s=600.0)
+        lost = engine.submit(asked, buffer=9, reader=reader)
+        lost.leave(reader, trio.current_time(), is_lost=True)
+        supervisor._max_live = 1
+        bad = replace(asked, timeout_s=math.nan, check=False)
+        assert isinstance(engine.submit(bad, buffer=9).error, InvalidRequest)
+        supervisor._tasks.close()
+        assert isinstance(engine.submit(asked, buffer=9).error, ShuttingDown)
+        assert lost.reason is None
+
+    run_engine(body, seed)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered(seed):
     """The first request's cancel still waits for the step when the second request comes."""

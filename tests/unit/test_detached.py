@@ -270,12 +270,16 @@ async def test_a_full_server_gives_up_a_stream_that_waits_of_whoever_has_the_mos
 
 
 async def test_memory_for_images_is_given_up_by_a_stream_that_has_some(autojump_clock):
-    streams, ann = DetachedStreams(Tasks()), Quota("ann")
-    images = {"role": "user", "content": [{"type": "image", "image": b"a"}]}
-    plain, seeing = lost(streams, "a", ann), lost(streams, "b", chat=Chat((images,)), text=None)
+    """Red if one is given up that has images and waits for their memory, such as the one that
+    lacks it."""
+    streams = DetachedStreams(Tasks())
+    images = Chat(({"role": "user", "content": [{"type": "image", "image": b"a"}]},))
+    plain = lost(streams, "a")
+    waiting, holder = [lost(streams, name, chat=images, text=None) for name in "bc"]
     for _ in range(2):
-        streams.spare_images()
-        assert (plain.reason, seeing.reason) == (None, EndReason.CANCELLED)
+        streams.spare_images({holder.core_id})
+        reasons = [stream.reason for stream in (plain, waiting, holder)]
+        assert reasons == [None, None, EndReason.CANCELLED]
 
 
 async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump_clock):

@@ -21,7 +21,7 @@ class Asker:
 
     async def run(self):
         with self.scope:
-            await self.memory.take(self.num_bytes, self.held)
+            await self.memory.take(self.num_bytes, self.held, id(self))
             self.has_it = True
 
 
@@ -74,22 +74,27 @@ async def test_one_that_is_cancelled_as_it_gets_memory_gives_it_back(ask):
 
 async def test_the_first_that_waits_asks_others_for_theirs_until_it_has_enough():
     """Requests whose clients were away kept theirs up to their windows' ends."""
-    memory, hoards, own = ImageMemory(100), [ExitStack() for _ in range(3)], ExitStack()
-    for held in hoards:
-        await memory.take(30, held)
-    left = list(hoards)
+    memory, hoards, own = ImageMemory(100), {name: ExitStack() for name in "abc"}, ExitStack()
+    for name, held in hoards.items():
+        await memory.take(30, held, name)
+    left, asked = list(hoards), []
     with trio.fail_after(1):
         async with trio.open_nursery() as nursery:
 
-            def spare():
-                nursery.start_soon(give_back, left.pop(0))
+            def spare(holders):
+                asked.append(set(holders))
+                nursery.start_soon(give_back, hoards[left.pop(0)])
 
             async def give_back(held):
                 held.close()
 
-            await memory.take(50, own, spare)
+            await memory.take(50, own, "own", spare)
             await wait_all_tasks_blocked()
-    assert (memory.num_bytes, left) == (80, hoards[2:])
+    assert (memory.num_bytes, left) == (80, ["c"])
+    assert asked == [{"a", "b", "c"}, {"b", "c"}], "who waits itself holds nothing"
+    own.close()
+    hoards["c"].close()
+    assert (memory.num_bytes, set(memory.holders)) == (0, set())
 
 
 def test_files_of_requests_whose_clients_are_away_take_no_room_from_others():
