@@ -18,6 +18,7 @@ import trio
 
 from engine.errors import InvalidRequest, NoWorkers, SpawnFailed
 from engine.pool.adapter_version import AdapterVersion
+from engine.pool.first_adapters import NO_TEXT_MODEL
 from engine.pool.load_errors import error_for_request, log_failed_adapter
 from engine.status import Capability, ModelStatus
 
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
     from engine.pool.registry import Registry
     from engine.pool.runner_jobs import RunnerJobs
     from engine.pool.serving import StartTask
-    from engine.replica.replica import AnyReplica, AnyRunner
-    from engine.worker.interface import AdapterInfo
+    from engine.replica.replica import AnyReplica
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0  # guess: until the base's unload has ended
-NO_TEXT_MODEL = "only models that generate text take adapters"
 
 
 class Adapters:
@@ -127,74 +126,6 @@ class Adapters:
         if not self._registry.is_closed:
             self._start_task(task)
 
-    # ---- replicas that load
-
-    def measure(self, entry: Entry, runner: AnyRunner) -> int:
-        """Return how many bytes the model's adapters will take on a replica. Called in a thread. An
-        adapter that cannot be measured counts 0; its load will fail."""
-        total = 0
-        for version in list(entry.adapters.values()):
-            try:
-                total += _store_of(runner).measure(version.config.directory)
-            except Exception as error:
-                log.debug("%s cannot be measured: %r", version.name, error)
-        return total
-
-    async def load_all(self, entry: Entry, runner: AnyRunner) -> dict[AdapterVersion, AdapterInfo]:
-        """Load the model's adapters with a replica that does not serve yet. An adapter that does
-        not load does not end that: its error is logged and shown by ListModels. What was forgotten
-        meanwhile is unloaded. After the last look at the model's adapters nothing is awaited.
-
-        Cancellation: before and between adapters; the replica is closed then.
-        """
-        loaded: dict[AdapterVersion, AdapterInfo] = {}
-        failed: set[AdapterVersion] = set()
-        while True:
-            wanted = list(entry.adapters.values())
-            if stale := [one for one in loaded if one not in wanted]:
-                await self._unload_from(entry, runner, loaded.pop(stale[0]))
-            elif missing := [one for one in wanted if one not in loaded and one not in failed]:
-                version = missing[0]
-                try:
-                    loaded[version] = await self._load_with(entry, version, runner)
-                    version.error = None
-                except Exception as error:
-                    failed.add(version)
-                    version.error = error
-                    log_failed_adapter(version.name, error)
-            else:
-                return loaded
-
-    async def _load_with(
-        self, entry: Entry, version: AdapterVersion, runner: AnyRunner
-    ) -> AdapterInfo:
-        """Load a version with a replica that does not serve yet."""
-        load = partial(_load, runner, version.config.directory)
-        info: AdapterInfo = await self._jobs.run_for_load(load)
-        try:
-            self._check_content(entry, version, info)
-        except SpawnFailed:
-            await self._unload_from(entry, runner, info)
-            raise
-        return info
-
-    async def _unload_from(self, entry: Entry, runner: AnyRunner, info: AdapterInfo) -> None:
-        """Drop what a replica that does not serve yet has loaded."""
-        await self._jobs.run_for_load(partial(_store_of(runner).unload, info.digest))
-
-    def _check_content(self, entry: Entry, version: AdapterVersion, info: AdapterInfo) -> None:
-        """Check that other replicas have the same content of an adapter.
-
-        Raises:
-            SpawnFailed: they have another one.
-        """
-        others = {one.adapters[version].digest for one in entry.ready if version in one.adapters}
-        if others - {info.digest}:
-            raise SpawnFailed(
-                "its files have changed since other replicas loaded it; load it again by "
-                "LoadAdapter"
-            )
-
     # ---- one version
 
     async def _load_onto(self, entry: Entry, version: AdapterVersion, replica: AnyReplica) -> None:
@@ -280,15 +211,3 @@ class Adapters:
                 log.debug("%s was not unloaded: %r", version.name, error)
             reservation.change(-info.num_bytes)
             self._governor.notify_freed()
-
-
-def _store_of(runner: AnyRunner) -> Any:
-    store = getattr(runner, "adapters", None)
-    if store is None:
-        raise SpawnFailed(NO_TEXT_MODEL)
-    return store
-
-
-def _load(runner: AnyRunner, directory: str) -> AdapterInfo:
-    info: AdapterInfo = _store_of(runner).load(directory)
-    return info

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from engine.pool import first_adapters
 from engine.pool.load_errors import log_failed_load
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, ModelConfig
     from engine.pool.adapter_version import AdapterVersion
-    from engine.pool.adapters import Adapters
     from engine.pool.entry import Entry, Load
     from engine.pool.governor import Governor
     from engine.pool.memory import Reservation
@@ -70,7 +70,6 @@ class ReplicaLoader:
         self._serving = serving
         self._jobs = jobs
         self._on_change = on_change
-        self.adapters: Adapters | None = None  # set when the pool is put together
 
     async def load_replicas(self, entry: Entry, load: Load) -> None:
         """Load as many of the wanted replicas as find memory. Each serves as soon as it has loaded,
@@ -131,9 +130,8 @@ class ReplicaLoader:
             runner = self._make_runner(config, self._config)
             try:
                 estimate = runner.estimate()
-                if entry.adapters and self.adapters is not None:
-                    more = self.adapters.measure(entry, runner)
-                    estimate = replace(estimate, num_bytes=estimate.num_bytes + more)
+                more = first_adapters.measure(entry, runner)
+                estimate = replace(estimate, num_bytes=estimate.num_bytes + more)
                 return _Candidate(config, runner, estimate)
             except BaseException:
                 runner.close()
@@ -162,9 +160,7 @@ class ReplicaLoader:
         try:
             is_alone = _loads_alone(entry, candidate.config)
             info = await self._jobs.run_for_load(load_it, is_alone=is_alone)
-            adapters: dict[AdapterVersion, AdapterInfo] = {}
-            if entry.adapters and self.adapters is not None:
-                adapters = await self.adapters.load_all(entry, runner)
+            adapters = await first_adapters.load_all(entry, runner, self._jobs)
             replica = self._register(entry, load, candidate, info, reservation, adapters)
         except Exception as error:
             log_failed_load(entry.config.name, error)

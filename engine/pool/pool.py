@@ -101,7 +101,7 @@ class Pool:
         self._revival = Revival(self.registry, config.max_worker_deaths)
         self._loads = Loads(self.registry, loader, self._revival, self._start_task, on_change)
         self.leases = Leases(config, self.registry, self._loads)
-        self.adapters = loader.adapters = Adapters(
+        self.adapters = Adapters(
             self.registry,
             self.leases,
             self._governor,

@@ -17,6 +17,7 @@ from engine.config import ADAPTER_FILES, AdapterConfig, EngineConfig, ModelConfi
 from engine.errors import ConfigError, InvalidRequest, SpawnFailed
 from engine.pool.adapter_version import AdapterVersion
 from engine.pool.adapters import Adapters
+from engine.pool.first_adapters import load_all
 from engine.pool.registry import Registry
 from engine.status import Capability, ModelState
 from engine.worker.interface import AdapterInfo
@@ -184,7 +185,7 @@ async def test_a_replica_that_is_loaded_drops_what_is_unloaded_meanwhile(autojum
     async with adapters_of(registry) as adapters, trio.open_nursery() as nursery:
 
         async def load():
-            found.update(await adapters.load_all(entry, SimpleNamespace(adapters=store)))
+            found.update(await load_all(entry, SimpleNamespace(adapters=store), Jobs()))
 
         nursery.start_soon(load)
         await trio.sleep(1.5)  # between its two adapters
@@ -202,8 +203,8 @@ async def test_files_that_changed_are_not_kept_by_a_replica_that_loads(autojump_
     other = replica_with(Store())
     other.adapters[version] = AdapterInfo("old", 10)
     monkeypatch.setattr(type(entry), "ready", property(lambda self: self.replicas))
-    async with adapters_of(registry, [other]) as adapters:
-        found = await adapters.load_all(entry, SimpleNamespace(adapters=store))
+    entry.replicas = [other]
+    found = await load_all(entry, SimpleNamespace(adapters=store), Jobs())
     assert not found
     assert not store.loaded
     assert "changed since" in str(version.error)
@@ -226,7 +227,7 @@ async def test_the_log_says_why_an_adapter_did_not_load(
     async with adapters_of(registry, [replica_with(store)]) as adapters:
         with pytest.raises(SpawnFailed, match="m:y: "):
             await adapters.load("m:y", "y")
-        await adapters.load_all(entry, SimpleNamespace(adapters=store))
+        await load_all(entry, SimpleNamespace(adapters=store), Jobs())
     texts = [record.getMessage() for record in caplog.records]
     for name in ("m:y", "m:x"):
         [text] = [one for one in texts if name in one]
