@@ -29,8 +29,11 @@ OUTPUT = Path("grpc_service/_generated")
 FIELD = DescriptorProto.FIELD_FIELD_NUMBER
 OUTPUT_PACKAGE = "grpc_service._generated"
 LIMITS = Path("triolet/v1/count_limits.py")
-# "At most 64.", and of a tree of JSON values "At most 64 values, 8 levels deep."
-LIMIT = re.compile(r"(?:^|\. )At most (\d+)(?: values, (\d+) levels deep)?\.")
+# "At most 64.", "At most 64 in all turns.", or, of a tree of JSON values, "At most 64 values, 8
+# levels deep."
+LIMIT = re.compile(
+    r"(?:^|\. )At most (\d+)(?: values)?(?: in all [a-z ]+)?(?:, (\d+) levels deep)?\."
+)
 
 
 @dataclass(frozen=True)
