@@ -10,6 +10,7 @@ from engine.core.encode.scheduler import EncodeScheduler
 from engine.requests.encode_stream import EncodeStream
 from engine.requests.encode_values import EmbedRequest, RerankRequest
 from engine.requests.prepare_inputs import EncodeTools, InputPreparer
+from engine.settings import share
 from engine.status import Capability
 
 if TYPE_CHECKING:
@@ -32,16 +33,8 @@ class EncodeKind:
 
     def make_core(self, info: EncoderInfo, config: EngineConfig, name: str) -> EncodeScheduler:
         """Return the scheduler of one replica. ``name`` is not used."""
-        return EncodeScheduler(
-            EncoderConfig(
-                max_model_len=info.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_queued_requests=config.max_queued_requests,
-                max_queued_tokens=config.max_queued_tokens,
-                stall_timeout_s=config.stall_timeout_s,
-            )
-        )
+        limits = share(EncoderConfig, config, max_model_len=info.max_model_len)
+        return EncodeScheduler(limits)
 
     def make_tools(self, runner: EncodeRunner, threads: Threads) -> EncodeTools:
         """Return what the preparer uses of a loaded runner: its tokenizer for inputs."""

@@ -10,6 +10,7 @@ from engine.core.image.scheduler import ImageScheduler
 from engine.requests.draw_stream import DrawStream
 from engine.requests.draw_values import DrawRequest
 from engine.requests.prepare_drawing import DrawPreparer
+from engine.settings import share
 from engine.status import Capability
 
 if TYPE_CHECKING:
@@ -32,14 +33,7 @@ class ImageKind:
 
     def make_core(self, info: ImageModelInfo, config: EngineConfig, name: str) -> ImageScheduler:
         """Return the scheduler of one replica. ``name`` and ``info`` are not used."""
-        return ImageScheduler(
-            ImageConfig(
-                max_drawings=config.max_drawings,
-                max_queued_requests=config.max_queued_requests,
-                max_queued_tokens=config.max_queued_tokens,
-                stall_timeout_s=config.stall_timeout_s,
-            )
-        )
+        return ImageScheduler(share(ImageConfig, config))
 
     def make_tools(self, runner: ImageRunner, threads: Threads) -> None:
         """Return None: requests use nothing of a runner beside its tokenizer."""

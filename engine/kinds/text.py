@@ -12,6 +12,7 @@ from engine.requests.compiled_constraints import CompiledConstraints
 from engine.requests.prepare_text import TextPreparer, TextTools
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import GenerateRequest
+from engine.settings import share
 from engine.status import Capability
 
 if TYPE_CHECKING:
@@ -36,24 +37,17 @@ class TextKind:
         seats = config.max_num_seqs
         if info.num_states:  # each sequence that runs has a state
             seats = min(seats, info.num_states)
-        return Scheduler(
-            SchedulerConfig(
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_model_len=info.max_model_len,
-                max_num_seqs=seats,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_queued_requests=config.max_queued_requests,
-                max_queued_tokens=config.max_queued_tokens,
-                step_time_target_s=config.step_time_target_s,
-                inter_token_target_s=config.inter_token_target_s,
-                stall_timeout_s=config.stall_timeout_s,
-                prefix_cache=config.prefix_cache,
-                prepared_plans=config.prepared_plans,
-                cache_namespace=name,
-                num_states=info.num_states,
-            )
+        limits = share(
+            SchedulerConfig,
+            config,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=seats,
+            cache_namespace=name,
+            num_states=info.num_states,
         )
+        return Scheduler(limits)
 
     def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
         """Return what the preparer uses of a loaded runner: its compiled constraints."""

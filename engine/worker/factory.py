@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ConfigError, SpawnFailed
 from engine.limits.cpu import cpu_limit
 from engine.limits.memory import default_limit
+from engine.settings import share
 from engine.status import Capability
 from engine.worker.diffusion import pipelines
 from engine.worker.import_lock import holds_import_lock
@@ -88,25 +89,15 @@ def _draft_model(model: ModelConfig) -> str:
 
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     """Return one model's share of the configuration, as its runner needs it."""
-    limit = config.memory_limit or default_limit()
     tp = model.tp if _generates_text(model) else 1
-    return RunnerSpec(
+    return share(
+        RunnerSpec,
+        model,
+        config,
         model=model.model,
-        revision=model.revision,
-        device=model.device,
-        dtype=model.dtype,
         threads=threads_for(model, config),
-        block_size=config.block_size,
         kv_bytes=_kv_bytes(model, config),
-        prefault_kv_cache=config.prefault_kv_cache,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_drawings=config.max_drawings,
-        memory_limit=limit,
-        seed=config.seed,
-        quantization=model.quantization,
-        max_image_pixels=config.max_image_pixels,
+        memory_limit=config.memory_limit or default_limit(),
         tp=tp,
         speculation=model.speculation if tp == 1 else "off",
         draft_model=_draft_model(model),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core.image.types import ImagePlan, ImageResult
+from engine.settings import ImageLimits
 from engine.status import Capability
 from engine.worker.interface import Runner
 
@@ -49,7 +50,7 @@ class ImageModelInfo:
     steps_max: tuple[tuple[str, int], ...] = ()
     tile_size: int = 0
     tile_stride: int = 0
-    max_image_pixels: int = 2**25
+    max_image_pixels: int = ImageLimits.max_image_pixels
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
 

@@ -13,12 +13,13 @@ Rule 2: this file imports no torch; the rest of `engine.worker` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from engine.core.encode.types import EncodePlan, EncodeResult, TokenizedInput
 from engine.core.text.plan import StepPlan, StepResult
+from engine.settings import ImageLimits, ModelChoices, ModelMemory, TextSteps
 from engine.status import Capability
 
 if TYPE_CHECKING:
@@ -32,18 +33,14 @@ if TYPE_CHECKING:
 # ---- what a runner is made from, and what it reports while it loads
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerSpec:
+@dataclass(frozen=True)
+class RunnerSpec(ModelChoices, ModelMemory, TextSteps, ImageLimits):
     """Which model to load, and with what resources. A spec is all that a runner is made from.
 
     ``model`` is a directory, a GGUF file, a demo id or a Hugging Face id. ``kv_bytes`` bounds the
-    KV pool; the runner turns the bound into blocks once it knows the model. If
-    ``prefault_kv_cache``, a CPU's pool has all its memory when the model is loaded.
-    ``memory_limit`` is how many bytes the process may use; error messages of a load name it.
-    ``threads`` 0 means the library's default. ``quantization`` is "none", or the bits that float
-    weights are rounded to: "int8" or "int4". ``max_image_pixels`` is how many pixels the file of an
-    image may have. ``speculation`` is how tokens are drafted: "off", "lookup", or "model", which
-    adds the model in ``draft_model``.
+    KV pool; the runner turns the bound into blocks once it knows the model. ``memory_limit`` is how
+    many bytes the process may use; error messages of a load name it. ``threads`` 0 means the
+    library's default.
 
     The runner is rank ``rank`` of the ``tp`` ranks of a divided model, which meet in the file
     ``rendezvous``; ``kv_bytes`` and ``memory_limit`` are those of all ranks together. With a ``tp``
@@ -51,24 +48,9 @@ class RunnerSpec:
     """
 
     model: str
-    revision: str = ""
-    device: str = "cpu"
-    dtype: str = "auto"
-    threads: int = 0
-    block_size: int = 16
+    _: KW_ONLY
     kv_bytes: int | None = None
-    prefault_kv_cache: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_drawings: int = 4
     memory_limit: int = 0
-    seed: int = 0
-    quantization: str = "none"
-    max_image_pixels: int = 2**25
-    speculation: str = "off"
-    draft_model: str = ""
-    tp: int = 1
     rank: int = 0
     rendezvous: str = ""
 

@@ -1,6 +1,6 @@
 """The settings of the gRPC server: where it listens, and what is safe there (D21).
 
-Rule 1: as in `engine.config`, a config object that exists is valid, and the defaults are only here.
+Rule 1: as in `engine.config`, a config object that exists is valid, and a setting is one field.
 """
 
 from __future__ import annotations
@@ -9,69 +9,118 @@ import os
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.settings import check, setting
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT, is_loopback
+from grpc_service.rpc.limits import Limits
 
 LOG_FORMATS = ("auto", "human", "json")
+PORT_MAX = 65535
+RPC = Limits()  # whose defaults are ours
 UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux holds 108 with its NUL
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where and how the server listens.
+    """Where and how the server listens; `Setting.help` says what each field is."""
 
-    ``uds``, the path of a Unix socket, replaces host and port. ``port`` 0 takes any free port.
-    ``insecure`` allows other machines without TLS or a key. A connection on which nothing arrived
-    for ``keepalive_time_s`` gets a ping, and is closed if no answer arrives within
-    ``keepalive_timeout_s``. A client is asked to connect anew after ``max_connection_age_s`` (None:
-    never), and to leave after ``max_connection_idle_s`` without a call.
-
-    ``max_image_bytes`` are those of the images of one request, beside its ``max_message_bytes``.
-
-    ``max_connections`` counts all connections, ``max_connections_per_address`` those of one
-    address. ``connection_budget`` and ``max_held_bytes`` bound what clients may cost that bring no
-    work, and what is kept for those that do not send or read on (`grpc_service.rpc.limits`).
-
-    ``tls_cert`` and ``tls_key`` are PEM files. With ``client_ca`` clients need certificates, too.
-    ``api_key_file`` is read by `grpc_service.access.keys`; ``key_max_requests`` and
-    ``key_max_queued_tokens`` are the limits of keys that have none of their own. With
-    ``metrics_port`` None no metrics are served; 0 takes any free port.
-
-    ``vllm_engine_ports`` has a model's name, or "" for the only model, and the port on which a
-    gateway may use that model (`grpc_service.vllm_engine`); 0 takes any free port. Gateways send no
-    keys, so these ports are on loopback unless the server is ``insecure``.
-
-    LoadAdapter reads from directories below ``adapter_root`` only; "": from none.
-    """
-
-    host: str = DEFAULT_HOST
-    port: int = DEFAULT_PORT
-    uds: str = ""
-    insecure: bool = False
-    max_message_bytes: int = 4 * 2**20
+    host: str = setting(
+        DEFAULT_HOST, "address to listen on", unit="ADDRESS", section="address and access"
+    )
+    port: int = setting(DEFAULT_PORT, "port to listen on; 0 takes a free one", low=0, high=PORT_MAX)
+    uds: str = setting("", "path of a Unix socket to listen on instead", unit="PATH")
+    insecure: bool = setting(False, "serve other machines without TLS or key")
+    tls_cert: str = setting("", "PEM file of the server's certificate chain", unit="FILE")
+    tls_key: str = setting("", "PEM file of the server's private key", unit="FILE")
+    client_ca: str = setting(
+        "",
+        "PEM file of the authority that must have signed the clients' certificates (mTLS)",
+        unit="FILE",
+    )
+    api_key_file: str = setting(
+        "",
+        "file of the keys that clients must show, a name and a key per line; read again on SIGHUP",
+        unit="FILE",
+    )
+    # The limits of keys that have none of their own.
+    key_max_requests: int | None = setting(
+        None, "most concurrent requests of one key", unset="no limit", low=1
+    )
+    key_max_queued_tokens: int | None = setting(
+        None, "most prompt tokens of one key that wait", unset="no limit", low=1
+    )
+    # Models' names, or "" for the only model, and ports (`grpc_service.vllm_engine`). Gateways send
+    # no keys.
+    vllm_engine_ports: tuple[tuple[str, int], ...] = setting(
+        (),
+        "port on which a gateway (smg) may use the model, by vllm.grpc.engine.VllmEngine; with "
+        "several models MODEL=PORT, once for each; on loopback without --insecure",
+        unit="[MODEL=]PORT",
+        flag="vllm-engine-port",
+        section="gateways, metrics and the log",
+    )
+    metrics_port: int | None = setting(
+        None, "port for Prometheus; 0 takes a free one", unset="none", low=0, high=PORT_MAX
+    )
+    metrics_host: str = setting(DEFAULT_HOST, "address for Prometheus", unit="ADDRESS")
+    log_format: str = setting(
+        LOG_FORMATS[0], "human, json, or auto: human on a terminal", choices=LOG_FORMATS
+    )
+    adapter_root: str = setting(
+        "",
+        "directory below which clients may have adapters loaded (LoadAdapter)",
+        unit="DIR",
+        section="models",
+    )
+    max_message_bytes: int = setting(
+        RPC.max_message_bytes,
+        "most bytes of a request, images not counted",
+        low=1024,
+        unit="BYTES",
+        section="connections",
+    )
+    max_held_bytes: int = setting(
+        RPC.held_bytes, "most bytes kept of requests and answers that are not read", unit="BYTES"
+    )
+    max_connections: int = setting(
+        RPC.connections_max,
+        "most connections; more are served health and Control alone, and end soon",
+        low=1,
+    )
+    max_connections_per_address: int = setting(
+        RPC.connections_per_address_max, "most connections of one address", low=1
+    )
+    max_connection_age_s: float | None = setting(
+        None, "after how long a client is asked to connect anew", unset="never", low=0.001
+    )
+    max_connection_idle_s: float = setting(
+        RPC.connection_idle_s, "after how long without a call a client is asked to leave", low=0.001
+    )
+    connection_budget: int = setting(
+        int(RPC.budget),
+        "points that a connection may spend on frames and calls without use; one is about 10 µs, "
+        "and half of them return each second",
+        low=1,
+    )
+    keepalive_time_s: float = setting(
+        RPC.keepalive_time_s, "after how long a silent connection gets a ping", low=0.001
+    )
+    keepalive_timeout_s: float = setting(
+        RPC.keepalive_timeout_s,
+        "how long the answer may take before the connection is closed",
+        low=0.001,
+    )
     # A phone's photograph of 12 million pixels has 2 to 6 MB, one of 24 to 33 million up to 12.
-    max_image_bytes: int = 12 * 2**20
-    keepalive_time_s: float = 30.0  # with the timeout, a client that has gone is noticed in 45 s
-    keepalive_timeout_s: float = 15.0
-    max_connections: int = 16_384
-    max_connections_per_address: int = 4096
-    max_connection_age_s: float | None = None
-    max_connection_idle_s: float = 1800.0
-    connection_budget: int = 10_000
-    max_held_bytes: int = 16 * 2**20
-    tls_cert: str = ""
-    tls_key: str = ""
-    client_ca: str = ""
-    api_key_file: str = ""
-    key_max_requests: int | None = None
-    key_max_queued_tokens: int | None = None
-    metrics_port: int | None = None
-    metrics_host: str = DEFAULT_HOST
-    vllm_engine_ports: tuple[tuple[str, int], ...] = ()
-    log_format: str = "auto"
-    adapter_root: str = ""
+    max_image_bytes: int = setting(
+        12 * 2**20,
+        "most bytes of the images of one request, beside --max-message-bytes",
+        low=0,
+        unit="BYTES",
+        section="images",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapter_root", os.path.expanduser(self.adapter_root))
+        check(self)
         if self.uds:
             if len(self.uds.encode()) > UNIX_PATH_BYTES_MAX:
                 raise ConfigError(f"--uds is longer than {UNIX_PATH_BYTES_MAX} bytes")
@@ -92,9 +141,9 @@ class ServerConfig:
             if not _is_encodable(host):
                 raise ConfigError(f"--{flag} is {host!r}, which is not the name of a host")
         own = [("vllm-engine-port", port) for _, port in self.vllm_engine_ports]
-        for flag, port in (("port", self.port), ("metrics-port", self.metrics_port or 0), *own):
-            if not 0 <= port <= 65535:
-                raise ConfigError(f"--{flag} is {port}, outside [0, 65535]")
+        for flag, port in own:
+            if not 0 <= port <= PORT_MAX:
+                raise ConfigError(f"--{flag} is {port}, outside [0, {PORT_MAX}]")
         taken = [port for _, port in own]
         others = (0 if self.uds else self.port, self.metrics_port)
         if double := [port for port in taken if port and (port in others or taken.count(port) > 1)]:
@@ -103,37 +152,12 @@ class ServerConfig:
                 "--vllm-engine-port; choose another"
             )
         self._check_security()
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(
-                f"--log-format is {self.log_format!r}; use {', '.join(LOG_FORMATS[:-1])} or "
-                f"{LOG_FORMATS[-1]}"
-            )
-        if self.max_message_bytes < 1024:
-            raise ConfigError("--max-message-bytes must be at least 1024")
-        if self.max_image_bytes < 0:
-            raise ConfigError("--max-image-bytes must be at least 0")
         largest = self.max_message_bytes + self.max_image_bytes
         if self.max_held_bytes < largest:
             raise ConfigError(
                 f"--max-held-bytes is {self.max_held_bytes}, but must be at least "
                 f"--max-message-bytes and --max-image-bytes together ({largest})"
             )
-        for flag, seconds in (
-            ("keepalive-time", self.keepalive_time_s),
-            ("keepalive-timeout", self.keepalive_timeout_s),
-            ("max-connection-age", self.max_connection_age_s),
-            ("max-connection-idle", self.max_connection_idle_s),
-        ):
-            if seconds is not None and not seconds >= 0.001:
-                raise ConfigError(f"--{flag} is {seconds:g} s, but must be at least 0.001")
-        for flag, number in (
-            ("max-connections", self.max_connections),
-            ("max-connections-per-address", self.max_connections_per_address),
-            ("connection-budget", self.connection_budget),
-            ("max-held-bytes", self.max_held_bytes),
-        ):
-            if number < 1:
-                raise ConfigError(f"--{flag} is {number}, but must be at least 1")
 
     def _check_security(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -146,8 +170,6 @@ class ServerConfig:
         ):
             if limit is not None and not self.api_key_file:
                 raise ConfigError(f"--{flag} needs --api-key-file")
-            if limit is not None and limit < 1:
-                raise ConfigError(f"--{flag} is {limit}, but must be at least 1")
 
     @property
     def is_guarded(self) -> bool:

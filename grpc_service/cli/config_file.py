@@ -10,32 +10,16 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.config import AdapterConfig, WorkerConfig
+from engine.config import AdapterConfig, ModelConfig, WorkerConfig
 from engine.errors import ConfigError
-from grpc_service.cli.values import COUNT, SWITCH, TEXT, Kind
+from grpc_service.cli.values import Kind, kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-MODEL_KEYS = {
-    "model": TEXT,
-    "name": TEXT,
-    "revision": TEXT,
-    "lazy": SWITCH,
-    "device": TEXT,
-    "dtype": TEXT,
-    "runner": TEXT,
-    "threads": COUNT,
-    "quantization": TEXT,
-    "tp": COUNT,
-    "speculation": TEXT,
-    "draft_model": TEXT,
-    "capability": TEXT,
-}
-ADAPTER_KEYS = {"name": TEXT, "directory": TEXT}
-WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
-
-
+MODEL_KEYS = kinds_of(ModelConfig)
+ADAPTER_KEYS = kinds_of(AdapterConfig)
+WORKER_KEYS = kinds_of(WorkerConfig)
 TABLES = {"models": MODEL_KEYS, "models.workers": WORKER_KEYS, "models.adapters": ADAPTER_KEYS}
 
 

@@ -1,7 +1,4 @@
-"""The arguments of ``triolet serve`` and their sections in its help.
-
-Rule: every flag of `grpc_service.cli.flags` is in one section, which a test checks.
-"""
+"""The arguments of ``triolet serve``, in the sections of its help."""
 
 from __future__ import annotations
 
@@ -19,49 +16,18 @@ if TYPE_CHECKING:
     from grpc_service.cli.values import Kind
 
 MODELS = "models"
-SECTIONS = {
-    MODELS: (
-        *("revision", "dtype", "quantization", "speculation", "draft-model"),
-        *("tensor-parallel-size", "device", "threads", "runner", "lazy", "adapter-root"),
-    ),
-    "address and access": (
-        *("host", "port", "uds", "insecure", "tls-cert", "tls-key", "client-ca"),
-        *("api-key-file", "key-max-requests", "key-max-queued-tokens"),
-    ),
-    "gateways, metrics and the log": (
-        *("vllm-engine-port", "metrics-port", "metrics-host", "log-format"),
-    ),
-    "memory and steps": (
-        *("max-model-len", "max-num-seqs", "max-num-batched-tokens", "block-size"),
-        *("kv-cache-memory", "prefault-kv-cache", "memory-limit", "step-time-target"),
-        *("inter-token-target", "no-prefix-cache", "no-prepared-plans", "seed"),
-    ),
-    "images": ("max-image-bytes", "max-image-pixels", "max-drawings"),
-    "requests that wait": (
-        *("max-queued-requests", "max-queued-tokens", "default-deadline", "stream-buffer"),
-        *("stall-timeout", "routing"),
-    ),
-    "loads, failures and the end": (
-        *("spawn-timeout", "idle-ttl", "max-worker-deaths", "step-timeout", "drain-timeout"),
-    ),
-    "connections": (
-        *("max-message-bytes", "max-held-bytes", "max-connections"),
-        *("max-connections-per-address", "max-connection-age", "max-connection-idle"),
-        *("connection-budget", "keepalive-time", "keepalive-timeout"),
-    ),
-}
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of serve. A flag that is not given sets no attribute."""
     parser.usage = "%(prog)s [-h] [--model NAME_OR_DIR] [--config FILE.toml] [flags]"
-    by_name = {flag.name: flag for flag in FLAGS}
-    for title, names in SECTIONS.items():
-        group = parser.add_argument_group(title)
-        if title == MODELS:
-            _add_models(group)
-        for name in names:
-            _add(group, by_name[name])
+    groups = {}
+    for flag in FLAGS:
+        if flag.section not in groups:
+            groups[flag.section] = parser.add_argument_group(flag.section)
+            if flag.section == MODELS:
+                _add_models(groups[MODELS])
+        _add(groups[flag.section], flag)
 
 
 def _add_models(group: argparse._ArgumentGroup) -> None:

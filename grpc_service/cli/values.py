@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from engine.settings import setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from dataclasses import Field
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE | re.ASCII)
 EXPONENTS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -119,3 +122,20 @@ TEXT = text("TEXT")
 SWITCH = Kind("true or false", "", read_switch, is_switch=True)
 ADAPTER = Kind("BASE:NAME=DIR", "BASE:NAME=DIR", read_adapter)
 PORTS = Kind("a port, or MODEL=PORT", "[MODEL=]PORT", read_ports, is_repeated=True)
+BY_TYPE = {"int": COUNT, "float": SECONDS, "bool": SWITCH, "str": TEXT, "Capability": TEXT}
+BY_UNIT = {kind.metavar: kind for kind in (BYTES, PORTS)}
+
+
+def kind_of(field: Field[Any]) -> Kind | None:
+    """Return the kind of a configuration's field; None if an argument cannot give it."""
+    setting = setting_of(field)
+    unit = setting.unit if setting is not None else ""
+    if setting is not None and setting.choices:
+        return one_of(*setting.choices)
+    kind = BY_UNIT.get(unit) or BY_TYPE.get(str(field.type).removesuffix(" | None"))
+    return text(unit) if unit and kind is TEXT else kind
+
+
+def kinds_of(config: type[Any]) -> dict[str, Kind]:
+    """Return the kinds of a configuration's fields by name, for a table of the file."""
+    return {one.name: kind for one in fields(config) if (kind := kind_of(one)) is not None}

@@ -60,6 +60,7 @@ class World:
         info = loaded.info
         config = {
             "num_blocks": 40, "max_num_seqs": 6, "num_states": 10, "max_num_batched_tokens": 70,
+            "step_time_target_s": 0.0, "inter_token_target_s": 0.0,
         } | fields  # fmt: skip
         self.runner = loaded.runner
         self.scheduler = Scheduler(

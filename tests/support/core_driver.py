@@ -33,6 +33,9 @@ def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None, images=(
     return tokens
 
 
+NO_TARGETS = {"step_time_target_s": 0.0, "inter_token_target_s": 0.0}
+
+
 def make_request(name, prompt, *, max_tokens=8, arrival=0.0, **fields):
     """Return a request that is greedy and stops at `EOS`, unless ``fields`` say otherwise."""
     sampling = fields.pop("sampling", Sampling(temperature=0.0))
@@ -47,7 +50,9 @@ class Driver(StepDriver):
     ticks_do_all = False  # a guest may be due whom only a plan moves
 
     def __init__(self, *, runner=None, **config):
-        self.config = SchedulerConfig(**{"num_blocks": 64, "max_model_len": 256, **config})
+        self.config = SchedulerConfig(
+            **{"num_blocks": 64, "max_model_len": 256, **NO_TARGETS, **config}
+        )
         runner = runner or FakeRunner(
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,

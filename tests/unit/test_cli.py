@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,75 +20,32 @@ from grpc_service.app.server_config import ServerConfig
 from grpc_service.cli import client, flags
 from grpc_service.cli.main import build_parser, main
 from grpc_service.cli.models import print_models
-from grpc_service.cli.serve_arguments import SECTIONS
 from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT
 from grpc_service.client import messages
 
+CHOICES = re.compile(r"\{(.*)\}")
 PROTO = Path(__file__).resolve().parents[2] / "proto"
 
-# An accepted value of each flag that differs from its default, as argument and as TOML.
+# Values of flags of which most values of their kind would be refused, or are the default.
 OTHER = {
-    "threads": ("3", "3"),
-    "host": ("::1", '"::1"'),
-    "port": ("0", "0"),
-    "adapter_root": ("/srv/adapters", '"/srv/adapters"'),
-    "uds": ("/run/t.sock", '"/run/t.sock"'),
-    "insecure": (None, "true"),
-    "max_message_bytes": ("1MiB", '"1MiB"'),
-    "max_image_bytes": ("3MiB", '"3MiB"'),
-    "tls_cert": ("/c.pem", '"/c.pem"'),
-    "tls_key": ("/k.pem", '"/k.pem"'),
-    "client_ca": ("/ca.pem", '"/ca.pem"'),
-    "api_key_file": ("/keys", '"/keys"'),
-    "key_max_requests": ("3", "3"),
-    "key_max_queued_tokens": ("300", "300"),
-    "metrics_port": ("9090", "9090"),
-    "metrics_host": ("::1", '"::1"'),
-    "log_format": ("json", '"json"'),
-    "keepalive_time": ("60", "60"),
-    "keepalive_timeout": ("2.5", "2.5"),
-    "max_connections": ("100", "100"),
-    "max_connections_per_address": ("10", "10"),
-    "max_connection_age": ("3600", "3600"),
-    "max_connection_idle": ("60", "60"),
-    "connection_budget": ("500", "500"),
-    "max_held_bytes": ("32MiB", '"32MiB"'),
-    "revision": ("v2", '"v2"'),
-    "dtype": ("float32", '"float32"'),
-    "quantization": ("int8", '"int8"'),
-    "tensor_parallel_size": ("2", "2"),
-    "speculation": ("off", '"off"'),
-    "draft_model": ("demo-draft", '"demo-draft"'),
-    "device": ("cpu", '"cpu"'),
-    "max_model_len": ("512", "512"),
-    "max_num_seqs": ("64", "64"),
-    "max_drawings": ("2", "2"),
-    "max_num_batched_tokens": ("512", "512"),
-    "max_image_pixels": ("1000000", "1000000"),
-    "step_time_target": ("0.5", "0.5"),
-    "inter_token_target": ("0.1", "0.1"),
-    "block_size": ("32", "32"),
-    "kv_cache_memory": ("1.5GiB", '"1.5GiB"'),
-    "prefault_kv_cache": (None, "true"),
-    "memory_limit": ("8GiB", "8589934592"),
-    "no_prefix_cache": (None, "true"),
-    "no_prepared_plans": (None, "true"),
-    "seed": ("7", "7"),
-    "lazy": (None, "true"),
-    "runner": ("process", '"process"'),
-    "idle_ttl": ("90", "90"),
-    "routing": ("prefix", '"prefix"'),
-    "max_worker_deaths": ("9", "9"),
-    "max_queued_requests": ("10", "10"),
-    "max_queued_tokens": ("1000", "1000"),
-    "stream_buffer": ("16", "16"),
-    "stall_timeout": ("2.5", "2.5"),
-    "spawn_timeout": ("7", "7.0"),
-    "step_timeout": ("90", "90"),
-    "drain_timeout": ("0", "0"),
-    "default_deadline": ("60", "60"),
-    "vllm_engine_port": ("demo-stories=7001", '["demo-stories=7001"]'),
+    "host": "::1",
+    "metrics_host": "::1",
+    "max_held_bytes": "32MiB",
+    "max_num_batched_tokens": "512",
+    "speculation": "off",
+    "vllm_engine_port": "demo-stories=7001",
 }
+
+
+def other_value(flag):
+    """Return an accepted value that differs from the default, as argument and as TOML."""
+    if flag.kind is SWITCH:
+        return None, "true"
+    if flag.kind in (COUNT, SECONDS):
+        return (OTHER.get(flag.key, "7"),) * 2
+    [*_, choice] = CHOICES.sub(r"\1", flag.kind.metavar).split(",")
+    value = OTHER.get(flag.key, "3MiB" if flag.kind is BYTES else choice)
+    return value, f'["{value}"]' if flag.kind.is_repeated else f'"{value}"'
 
 
 def configs(*argv, environ=None):
@@ -131,7 +89,7 @@ def test_a_streams_buffer_is_bounded_and_holds_at_least_one_message():
 def test_every_field_of_the_configs_has_a_flag():
     """Fields without a flag are set in another way, or cannot be set yet."""
     without = {
-        EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
+        EngineConfig: {"models", "in_process_buffer", "aging_s", "telemetry", "check_level"},
         ServerConfig: set(),
         ModelConfig: {"model", "name", "aliases", "capability", "workers", "adapters"},
     }
@@ -155,12 +113,12 @@ REQUIRED = {ModelConfig: {"model": "demo-stories"}}  # the arguments that have n
 
 @pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_sets_its_field_alike_as_argument_and_in_the_file(flag, tmp_path):
-    argument, toml = OTHER[flag.key]
+    argument, toml = other_value(flag)
     given = [f"--{flag.name}"] if argument is None else [f"--{flag.name}", argument]
     others = BESIDE.get(flag.key, ())
     for other in others:
-        given += [f"--{other.replace('_', '-')}", OTHER[other][0]]
-    lines = [f"{flag.key} = {toml}", *(f"{other} = {OTHER[other][1]}" for other in others)]
+        given += [f"--{other.replace('_', '-')}", "/file"]
+    lines = [f"{flag.key} = {toml}", *(f'{other} = "/file"' for other in others)]
     by_argument, by_file = configs(*given), from_file(tmp_path, "\n".join(lines))
     assert by_argument == by_file
     engine, server = by_argument
@@ -170,18 +128,16 @@ def test_every_flag_sets_its_field_alike_as_argument_and_in_the_file(flag, tmp_p
 
 
 def test_the_help_of_serve_has_every_flag_in_one_section(capsys):
-    named = [name for names in SECTIONS.values() for name in names]
-    assert sorted(named) == sorted(flag.name for flag in flags.FLAGS)
+    sections = Counter(flag.section for flag in flags.FLAGS)
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     told = capsys.readouterr().out
     heads = [line[:-1] for line in told.splitlines() if re.fullmatch(r"\w[\w, ]*:", line)]
-    assert heads == ["options", *SECTIONS]
-    assert max(map(len, SECTIONS.values())) <= 12
+    assert heads == ["options", *sections]
+    assert max(sections.values()) <= 12
+    for flag in flags.FLAGS:
+        assert re.search(rf"^  --{flag.name}( |$)", told, re.MULTILINE)
     assert len(told.partition("\n\n")[0].splitlines()) == 1, "the usage is one line"
-
-
-CHOICES = re.compile(r"\{(.*)\}")
 
 
 def test_the_help_of_serve_shows_the_choices_that_the_configuration_takes():

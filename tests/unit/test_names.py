@@ -126,6 +126,7 @@ def names() -> Names:
         "--all",
         "--full",
     }
+    found.words |= {flag[2:].replace("-", "_") for flag in found.flags}  # keys of the file
     foreign = {word for group in FOREIGN.values() for word in group}
     found.words |= foreign
     found.flags |= set(filter(FLAG.fullmatch, foreign))

@@ -41,11 +41,11 @@ from engine.errors import EngineBug
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from engine.config import CoreLimits
     from engine.core.common.credit import Credit
     from engine.core.common.events import InputEvent, OutputEvent
     from engine.core.common.steps import StepFailure
     from engine.errors import FieldViolation, TrioletError
+    from engine.settings import QueueLimits
 
 
 class Plan(Journaled, Protocol):
@@ -105,7 +105,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
     prefixes: PrefixLookup | None = None  # of a kind with a prefix cache
     token_word = "tokens"  # what a refusal calls `CoreRequest.num_tokens`
 
-    def __init__(self, config: CoreLimits) -> None:
+    def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
         self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
         self._step: StepT | None = None

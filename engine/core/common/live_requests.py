@@ -17,10 +17,10 @@ from engine.core.common.waiting_queue import WaitingQueue
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from engine.config import CoreLimits
     from engine.core.common.credit import Credit
     from engine.core.common.phases import Phase
     from engine.core.common.types import Explanation, RequestId
+    from engine.settings import QueueLimits
 
 NOT_READ = "reader: it has not read what was sent"
 
@@ -97,7 +97,7 @@ class LiveRequests(ABC, Generic[LiveT]):
 
     aging_late_s = 0.0  # how late the queue may apply aging
 
-    def __init__(self, config: CoreLimits) -> None:
+    def __init__(self, config: QueueLimits) -> None:
         self.config = config
         self._requests: dict[RequestId, LiveT] = {}
         self._parked: dict[RequestId, LiveT] = {}

@@ -30,12 +30,12 @@ from engine.errors import EngineBug
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from engine.config import CoreLimits
     from engine.core.common.credit import Credit
     from engine.core.common.steps import StepFailure
     from engine.core.common.types import PlanId
     from engine.core.common.waiting_queue import Key
     from engine.errors import FieldViolation
+    from engine.settings import QueueLimits
 
 
 class OneChoice(Live[RequestT]):
@@ -147,7 +147,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
 
     live_type: type[OneT]
 
-    def __init__(self, config: CoreLimits) -> None:
+    def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
         self._numbers = count()
         self._rate = RecentRate()

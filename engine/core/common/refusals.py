@@ -13,10 +13,10 @@ from engine.errors import DuplicateRequest, Overloaded, Paused
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from engine.config import CoreLimits
     from engine.core.common.events import CoreRequest
     from engine.core.common.types import RequestId
     from engine.errors import TrioletError
+    from engine.settings import QueueLimits
 
 RETRY_AFTER_S = (1.0, 30.0)  # the estimate of the queue's time is clamped to this range
 
@@ -33,7 +33,7 @@ def duplicate_or_paused(
 
 
 def queue_full(
-    limits: CoreLimits,
+    limits: QueueLimits,
     queued: tuple[int, int],
     request: CoreRequest,
     tokens_per_s: float,

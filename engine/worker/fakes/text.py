@@ -19,6 +19,7 @@ from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
 from engine.core.text.types import TokenLogprob
+from engine.settings import TextSteps
 from engine.worker.fakes.adapters import FakeAdapters
 from engine.worker.fakes.digests import (
     VOCAB_SIZE,
@@ -139,7 +140,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         self,
         *,
         num_blocks: int = 512,
-        block_size: int = 16,
+        block_size: int = TextSteps.block_size,
         max_model_len: int = 2048,
         script: FakeScript | None = None,
         memory_bytes: int | None = None,

@@ -45,6 +45,8 @@ def decoding_scheduler(count: int, context: int) -> Scheduler:
         max_model_len=context + 1024,
         max_num_seqs=count,
         max_num_batched_tokens=max(2048, (context + 8) * count),
+        step_time_target_s=0.0,
+        inter_token_target_s=0.0,
     )
     scheduler = Scheduler(config)
     for index in range(count):

@@ -66,6 +66,8 @@ class TrioletEngine:
                 max_num_seqs=settings["seqs"],
                 max_num_batched_tokens=TOKENS_AT_ONCE,
                 num_states=info.num_states,
+                step_time_target_s=0.0,
+                inter_token_target_s=0.0,
             )
         )
         self._names = itertools.count()

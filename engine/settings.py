@@ -1,0 +1,276 @@
+"""What a setting is, and the groups of settings that several parts of the engine have.
+
+Rule 1: a setting is one field, with its default, unit, range and help. `triolet serve` makes its
+flags, the keys of its file, their checks and their help of the fields, and so does
+docs/settings.toml. Rule 2: a part of the engine that needs a group inherits it; `share` hands a
+group on whole, so that no setting is copied by its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from dataclasses import Field
+
+T = TypeVar("T")
+
+RUNNERS = ("thread", "process")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "int4")
+SPECULATIONS = ("off", "lookup", "model")
+RANKS_MAX = 64  # guess: as for replicas
+THREADS_MAX = 1024  # guess: more than a machine has cores; each thread has memory of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field says of its setting besides name, type and default.
+
+    ``help`` is that of the flag; a setting without it has no flag. ``unset`` says what a default of
+    None stands for. A value is at least ``low``, more than ``above``, at most ``high``, and one of
+    ``choices``; the default is valid whatever they are. ``unit`` is what the help shows in place of
+    the value. ``flag`` is the flag's name where it is not the field's. ``section`` begins a section
+    of the help, to which the settings of the class belong from here on.
+    """
+
+    help: str
+    unset: str
+    low: float | None
+    above: float | None
+    high: float | None
+    choices: tuple[str, ...]
+    unit: str
+    flag: str
+    section: str
+
+
+def setting(
+    default: T,
+    text: str = "",
+    *,
+    unset: str = "",
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    unit: str = "",
+    flag: str = "",
+    section: str = "",
+) -> T:
+    """Return the field of a setting for a dataclass; `Setting` explains the arguments."""
+    known = Setting(text, unset, low, above, high, choices, unit, flag, section)
+    return field(default=default, metadata={"setting": known})
+
+
+def setting_of(one: Field[Any]) -> Setting | None:
+    """Return the setting that a field is; None if it is another field."""
+    return cast("Setting | None", one.metadata.get("setting"))
+
+
+def flag_of(one: Field[Any]) -> str:
+    """Return the flag of a setting, without dashes before it; the name of seconds has no unit."""
+    known = setting_of(one)
+    return (known and known.flag) or one.name.removesuffix("_s").replace("_", "-")
+
+
+def settings_of(config: type[Any]) -> Iterator[tuple[str, Field[Any]]]:
+    """Yield the settings of a configuration, its own and then those of its groups, each with its
+    section."""
+    known = {one.name: one for one in fields(config)}
+    for group in config.__mro__:
+        section = ""
+        for name in get_annotations(group):
+            own = setting_of(known[name]) if name in known else None
+            if own is not None:
+                section = own.section or section
+                yield section, known[name]
+
+
+def check(config: Any) -> None:
+    """Check the range of each setting.
+
+    Raises:
+        ConfigError: a value is outside; the message names the flag and what it may be.
+    """
+    for one in fields(config):
+        known, value = setting_of(one), getattr(config, one.name)
+        if known is None or value is None or value == one.default:
+            continue
+        unit = " s" if one.name.endswith("_s") else ""
+        what = f"--{flag_of(one)} is {value}{unit}, but"
+        if known.low is not None and not value >= known.low:
+            raise ConfigError(f"{what} must be at least {known.low:g}")
+        if known.above is not None and not value > known.above:
+            raise ConfigError(f"{what} must be more than {known.above:g}")
+        if known.high is not None and value > known.high:
+            raise ConfigError(f"{what} may be at most {known.high:g}")
+        if known.choices:
+            require_one_of(flag_of(one), value, known.choices)
+
+
+def require_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Check that a text is one of those that are allowed.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    if value not in allowed:
+        *most, last = allowed
+        raise ConfigError(f"--{flag} is {value!r}; use {', '.join(most)} or {last}")
+
+
+def share(target: type[T], *configs: object, **others: Any) -> T:
+    """Return a ``target`` with the groups that it has in common with the configurations, and with
+    the other values, which win."""
+    shared = {
+        one.name: getattr(config, one.name)
+        for group in target.__mro__[:-1]
+        for config in configs
+        if is_dataclass(group) and isinstance(config, group)
+        for one in fields(group)
+    }
+    return target(**shared | others)
+
+
+# ---- the groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueLimits:
+    """The limits that a scheduler has whatever it schedules."""
+
+    max_queued_requests: int = setting(
+        2048, "most requests that wait; more are refused", low=1, section="requests that wait"
+    )
+    max_queued_tokens: int = setting(  # of images: denoising steps
+        1_000_000, "most prompt tokens that wait; more are refused", low=1
+    )
+    stall_timeout_s: float = setting(
+        30.0, "how long a request waits for a client that does not read", above=0
+    )
+    aging_s: float = 10.0  # a request that waits so long gains one level of priority
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """How much one step computes. The steps of an encoder count padding; an input that is longer
+    than ``max_num_batched_tokens`` has a step of its own."""
+
+    max_num_seqs: int = setting(
+        256, "most sequences in one step", low=1, section="memory and steps"
+    )
+    max_num_batched_tokens: int = setting(2048, "most tokens in one step", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSteps(StepLimits):
+    """How the steps of a text model are planned."""
+
+    block_size: int = setting(
+        16, "tokens in one block of the KV pool", low=1, section="memory and steps"
+    )
+    step_time_target_s: float = setting(
+        0.15,
+        "how long a step that computes prompts should take: a step gets as many prompt tokens as "
+        "fit this time at the best speed so far, but at least an eighth of "
+        "--max-num-batched-tokens; 0: only --max-num-batched-tokens limits a step",
+        low=0,
+    )
+    inter_token_target_s: float = setting(
+        0.02,
+        "how long a step that computes prompts should take while answers are generated; prompts "
+        "get at least half of the step's time, and at least two tokens for each sequence that "
+        "runs or waits; 0: only --step-time-target counts",
+        low=0,
+    )
+    prefix_cache: bool = setting(True, "compute every prompt completely")
+    prepared_plans: bool = setting(True, "plan each step only after the one before it has ended")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageLimits:
+    """The limits of images that models draw and read."""
+
+    # A guess: with more, each would wait longer and none would end sooner.
+    max_drawings: int = setting(
+        4, "most drawings of an image model that take turns; others wait", low=1, section="images"
+    )
+    # A picture of 8K has 33.2 million, and a phone's mostly 12 or 24. Images are decoded one at a
+    # time.
+    max_image_pixels: int = setting(
+        2**25, "most pixels of an image; decoding takes up to 20 bytes of memory for each", low=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """What a loaded model keeps, as far as its runner is told."""
+
+    max_model_len: int | None = setting(
+        None,
+        "most tokens of prompt and completion together",
+        unset="the model's own limit, or what the KV pool can hold",
+        low=2,
+        section="memory and steps",
+    )
+    prefault_kv_cache: bool = setting(
+        False,
+        "write to a CPU's whole KV pool at the load, so that no request waits until the operating "
+        "system provides its memory",
+    )
+    seed: int = setting(0, "seed of the server's own random choices")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoices:
+    """Which form of a model is loaded, and where it runs."""
+
+    revision: str = setting(
+        "", "branch, tag or commit of a Hugging Face model", unit="NAME", section="models"
+    )
+    dtype: str = setting(  # auto: depends on the checkpoint and the device
+        "auto", "the numbers that models compute with", choices=DTYPES
+    )
+    quantization: str = setting(
+        "none",
+        "none, or what a text model's float weights are rounded to: int8 (half of bfloat16's "
+        "memory, and nearly its accuracy) or int4 (a third of the memory, faster, less accurate)",
+        choices=QUANTIZATIONS,
+    )
+    speculation: str = setting(
+        "lookup",
+        "how a text model's next tokens are guessed, so that one step can verify several: off, "
+        "lookup (what followed the same tokens before, in prompt or answer) or model (also by the "
+        "--draft-model). It changes no token, and adapts to how often it is right",
+        choices=SPECULATIONS,
+    )
+    draft_model: str = setting(
+        "",
+        "a small model of the same tokenizer, which guesses a text model's next tokens, too; it "
+        "implies --speculation model, and drafts nothing where that does not pay",
+        unit="NAME_OR_DIR",
+    )
+    tp: int = setting(
+        1,
+        "how many processes, each on a GPU of its own, a text model is divided among",
+        low=1,
+        high=RANKS_MAX,
+        flag="tensor-parallel-size",
+    )
+    device: str = setting(  # auto: the first of cuda, mps and cpu that is available
+        "auto", "auto, cpu, cuda or cuda:N", unit="DEVICE"
+    )
+    threads: int = setting(
+        0,
+        "CPU threads of each model's step, always so many; 0: models share the cores that the "
+        "process and its CPU quota have, and use fewer while other programs take them, and an "
+        "encoder has one",
+        low=0,
+        high=THREADS_MAX,
+    )

@@ -1,0 +1,165 @@
+"""One home for a setting: no default stands twice, and all that is made of a field follows it."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, ImageConfig, ModelConfig, WorkerConfig
+from engine.errors import ConfigError
+from engine.settings import flag_of, settings_of, share
+from engine.worker.interface import RunnerSpec
+from grpc_service.app.server_config import ServerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = (EngineConfig, ModelConfig, WorkerConfig, ServerConfig)
+DEFAULTS = {(one.name, one.default) for config in CONFIGS for _, one in settings_of(config)}
+OPERATORS = {ast.Mult: operator.mul, ast.Pow: operator.pow, ast.LShift: operator.lshift}
+
+
+def number_of(node):
+    """Return the number that an expression stands for, as an argument of `setting` or by itself;
+    None if it is no number."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setting" and node.args:
+        return number_of(node.args[0])
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = number_of(node.left), number_of(node.right)
+        return left and right and OPERATORS[type(node.op)](left, right)
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, int | float) else None
+
+
+def defaults_in(source):
+    """Yield name, number and line of each default: of a class's fields, and of arguments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            given = [(node.target.id, node.value)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            plain = [*node.args.posonlyargs, *node.args.args]
+            pairs = zip(reversed(plain), reversed(node.args.defaults), strict=False)
+            pairs = [*pairs, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+            given = [(one.arg, default) for one, default in pairs]
+        else:
+            continue
+        for name, value in given:
+            number = number_of(value)
+            if number not in (None, 0, 1):  # these are defaults of many things
+                yield name, number, node.lineno
+
+
+def repeated(sources):
+    """Return the settings whose default stands in several places, with these places."""
+    places = defaultdict(list)
+    for path, source in sources.items():
+        for name, number, line in defaults_in(source):
+            if (name, number) in DEFAULTS:
+                places[name, number].append(f"{path}:{line}")
+    return {one: found for one, found in places.items() if len(found) > 1}
+
+
+def product():
+    """Return the sources of the product by path."""
+    return {
+        str(path.relative_to(ROOT)): path.read_text()
+        for folder in ("engine", "grpc_service")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "_generated" not in path.parts
+    }
+
+
+def test_no_default_of_a_setting_stands_twice():
+    assert repeated(product()) == {}
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "class Limits:\n    max_num_seqs: int = 256",
+        "class Limits:\n    max_image_pixels: int = 1 << 25",
+        "class Limits:\n    stall_timeout_s: float = setting(30.0, 'how long')",
+        "def plan(rows, max_num_batched_tokens=2048): ...",
+        "async def plan(*, block_size: int = 16): ...",
+    ],
+)
+def test_a_default_that_stands_twice_is_found(again):
+    [found] = repeated(product() | {"again.py": again}).values()
+    assert found[-1].startswith("again.py")
+    assert repeated({"other.py": "def plan(max_num_seqs=0, tp=1, block_size=None): ..."}) == {}
+
+
+NEW_FIELD = """
+import sys
+from importlib.machinery import SourceFileLoader
+
+PLACE = "    max_queued_tokens: int = setting("
+FIELD = "    max_new_things: int = setting(77, 'most new things', low=5)\\n"
+get_code = SourceFileLoader.get_code
+
+def with_field(loader, name):
+    if name != "engine.settings":
+        return get_code(loader, name)
+    before, place, after = loader.get_source(name).partition(PLACE)
+    return compile(before + FIELD + place + after, loader.path, "exec")
+
+SourceFileLoader.get_code = with_field
+from engine.config import EncoderConfig
+from engine.errors import ConfigError
+from engine.settings import share
+from grpc_service.cli.flags import configs_of
+from grpc_service.cli.main import build_parser
+
+def config(*argv):
+    return configs_of(build_parser().parse_args(["serve", *argv]), {})[0]
+
+print(config().max_new_things, config("--max-new-things", "6").max_new_things)
+with open(sys.argv[1], "w") as file:
+    file.write("max_new_things = 8")
+from_file = config("--config", sys.argv[1])
+print(share(EncoderConfig, from_file, max_model_len=9).max_new_things)
+try:
+    config("--max-new-things", "4")
+except ConfigError as error:
+    print(error)
+build_parser().parse_args(["serve", "--help"])
+"""
+
+
+def test_a_new_field_is_a_flag_a_key_of_the_file_a_line_of_the_help_and_reaches_the_core(tmp_path):
+    command = [sys.executable, "-c", NEW_FIELD, str(tmp_path / "triolet.toml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    default_and_flag, file, error, *told = done.stdout.splitlines()
+    assert (default_and_flag, file) == ("77 6", "8")
+    assert error == "--max-new-things is 4, but must be at least 5"
+    section = "\n".join(told).partition("requests that wait:\n")[2].partition("\n\n")[0]
+    assert "  --max-new-things N    most new things (default: 77)" in section.splitlines()
+
+
+def test_a_group_is_handed_on_whole_and_others_are_not():
+    config = EngineConfig(max_drawings=9, max_queued_tokens=70, max_num_seqs=3, seed=5)
+    drawing = share(ImageConfig, config)
+    assert (drawing.max_drawings, drawing.max_queued_tokens) == (9, 70)
+    assert not hasattr(drawing, "max_num_seqs")
+    spec = share(RunnerSpec, ModelConfig("m", threads=2), config, model="x", seed=6)
+    assert (spec.model, spec.threads, spec.max_num_seqs, spec.seed) == ("x", 2, 3, 6)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
+def test_values_at_the_ends_of_a_range_are_taken_and_those_beyond_refused(config):
+    beside = {ModelConfig: {"model": "m"}, ServerConfig: {"api_key_file": "/keys"}}.get(config, {})
+    for _, one in settings_of(config):
+        known = one.metadata["setting"]
+        wrong = [
+            *([] if known.low is None else [known.low - 1, float("nan")]),
+            *([] if known.above is None else [known.above, float("nan")]),
+            *([] if known.high is None else [known.high + 1]),
+            *(["no-such"] if known.choices else []),
+        ]
+        for value in wrong:
+            with pytest.raises(ConfigError, match=f"^--{flag_of(one)} is .*{value}"):
+                config(**beside | {one.name: value})
