@@ -4,12 +4,14 @@ Rule 1: more than `SMALL_BYTES` are judged, parsed, translated and checked in a 
 requests up to `LARGE_BYTES` one is decoded at a time, and one of larger ones, since threads share
 Python's lock; holders of keys, and addresses without keys, take turns in each. Rule 3: a request
 that waits for its turn stays in its call's body, where its bytes are counted, and it leaves the
-queue when its call ends. Rule 4: of larger requests an owner has at most `DECODED_BYTES`, or one,
-between decoding and the call's first answer: texts that wait for the tokenizer are memory, too.
+queue when its call ends. Rule 4: of larger requests an owner has at most `DECODED_BYTES`, and all
+have `ALL_DECODED_BYTES`, or one request, between decoding and the call's first answer: texts that
+wait for the tokenizer are memory, too.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 2**10
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
 DECODED_BYTES = 2**21  # guess: enough to keep the tokenizer busy
+ALL_DECODED_BYTES = 4 * DECODED_BYTES  # guess: others have room beside a few owners
 DECODED_S = 5.0  # guess: a text of that size is tokenised in a second
 
 
@@ -71,61 +74,63 @@ class Decoding:
         )
 
 
-class _Owned:
-    """What one owner has of the room: the bytes and the time of each request, the first one first.
-    ``num_waiting`` wait for room, of which the next one holds ``order``."""
+class _Share:
+    """The bytes of requests that are in at once: at most ``most``, or those of one request. A
+    request counts for at most `DECODED_S`, so that one whose model is loaded or paused does not
+    hold up others. Tasks hold ``turns`` while they wait for room. ``num_users`` are the requests
+    that wait or are in."""
 
-    def __init__(self) -> None:
-        self.taken: dict[object, tuple[int, float]] = {}
-        self.num_waiting = 0
-        self.order = trio.Lock()
-        self.freed = trio.Event()
+    def __init__(self, most: int) -> None:
+        self.turns = FairLock()
+        self.taken: dict[object, tuple[int, float]] = {}  # bytes and time, the first request first
+        self.num_users = 0
+        self._most = most
+        self._freed = trio.Event()
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Return whether so many bytes are within the room, or alone in it."""
-        used = sum(size for size, _ in self.taken.values())
-        return not used or used + num_bytes <= DECODED_BYTES
+    async def wait_for_room(self, num_bytes: int) -> None:
+        while self.taken and sum(size for size, _ in self.taken.values()) + num_bytes > self._most:
+            oldest, (_, since) = next(iter(self.taken.items()))
+            self._freed = trio.Event()
+            with trio.move_on_at(since + DECODED_S) as scope:
+                await self._freed.wait()
+            if scope.cancelled_caught:
+                self.free(oldest)
+
+    def free(self, request: object) -> None:
+        self.taken.pop(request, None)
+        self._freed.set()
 
 
 class _Room:
-    """Bounds what each owner has of large requests that are decoded and not answered (Rule 4). A
-    request has its room for at most `DECODED_S`, so that one whose model is loaded or paused does
-    not hold up its owner's others."""
+    """Bounds what large requests take that are decoded and not answered (Rule 4)."""
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, _Owned] = {}
+        self._all = _Share(ALL_DECODED_BYTES)
+        self._owners: dict[Hashable, _Share] = {}
 
     async def take(self, owner: Hashable, num_bytes: int) -> Callable[[], None]:
-        """Wait for room for a request, behind those that came before, and return a function that
-        gives it back. Calling it again changes nothing.
+        """Wait for room for a request, behind its owner's earlier ones and in turn with those of
+        others, and return a function that gives it back. Calling it again changes nothing.
 
         Cancellation: safe; the task leaves the queue.
         """
-        owned = self._owners.setdefault(owner, _Owned())
-        owned.num_waiting += 1
-        try:
-            async with owned.order:
-                while not owned.has_room(num_bytes):
-                    oldest, (_, since) = next(iter(owned.taken.items()))
-                    owned.freed = trio.Event()
-                    with trio.move_on_at(since + DECODED_S) as scope:
-                        await owned.freed.wait()
-                    if scope.cancelled_caught:
-                        owned.taken.pop(oldest, None)
-            key = object()
-            owned.taken[key] = num_bytes, trio.current_time()
-        finally:
-            owned.num_waiting -= 1
-            self._forget(owner, owned)
-        return partial(self._give_back, owner, owned, key)
+        own = self._owners.setdefault(owner, _Share(DECODED_BYTES))
+        with ExitStack() as leaving:
+            own.num_users += 1
+            leaving.callback(self._leave, owner, own)
+            async with own.turns.hold(None):
+                await own.wait_for_room(num_bytes)
+                async with self._all.turns.hold(owner):
+                    await self._all.wait_for_room(num_bytes)
+                    request = object()
+                    for share in (own, self._all):
+                        share.taken[request] = num_bytes, trio.current_time()
+                        leaving.callback(share.free, request)
+            return leaving.pop_all().close
 
-    def _give_back(self, owner: Hashable, owned: _Owned, key: object) -> None:
-        owned.taken.pop(key, None)
-        owned.freed.set()
-        self._forget(owner, owned)
-
-    def _forget(self, owner: Hashable, owned: _Owned) -> None:
-        if not (owned.taken or owned.num_waiting) and self._owners.get(owner) is owned:
+    def _leave(self, owner: Hashable, own: _Share) -> None:
+        own.num_users -= 1
+        if not own.num_users:
             del self._owners[owner]
 
 

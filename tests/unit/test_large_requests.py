@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
 
 from engine.errors import InvalidRequest, ShuttingDown
 from engine.requests.chat_values import VIOLATIONS_MAX
@@ -127,3 +132,56 @@ async def test_an_owner_has_few_large_requests_that_are_decoded_and_not_answered
                     assert await answers.receive() == 950
                 let_go.release()
                 let_go.release()
+
+
+REQUEST = st.tuples(
+    *(st.sampled_from("abcde"), st.integers(1, 2500), st.floats(0.0, 2.0), st.floats(0.0, 8.0)),
+    st.sampled_from([math.inf, 0.5, 3.0]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(REQUEST, max_size=12))
+def test_the_room_bounds_each_owner_and_all_and_is_empty_in_the_end(requests):
+    """Of requests whose clients may leave while they wait or later, and that may keep their room
+    for longer than it counts."""
+    num_bytes: Counter[str] = Counter()
+    num_in: Counter[str] = Counter()
+    num_ended = 0
+
+    async def ask(room, owner, size, after, keeps, patience):
+        nonlocal num_ended
+        counts = min(keeps, decoding.DECODED_S - 0.01)
+        await trio.sleep(after)
+        with trio.move_on_after(patience):
+            give_back = await room.take(owner, size)
+            for name in (owner, "all"):
+                num_bytes[name] += size
+                num_in[name] += 1
+            try:
+                for name, most in ((owner, 1000), ("all", 2500)):
+                    assert num_bytes[name] <= most or num_in[name] == 1
+                await trio.sleep(counts)
+            finally:
+                for name in (owner, "all"):
+                    num_bytes[name] -= size
+                    num_in[name] -= 1
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(keeps - counts)
+                give_back()
+                give_back()
+        num_ended += 1
+
+    async def main():
+        room = decoding._Room()
+        async with trio.open_nursery() as nursery:
+            for request in requests:
+                nursery.start_soon(ask, room, *request)
+        assert not room._owners
+        assert not room._all.taken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "DECODED_BYTES", 1000)
+        patch.setattr(decoding, "ALL_DECODED_BYTES", 2500)
+        trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert num_ended == len(requests)
