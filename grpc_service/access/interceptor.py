@@ -73,26 +73,18 @@ class Interceptor(Dispatcher):
         self._decoding = Decoding()
 
     async def serve(self, call: Call) -> None:
-        """Serve one call to its end. Raises nothing.
+        """Serve one call to its end, and log it. Raises nothing.
 
         Cancellation: this is how the call's client or its deadline ends it.
         """
         if not call.method.startswith(SUBMITTING):
             call.connection.arrivals.note_taken(call)
-        await super().serve(call)
-
-    async def run(self, method: Method, call: Call) -> None:
-        """Serve a call of this method to its end, within its key's limits, and log it. Raises
-        nothing.
-
-        Cancellation: as `serve`.
-        """
-        rpc = Rpc(call)
-        if method.takes_stream:  # reflection, which is neither limited nor logged
-            await self.answer(call, method.handler(None, rpc))
-            return
-        with self._accounting(rpc), contextlib.ExitStack() as ending:
-            await self.answer(call, self._handle(method, rpc, ending))
+        method = self.methods.get(call.method)
+        call.record = rpc = Rpc(call)
+        # Reflection, whose requests are a stream, is neither limited nor logged.
+        is_counted = method is not None and not method.takes_stream
+        with self._accounting(rpc) if is_counted else contextlib.nullcontext():
+            await super().serve(call)
 
     @contextlib.contextmanager
     def _accounting(self, rpc: Rpc) -> Iterator[None]:
@@ -102,6 +94,7 @@ class Interceptor(Dispatcher):
         try:
             yield
         finally:
+            rpc.leave_quota()
             # A call without a status was ended by its deadline or by its client.
             late = StatusCode.DEADLINE_EXCEEDED if call.is_late else StatusCode.CANCELLED
             code = (late if call.code is None else call.code).name
@@ -111,14 +104,21 @@ class Interceptor(Dispatcher):
             if self._recorder is not None and rpc.method.startswith(policy.USES):
                 self._recorder.record(fields, call.metadata, rpc.logged_id)
 
-    async def _handle(self, method: Method, rpc: Rpc, ending: contextlib.ExitStack) -> Any:
-        """Admit the call, read its request, and run the handler. The key's count of requests is
-        lowered at the call's ``ending``."""
-        rpc.quota = policy.admit(rpc.method, rpc.peer, rpc.call.metadata, self._keys)
-        return await _begin(method, await self._decoding.request_of(method, rpc), rpc, ending)
+    async def handle(self, method: Method, call: Call) -> Any:
+        """Admit the call, read its request, and run the handler within the key's limits. The key's
+        count of requests is lowered when the call has ended.
+
+        Raises: as `policy.admit`, `Decoding.request_of` and the handler.
+        Cancellation: as `serve`.
+        """
+        rpc: Rpc = call.record
+        if method.takes_stream:
+            return await method.handler(None, rpc)
+        rpc.quota = policy.admit(rpc.method, rpc.peer, call.metadata, self._keys)
+        return await _begin(method, await self._decoding.request_of(method, rpc), rpc)
 
 
-def _begin(method: Method, request: Any, rpc: Rpc, ending: contextlib.ExitStack) -> Awaitable[Any]:
+def _begin(method: Method, request: Any, rpc: Rpc) -> Awaitable[Any]:
     """Count the request, and return the handler's work on it. The handler alone keeps the request
     from now on."""
     rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
@@ -126,5 +126,5 @@ def _begin(method: Method, request: Any, rpc: Rpc, ending: contextlib.ExitStack)
     is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
     if is_limited and rpc.quota is not None:
         rpc.quota.enter()
-        ending.callback(rpc.quota.leave)
+        rpc.leave_quota = rpc.quota.leave
     return method.handler(request, rpc)

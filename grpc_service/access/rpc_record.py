@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from engine.requests.quota import Origin
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.requests.quota import Quota
     from engine.requests.stream import RequestStream
     from grpc_service.rpc.call import Call
@@ -23,14 +25,15 @@ class Rpc:
 
     ``call`` is the gRPC call: what a handler reads and writes. ``request_id`` is the client's own
     or one made for it. ``arrived_at`` is when the request had come whole, on Trio's clock.
-    ``quota`` is the key holder's, None for a call without a key. ``stream`` is set by the code that
-    submits a request to the engine for this RPC.
+    ``quota`` is the key holder's, None for a call without a key; ``leave_quota`` is called when the
+    call has ended. ``stream`` is set by the code that submits a request to the engine for this RPC.
     """
 
     call: Call
     request_id: str = ""
     arrived_at: float = 0.0
     quota: Quota | None = None
+    leave_quota: Callable[[], None] = lambda: None
     stream: RequestStream[Any] | None = None
 
     @property

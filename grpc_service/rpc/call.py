@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -81,7 +81,8 @@ class Call:
     is the request's own, and "" if that has none. An encoding that the client has not announced is
     not used. ``on_answer`` is called with the first message that is sent, and when the call has
     ended. ``trailing_metadata`` may be set until the call's end, and is sent with its status.
-    ``is_compressed`` says whether the last message of `read` came compressed.
+    ``is_compressed`` says whether the last message of `read` came compressed. ``record`` belongs to
+    the code that serves the call.
     """
 
     def __init__(self, stream: Stream, connection: Connection) -> None:
@@ -92,6 +93,7 @@ class Call:
         self._has_begun = False  # the response's headers were sent
         self.has_answered = False  # a message was sent, or waits for the client
         self.on_answer: Callable[[], None] = _nothing
+        self.record: Any = None
         self._change: trio.Event | None = None  # the task waits for the client
         self._held = connection.held
         self._answer = Holding(connection.holder, self._evict_answer)

@@ -145,13 +145,14 @@ def status_of(error: Exception) -> Status:
 
 class Dispatcher:
     """Serves calls with methods: `Dispatcher.serve` is an `RpcServer`'s ``serve_call``. A subclass
-    may do more for each call in `run`. ``status_of`` returns the status for an error.
+    may do more for each call in `handle`, and around `serve`. ``status_of`` returns the status for
+    an error.
     """
 
     def __init__(
         self, methods: Iterable[Method], status_of: Callable[[Exception], Status] = status_of
     ) -> None:
-        self._methods = {method.name: method for method in methods}
+        self.methods = {method.name: method for method in methods}
         self._status_of = status_of
 
     async def serve(self, call: Call) -> None:
@@ -159,33 +160,22 @@ class Dispatcher:
 
         Cancellation: this is how the call's client or its deadline ends it.
         """
-        method = self._methods.get(call.method)
+        method = self.methods.get(call.method)
         if method is None:
             await call.end(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")
-        else:
-            await self.run(method, call)
-
-    async def run(self, method: Method, call: Call) -> None:
-        """Serve a call of this method to its end. Raises nothing.
-
-        Cancellation: as `serve`.
-        """
-        await self.answer(call, _handle(method, call))
-
-    async def answer(self, call: Call, handling: Awaitable[Message | None]) -> None:
-        """End the call with what the handler returns, or with the status of what it raises.
-
-        Cancellation: as `serve`.
-        """
+            return
         try:
-            await call.answer(await handling)
+            await call.answer(await self.handle(method, call))
         except Disconnected:
             pass
         except Exception as error:
             await call.end(*self._status_of(error))
 
+    async def handle(self, method: Method, call: Call) -> Message | None:
+        """Read the request, and return what the handler returns.
 
-async def _handle(method: Method, call: Call) -> Message | None:
-    """Read the request, and run the handler."""
-    request = None if method.takes_stream else await read_request(method, call)
-    return await method.handler(request, call)
+        Raises: as both.
+        Cancellation: as `serve`.
+        """
+        request = None if method.takes_stream else await read_request(method, call)
+        return await method.handler(request, call)
