@@ -53,9 +53,14 @@ class Face:
                 raise SystemExit(f"{self.source} has no {before!r} to be changed for {self.path}")
             text = text.replace(before, after)
         text = "".join(without_asyncio_only(text.splitlines(keepends=True)))
-        for pattern, replacement in RULES:
-            text = re.sub(pattern, replacement, text)
-        return HEADER.format(self.source) + text.rstrip("\n") + "\n"
+        return HEADER.format(self.source) + without_waiting(text).rstrip("\n") + "\n"
+
+
+def without_waiting(text: str) -> str:
+    """Return a text by `RULES`."""
+    for pattern, replacement in RULES:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def without_asyncio_only(lines: list[str]) -> list[str]:

@@ -6,26 +6,18 @@ No test depends on how long something takes; `LIMIT_S` only bounds a hang.
 
 from __future__ import annotations
 
-import gc
-import os
 import signal
-import threading
 import time
-import weakref
 
 import pytest
 
 from engine.api._generated import blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
-from engine.errors import (
-    ModelNotFound,
-    ShuttingDown,
-)
+from engine.errors import ShuttingDown
 from engine.requests.text_values import SamplingParams, Started
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.facades import (
-    ENDLESS,
     LIMIT_S,
     SHORT,
     STEP_S,
@@ -33,8 +25,6 @@ from tests.support.facades import (
     open_fake,
     request,
     run_script,
-    wait_no_engine_threads,
-    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
@@ -45,36 +35,6 @@ def eng():
     """Yield an engine with one fake model and small buffers."""
     with open_fake(blocking, in_process_buffer=4) as one:
         yield one
-
-
-def start(function, *args):
-    """Call a function in a thread. Return the thread, and a list that gets its result or error."""
-    outcome = []
-
-    def run():
-        try:
-            outcome.append(function(*args))
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, outcome
-
-
-def join(*threads):
-    """Wait for the threads' ends."""
-    for thread in threads:
-        thread.join(LIMIT_S / 2)
-        assert not thread.is_alive()
-
-
-def park(eng):
-    """Return a full stream that no thread reads. Its buffer bounds the events anywhere."""
-    stream = eng.generate(request())
-    wait_until(lambda: eng.statistics().totals.parked == 1)
-    assert stream._feed.queue.qsize() == 1 + eng.config.in_process_buffer  # Started, Tokens…
-    return stream
 
 
 # ---- reading
@@ -95,19 +55,7 @@ def test_the_engines_thread_is_woken_without_a_lock_held(eng, monkeypatch):
     assert not any(held)
 
 
-# ---- the rest of the surface
-
-
 # ---- closing
-
-
-def test_no_thread_is_left_but_trios_cached_ones():
-    before = set(threading.enumerate())
-    with open_fake(blocking) as eng:
-        list(eng.generate(request(sampling=SHORT)))
-    wait_no_engine_threads()
-    left = set(threading.enumerate()) - before
-    assert [t.name for t in left if not t.name.startswith("Trio thread")] == []
 
 
 def test_closing_at_once_is_no_bug(caplog):
@@ -119,18 +67,6 @@ def test_closing_at_once_is_no_bug(caplog):
         with pytest.raises(ShuttingDown):
             list(stream)
     assert caplog.records == []
-
-
-def test_an_engine_that_is_dropped_is_closed():
-    """`__del__` signals, and the thread ends by itself."""
-    eng = open_fake(blocking, in_process_buffer=2)
-    thread = eng._portal.thread
-    park(eng)
-    alive = weakref.ref(eng)
-    del eng
-    gc.collect()
-    assert alive() is None
-    join(thread)
 
 
 def test_an_engine_may_be_closed_by_its_own_thread_and_may_not_wait_there():
@@ -146,29 +82,9 @@ def test_an_engine_may_be_closed_by_its_own_thread_and_may_not_wait_there():
         eng.close()
 
     eng._portal.post(on_its_thread)
-    join(thread)
+    thread.join(LIMIT_S / 2)
+    assert not thread.is_alive()
     assert "own thread" in str(outcome[0])
-
-
-def test_nothing_is_kept_alive_by_a_closed_engine():
-    """The engine, its streams and handles, and the model."""
-    runners = []
-
-    def make_runner(model, config):
-        runners.append(FakeRunner(script=FakeScript(step_s=STEP_S)))
-        return runners[0]
-
-    eng = blocking.open_engine(EngineConfig(models=(ModelConfig("fake"),)), make_runner=make_runner)
-    eng.wait_ready()
-    chat = eng.chat()
-    things = [eng, eng._portal, chat, chat.ask("a"), eng.generate(request()), runners[0]]
-    refs = [weakref.ref(thing) for thing in things]
-    eng.close()
-    runners.clear()
-    del eng, chat, things
-    gc.collect()
-    assert [ref() for ref in refs[:-1]] == [None] * 5
-    wait_until(lambda: gc.collect() is not None and refs[-1]() is None)
 
 
 def test_a_command_that_raises_ends_nothing(eng, caplog):
@@ -199,85 +115,7 @@ def test_a_thread_that_reads_an_answer_late_misses_nothing_of_it(eng, monkeypatc
         )
 
 
-def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through(eng):
-    stream = eng.chat(sampling=SHORT).ask("one")
-    gc.collect()
-    assert len(ids_of(stream)) == 5
-    chat = eng.chat(sampling=ENDLESS)
-    handle = chat._handle
-    del chat
-    gc.collect()
-    wait_until(lambda: handle.is_closed)
-
-
-def test_encoders_that_are_not_configured_are_an_error(eng):
-    with pytest.raises(ModelNotFound):
-        eng.encoder().embed(["a"])
-    with pytest.raises(ModelNotFound):
-        eng.cross_encoder().rank("q", ["a"])
-
-
 # ---- the interpreter, from outside
-
-LEFT_OPEN = {
-    "idle": "eng = open_fake()",
-    "with a stream that is held": """
-eng = open_fake(step_s=0.01)
-stream = eng.generate(request())
-next(stream)
-""",
-    "with all in a cycle": """
-eng = open_fake(step_s=0.01)
-box = [eng, eng.generate(request()), eng.chat(), eng.chat().ask("a")]
-box.append(box)
-""",
-    "while it loads": "eng = open_fake(load_s=1)",
-    "while a thread reads, which is told": """
-eng = open_fake(step_s=0.01)
-stream = eng.generate(request())
-next(stream)
-def read():
-    try:
-        list(stream)
-    except engine.TrioletError as error:
-        print(error.reason)
-threading.Thread(target=read).start()
-""",
-    "while daemons wait for it": """
-eng = open_fake(step_s=0.01)
-eng.pause(PauseMode.KEEP)
-def ask_on():
-    while True:
-        eng.statistics()
-for wait in (lambda: list(eng.generate(request())), eng.drain, ask_on):
-    threading.Thread(target=wait, daemon=True).start()
-while eng.statistics().totals.waiting == 0:
-    time.sleep(0.01)
-""",
-    "after a step that hangs, for the limit": """
-portal.EXIT_LIMIT_S = 0.5
-go_on = threading.Event()
-eng = open_fake(step_s=1, sleep=lambda s: s and go_on.wait())
-stream = eng.generate(request())
-next(stream)
-""",
-    "twice": "one, other = open_fake(), open_fake()",
-    "inside its block, by sys.exit": """
-with open_fake(step_s=0.01) as eng:
-    stream = eng.generate(request())
-    next(stream)
-    sys.exit(0)
-""",
-}
-
-
-@pytest.mark.parametrize("text", LEFT_OPEN.values(), ids=LEFT_OPEN.keys())
-def test_the_interpreter_exits_with_an_engine_left_open(text):
-    """The exit takes bounded time and shows no traceback."""
-    code, out, err = run_script(text)
-    assert (code, err) == (0, "")
-    assert out == ("SHUTTING_DOWN\n" if "print" in text else "")
-
 
 WHILE_TORCH_IS_IMPORTED = """
 while "torch" not in sys.modules:
@@ -346,43 +184,6 @@ except KeyboardInterrupt:
         sends=signal.SIGINT,
     )
     assert (code, out, err) == (0, "interrupted 0\n", "")
-
-
-def test_calls_in_a_forked_child_raise():
-    """Every call raises at once; closing and exiting do nothing to the parent's engine."""
-    code, out, err = run_script("""
-eng = open_fake(step_s=0.001)
-stream, chat = eng.generate(request(300)), eng.chat()
-next(stream)
-child = os.fork()
-if child == 0:
-    for call in (lambda: next(stream), eng.statistics, eng.wait_ready, lambda: chat.ask("a"),
-                 lambda: eng.generate(request())):
-        try:
-            call()
-        except engine.TrioletError as error:
-            print(type(error).__name__, "fork" in str(error), flush=True)
-    stream.close()
-    chat.close()
-    eng.close()
-    del stream, chat, eng
-    sys.exit(7)
-_, status = os.waitpid(child, 0)
-print(os.waitstatus_to_exitcode(status), len(list(stream)))
-eng.close()
-""")
-    assert (code, err) == (0, "")
-    assert out == "ShuttingDown True\n" * 5 + "7 301\n"
-
-
-def test_the_process_id_decides_about_a_fork(eng, monkeypatch):
-    real = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: real + 1)
-    with pytest.raises(ShuttingDown, match="fork"):
-        eng.statistics()
-    eng.close()
-    monkeypatch.undo()
-    assert eng.statistics() is not None
 
 
 def test_the_first_event_of_a_full_chat_says_what_was_left_out():

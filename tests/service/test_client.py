@@ -6,6 +6,7 @@ Its answers, errors with details, deadlines and cancellation.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from grpc_service import client as public
 from grpc_service.client import (
     Aborted,
     AsyncClient,
+    AsyncStream,
     CallError,
     Cancelled,
     Client,
@@ -61,10 +63,73 @@ def server():
         yield one
 
 
+class OnALoop:
+    """An `AsyncClient`, or what its methods return, with the methods of a `Client`."""
+
+    def __init__(self, one, loop):
+        self._one, self._loop = one, loop
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        self.__getattr__("__aexit__")(*failure)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        message = self.__getattr__("__anext__")()
+        if message is None:
+            raise StopIteration
+        return message
+
+    def __getattr__(self, name):
+        value = getattr(self._one, name)
+        if not callable(value):
+            return OnALoop(value, self._loop)
+
+        async def call(*given, **fields):
+            try:
+                found = value(*given, **fields)
+                return await found if inspect.isawaitable(found) else found
+            except StopAsyncIteration:
+                return None
+
+        def wait(*given, **fields):
+            future = asyncio.run_coroutine_threadsafe(call(*given, **fields), self._loop)
+            found = future.result(CALL_LIMIT_S)
+            return OnALoop(found, self._loop) if isinstance(found, AsyncStream) else found
+
+        return wait
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def connect(request):
+    """Return a function that returns a client for an address."""
+    if request.param == "blocking":
+        yield Client
+        return
+    loop = runner().get_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def made(address, settings):
+        return AsyncClient(address, **settings)
+
+    def connect_on_the_loop(address, **settings):
+        making = asyncio.run_coroutine_threadsafe(made(address, settings), loop)
+        return OnALoop(making.result(), loop)
+
+    yield connect_on_the_loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
 @pytest.fixture
-def client(server):
+def client(server, connect):
     """Yield a client of the server."""
-    with Client(server.address) as one:
+    with connect(server.address) as one:
         yield one
 
 
@@ -180,32 +245,6 @@ def test_models_and_control(client):
     assert answer.results[0].outcome == messages.ABORT_OUTCOME_REMEMBERED
 
 
-def test_asyncio_has_the_same_calls(server):
-    async def main(client):
-        events = [event async for event in client.generate(story(), timeout=CALL_LIMIT_S)]
-        text = "".join(event.delta.text for event in events)
-        assert await client.generate(story(), timeout=CALL_LIMIT_S).text() == text
-        assert await client.complete("Once", max_tokens=3, seed=7) == text
-        assert await client.chat("Hi", max_tokens=3).text()
-        turns = [{"role": "user", "content": "Hi"}]
-        assert await client.chat(turns, model="fake", sampling={"max_tokens": 3}).text()
-        found = client.embed(EmbedRequest(model="emb", inputs=[{"text": "a"}]), timeout=9)
-        assert [vector.index async for vector in found] == [0]
-        request = RerankRequest(model="rank", query="a", documents=["b"])
-        assert len([score async for score in client.rerank(request, timeout=9)]) == 1
-        tokens = await client.tokenize(TokenizeRequest(model="fake", text="hi"), timeout=9)
-        request = messages.DetokenizeRequest(model="fake", ids=[t.id for t in tokens.tokens])
-        assert (await client.detokenize(request, timeout=9)).text == "<105><106>"
-        assert len((await client.models.list_models(timeout=9)).models) == 3
-        async with client.control.watch_stats(timeout=9) as snapshots:
-            assert (await anext(snapshots)).totals.total_blocks > 0
-        return text
-
-    with Client(server.address) as blocking:
-        text = blocking.generate(story(), timeout=CALL_LIMIT_S).text()
-    assert on_asyncio(server, main) == text
-
-
 def test_both_clients_have_every_rpc():
     pairs = (
         ("Client", messages.GenerateRequest, {"close", "chat", "complete"}),
@@ -252,11 +291,11 @@ def test_an_image_for_a_model_of_texts_is_refused_by_name(client):
     assert [one.field for one in caught.value.violations] == ["model"]
 
 
-def test_a_full_queue_says_when_to_try_again():
+def test_a_full_queue_says_when_to_try_again(connect):
     settings = {"engine": {"max_num_seqs": 1, "max_queued_requests": 1}}
     with (
         fake(**settings, script={"step_s": 0.05}) as server,
-        Client(server.address) as client,
+        connect(server.address) as client,
         client.generate(endless()) as running,
     ):
         assert next(running).started
@@ -278,23 +317,11 @@ def test_an_abort_ends_the_call(client):
     assert caught.value.reason == "ABORTED"
 
 
-def test_a_missing_server_is_unavailable_and_without_a_reason():
-    with Client(SILENT) as client, pytest.raises(Unavailable) as caught:
+def test_a_missing_server_is_unavailable_and_without_a_reason(connect):
+    with connect(SILENT) as client, pytest.raises(Unavailable) as caught:
         client.models.list_models(timeout=CALL_LIMIT_S)
     assert (caught.value.reason, caught.value.is_retryable) == ("", False)
     assert isinstance(caught.value, CallError)
-
-
-def test_asyncio_raises_the_same_errors(server):
-    async def main(client):
-        with pytest.raises(InvalidArgument) as caught:
-            await client.generate(story(n=17), timeout=CALL_LIMIT_S).text()
-        assert [v.field for v in caught.value.violations] == ["n"]
-        with pytest.raises(NotFound) as caught:
-            await client.control.explain(messages.ExplainRequest(request_id="x"), timeout=9)
-        assert caught.value.reason == "REQUEST_NOT_FOUND"
-
-    on_asyncio(server, main)
 
 
 def test_every_code_that_the_server_sends_has_a_class():
@@ -358,17 +385,6 @@ def test_cancelling_the_task_ends_the_request(server):
     on_asyncio(server, main)
 
 
-def test_leaving_the_async_block_ends_the_request(server):
-    before = cancelled(server)
-
-    async def main(client):
-        async with client.generate(endless(), timeout=CALL_LIMIT_S) as stream:
-            await anext(stream)
-        await asyncio.to_thread(wait_until, lambda: cancelled(server) == before + 1, SOON_S)
-
-    on_asyncio(server, main)
-
-
 def test_a_stream_that_another_task_cancels_does_not_cancel_its_reader(server):
     async def main(client):
         stream = client.generate(endless(), timeout=CALL_LIMIT_S)
@@ -382,25 +398,17 @@ def test_a_stream_that_another_task_cancels_does_not_cancel_its_reader(server):
     on_asyncio(server, main)
 
 
-def test_an_asyncio_deadline(server):
-    async def main(client):
-        with pytest.raises(DeadlineExceeded):
-            await client.generate(endless(), timeout=0.3).text()
-
-    on_asyncio(server, main)
-
-
 # ---- the connection --------------------------------------------------------------------------
 
 
-def test_a_unix_socket(tmp_path):
+def test_a_unix_socket(tmp_path, connect):
     path = str(tmp_path / "socket")
-    with fake(server={"uds": path}), Client(f"unix:{path}") as client:
+    with fake(server={"uds": path}), connect(f"unix:{path}") as client:
         assert client.generate(story(), timeout=CALL_LIMIT_S).text()
 
 
-def test_a_message_limit_holds_for_sent_messages(server):
-    with Client(server.address, max_message_bytes=2000) as client:
+def test_a_message_limit_holds_for_sent_messages(server, connect):
+    with connect(server.address, max_message_bytes=2000) as client:
         assert client.tokenize(TokenizeRequest(text="x" * 20), timeout=9).tokens
         with pytest.raises(ResourceExhausted) as caught:
             client.tokenize(TokenizeRequest(text="x" * 3000), timeout=9)

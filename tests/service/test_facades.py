@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import sys
 import threading
+import weakref
 
 import pytest
 
 from engine.api import portal
+from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished, PauseMode
 from engine.core.text.types import Tokens
 from engine.errors import (
@@ -31,7 +34,7 @@ from engine.errors import (
 from engine.requests.encode_values import EmbedRequest, RerankRequest
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
 from engine.worker.fakes.digests import VOCAB_SIZE  # X
-from engine.worker.fakes.text import FakeScript
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
     ENDLESS,
@@ -47,6 +50,7 @@ from tests.support.facades import (
     ids_of,
     in_asyncio,
     in_threads,
+    inner,
     messages,
     one_is_parked,
     one_waits,
@@ -56,9 +60,13 @@ from tests.support.facades import (
     request,
     run,
     run_loop,
+    run_script,
+    script_for,
+    totals,
     until,
     until_token,
     wait_no_engine_threads,
+    wait_until,
 )
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
@@ -493,5 +501,248 @@ def test_a_bad_input_does_not_end_an_encoder(facade, kind):
             assert await call(["a", "bb"]) == want
         with pytest.raises(ShuttingDown):
             await call(["a"])
+
+    run(facade, body)
+
+
+def test_encoders_that_are_not_configured_are_an_error(facade):
+    async def body(eng):
+        with pytest.raises(ModelNotFound):
+            await eng.encoder().embed(["a"])
+        with pytest.raises(ModelNotFound):
+            await eng.cross_encoder().rank("q", ["a"])
+
+    run(facade, body)
+
+
+# ---- what is dropped
+
+
+def test_engines_opened_and_closed_again_and_again_leave_nothing(facade):
+    """Only threads that Trio caches stay; no descriptor stays, and no future complains."""
+
+    async def main():
+        async with await opened(facade, in_process_buffer=2) as eng:
+            held.append(eng.generate(request()))
+            await asyncio.gather(*[read(eng.generate(request(sampling=SHORT))) for _ in range(4)])
+            call = asyncio.create_task(eng.encoder(function=fake_embed).embed(["slow"]))
+            await asyncio.sleep(STEP_S)
+            await eng.statistics()
+        with pytest.raises(ShuttingDown):
+            await call
+
+    held = []
+    run_loop(main)
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run_loop(main)
+    wait_no_engine_threads()
+    left = set(threading.enumerate()) - threads
+    assert [t.name for t in left if not t.name.startswith("Trio thread")] == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_an_engine_that_is_dropped_is_closed(facade):
+    """`__del__` signals, and the thread ends by itself."""
+
+    async def main():
+        eng = await opened(facade, in_process_buffer=2)
+        thread = eng._portal.thread
+        await park(eng)
+        alive = weakref.ref(inner(eng))
+        del eng
+        wait_until(lambda: gc.collect() is not None and alive() is None)
+        wait_until(lambda: not thread.is_alive())
+
+    run_loop(main)
+
+
+def test_nothing_is_kept_alive_by_a_closed_engine(facade):
+    """The engine, its streams and handles, the loop and the model."""
+    runners = []
+
+    def make_runner(model, config):
+        runners.append(FakeRunner(script=FakeScript(step_s=STEP_S)))
+        return runners[0]
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),))
+        eng = await facade(lambda module: module.open_engine(config, make_runner=make_runner))
+        await eng.wait_ready()
+        chat = eng.chat()
+        things = [eng, eng._portal, chat, chat.ask("a"), eng.generate(request()), runners[0]]
+        refs.extend(weakref.ref(inner(thing)) for thing in things)
+        refs.append(weakref.ref(asyncio.get_running_loop()))
+        await eng.close()
+
+    refs = []
+    run_loop(main)
+    runners.clear()
+    wait_until(lambda: gc.collect() is not None and [ref() for ref in refs] == [None] * 7)
+
+
+def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through(facade):
+    async def body(eng):
+        stream = eng.chat(sampling=SHORT).ask("one")
+        gc.collect()
+        assert len(ids_of(await read(stream))) == 5
+        chat = eng.chat(sampling=ENDLESS)
+        handle = chat._handle
+        del chat
+        gc.collect()
+        await until(lambda: eng._caller.ask(lambda engine: handle.is_closed))
+
+    run(facade, body)
+
+
+# ---- the interpreter, from outside
+
+LEFT_OPEN = {
+    "idle": """
+async def main():
+    global eng
+    eng = await open_fake(aio)
+asyncio.run(main())
+""",
+    "with a stream that is held": """
+async def main():
+    global eng, stream
+    eng = await open_fake(aio, step_s=0.01)
+    stream = eng.generate(request())
+    await anext(stream)
+asyncio.run(main())
+""",
+    "with all in a cycle": """
+async def main():
+    eng = await open_fake(aio, step_s=0.01)
+    box = [eng, eng.generate(request()), eng.chat(), eng.chat().ask("a")]
+    box.append(box)
+    await anext(box[1])
+asyncio.run(main())
+""",
+    "while it loads": """
+async def main():
+    global eng
+    eng = await open_fake(aio, load_s=1)
+asyncio.run(main())
+""",
+    "while another thread reads, which is told": """
+async def main():
+    async with open_fake(aio, step_s=0.01) as eng:
+        try:
+            async for _ in eng.generate(request()):
+                begun.set()
+        except engine.TrioletError as error:
+            print(error.reason)
+begun = threading.Event()
+threading.Thread(target=lambda: asyncio.run(main())).start()
+begun.wait()
+""",
+    "while daemons wait for it": """
+async def main(wait):
+    await wait()
+async def read():
+    async for _ in eng.generate(request()):
+        pass
+async def ask_on():
+    while True:
+        await eng.statistics()
+async def open_paused():
+    global eng
+    eng = await open_fake(aio, step_s=0.01)
+    await eng.pause(PauseMode.KEEP)
+async def begun():
+    while (await eng.statistics()).totals.waiting == 0:
+        time.sleep(0.01)
+asyncio.run(open_paused())
+for wait in (read, eng.drain, ask_on):
+    threading.Thread(target=lambda wait=wait: asyncio.run(main(wait)), daemon=True).start()
+    asyncio.run(begun())
+""",
+    "after a step that hangs, for the limit": """
+async def main():
+    global eng, stream
+    eng = await open_fake(aio, step_s=1, sleep=lambda s: s and go_on.wait())
+    stream = eng.generate(request())
+    await anext(stream)
+portal.EXIT_LIMIT_S = 0.5
+go_on = threading.Event()
+asyncio.run(main())
+""",
+    "twice": """
+async def main():
+    global engines
+    engines = await open_fake(aio), await open_fake(aio)
+asyncio.run(main())
+""",
+    "inside its block, by sys.exit": """
+async def main():
+    async with open_fake(aio, step_s=0.01) as eng:
+        async for _ in eng.generate(request()):
+            sys.exit(0)
+asyncio.run(main())
+""",
+}
+
+
+@pytest.mark.parametrize("text", LEFT_OPEN.values(), ids=LEFT_OPEN.keys())
+def test_the_interpreter_exits_with_an_engine_left_open(facade, text):
+    """The exit takes bounded time and shows no traceback."""
+    code, out, err = run_script(script_for(facade, text))
+    assert (code, err) == (0, "")
+    assert out == ("SHUTTING_DOWN\n" if "print" in text else "")
+
+
+def test_calls_in_a_forked_child_raise(facade):
+    """Every call raises at once; closing and exiting do nothing to the parent's engine."""
+    script = """
+async def open_and_begin():
+    global eng, stream, chat
+    eng = await open_fake(aio, step_s=0.001)
+    stream, chat = eng.generate(request(300)), eng.chat()
+    await anext(stream)
+async def in_the_child():
+    for call in (eng.statistics, eng.wait_ready, lambda: anext(chat.ask("a")),
+                 lambda: anext(eng.generate(request()))):
+        try:
+            await call()
+        except engine.TrioletError as error:
+            print(type(error).__name__, "fork" in str(error), flush=True)
+    stream.close()
+    await chat.close()
+    await eng.close()
+async def count():
+    print(len([event async for event in eng.generate(request(5))]))
+    await eng.close()
+asyncio.run(open_and_begin())
+child = os.fork()
+if child == 0:
+    asyncio.run(in_the_child())
+    del stream, chat, eng
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+asyncio.run(count())
+"""
+    code, out, err = run_script(script_for(facade, script))
+    assert (code, err) == (0, "")
+    assert out == "ShuttingDown True\n" * 4 + "7\n7\n"
+
+
+def test_the_process_id_decides_about_a_fork(facade, monkeypatch):
+    async def body(eng):
+        await eng.pause(PauseMode.KEEP)
+        stream = eng.generate(request())
+        real = os.getpid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: real + 1)
+            with pytest.raises(ShuttingDown, match="fork"):
+                await read(stream)  # its first event may have come before
+            with pytest.raises(ShuttingDown, match="fork"):
+                eng.chat()
+            with pytest.raises(ShuttingDown, match="fork"):
+                await eng.statistics()
+            await eng.close()
+        assert (await totals(eng)).waiting <= 1
 
     run(facade, body)

@@ -23,6 +23,7 @@ from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tools.regen_faces import without_waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60  # only bounds a hang
@@ -240,6 +241,18 @@ async def fake_embed(model, texts):
 async def fake_rank(model, query, documents):
     """A `RankFunction` with a score for each document."""
     return [vector[0] for vector in await fake_embed(model, documents)]
+
+
+def inner(one):
+    """Return the façade's own object."""
+    return one._one if isinstance(one, InThreads) else one
+
+
+def script_for(facade, text):
+    """Return a script for asyncio as one for a façade: as it is, or without what waits."""
+    if facade is in_asyncio:
+        return text
+    return without_waiting(text.replace("asyncio.run(", "(").replace("aio", "blocking"))
 
 
 PRELUDE = """
