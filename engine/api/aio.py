@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine.api import engine as api
 from engine.api import handles
-from engine.api.asked import (
-    completion_request,
-    draw_request,
-    embed_request,
-    generate_request,
-    rerank_request,
-)
+from engine.api.arguments import completion_request, request_of
 from engine.api.crossing import Reply, Stream, Streams, end_silently_at_exit, wait_end
 from engine.api.portal import Portal
 from engine.config import engine_config
@@ -149,7 +143,7 @@ class Engine(_Block):
     def generate(self, request: GenerateRequest | str) -> Stream[StreamEvent]:
         """Run a request, or continue a prompt; it begins at once, and a refusal is raised at the
         first event."""
-        return self._submit(generate_request(request))
+        return self._submit(request_of("generate", request))
 
     async def complete(self, request: GenerateRequest | str, **sampling: Any) -> str:
         """Return the whole text for a prompt, or for a request of one choice
@@ -159,15 +153,15 @@ class Engine(_Block):
 
     def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
         """Make one vector per input (`engine.api.engine.Engine.embed`); as `generate`."""
-        return self._submit(embed_request(request))
+        return self._submit(request_of("embed", request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
         """Score every document (`engine.api.engine.Engine.rerank`); as `generate`."""
-        return self._submit(rerank_request(request))
+        return self._submit(request_of("rerank", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
         """Draw images of a prompt (`engine.api.engine.Engine.draw`); as `generate`."""
-        return self._submit(draw_request(request))
+        return self._submit(request_of("draw", request))
 
     def _submit(self, request: ClientRequest) -> Stream[Any]:
         buffer = self.config.in_process_buffer

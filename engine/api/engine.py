@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
-from engine.api.asked import (
-    completion_request,
-    draw_request,
-    embed_request,
-    generate_request,
-    rerank_request,
-)
+from engine.api.arguments import completion_request, request_of
 from engine.api.snapshots import Snapshots
 from engine.api.stream import Stream
 from engine.config import engine_config
@@ -104,7 +98,7 @@ class Engine:
         Cancellation, or leaving the block early: the request ends; its blocks are free after at
         most one step.
         """
-        return Stream(self, generate_request(request))
+        return Stream(self, request_of("generate", request))
 
     async def complete(self, request: GenerateRequest | str, **sampling: Any) -> str:
         """Return the whole text for a prompt, or for a request of one choice. ``sampling`` are
@@ -124,12 +118,12 @@ class Engine:
         Cancellation, or leaving the block early: the request ends, and the encoder is done with it
         after at most one step.
         """
-        return Stream(self, embed_request(request))
+        return Stream(self, request_of("embed", request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
         """Return a stream of one score per document; as `embed`. With ``top_n`` the scores come
         sorted, at the end."""
-        return Stream(self, rerank_request(request))
+        return Stream(self, request_of("rerank", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
         """Return the stream of a drawing; a text is its prompt. The stream has Started, the
@@ -138,7 +132,7 @@ class Engine:
         Cancellation, or leaving the block early: the request ends, and the model is done with it
         after at most one denoising step.
         """
-        return Stream(self, draw_request(request))
+        return Stream(self, request_of("draw", request))
 
     # ---- text and tokens
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
-from engine.api.asked import require_list, sampling_of
+from engine.api.arguments import require_list, sampling_of
 from engine.api.guard import Guard
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason

@@ -5,7 +5,7 @@ a text where a request has one field that a program would name first (`TEXT_FIEL
 texts. Rule 2: anything else is refused before a call is made, by an error that names the argument
 or the field and says what it takes; protobuf's own errors name neither.
 
-These are the forms that the engine's own methods take (`engine.api.asked`).
+These are the forms that the engine's own methods take (`engine.api.arguments`).
 """
 
 from __future__ import annotations

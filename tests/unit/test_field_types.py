@@ -9,7 +9,7 @@ import pytest
 
 import engine
 from engine import Chat, EmbedRequest, GenerateRequest, ModelConfig, RerankRequest, SamplingParams
-from engine.api import asked
+from engine.api import arguments
 from engine.config import DEMO_MODELS, EngineConfig, engine_config
 from engine.errors import InvalidRequest
 from engine.requests.text_values import validate_tokenize
@@ -150,19 +150,19 @@ def test_options_may_be_mappings_of_their_fields():
             "open_engine takes an EngineConfig or a model's name, not dict",
         ),
         (
-            lambda: asked.generate_request([USER]),
+            lambda: arguments.request_of("generate", [USER]),
             "generate takes a text or an engine.GenerateRequest, not [{",
         ),
         (
-            lambda: asked.embed_request(["a"]),
+            lambda: arguments.request_of("embed", ["a"]),
             "embed takes an engine.EmbedRequest, which has the inputs, not ['a'] (list)",
         ),
         (
-            lambda: asked.rerank_request("a"),
+            lambda: arguments.request_of("rerank", "a"),
             "rerank takes an engine.RerankRequest, which has query and documents, not 'a' (str)",
         ),
         (
-            lambda: asked.completion_request("a", {"max_token": 5}),
+            lambda: arguments.completion_request("a", {"max_token": 5}),
             "complete has no field 'max_token'; its fields are temperature, top_p,",
         ),
         (
@@ -204,8 +204,8 @@ def test_a_value_of_a_wrong_type_is_named_with_what_is_wanted(make, sentence):
         (lambda: EmbedRequest(), "inputs"),
         (lambda: EmbedRequest(inputs=["a"], dimensions=0), "dimensions"),
         (lambda: RerankRequest(documents=["a"]), "query"),
-        (lambda: asked.completion_request("a", {"top_p": 7}), "sampling.top_p"),
-        (lambda: asked.completion_request(GenerateRequest(text="a", n=2), {}), "n"),
+        (lambda: arguments.completion_request("a", {"top_p": 7}), "sampling.top_p"),
+        (lambda: arguments.completion_request(GenerateRequest(text="a", n=2), {}), "n"),
     ],
 )
 def test_a_value_out_of_range_is_named_where_the_request_is_made(make, field):
@@ -225,5 +225,5 @@ def test_a_name_or_a_path_stands_for_a_model():
 
 def test_the_options_of_complete_override_the_requests():
     request = GenerateRequest(text="a", sampling={"max_tokens": 3, "seed": 7})
-    made = asked.completion_request(request, {"max_tokens": 5})
+    made = arguments.completion_request(request, {"max_tokens": 5})
     assert made == GenerateRequest(text="a", sampling=SamplingParams(max_tokens=5, seed=7))

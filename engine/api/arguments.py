@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _SAMPLING = options(SamplingParams)
+# The request of a call, the field of it that a text stands for, and a hint for errors.
+CALLS: dict[str, tuple[type[Any], str, str]] = {
+    "generate": (GenerateRequest, "text", ""),
+    "embed": (EmbedRequest, "", ", which has the inputs"),
+    "rerank": (RerankRequest, "", ", which has query and documents"),
+    "draw": (DrawRequest, "prompt", ""),
+}
 
 
 def sampling_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -42,54 +49,30 @@ def require_list(name: str, texts: Sequence[str | bytes]) -> None:
         raise TypeError(f"{name} takes a list; for one image, give [image]")
 
 
-def generate_request(asked: GenerateRequest | str) -> GenerateRequest:
-    """Return the request of a call of ``generate``; a text is a prompt.
+def request_of(call: str, given: Any) -> Any:
+    """Return the request of a call of ``generate``, ``embed``, ``rerank`` or ``draw``, for which a
+    text may stand (`CALLS`).
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is something else.
     """
-    if isinstance(asked, str):
-        return GenerateRequest(text=asked)
-    if not isinstance(asked, GenerateRequest):
-        raise wrong_type("generate", "a text or an engine.GenerateRequest", asked)
-    return asked
+    kind, text_field, hint = CALLS[call]
+    if isinstance(given, kind):
+        return given
+    if text_field and isinstance(given, str):
+        return kind(**{text_field: given})
+    text = "a text or " if text_field else ""
+    raise wrong_type(call, f"{text}an engine.{kind.__name__}{hint}", given)
 
 
-def embed_request(asked: EmbedRequest) -> EmbedRequest:
-    """Return the request of a call of ``embed``. Raises TypeError if it is something else."""
-    if not isinstance(asked, EmbedRequest):
-        raise wrong_type("embed", "an engine.EmbedRequest, which has the inputs", asked)
-    return asked
-
-
-def rerank_request(asked: RerankRequest) -> RerankRequest:
-    """Return the request of a call of ``rerank``. Raises TypeError if it is something else."""
-    if not isinstance(asked, RerankRequest):
-        raise wrong_type("rerank", "an engine.RerankRequest, which has query and documents", asked)
-    return asked
-
-
-def draw_request(asked: DrawRequest | str) -> DrawRequest:
-    """Return the request of a call of ``draw``; a text is a prompt.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(asked, str):
-        return DrawRequest(prompt=asked)
-    if not isinstance(asked, DrawRequest):
-        raise wrong_type("draw", "a text or an engine.DrawRequest", asked)
-    return asked
-
-
-def completion_request(asked: GenerateRequest | str, sampling: dict[str, Any]) -> GenerateRequest:
+def completion_request(given: GenerateRequest | str, sampling: dict[str, Any]) -> GenerateRequest:
     """Return the request of a call of ``complete``, whose ``sampling`` overrides the request's.
 
     Raises:
-        TypeError: as `generate_request`, or there is no such sampling option.
+        TypeError: as `request_of`, or there is no such sampling option.
         InvalidRequest: an option is out of range, or the request asks for several choices.
     """
-    request = generate_request(asked)
+    request: GenerateRequest = request_of("generate", given)
     if request.n not in (None, 1):
         raise InvalidRequest.of("n", f"is {request.n}, but complete returns one text; use generate")
     if not sampling:
