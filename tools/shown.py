@@ -28,16 +28,17 @@ class Shown:
     description: str
     fence: str = "mermaid"  # "": the part is Markdown itself
     page: Path = ENGINE_README
+    marker: str = "<!-- {} -->"  # a comment of the page
 
     @property
     def begin(self) -> str:
         """Return the marker before the part."""
-        return f"<!-- {self.name}: made by `python -m {self.tool} --write` -->"
+        return self.marker.format(f"{self.name}: made by `python -m {self.tool} --write`")
 
     @property
     def end(self) -> str:
         """Return the marker after the part."""
-        return f"<!-- {self.name}: end -->"
+        return self.marker.format(f"{self.name}: end")
 
     def embed(self, text: str, part: str) -> str:
         """Return the page's ``text`` with ``part`` between the markers.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import draw_lifecycle, draw_rooms, list_models
+from tools import draw_lifecycle, draw_rooms, list_models, list_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md")
@@ -204,7 +204,9 @@ def test_the_checks_are_run_and_a_warning_fails_its_test():
 # ---- parts made by tools ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shown", [draw_lifecycle.SHOWN, draw_rooms.SHOWN, list_models.SHOWN])
+@pytest.mark.parametrize(
+    "shown", [draw_lifecycle.SHOWN, draw_rooms.SHOWN, list_models.SHOWN, list_settings.SHOWN]
+)
 def test_the_parts_of_pages_that_tools_make_are_up_to_date(shown, tmp_path):
     assert shown.main(["--check"]) == 0
     outdated = tmp_path / "README.md"

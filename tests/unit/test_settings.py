@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -16,6 +17,9 @@ from engine.errors import ConfigError
 from engine.settings import flag_of, settings_of, share
 from engine.worker.interface import RunnerSpec
 from grpc_service.app.server_config import ServerConfig
+from grpc_service.cli.flags import configs_of
+from grpc_service.cli.main import build_parser
+from tools import list_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = (EngineConfig, ModelConfig, WorkerConfig, ServerConfig)
@@ -113,6 +117,7 @@ from engine.errors import ConfigError
 from engine.settings import share
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.main import build_parser
+from tools import list_settings
 
 def config(*argv):
     return configs_of(build_parser().parse_args(["serve", *argv]), {})[0]
@@ -126,18 +131,30 @@ try:
     config("--max-new-things", "4")
 except ConfigError as error:
     print(error)
+print(list_settings.make_list())
 build_parser().parse_args(["serve", "--help"])
 """
 
 
-def test_a_new_field_is_a_flag_a_key_of_the_file_a_line_of_the_help_and_reaches_the_core(tmp_path):
+def test_a_new_field_is_a_flag_a_key_and_a_line_of_help_and_docs_and_reaches_the_core(tmp_path):
     command = [sys.executable, "-c", NEW_FIELD, str(tmp_path / "triolet.toml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     default_and_flag, file, error, *told = done.stdout.splitlines()
     assert (default_and_flag, file) == ("77 6", "8")
     assert error == "--max-new-things is 4, but must be at least 5"
+    assert "# most new things (at least 5)\n# max_new_things = 77" in "\n".join(told)
     section = "\n".join(told).partition("requests that wait:\n")[2].partition("\n\n")[0]
     assert "  --max-new-things N    most new things (default: 77)" in section.splitlines()
+
+
+def test_the_listed_settings_are_a_file_with_the_defaults(tmp_path):
+    """The lines with a key are read without their comment sign, except what has no default."""
+    lines = re.findall(r"^# (\w+ = [^A-Z{\[].*)$", list_settings.make_list(), re.MULTILINE)
+    file = tmp_path / "triolet.toml"
+    file.write_text("\n".join(lines))
+    args = build_parser().parse_args(["serve", "--config", str(file)])
+    assert configs_of(args, {}) == (EngineConfig(), ServerConfig())
+    assert len(lines) > 40
 
 
 def test_a_group_is_handed_on_whole_and_others_are_not():
