@@ -78,6 +78,6 @@ class Control:
 
         Cancellation: ends the wait; the drain goes on.
         """
-        timeout_s = operations_codec.decode_drain(request)
+        timeout_s = operations_codec.decode_seconds(request, "timeout")
         await self._backend.engine.drain_in_background(timeout_s)
         return control_pb2.DrainResponse()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpc_service._generated.triolet.v1 import models_pb2
-from grpc_service.services import operations_codec, snapshots_codec, text_codec
+from grpc_service.services import operations_codec, snapshots_codec
 
 if TYPE_CHECKING:
     from grpc_service.access.rpc_record import Rpc
@@ -35,7 +35,7 @@ class Models:
         self, request: models_pb2.GetModelRequest, rpc: Rpc
     ) -> models_pb2.GetModelResponse:
         """Return one model. Never waits."""
-        name = text_codec.decode_get_model(request)
+        name = operations_codec.decode_model(request)
         status = self._backend.engine.get_model(name)
         return models_pb2.GetModelResponse(model=snapshots_codec.encode_model(status))
 
@@ -56,7 +56,8 @@ class Models:
 
         Cancellation: ends the wait; the unload goes on.
         """
-        name, drain_s = operations_codec.decode_unload(request)
+        name = operations_codec.decode_model(request)
+        drain_s = operations_codec.decode_seconds(request, "drain")
         await self._backend.engine.unload_model(name, drain_s)
         return models_pb2.UnloadModelResponse()
 
@@ -79,6 +80,7 @@ class Models:
 
         Cancellation: ends the wait; the unload goes on.
         """
-        name, drain_s = operations_codec.decode_unload_adapter(request)
+        name = operations_codec.decode_model(request)
+        drain_s = operations_codec.decode_seconds(request, "drain")
         await self._backend.engine.adapters.unload(name, drain_s)
         return models_pb2.UnloadAdapterResponse()

@@ -10,9 +10,8 @@ from engine.config import ADAPTER_FILES, REPLICAS_MAX
 from engine.core.common.events import PauseMode
 from engine.errors import InvalidRequest
 from engine.requests.text_values import MAX_REQUEST_ID_CHARS
-from engine.status import AbortOutcome
 from grpc_service._generated.triolet.v1 import control_pb2, models_pb2
-from grpc_service.services.snapshots_codec import MODEL_STATES
+from grpc_service.services.snapshots_codec import shared_fields
 from grpc_service.services.text_encoder import encode_duration
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.types import Explanation
     from engine.pool.load_watch import LoadStatus
+    from engine.status import AbortOutcome
 
 ABORTS_MAX = 1024  # guess: to end so many requests takes the loop a few milliseconds
 
@@ -30,11 +30,7 @@ def decode_pause_mode(message: control_pb2.PauseRequest) -> PauseMode:
     Raises:
         InvalidRequest: the mode is unspecified or unknown.
     """
-    modes = {
-        control_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
-        control_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
-        control_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
-    }
+    modes = {control_pb2.PauseMode.Value(f"PAUSE_MODE_{one.name}"): one for one in PauseMode}
     if message.mode not in modes:
         raise InvalidRequest.of("mode", "must be PAUSE_MODE_ABORT, _WAIT or _KEEP")
     return modes[message.mode]
@@ -61,14 +57,9 @@ def encode_aborts(
     names: Sequence[str], outcomes: Sequence[AbortOutcome]
 ) -> control_pb2.AbortResponse:
     """Return one result per id, in the order of the request."""
-    numbers = {
-        AbortOutcome.ABORTED: control_pb2.ABORT_OUTCOME_ABORTED,
-        AbortOutcome.ALREADY_ENDED: control_pb2.ABORT_OUTCOME_ALREADY_ENDED,
-        AbortOutcome.REMEMBERED: control_pb2.ABORT_OUTCOME_REMEMBERED,
-    }
     return control_pb2.AbortResponse(
         results=[
-            control_pb2.AbortResult(request_id=name, outcome=numbers[outcome])
+            control_pb2.AbortResult(request_id=name, outcome=f"ABORT_OUTCOME_{outcome.name}")
             for name, outcome in zip(names, outcomes, strict=True)
         ]
     )
@@ -88,33 +79,19 @@ def decode_explain(message: control_pb2.ExplainRequest) -> str:
 def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
     """Return the message that says what a request is doing."""
     estimate = explained.estimate_s
-    return control_pb2.ExplainResponse(
-        state=explained.state,
-        waiting_for=explained.waiting_for,
-        position=explained.position,
-        estimate=None if estimate is None else encode_duration(estimate),
-        computed_tokens=explained.computed_tokens,
-        blocks=explained.blocks,
-        parked=encode_duration(explained.parked_s),
-        drafted_tokens=explained.drafted_tokens,
-        accepted_tokens=explained.accepted_tokens,
-        drafts=[
+    others = {
+        "estimate": None if estimate is None else encode_duration(estimate),
+        "parked": encode_duration(explained.parked_s),
+        "drafts": [
             control_pb2.DraftCounts(
                 drafter=one.drafter, drafted_tokens=one.drafted, accepted_tokens=one.accepted
             )
             for one in explained.drafts
             if one.drafted
         ],
-    )
-
-
-def decode_drain(message: control_pb2.DrainRequest) -> float | None:
-    """Return the drain's timeout in seconds, None for the server's own.
-
-    Raises:
-        InvalidRequest: the timeout is negative.
-    """
-    return _seconds(message, "timeout")
+    }
+    shared = shared_fields(explained, control_pb2.ExplainResponse)
+    return control_pb2.ExplainResponse(**shared | others)
 
 
 def decode_load(message: models_pb2.LoadModelRequest) -> tuple[str, int | None]:
@@ -123,22 +100,12 @@ def decode_load(message: models_pb2.LoadModelRequest) -> tuple[str, int | None]:
     Raises:
         InvalidRequest: the model is empty, or the number of replicas is out of range.
     """
-    name = _model(message)
+    name = decode_model(message)
     if not message.HasField("replicas"):
         return name, None
     if not 0 < message.replicas <= REPLICAS_MAX:
         raise InvalidRequest.of("replicas", f"is {message.replicas}, outside [1, {REPLICAS_MAX}]")
     return name, message.replicas
-
-
-def decode_unload(message: models_pb2.UnloadModelRequest) -> tuple[str, float | None]:
-    """Return the model, and how many seconds its running requests may take to finish (None: the
-    server's own time).
-
-    Raises:
-        InvalidRequest: the model is empty, or the time is negative.
-    """
-    return _model(message), _seconds(message, "drain")
 
 
 def decode_load_adapter(
@@ -151,7 +118,7 @@ def decode_load_adapter(
         InvalidRequest: a field is empty, or the directory or one of its two files is not below the
             root. Links are followed before that is decided.
     """
-    name = _model(message)
+    name = decode_model(message)
     if not message.directory:
         raise InvalidRequest.of("directory", "is empty")
     if not root:
@@ -170,40 +137,30 @@ def decode_load_adapter(
     return name, path, tuple(message.aliases)
 
 
-def decode_unload_adapter(
-    message: models_pb2.UnloadAdapterRequest,
-) -> tuple[str, float | None]:
-    """Return the adapter, and how many seconds its running requests may take to finish (None: the
-    server's own time).
-
-    Raises:
-        InvalidRequest: the name is empty, or the time is negative.
-    """
-    return _model(message), _seconds(message, "drain")
-
-
 def encode_load(status: LoadStatus) -> models_pb2.LoadModelResponse:
     """Return the message for a stage of a load."""
-    progress = status.progress
-    return models_pb2.LoadModelResponse(
-        phase=progress.phase,
-        bytes_done=progress.bytes_done,
-        bytes_total=progress.bytes_total,
-        tensors_done=progress.tensors_done,
-        tensors_total=progress.tensors_total,
-        state=MODEL_STATES[status.state],
-    )
+    progress = shared_fields(status.progress, models_pb2.LoadModelResponse)
+    return models_pb2.LoadModelResponse(**progress, state=f"MODEL_STATE_{status.state.name}")
 
 
-def _model(message: Any) -> str:
+def decode_model(message: Any) -> str:
+    """Return the name of the model or adapter that a request is about.
+
+    Raises:
+        InvalidRequest: it is empty.
+    """
     if not message.model:
         raise InvalidRequest.of("model", "is empty")
     name: str = message.model
     return name
 
 
-def _seconds(message: Any, field: str) -> float | None:
-    """Return a Duration field in seconds, None if it is not set."""
+def decode_seconds(message: Any, field: str) -> float | None:
+    """Return a Duration field in seconds, None if it is not set.
+
+    Raises:
+        InvalidRequest: it is negative.
+    """
     if not message.HasField(field):
         return None
     duration = getattr(message, field)

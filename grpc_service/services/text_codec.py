@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from google.protobuf.struct_pb2 import Struct, Value
 
-    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2, models_pb2
+    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
 
 
 IDS_PART = 2**16  # ids that are converted in one call, in about two milliseconds
@@ -275,14 +275,3 @@ def decode_detokenize(message: common_pb2.DetokenizeRequest) -> DetokenizeInput:
         ids=ids_of(message.ids),
         skip_special_tokens=skips if message.HasField("skip_special_tokens") else True,
     )
-
-
-def decode_get_model(message: models_pb2.GetModelRequest) -> str:
-    """Return the name asked for.
-
-    Raises:
-        InvalidRequest: the name is empty.
-    """
-    if not message.model:
-        raise InvalidRequest.of("model", "is empty")
-    return message.model

@@ -19,15 +19,17 @@ from grpc_service.services import snapshots_codec
 
 
 def test_every_enum_value_of_the_engine_is_in_the_proto():
-    for table, enum, prefix in (
-        (snapshots_codec.CAPABILITIES, pb.Capability, "CAPABILITY_"),
-        (snapshots_codec.MODEL_STATES, pb.ModelState, "MODEL_STATE_"),
-    ):
-        for value, number in table.items():
-            assert enum.Name(number) == prefix + value.name
-    assert set(snapshots_codec.CAPABILITIES) == set(Capability)
-    assert set(snapshots_codec.REPLICA_STATES) == set(ModelState)
-    assert set(snapshots_codec.MODEL_STATES) == set(ModelState) - {ModelState.DEGRADED}
+    for capability in Capability:
+        message = snapshots_codec.encode_model(ModelStatus("m", ModelState.READY, capability))
+        assert pb.Capability.Name(message.capability) == f"CAPABILITY_{capability.name}"
+    for state in ModelState:
+        entry = ReplicaCounts("m", 1, state, Counts())
+        [replica] = snapshots_codec.encode_statistics(EngineStatistics(Counts(), (entry,))).replicas
+        name = pb.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_")
+        assert name == ("UNSPECIFIED" if state is ModelState.UNLOADED else state.name)
+        if state is not ModelState.DEGRADED:
+            message = snapshots_codec.encode_model(ModelStatus("m", state))
+            assert pb.ModelState.Name(message.state) == f"MODEL_STATE_{state.name}"
 
 
 def test_a_model_is_encoded_completely():
