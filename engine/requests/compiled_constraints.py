@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -24,12 +25,15 @@ from engine.errors import (
     TrioletError,
     Unsupported,
 )
+from engine.requests.tokenizing import guarded
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from engine.core.text.types import Constraint
     from engine.replica.threads import Threads
+    from engine.requests.tasks import RequestTasks
+    from engine.worker.interface import TextRunner
 
 log = logging.getLogger(__name__)
 
@@ -39,26 +43,6 @@ ENTRIES_MAX = 256
 BYTES_MAX = 256 << 20
 COMPILERS = 2  # compilations at once, so that a cheap one does not wait for a costly one
 WAITING_MAX = 512  # compilations that have not begun; each before them delays them by 2 s at most
-
-
-class Compiler(Protocol):
-    """The part of a `TextRunner` that compiles."""
-
-    def compile(self, constraint: Constraint) -> int:
-        """Compile a constraint, as `TextRunner.compile`."""
-        ...
-
-    def forget(self, constraint: Constraint) -> None:
-        """Drop a compiled constraint, as `TextRunner.forget`."""
-        ...
-
-
-class Tasks(Protocol):
-    """Starts tasks (`engine.requests.tasks.RequestTasks`)."""
-
-    def start(self, task: Callable[..., Awaitable[Any]], *arguments: object) -> None:
-        """Start ``task(*arguments)``. Raises ShuttingDown if the engine is closed."""
-        ...
 
 
 class _Entry:
@@ -76,14 +60,14 @@ class _Entry:
 class CompiledConstraints:
     """The compiled constraints of one replica."""
 
-    def __init__(self, compiler: Compiler, threads: Threads) -> None:
+    def __init__(self, compiler: TextRunner, threads: Threads) -> None:
         self._compiler = compiler
         self._threads = threads
         self._limiter = trio.CapacityLimiter(COMPILERS)
         self._entries: OrderedDict[Constraint, _Entry] = OrderedDict()  # least recently used first
 
     @asynccontextmanager
-    async def held(self, constraint: Constraint, tasks: Tasks) -> AsyncIterator[None]:
+    async def held(self, constraint: Constraint, tasks: RequestTasks) -> AsyncIterator[None]:
         """Keep a constraint compiled while the block runs. If no other request has it, it is
         compiled first, in one of ``tasks``.
 
@@ -119,7 +103,7 @@ class CompiledConstraints:
         """Return how many constraints are kept, with those that wait and those that failed."""
         return len(self._entries)
 
-    def _begin(self, constraint: Constraint, tasks: Tasks) -> _Entry:
+    def _begin(self, constraint: Constraint, tasks: RequestTasks) -> _Entry:
         waiting = sum(not entry.has_begun for entry in self._entries.values())
         if waiting >= WAITING_MAX:
             raise Overloaded("too many constraints wait to be compiled", retry_after_s=1.0)
@@ -132,12 +116,7 @@ class CompiledConstraints:
     async def _compile(self, constraint: Constraint, entry: _Entry) -> None:
         def job() -> int:
             entry.has_begun = True
-            try:
-                return self._compiler.compile(constraint)
-            except (Exception, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # a panic in a library in Rust is no Exception
-                raise EngineBug(repr(error)) from error
+            return guarded(partial(self._compiler.compile, constraint))()
 
         try:
             with entry.scope:

@@ -224,7 +224,7 @@ class Tokenizing:
         a thread. Cancellation: as the class.
         """
         if num_chars < INLINE_TOKENIZE_CHARS:
-            return _guarded(work)()
+            return guarded(work)()
         turns = self._short_turns if num_chars < LONG_TEXT_CHARS else self._long_turns
         return await self._in_thread(work, turns, party)
 
@@ -250,7 +250,7 @@ class Tokenizing:
         self, jobs: Iterable[Callable[[], None]], turns: Turns, party: Hashable
     ) -> None:
         """Run one job after another in a thread, all in one turn."""
-        in_thread = _Jobs(map(_guarded, jobs))
+        in_thread = _Jobs(map(guarded, jobs))
         self._tasks.start(in_thread.run, self._threads, turns, party)
         await in_thread.wait()
 
@@ -294,7 +294,7 @@ def too_long(count: str, most: int) -> InvalidRequest:
     )
 
 
-def _guarded(work: Callable[[], T]) -> Callable[[], T]:
+def guarded(work: Callable[[], T]) -> Callable[[], T]:
     """Return ``work`` with a change: a panic of a Rust library, which is no `Exception`, becomes an
     `EngineBug`."""
 
@@ -304,7 +304,7 @@ def _guarded(work: Callable[[], T]) -> Callable[[], T]:
         except (Exception, KeyboardInterrupt):
             raise
         except BaseException as error:
-            log.exception("a tokenizer failed")
+            log.exception("a library failed")
             raise EngineBug(repr(error)) from error
 
     return job

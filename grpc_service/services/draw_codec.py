@@ -15,6 +15,7 @@ from engine.requests.draw_values import (
     Progress,
 )
 from grpc_service._generated.triolet.v1 import images_pb2
+from grpc_service.services.text_codec import given
 from grpc_service.services.text_encoder import encode_duration
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def decode_draw(
         request_id=message.request_id,
         timeout_s=timeout_s,
         check=False,
-        **{name: getattr(message, name) for name in OPTIONAL if message.HasField(name)},
+        **given(message, *OPTIONAL),
     )
     if message.format not in FORMATS:
         unknown = FieldViolation("format", f"is {message.format}, which is no ImageFormat")

@@ -15,7 +15,7 @@ from engine.requests.encode_values import (
 )
 from engine.requests.text_values import Started
 from grpc_service._generated.triolet.v1 import inference_pb2
-from grpc_service.services.text_codec import ids_of
+from grpc_service.services.text_codec import given, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,14 +41,11 @@ def decode_embed(
     request = EmbedRequest(
         model=message.model,
         inputs=tuple(map(_input_of, message.inputs)),
-        dimensions=message.dimensions if message.HasField("dimensions") else None,
-        normalize=message.normalize if message.HasField("normalize") else None,
         prompt_name=message.prompt_name,
-        truncate=message.truncate if message.HasField("truncate") else None,
         request_id=message.request_id,
-        priority=message.priority if message.HasField("priority") else None,
         timeout_s=timeout_s,
         check=False,
+        **given(message, "dimensions", "normalize", "truncate", "priority"),
     )
     if found:
         raise InvalidRequest([*found, *request.violations()])
@@ -72,13 +69,10 @@ def decode_rerank(
         model=message.model,
         query=message.query,
         documents=tuple(message.documents),
-        raw_scores=message.raw_scores if message.HasField("raw_scores") else None,
-        truncate=message.truncate if message.HasField("truncate") else None,
-        top_n=message.top_n if message.HasField("top_n") else None,
         request_id=message.request_id,
-        priority=message.priority if message.HasField("priority") else None,
         timeout_s=timeout_s,
         check=False,
+        **given(message, "raw_scores", "truncate", "top_n", "priority"),
     )
 
 

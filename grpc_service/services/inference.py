@@ -134,9 +134,7 @@ class Inference:
         )
         await writer.run(stream)
 
-    async def Tokenize(
-        self, asked: text_codec.TokenizeInput, rpc: Rpc
-    ) -> common_pb2.TokenizeResponse:
+    async def Tokenize(self, asked: dict[str, Any], rpc: Rpc) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat.
 
         Cancellation: safe; the tokens are dropped.
@@ -145,9 +143,7 @@ class Inference:
         # off the loop: 100,000 tokens take a third of a second to encode
         return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
 
-    async def Detokenize(
-        self, asked: text_codec.DetokenizeInput, rpc: Rpc
-    ) -> common_pb2.DetokenizeResponse:
+    async def Detokenize(self, asked: dict[str, Any], rpc: Rpc) -> common_pb2.DetokenizeResponse:
         """Return the text of token ids.
 
         Cancellation: safe; the text is dropped.

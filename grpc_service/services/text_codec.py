@@ -13,7 +13,7 @@ parts.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
 from engine.errors import FieldViolation, InvalidRequest
@@ -52,12 +52,9 @@ def decode_generate(
     """
     request = GenerateRequest(
         model=message.model,
-        text=message.text if message.HasField("text") else None,
         token_ids=ids_of(message.token_ids.ids) if message.HasField("token_ids") else None,
         chat=_decode_chat(message.chat) if message.HasField("chat") else None,
         sampling=SamplingParams(**_set_fields(message.sampling)),
-        n=message.n if message.HasField("n") else None,
-        priority=message.priority if message.HasField("priority") else None,
         request_id=message.request_id,
         constraint=_decode_constraint(message.constraint)
         if message.HasField("constraint")
@@ -72,12 +69,18 @@ def decode_generate(
         if message.HasField("resume_window")
         else None,
         check=False,
+        **given(message, "text", "n", "priority"),
     )
     if message.HasField("constraint"):
         found = list(_constraint_violations(message.constraint))
         if found:
             raise InvalidRequest([*found, *request.violations()])
     return request
+
+
+def given(message: Message, *names: str) -> dict[str, Any]:
+    """Return those of the fields with presence that are set, by name."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
 def _set_fields(message: Message) -> dict[str, Any]:
@@ -110,11 +113,9 @@ def _decode_chat(message: inference_pb2.Chat) -> Chat:
         messages=tuple(_decode_message(turn) for turn in message.messages),
         tools=tuple(_decode_tool(tool) for tool in message.tools),
         template_args=_decode_struct(message.template_args),
-        add_generation_prompt=message.add_generation_prompt
-        if message.HasField("add_generation_prompt")
-        else None,
         tool_choice=message.tool_choice or "auto",
         continue_final_message=message.continue_final_message,
+        **given(message, "add_generation_prompt"),
     )
     chat.look_through()
     return chat
@@ -133,12 +134,8 @@ def decode_received(message: common_pb2.AttachRequest) -> tuple[ReceivedChoice, 
 
 
 def _decode_continuation(message: common_pb2.Continuation) -> Continuation:
-    return Continuation(
-        choices=tuple(
-            [ContinuedChoice(ids_of(one.token_ids), one.finished) for one in message.choices]
-        ),
-        seed=message.seed if message.HasField("seed") else None,
-    )
+    choices = [ContinuedChoice(ids_of(one.token_ids), one.finished) for one in message.choices]
+    return Continuation(tuple(choices), **given(message, "seed"))
 
 
 def _content_of(message: inference_pb2.Message) -> str | list[dict[str, Any]]:
@@ -238,40 +235,13 @@ def _constraint_violations(message: inference_pb2.Constraint) -> Iterator[FieldV
         yield FieldViolation("constraint.json_object", "is false")
 
 
-class TokenizeInput(TypedDict):
-    """The arguments of `Engine.tokenize`."""
-
-    model: str
-    text: str | None
-    chat: Chat | None
-    add_special_tokens: bool | None
+def decode_tokenize(message: inference_pb2.TokenizeRequest) -> dict[str, Any]:
+    """Return the arguments of `Engine.tokenize`, which checks them."""
+    chat = {"chat": _decode_chat(message.chat)} if message.HasField("chat") else {}
+    return {"model": message.model, **given(message, "text", "add_special_tokens"), **chat}
 
 
-def decode_tokenize(message: inference_pb2.TokenizeRequest) -> TokenizeInput:
-    """Return the text or chat to split, which `Engine.tokenize` checks."""
-    return TokenizeInput(
-        model=message.model,
-        text=message.text if message.HasField("text") else None,
-        chat=_decode_chat(message.chat) if message.HasField("chat") else None,
-        add_special_tokens=message.add_special_tokens
-        if message.HasField("add_special_tokens")
-        else None,
-    )
-
-
-class DetokenizeInput(TypedDict):
-    """The arguments of `Engine.detokenize`."""
-
-    model: str
-    ids: tuple[int, ...]
-    skip_special_tokens: bool
-
-
-def decode_detokenize(message: common_pb2.DetokenizeRequest) -> DetokenizeInput:
-    """Return the ids whose text is asked for."""
-    skips = message.skip_special_tokens
-    return DetokenizeInput(
-        model=message.model,
-        ids=ids_of(message.ids),
-        skip_special_tokens=skips if message.HasField("skip_special_tokens") else True,
-    )
+def decode_detokenize(message: common_pb2.DetokenizeRequest) -> dict[str, Any]:
+    """Return the arguments of `Engine.detokenize`."""
+    ids = ids_of(message.ids)
+    return {"model": message.model, "ids": ids, **given(message, "skip_special_tokens")}

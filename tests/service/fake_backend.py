@@ -151,13 +151,13 @@ class FakeEngine:
         """Return the arguments of the `FakeStream` for a request."""
         return self.script
 
-    async def tokenize(self, model, *, text, chat, add_special_tokens, origin):
+    async def tokenize(self, model, *, text=None, chat=None, add_special_tokens=None, origin):
         validate_tokenize(text, chat)
         self.asked.append((model, text, chat, add_special_tokens))
         text = text if chat is None else str(chat.messages[0]["content"])
         return tuple(TokenSpan(ord(c), c, i, i + 1) for i, c in enumerate(text)), 2048
 
-    async def detokenize(self, model, ids, *, skip_special_tokens, origin):
+    async def detokenize(self, model, ids, *, skip_special_tokens=True, origin):
         self.asked.append((model, ids, skip_special_tokens))
         return "".join(map(chr, ids))
 

@@ -111,7 +111,7 @@ def asked(field, **values):
             return getattr(decode(continuation=values).continuation, name)
         case "TokenizeRequest":
             request = inference_pb2.TokenizeRequest(text="a", **values)
-            return text_codec.decode_tokenize(request)[name]
+            return text_codec.decode_tokenize(request).get(name)
         case "EmbedRequest":
             request = inference_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
             embed = encode_codec.decode_embed(request)

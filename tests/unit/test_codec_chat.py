@@ -80,7 +80,7 @@ def test_arguments_that_are_not_an_object_are_refused_by_name(written, kind):
         validate = request.validate
     else:
         asked = text_codec.decode_tokenize(pb.TokenizeRequest(chat=chat))
-        validate = partial(validate_tokenize, asked["text"], asked["chat"])
+        validate = partial(validate_tokenize, asked.get("text"), asked["chat"])
     with pytest.raises(InvalidRequest) as caught:
         validate()
     path = "chat.messages[1].tool_calls"
