@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import trio
 
-from engine.api.engine import open_engine
 from engine.api.handles import Chat
-from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
@@ -29,6 +28,7 @@ from engine.requests.text_values import (
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 TOOLS = ({"type": "function", "function": {"name": "add"}},)
 ASK = ({"role": "user", "content": "hi"},)
@@ -40,22 +40,17 @@ SHORT = SamplingParams(max_tokens=5)
 
 def run(body, script, *, buffer=4096, max_model_len=2048, tokenizer=None, seed=0):
     """Run ``body(engine)`` in a fresh engine, and check that it is idle afterwards."""
-    threads = VirtualThreads()
-    script.step_s, script.sleep = 0.01, threads.note_sleep
-    config = EngineConfig(
-        models=(ModelConfig("fake"),), check_level=2, in_process_buffer=buffer, stall_timeout_s=1e6
-    )
+    script.step_s = 0.01
+    config = {"in_process_buffer": buffer, "stall_timeout_s": 1e6}
 
     class Runner(FakeRunner):
         @property
         def tokenizer(self):
             return tokenizer or FakeTokenizer(self.script)
 
-    def make_runner(model, config):
-        return Runner(script=script, max_model_len=max_model_len)
-
     async def main():
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+        make = partial(Runner, max_model_len=max_model_len)
+        async with fake_engine(script, make, waits=False, **config) as engine:
             await body(engine)
             with trio.fail_after(1):
                 await engine.wait_idle()
@@ -412,13 +407,8 @@ def test_a_slow_template_delays_neither_the_loop_nor_texts():
         class Runner(FakeRunner):
             tokenizer = Slow(threads)
 
-        def make_runner(model, config):
-            script = FakeScript(step_s=0.01, sleep=threads.note_sleep)
-            return Runner(script=script, num_blocks=600, max_model_len=9000)
-
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
-            await engine.wait_ready()
+        make = partial(Runner, num_blocks=600, max_model_len=9000)
+        async with fake_engine(FakeScript(step_s=0.01), make, threads=threads) as engine:
             began = trio.current_time()
             slow = engine.submit(GenerateRequest(chat=Messages(ASK), sampling=SHORT), buffer=9)
             await events_of(engine, GenerateRequest(text="hi" * 4000, sampling=SHORT))

@@ -7,7 +7,6 @@ from contextlib import suppress
 import pytest
 import trio
 
-from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason
@@ -27,6 +26,7 @@ from engine.requests.tasks import RequestTasks
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.virtual_engine import fake_engine, read_all
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
 COSTLY = 1.0
@@ -49,21 +49,19 @@ def run(body, *, seed=0, error=None):
 
     Compiling takes `COSTLY` seconds; ``error(name)`` may make it fail.
     """
-    threads, calls = VirtualThreads(), []
+    calls = []
 
     def compile_(constraint):
         calls.append(constraint.source)
-        threads.note_sleep(COSTLY)
+        script.sleep(COSTLY)
         if error is not None and (found := error(constraint.source)) is not None:
             raise found
 
-    runner = FakeRunner(script=FakeScript(step_s=0.01, sleep=threads.note_sleep, compile=compile_))
+    script = FakeScript(step_s=0.01, compile=compile_)
+    runner = FakeRunner(script=script)
 
     async def main():
-        async with open_engine(
-            CONFIG, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
-            await engine.wait_ready()
+        async with fake_engine(script, lambda script: runner) as engine:
             await body(engine, runner, calls)
             await engine.wait_idle()
 
@@ -72,11 +70,8 @@ def run(body, *, seed=0, error=None):
 
 async def ended(generation):
     """Read the stream to its end, and return its error."""
-    while True:
-        try:
-            await generation.receive()
-        except trio.EndOfChannel:
-            return generation.error
+    await read_all(generation)
+    return generation.error
 
 
 @pytest.mark.parametrize("seed", range(5))

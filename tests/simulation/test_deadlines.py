@@ -10,11 +10,9 @@ import trio
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.errors import DeadlineExceeded
 from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.fakes.text import FakeScript
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.client import messages as pb
@@ -23,7 +21,8 @@ from grpc_service.rpc.testing import open_server
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 STEP_S = 0.1
 GENERATE = "triolet.v1.Inference/Generate"
@@ -34,15 +33,10 @@ def ends_of(arrivals, *, timeout_s, seed):
 
     Return the end of each request, after how many seconds it came, and the number of steps.
     """
-    threads, ends = VirtualThreads(), []
-
-    def make_runner(model, config):
-        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+    ends = []
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
             for age in arrivals:
                 steps = engine.statistics().totals.step_count
                 start = trio.current_time()
@@ -67,15 +61,9 @@ def ends_of(arrivals, *, timeout_s, seed):
 
 def ends_of_leavers(leavers, *, timeout_s):
     """Return the counted ends of readers that leave, each given as (when, when the server knew)."""
-    threads = VirtualThreads()
-
-    def make_runner(model, config):
-        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
             for left_s, heard_s in leavers:
                 start = trio.current_time()
                 request = GenerateRequest(
@@ -136,14 +124,7 @@ def test_the_time_a_request_spent_on_its_way_counts(seed):
 @asynccontextmanager
 async def serving(step_s=STEP_S):
     """Yield an engine, and a client that is connected to its services in memory."""
-    threads = VirtualThreads()
-
-    def make_runner(model, config):
-        return FakeRunner(script=FakeScript(step_s=step_s, sleep=threads.note_sleep))
-
-    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-    async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
-        await engine.wait_ready()
+    async with fake_engine(FakeScript(step_s=step_s)) as engine:
         served = methods(Backend(engine, UnreadCalls(trio.current_time)), 4 * 2**20)
         async with open_server(Interceptor(served, None, status_of).serve) as server:
             yield engine, await server.connect()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Constraint
 from engine.errors import ShuttingDown, WorkerLost
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import LEVELS, Counts
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 STEP_S = 1.0
 DIES_AT_STEP = 5
@@ -27,23 +26,19 @@ def ends(asks, seed, *, runner_class=FakeRunner, encode_s=4.0, **settings):
     """
     threads, workers = VirtualThreads(), []
 
-    def make_runner(model, config):
+    def make(script):
         faults = {} if workers else {DIES_AT_STEP: WorkerLost("planted")}
-        script = FakeScript(  # a text of 4,096 characters and more is tokenised in a thread
-            step_s=STEP_S,
-            encode_s=encode_s,
-            sleep=threads.note_sleep,
-            step_faults=faults,
-            compile=lambda constraint: threads.note_sleep(4.0),
-        )
-        workers.append(runner_class(script=script))
+        workers.append(runner_class(script=replace(script, step_faults=faults)))
         return workers[-1]
 
     async def main():
         settings.setdefault("max_num_seqs", 1)
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **settings)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
-            await engine.wait_ready()
+        script = FakeScript(  # a text of 4,096 characters and more is tokenised in a thread
+            step_s=STEP_S,
+            encode_s=encode_s,
+            compile=lambda constraint: threads.note_sleep(4.0),
+        )
+        async with fake_engine(script, make, threads=threads, **settings) as engine:
             generations = []
             start = trio.current_time()
             for when, request in asks:
@@ -140,15 +135,12 @@ def test_a_dead_replica_holds_nothing_while_its_worker_is_closed():
             closing.append(True)
             threads.note_sleep(10 * STEP_S)
 
-    def make_runner(model, config):
+    def make(script):
         faults = {} if closing else {DIES_AT_STEP: WorkerLost("planted")}
-        script = FakeScript(step_s=STEP_S, sleep=threads.note_sleep, step_faults=faults)
-        return SlowToClose(script=script)
+        return SlowToClose(script=replace(script, step_faults=faults))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),))
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S), make, threads=threads) as engine:
             generation = engine.submit(asked(), buffer=500)
             await trio.sleep(2.5 * STEP_S)
             [alive] = engine.statistics().replicas
@@ -181,17 +173,15 @@ class LookingReader:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_dead_worker_has_left_the_routing_when_its_requests_hear_of_its_death(seed):
     """A request that comes in that moment waits for the next worker."""
-    threads, workers, seen = VirtualThreads(), [], []
+    workers, seen = [], []
 
-    def make_runner(model, config):
+    def make(script):
         faults = {} if workers else {DIES_AT_STEP: WorkerLost("planted")}
-        script = FakeScript(step_s=STEP_S, step_faults=faults, sleep=threads.note_sleep)
-        workers.append(FakeRunner(script=script))
+        workers.append(FakeRunner(script=replace(script, step_faults=faults)))
         return workers[-1]
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+        async with fake_engine(FakeScript(step_s=STEP_S), make, waits=False) as engine:
 
             def look(error):
                 entry = engine.registry.entries["fake"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams
-from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from engine.worker.fakes.text import FakeScript
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine, read_all
 
 REQUEST = GenerateRequest(
     token_ids=(5, 6, 7), n=2, sampling=SamplingParams(max_tokens=3), output=OutputOptions(echo=True)
@@ -20,21 +18,12 @@ REQUEST = GenerateRequest(
 @pytest.mark.parametrize("buffer", [2, 3, 16])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_choice_gets_the_prompt_first_and_once(buffer, seed):
-    threads, texts = VirtualThreads(), {0: [], 1: []}
-    script = FakeScript(step_s=0.01, sleep=threads.note_sleep)
+    texts = {0: [], 1: []}
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        runner = FakeRunner(script=script)
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
+        async with fake_engine(FakeScript(step_s=0.01), waits=False) as engine:
             generation = engine.submit(REQUEST, buffer=buffer)
-            while True:
-                try:
-                    event = await generation.receive()
-                except trio.EndOfChannel:
-                    break
+            for event in await read_all(generation):
                 if isinstance(event, Tokens):
                     texts[event.choice].append(event.text)
             assert generation.error is None

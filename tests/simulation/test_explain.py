@@ -5,41 +5,32 @@ Every end has the request's timings.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished, PauseMode
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import RequestNotFound
 from engine.requests.chat_values import Chat
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine, read_all
 
 STEP_S = 1.0
 
 
 def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
     """Run ``body(engine)`` in a fresh engine."""
-    threads = VirtualThreads()
     script = script or FakeScript()
-    script.step_s, script.sleep, script.load_s = STEP_S, threads.note_sleep, load_s
-    settings = {
-        **{"check_level": 2, "stall_timeout_s": 1e6, "prefix_cache": False},
-        **{"inter_token_target_s": 0.0},
-        **config,
-    }
-
-    def make_runner(model, config):
-        return FakeRunner(script=script, num_blocks=num_blocks, max_model_len=num_blocks * 16)
+    script.step_s, script.load_s = STEP_S, load_s
+    settings = {"stall_timeout_s": 1e6, "prefix_cache": False, "inter_token_target_s": 0.0}
+    make = partial(FakeRunner, num_blocks=num_blocks, max_model_len=num_blocks * 16)
 
     async def main():
-        engine_config = EngineConfig(models=(ModelConfig("fake"),), **settings)
-        async with open_engine(engine_config, make_runner=make_runner, threads=threads) as engine:
-            if not load_s:
-                await engine.wait_ready()
+        async with fake_engine(script, make, waits=not load_s, **settings | config) as engine:
             await body(engine)
             engine.resume()
             for name in list(engine._supervisor._live):
@@ -284,19 +275,9 @@ def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
 # ---- timings
 
 
-async def events_of(generation):
-    """Return all events of a request."""
-    events = []
-    while True:
-        try:
-            events.append(await generation.receive())
-        except trio.EndOfChannel:
-            return events
-
-
 async def timings_of(generation):
     """Return the timings of a request's end."""
-    [end] = [event for event in await events_of(generation) if isinstance(event, Finished)]
+    [end] = [event for event in await read_all(generation) if isinstance(event, Finished)]
     return end.timings
 
 
@@ -357,7 +338,7 @@ def test_a_chats_template_counts_as_queue():
         request = GenerateRequest(chat=chat, sampling=SamplingParams(max_tokens=2))
         began = trio.current_time()
         generation = engine.submit(request, buffer=9)
-        events = await events_of(generation)
+        events = await read_all(generation)
         [end] = [event for event in events if isinstance(event, Finished)]
         assert sum(isinstance(event, Tokens) for event in events) == 2
         assert end.timings.queue_s == pytest.approx(3.0)

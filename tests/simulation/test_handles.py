@@ -19,6 +19,7 @@ from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.core_driver import expected_tokens
+from tests.support.virtual_engine import fake_engine
 
 SEEDS = range(4)  # for the order of tasks
 LOAD_S, STEP_S, CALL_S = 0.5, 0.01, 0.1
@@ -30,18 +31,12 @@ seeds = pytest.mark.parametrize("seed", SEEDS)
 
 def run(body, seed, *, buffer=4096, script=None):
     """Run ``body(engine)`` in a fresh engine, and check that the engine is idle afterwards."""
-    threads = VirtualThreads()
     script = script or FakeScript()
-    script.load_s, script.step_s, script.sleep = LOAD_S, STEP_S, threads.note_sleep
-    config = EngineConfig(
-        models=(ModelConfig("fake"),), check_level=2, in_process_buffer=buffer, stall_timeout_s=1e6
-    )
+    script.load_s, script.step_s = LOAD_S, STEP_S
+    config = {"in_process_buffer": buffer, "stall_timeout_s": 1e6}
 
     async def main():
-        runner = FakeRunner(script=script)
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
+        async with fake_engine(script, waits=False, **config) as engine:
             await body(engine)
             with trio.fail_after(1):
                 await engine.wait_idle()
@@ -289,7 +284,7 @@ def test_the_root_is_cancelled_while_a_stream_is_full(seed):
     async def main():
         try:
             async with (
-                open_engine(config, make_runner=lambda *_: FakeRunner(), threads=threads) as engine,
+                fake_engine(waits=False, in_process_buffer=2) as engine,
                 Chat(engine, sampling=ENDLESS) as chat,
             ):
                 held.append(chat.ask("one"))
@@ -306,8 +301,6 @@ def test_the_root_is_cancelled_while_a_stream_is_full(seed):
             await main()
 
     held, root, began_at = [], None, 0.0
-    threads = VirtualThreads()
-    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, in_process_buffer=2)
     run_deterministically(under_root, seed)
     assert 5 <= ended_at[0] < 6
     assert isinstance(held[0].error, ShuttingDown)

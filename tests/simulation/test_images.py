@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import trio
 
-from engine.api.engine import open_engine
 from engine.api.handles import Encoder
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import EndReason
@@ -23,9 +23,10 @@ from engine.status import Capability
 from engine.worker.fakes.encoder import IMAGE_TOKENS, FakeEncoder, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
 from tests.simulator.encode_oracle import image_file
 from tests.simulator.mutants import Mutant, planted
+from tests.support.virtual_engine import fake_engine
 
 DECODE_S, STEP_S = 0.1, 0.01
 PIXELS = [bytes([number, 7] * 24) for number in range(200)]
@@ -36,15 +37,11 @@ CONFIG = EngineConfig(models=(MODEL,), check_level=2)
 
 def run(body, seed=0, *, image_bytes=None):
     """Run ``body(engine, memory)`` with a fake model of images; afterwards nothing may be held."""
-    threads = VirtualThreads()
-    script = FakeScript(step_s=STEP_S, decode_s=DECODE_S, sleep=threads.note_sleep)
-
-    def make_runner(model, config):
-        return FakeEncoder(EncoderKind.IMAGE_EMBEDDING, script=script)
+    script = FakeScript(step_s=STEP_S, decode_s=DECODE_S)
 
     async def main():
-        async with open_engine(CONFIG, make_runner=make_runner, threads=threads) as engine:
-            await engine.wait_ready()
+        make = partial(FakeEncoder, EncoderKind.IMAGE_EMBEDDING)
+        async with fake_engine(script, make, models=(MODEL,)) as engine:
             preparer = engine._supervisor._servings[EmbedRequest].preparer
             if image_bytes is not None:
                 preparer.image_memory = ImageMemory(image_bytes)
@@ -134,8 +131,7 @@ def test_requests_take_turns_at_decoding_and_a_text_waits_for_none():
 def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(seed):
     """Beside a busy model such a request is not computed, and its images kept their memory up to
     its window's end, an hour at most: every other chat with images waited."""
-    threads = VirtualThreads()
-    script = FakeScript(step_s=STEP_S, decode_s=DECODE_S, sleep=threads.note_sleep)
+    script = FakeScript(step_s=STEP_S, decode_s=DECODE_S)
     runner = FakeRunner(script=script, max_model_len=4096, sees=True)
 
     def asking(max_tokens=5, image=FILES[0], **fields):
@@ -152,9 +148,7 @@ def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(seed):
             pass
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(script, lambda script: runner) as engine:
             memory = engine._supervisor._servings[GenerateRequest].preparer.image_memory
             memory._max_bytes = runner._info.images.max_bytes
             async with engine.generate(asking(2000, image=None)) as busy:

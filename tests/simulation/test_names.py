@@ -9,8 +9,6 @@ import pytest
 import trio
 from trio.testing import assert_no_checkpoints
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import EndReason
 from engine.errors import (
     DuplicateRequest,
@@ -21,8 +19,9 @@ from engine.errors import (
 )
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
-from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from engine.worker.fakes.text import FakeScript
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine, read_all
 
 STEP_S = 0.01
 REQUEST = GenerateRequest(
@@ -46,32 +45,15 @@ class EventReader:
         self._on_end()
 
 
-async def read_all(generation):
-    """Return all events of a request."""
-    events = []
-    while True:
-        try:
-            events.append(await generation.receive())
-        except trio.EndOfChannel:
-            return events
-
-
 def run_engine(body, seed, *, waits=True, script=None, **settings):
     """Run ``body(engine)``, once the model is ready or (``waits`` False) while it loads.
 
     ``script`` has fields of FakeScript, ``settings`` fields of EngineConfig.
     """
-    threads = VirtualThreads()
-    fields = {"step_s": STEP_S} | (script or {})
-    runner = FakeRunner(script=FakeScript(sleep=threads.note_sleep, **fields))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **settings)
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
-            if waits:
-                await engine.wait_ready()
+        behaviour = FakeScript(**{"step_s": STEP_S} | (script or {}))
+        async with fake_engine(behaviour, waits=waits, **settings) as engine:
             await body(engine)
 
     run_deterministically(main, seed)
@@ -81,15 +63,8 @@ def run_engine(body, seed, *, waits=True, script=None, **settings):
 @pytest.mark.parametrize("lived_s", [0.0, STEP_S / 2, 2 * STEP_S, 4.5 * STEP_S])
 @pytest.mark.parametrize("gap_s", [0.0, STEP_S / 3, STEP_S])
 def test_a_name_used_again_right_after_an_abort(seed, lived_s, gap_s):
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
-
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
             first = engine.submit(REQUEST, buffer=99)
             await trio.sleep(lived_s)
             first.cancel(EndReason.ABORTED)
@@ -110,15 +85,8 @@ def test_a_name_used_again_right_after_an_abort(seed, lived_s, gap_s):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_id_of_a_client_reaches_a_request_with_another_id(seed):
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
-
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
             await read_all(engine.submit(REQUEST, buffer=99))
             again = engine.submit(REQUEST, buffer=99)  # the core has another name for this request
             await trio.sleep(4.5 * STEP_S)

@@ -23,6 +23,7 @@ from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import TokenSpan
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
 LONG = "a" * INLINE_TOKENIZE_CHARS
@@ -55,15 +56,11 @@ def run(body, seed, encode, pieces=None, **attributes):
     class Runner(FakeRunner):
         tokenizer = tokenizer_class()
 
-    def make_runner(model, config):
-        return Runner(script=FakeScript(step_s=0.01, sleep=threads.note_sleep))
-
     async def main():
         async with (
             trio.open_nursery() as nursery,
-            open_engine(CONFIG, make_runner=make_runner, threads=threads) as engine,
+            fake_engine(FakeScript(step_s=0.01), Runner, threads=threads) as engine,
         ):
-            await engine.wait_ready()
             await body(engine, nursery)
 
     run_deterministically(main, seed)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from engine.config import ModelConfig, WorkerConfig
 from engine.core.common.types import SequenceId
 from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from engine.worker.fakes.text import FakeScript
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 REPLICAS = 3
 FAMILIES = 4  # one more than replicas, or taking turns would find them all
@@ -26,22 +26,20 @@ def request(family, own, max_tokens=3):
     return GenerateRequest(token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
 
 
+def on_replicas(count, **config):
+    """Return an engine to be entered, whose model has so many replicas."""
+    models = (ModelConfig("fake", workers=(WorkerConfig(count=count),)),)
+    return fake_engine(FakeScript(step_s=STEP_S), waits=False, models=models, **config)
+
+
 def served(routing, asks, *, gap_s, seed=0, **config):
     """Submit one of ``asks`` every ``gap_s`` seconds.
 
     Return how many requests each replica served, and how many prompt tokens were cached.
     """
-    threads = VirtualThreads()
-
-    def make_runner(model, config):
-        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
-        workers = (WorkerConfig(count=REPLICAS),)
-        engine_config = EngineConfig(
-            models=(ModelConfig("fake", workers=workers),), routing=routing, check_level=2, **config
-        )
-        async with open_engine(engine_config, make_runner=make_runner, threads=threads) as engine:
+        async with on_replicas(REPLICAS, routing=routing, **config) as engine:
             await engine.load_model("fake")
             generations = []
             for ask in asks:
@@ -103,15 +101,9 @@ class Silent:
 @pytest.mark.parametrize("leaves_after_s", [0.0, 2 * STEP_S])
 def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s):
     """It counted up to its window's end, and its replica stood idle beside the others."""
-    threads = VirtualThreads()
-
-    def make_runner(model, config):
-        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
-        models = (ModelConfig("fake", workers=(WorkerConfig(count=2),)),)
-        config = EngineConfig(models=models, routing="least-tokens", check_level=2)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+        async with on_replicas(2, routing="least-tokens") as engine:
             await engine.load_model("fake")
             replicas = engine._pool.registry.entries["fake"].replicas
 
@@ -143,16 +135,10 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
 
 
 def test_a_replica_counts_what_it_served_what_failed_what_was_cancelled_and_its_time_in_steps():
-    threads = VirtualThreads()
     faults = {SequenceId(2): (1, "decode")}  # the second request fails after a token
-    script = FakeScript(step_s=STEP_S, row_faults=faults, sleep=threads.note_sleep)
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(
-            config, make_runner=lambda *_: FakeRunner(script=script), threads=threads
-        ) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S, row_faults=faults)) as engine:
             await engine.submit(request(1, 1), buffer=9).wait_closed()
             await engine.submit(request(2, 2), buffer=9).wait_closed()
             left = engine.submit(request(3, 3, max_tokens=100), buffer=200)

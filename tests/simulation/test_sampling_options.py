@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Sampling, Stops, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge
@@ -25,34 +22,25 @@ from engine.requests.text_values import (
 )
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import SamplingDefaults
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine, read_all
 
 
 def run(request, *, buffer=16, seed=0, runner=None, **config):
     """Return a request's events, its error, and every sequence that the worker got."""
-    threads, events, admitted = VirtualThreads(), [], []
-    script = FakeScript(step_s=0.01, sleep=threads.note_sleep)
-    script.plan_fault = lambda plan: admitted.extend(plan.admitted)
+    admitted = []
+    script = FakeScript(step_s=0.01, plan_fault=lambda plan: admitted.extend(plan.admitted))
     runner = runner or FakeRunner()
     runner.script = script
-    errors = []
 
     async def main():
-        settings = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **config)
-        async with open_engine(
-            settings, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
+        async with fake_engine(script, lambda script: runner, waits=False, **config) as engine:
             generation = engine.submit(request, buffer=buffer)
-            while True:
-                try:
-                    events.append(await generation.receive())
-                except trio.EndOfChannel:
-                    break
-            errors.append(generation.error)
+            events = await read_all(generation)
             await engine.wait_idle()
+            return events, generation.error, admitted
 
-    run_deterministically(main, seed)
-    return events, errors[0], admitted
+    return run_deterministically(main, seed)
 
 
 @pytest.mark.parametrize("buffer", [4, 5, 16])

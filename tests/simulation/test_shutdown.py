@@ -8,13 +8,12 @@ from __future__ import annotations
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.errors import RequestAborted, ShuttingDown, WorkerLost
 from engine.replica.loop import EngineLoop
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 STEP_S = 1.0
 
@@ -36,20 +35,16 @@ def run(body, seed, *, root=None, step_faults=None, **settings):
     Return the seconds from then to the engine's end, and the number of steps. ``root`` is the scope
     around the engine.
     """
-    threads, times = VirtualThreads(), []
-    script = FakeScript(step_s=STEP_S, step_faults=step_faults or {}, sleep=threads.note_sleep)
+    times = []
+    script = FakeScript(step_s=STEP_S, step_faults=step_faults or {})
     runner = FakeRunner(script=script)
 
     async def main():
-        config = EngineConfig(
-            models=(ModelConfig("fake"),), check_level=2, max_num_seqs=1, **settings
-        )
         with root or trio.CancelScope():
             try:
-                async with open_engine(
-                    config, make_runner=lambda *_: runner, threads=threads
+                async with fake_engine(
+                    script, lambda script: runner, max_num_seqs=1, **settings
                 ) as engine:
-                    await engine.wait_ready()
                     times.append(trio.current_time())
                     await body(engine)
             except* LeftError:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.text.scheduler import Scheduler
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 SEEDS = range(8)  # for the order of tasks: each of two starts comes up in about half of them
 
 
 def run(body, seed):
     """Run ``body(engine)`` in a fresh engine, and return how many models it loaded."""
-    threads, loads = VirtualThreads(), []
+    runners = []
 
-    def make_runner(model, config):
-        loads.append(model.name)
-        return FakeRunner(script=FakeScript(load_s=0.5, sleep=threads.note_sleep))
+    def make(script):
+        runners.append(FakeRunner(script=script))
+        return runners[-1]
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+        async with fake_engine(FakeScript(load_s=0.5), make, waits=False) as engine:
             await body(engine)
 
     run_deterministically(main, seed)
-    return len(loads)
+    return len(runners)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -89,13 +87,9 @@ def test_an_idle_loop_checks_its_invariants_once_a_second_and_at_its_end(
         num_checks += 1
 
     monkeypatch.setattr(Scheduler, "check", check)
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=0.01, sleep=threads.note_sleep))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=level)
-        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=0.01), check_level=level) as engine:
             for pause in [0.0] * 10 + [1.0] * 2:
                 await trio.sleep(pause)
                 await engine.submit(request, buffer=2).wait_closed()

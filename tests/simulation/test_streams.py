@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
+from engine.config import ModelConfig
 from engine.core.common.types import EndReason
 from engine.core.text.types import Tokens
 from engine.errors import (
@@ -24,20 +23,17 @@ from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import Capability
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import run_deterministically
 from tests.support.core_driver import expected_tokens
+from tests.support.virtual_engine import fake_engine
 
 STEP_S = 0.01
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prompt_in_and_its_text_out(seed):
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
-
     async def main():
-        open_it = open_engine("fake", make_runner=lambda *_: runner, threads=threads)
-        async with open_it as engine:
+        async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
             want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
             assert await engine.complete("ab", max_tokens=5) == want
             request = GenerateRequest(text="ab", sampling={"max_tokens": 5})
@@ -55,15 +51,12 @@ def test_a_prompt_in_and_its_text_out(seed):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lived_s", [0.0, STEP_S / 2, 3.5 * STEP_S, 30 * STEP_S])
 def test_a_reader_that_reads_on_after_the_block_gets_the_end(seed, lived_s):
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
     heard = []
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
         request = GenerateRequest(text="x", sampling=SamplingParams(max_tokens=20))
         async with (
-            open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine,
+            fake_engine(FakeScript(step_s=STEP_S), waits=False) as engine,
             trio.open_nursery() as nursery,
         ):
 
@@ -87,12 +80,10 @@ def test_a_reader_that_reads_on_after_the_block_gets_the_end(seed, lived_s):
 @pytest.mark.parametrize("encodes", [False, True], ids=["text", "encoder"])
 def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
     """Steps that follow one another leave the loop no moment in which it waits."""
-    threads = VirtualThreads()
-    script = FakeScript(step_s=STEP_S, sleep=threads.note_sleep)
     capability = Capability.TEXT_EMBEDDING if encodes else Capability.TEXT_TO_TEXT
     model = ModelConfig("fake", capability=capability)
-    config = EngineConfig(models=(model,), check_level=2, stall_timeout_s=1.0, max_num_seqs=4)
-    runner = FakeEncoder(script=script) if encodes else FakeRunner(script=script)
+    config = {"models": (model,), "stall_timeout_s": 1.0, "max_num_seqs": 4}
+    make = FakeEncoder if encodes else FakeRunner
 
     def request(count):
         if encodes:
@@ -100,8 +91,7 @@ def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
         return GenerateRequest(token_ids=(1, 2), sampling=SamplingParams(max_tokens=count))
 
     async def main():
-        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S), make, **config) as engine:
             stalled = engine.submit(request(500), buffer=2)
             with trio.move_on_after(2.0):
                 while True:  # another request always has something to compute
@@ -115,15 +105,11 @@ def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
 
 def run(body, seed=0, *, instruments=(), **settings):
     """Run ``body(engine)`` in an engine with a fake model that is ready."""
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
         for instrument in instruments:
             trio.lowlevel.add_instrument(instrument)
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **settings)
-        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S), **settings) as engine:
             await body(engine)
 
     run_deterministically(main, seed)

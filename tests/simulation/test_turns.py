@@ -7,15 +7,14 @@ from collections import Counter
 import pytest
 import trio
 
-from engine.api.engine import open_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import PauseMode, StepDone
 from engine.core.common.types import EndReason
 from engine.core.text.scheduler import Scheduler
 from engine.replica.loop import EVENTS_TO_SEND_FIRST, EngineLoop, Unbatched
 from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.virtual_engine import fake_engine
 
 STEP_S = 1.0
 
@@ -56,20 +55,13 @@ def test_a_steps_result_comes_before_the_commands_that_came_during_it_and_these_
     """Here the next plan is made anew even if one was prepared (D9), because the
     only row of the prepared one is gone."""
     journal = []
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
-        config = EngineConfig(
-            models=(ModelConfig("fake"),), check_level=2, prepared_plans=prepared_plans
-        )
-        async with open_engine(
-            config,
-            make_runner=lambda *_: runner,
-            threads=threads,
+        async with fake_engine(
+            FakeScript(step_s=STEP_S),
             on_event=lambda event: journal.append(event.journal_line()),
+            prepared_plans=prepared_plans,
         ) as engine:
-            await engine.wait_ready()
             first = engine.submit(request("a"), buffer=99)
             await trio.sleep(0.2 * STEP_S)
             engine.submit(request("b"), buffer=99)
@@ -89,18 +81,15 @@ def test_a_steps_result_comes_before_the_commands_that_came_during_it_and_these_
 
 def test_a_step_is_one_job_in_a_thread():
     threads = CountedThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S), threads=threads) as engine:
             for name in "abc":
                 await engine.submit(request(name, 7), buffer=99).wait_closed()
             await engine.wait_idle()
 
     run_deterministically(main, 0)
-    assert threads.num_started == runner.steps == 21
+    assert threads.num_started == 21
 
 
 def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
@@ -113,12 +102,9 @@ def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
 
     monkeypatch.setattr(EngineLoop, "_turn", counted)
     threads = CountedThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S), threads=threads) as engine:
             asked = engine.submit(request("a"), buffer=99)
             await trio.sleep(2.5 * STEP_S)
             engine.pause(PauseMode.KEEP)
@@ -141,8 +127,6 @@ TOOK_S = {"commands": 0.001, "plan": 0.002, "prepare": 0.004, "deliver": 0.008, 
 def test_each_phase_of_a_turn_is_timed(monkeypatch, num_requests):
     """Here the clock advances in each phase by an amount of its own."""
     num_times = Counter()
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
     def spend(phase):
         num_times[phase] += 1
@@ -166,19 +150,16 @@ def test_each_phase_of_a_turn_is_timed(monkeypatch, num_requests):
     slow_down("prepare", lambda now: "prepare")
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(
-            config, make_runner=lambda *_: runner, threads=threads, batch=SlowWrites()
-        ) as engine:
-            await engine.wait_ready()
+        async with fake_engine(FakeScript(step_s=STEP_S), batch=SlowWrites()) as engine:
             for number in range(num_requests):
                 engine.submit(request(f"r{number}", 7), buffer=99)
             await engine.wait_idle()
             [replica] = engine.telemetry().replicas
+            num_steps = engine.statistics().totals.step_count
             took = {phase: num * TOOK_S[phase] for phase, num in num_times.items()}
-            return replica.telemetry.loop_s, took
+            return replica.telemetry.loop_s, took, num_steps
 
-    spent, took = run_deterministically(main, 0)
+    spent, took, num_steps = run_deterministically(main, 0)
     assert took.keys() == TOOK_S.keys()
-    assert num_times["commit"] == runner.steps >= 7
+    assert num_times["commit"] == num_steps >= 7
     assert spent == pytest.approx(took)
