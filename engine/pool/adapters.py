@@ -39,8 +39,7 @@ RETRY_AFTER_S = 5.0  # guess: until the base's unload has ended
 
 
 class Adapters:
-    """Loads and unloads adapters. Belongs to the Trio thread.
-    ``on_change`` is called whenever a model's state may have changed."""
+    """Loads and unloads adapters. Belongs to the Trio thread."""
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class Adapters:
         governor: Governor,
         jobs: RunnerJobs,
         start_task: StartTask,
-        on_change: Callable[[], None],
         drain_timeout_s: float,
     ) -> None:
         self._drain_timeout_s = drain_timeout_s
@@ -58,7 +56,6 @@ class Adapters:
         self._governor = governor
         self._jobs = jobs
         self._start_task = start_task
-        self._on_change = on_change
 
     # ---- the operator's commands
 
@@ -98,7 +95,7 @@ class Adapters:
         log.info("the adapter %s is loaded", version.name)
         if old is not None:
             self._start(partial(self._retire, entry, old))
-        self._on_change()
+        self._registry.on_change()
         return entry.adapter_status(version)
 
     async def unload(self, name: str, drain_s: float | None = None) -> None:
@@ -117,7 +114,7 @@ class Adapters:
         limit_s = self._drain_timeout_s if drain_s is None else drain_s
         done = trio.Event()
         self._start_task(partial(self._retire, entry, version, limit_s, done))
-        self._on_change()
+        self._registry.on_change()
         await done.wait()
 
     def _start(self, task: Callable[[], Any]) -> None:
@@ -196,7 +193,7 @@ class Adapters:
         finally:
             if done is not None:
                 done.set()
-            self._on_change()
+            self._registry.on_change()
 
     async def _drop(self, entry: Entry, version: AdapterVersion) -> None:
         """Give back what a version takes on each replica."""

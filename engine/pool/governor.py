@@ -20,10 +20,11 @@ from engine.limits.memory import CPU
 from engine.pool.memory import plan_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from engine.pool.entry import Entry, Load
     from engine.pool.memory import MemoryLedger, Reservation
+    from engine.pool.registry import Registry
     from engine.replica.replica import AnyReplica
     from engine.worker.interface import MemoryEstimate
 
@@ -33,14 +34,12 @@ ROOM_RETRY_S = 5.0  # guess: until a replica that is in use now may be idle
 
 
 class Governor:
-    """Grants memory to loads. ``on_change`` is called when a replica has been retired."""
+    """Grants memory to loads."""
 
-    def __init__(
-        self, memory: MemoryLedger, entries: Sequence[Entry], on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, memory: MemoryLedger, registry: Registry) -> None:
         self._memory = memory
-        self._entries = entries
-        self._on_change = on_change
+        self._entries = tuple(registry.entries.values())
+        self._on_change = registry.on_change
         self._pledges: dict[Load, MemoryEstimate] = {}
         self._freed = trio.Event()
         self._went_idle = trio.Event()

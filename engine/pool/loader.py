@@ -16,8 +16,6 @@ from engine.pool import first_adapters
 from engine.pool.load_errors import log_failed_load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.config import EngineConfig, ModelConfig
     from engine.pool.adapter_version import AdapterVersion
     from engine.pool.entry import Entry, Load
@@ -50,8 +48,7 @@ class _Candidate:
 
 
 class ReplicaLoader:
-    """Loads replicas and hands each to `Serving`. ``on_change`` is called whenever a model's state
-    may have changed."""
+    """Loads replicas and hands each to `Serving`."""
 
     def __init__(
         self,
@@ -61,7 +58,6 @@ class ReplicaLoader:
         governor: Governor,
         serving: Serving,
         jobs: RunnerJobs,
-        on_change: Callable[[], None],
     ) -> None:
         self._config = config
         self._make_runner = make_runner
@@ -69,7 +65,6 @@ class ReplicaLoader:
         self._governor = governor
         self._serving = serving
         self._jobs = jobs
-        self._on_change = on_change
 
     async def load_replicas(self, entry: Entry, load: Load) -> None:
         """Load as many of the wanted replicas as find memory. Each serves as soon as it has loaded,
@@ -175,7 +170,7 @@ class ReplicaLoader:
             entry.settled.set()
             self._governor.notify_idle(replica)  # it is idle from now on, and may never be used
             log.debug("Workers ready for %s", entry.config.name)
-            self._on_change()
+            self._registry.on_change()
 
     def _register(
         self,

@@ -18,8 +18,6 @@ from engine.pool.load_errors import error_for_request, log_failed_load
 from engine.worker.interface import LoadProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.pool.entry import Entry
     from engine.pool.loader import ReplicaLoader
     from engine.pool.registry import Registry
@@ -31,8 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Loads:
-    """Begins the loads of all models and runs each in a task of the pool's. ``on_change`` is called
-    whenever a model's state may have changed."""
+    """Begins the loads of all models and runs each in a task of the pool's."""
 
     def __init__(
         self,
@@ -40,13 +37,11 @@ class Loads:
         loader: ReplicaLoader,
         revival: Revival,
         start_task: StartTask,
-        on_change: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._loader = loader
         self._revival = revival
         self._start_task = start_task
-        self._on_change = on_change
 
     def ensure(
         self,
@@ -101,7 +96,7 @@ class Loads:
         entry.load = load
         entry.progress = LoadProgress("reserve")
         self._start_task(lambda: self._run_load(entry, load))
-        self._on_change()
+        self._registry.on_change()
 
     async def _run_load(self, entry: Entry, load: Load) -> None:
         """Run one load to its end. A failure is recorded in the entry and does not end the pool."""
@@ -124,7 +119,7 @@ class Loads:
             load.settled.set()
             load.done.set()
             self.revive(entry)
-            self._on_change()
+            self._registry.on_change()
 
     def _record_failure(self, entry: Entry, load: Load, error: Exception) -> None:
         """Store why a load failed and schedule what follows. A load that found no memory may be

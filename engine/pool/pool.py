@@ -73,14 +73,12 @@ class Pool:
         batch: WriteBatch,
     ) -> None:
         self._config = config
-        self._on_change = on_change
         self._early_tasks: list[Task] = []  # they start with `run`
         self._nursery: trio.Nursery | None = None
         self._closed = trio.Event()
-        self.registry = Registry(config, find_capability)
+        self.registry = Registry(config, find_capability, on_change)
         self.memory = MemoryLedger(config.memory_limit or default_limit())
-        entries = tuple(self.registry.entries.values())
-        self._governor = Governor(self.memory, entries, on_change)
+        self._governor = Governor(self.memory, self.registry)
         maker = ReplicaMaker(
             config, threads, kinds, batch, on_event, watchdog, self._governor.notify_idle
         )
@@ -93,13 +91,10 @@ class Pool:
             jobs,
             self._start_task,
             self._replica_died,
-            on_change,
         )
-        loader = ReplicaLoader(
-            config, make_runner, self.registry, self._governor, serving, jobs, on_change
-        )
+        loader = ReplicaLoader(config, make_runner, self.registry, self._governor, serving, jobs)
         self._revival = Revival(self.registry, config.max_worker_deaths)
-        self._loads = Loads(self.registry, loader, self._revival, self._start_task, on_change)
+        self._loads = Loads(self.registry, loader, self._revival, self._start_task)
         self.leases = Leases(config, self.registry, self._loads)
         self.adapters = Adapters(
             self.registry,
@@ -107,7 +102,6 @@ class Pool:
             self._governor,
             jobs,
             self._start_task,
-            on_change,
             config.drain_timeout_s,
         )
 
@@ -150,7 +144,7 @@ class Pool:
 
     def notify(self) -> None:
         """Call ``on_change``, because the engine's own state has changed."""
-        self._on_change()
+        self.registry.on_change()
 
     def _start_task(self, task: Task) -> None:
         """Start a task in the pool's nursery. Even if the nursery is cancelled before the task
@@ -210,7 +204,7 @@ class Pool:
         done = trio.Event()
         entry.num_unloads += 1
         self._start_task(lambda: self._unload(entry, drain_s, done))
-        self._on_change()
+        self.registry.on_change()
         await done.wait()
 
     async def _unload(self, entry: Entry, drain_s: float, done: trio.Event) -> None:
@@ -233,7 +227,7 @@ class Pool:
         finally:
             entry.num_unloads -= 1
             done.set()
-            self._on_change()
+            self.registry.on_change()
 
     async def _wait_gone(self, entry: Entry) -> None:
         while entry.replicas:

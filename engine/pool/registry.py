@@ -28,10 +28,17 @@ class Registry:
     """The configured models, in the order of the configuration.
 
     ``entries`` has them by name. ``find_capability`` returns the capability of a model whose
-    configuration names none, or None if it is unknown until the model has loaded.
+    configuration names none, or None if it is unknown until the model has loaded. The pool's parts
+    call ``on_change`` whenever a model's state may have changed.
     """
 
-    def __init__(self, config: EngineConfig, find_capability: FindCapability | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        find_capability: FindCapability | None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.on_change = on_change
         find = find_capability or (lambda model: None)
         self.entries = {
             model.name: Entry(model, model.capability or find(model)) for model in config.models

@@ -37,8 +37,7 @@ class Serving:
     """Runs each loaded replica in a task of the pool's.
 
     ``on_death`` is called with the entry, the replica's id and the error when a replica dies that
-    was not retired, before any of its requests ends. ``on_change`` is called whenever a model's
-    state may have changed.
+    was not retired, before any of its requests ends.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Serving:
         jobs: RunnerJobs,
         start_task: StartTask,
         on_death: OnReplicaDeath,
-        on_change: Callable[[], None],
     ) -> None:
         self._step_timeout_s = step_timeout_s
         self._registry = registry
@@ -59,7 +57,6 @@ class Serving:
         self._jobs = jobs
         self._start_task = start_task
         self._on_death = on_death
-        self._on_change = on_change
 
     def start(
         self,
@@ -111,7 +108,7 @@ class Serving:
             replica.reservation.release()
             entry.replicas.remove(replica)
             self._governor.notify_freed()
-            self._on_change()
+            self._registry.on_change()
 
     async def _watch_process(self, replica: AnyReplica, process: ProcessWorker) -> None:
         """End the loop when the worker process dies between two steps. During a step, the step
@@ -126,13 +123,13 @@ class Serving:
         that a request which comes now waits for the replica's restart."""
         if replica.die():
             self._on_death(entry, replica.replica_id, error)
-        self._on_change()
+        self._registry.on_change()
 
     def _look_at_hung(self, replica: AnyReplica) -> None:
         """Kill a worker whose step hangs. Only a process can be killed."""
         if replica.loop.is_hung and replica.process is not None:
             replica.process.kill(f"took more than {self._step_timeout_s:g} s for a step")
-        self._on_change()
+        self._registry.on_change()
 
 
 def _log_end(replica: AnyReplica) -> None:

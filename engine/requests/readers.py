@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import trio
-
-from engine import logs
 
 if TYPE_CHECKING:
     from engine.errors import TrioletError
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
-
-log = logging.getLogger(__name__)
 
 
 class Reader(Protocol[EventT_contra]):
@@ -72,20 +67,3 @@ class NoReader:
 
 
 NO_READER = NoReader()
-
-
-class LoggedReader(Generic[EventT]):
-    """Logs the class of each event that ``reader`` gets, with the request's id."""
-
-    def __init__(self, reader: Reader[EventT], request_id: str) -> None:
-        self._reader = reader
-        self._extra = {"request_id": logs.printable(request_id)}
-
-    def push(self, event: EventT) -> None:
-        """Log an event, and pass it on."""
-        log.debug("pushed: %s", type(event).__name__.lower(), extra=self._extra)
-        self._reader.push(event)
-
-    def end(self, error: TrioletError | None) -> None:
-        """Pass the end on."""
-        self._reader.end(error)

@@ -36,7 +36,7 @@ from engine.errors import (
     TrioletError,
 )
 from engine.requests.quota import NOWHERE, Origin, QueuedTokens
-from engine.requests.readers import NO_READER, ChannelReader, LoggedReader
+from engine.requests.readers import NO_READER, ChannelReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,8 +144,6 @@ class RequestStream(Generic[EventT]):
         # Each kind pushes its events here; it becomes `NO_READER` when the reader has left or
         # knows of the end.
         self._reader: Reader[EventT] = reader
-        if log.isEnabledFor(logging.DEBUG):
-            self._reader = LoggedReader(reader, options.request_id)
         start = self.started_at if options.arrived_at is None else options.arrived_at
         longest_s = options.longest_s if options.timeout_s is None else options.timeout_s
         self.scope.deadline = server_deadline(start, longest_s)

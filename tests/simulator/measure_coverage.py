@@ -34,7 +34,6 @@ EXCLUDED = (
     r"\.\.\.$",  # a Protocol's methods have no body
     "def __repr__",  # for people; a simulation without violations prints none
     "if log.isEnabledFor",  # the simulation logs nothing
-    "class _LoggedReader",
     r"raise (EngineBug|IllegalTransition|ValueError)\(",  # bugs: a run that raises one fails
 )
 

@@ -144,7 +144,7 @@ async def adapters_of(registry, replicas=()):
     )
     async with trio.open_nursery() as nursery:
         start = nursery.start_soon
-        yield Adapters(registry, leases, governor, Jobs(), start, lambda: None, 1.0)
+        yield Adapters(registry, leases, governor, Jobs(), start, 1.0)
 
 
 def replica_with(store, **adapters):
