@@ -253,7 +253,7 @@ class Tokenizer(Protocol):
 
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
-    ) -> Sequence[Callable[[], tuple[TokenSpan, ...]]]:
+    ) -> Sequence[Callable[[], Sequence[TokenSpan]]]:
         """Divide a long text as `encode_jobs`, and return a function for each piece that makes its
         tokens as `encode_spans`."""
         ...

@@ -269,16 +269,10 @@ def encode_tokens(spans: Sequence[TokenSpan], max_model_len: int) -> common_pb2.
     Raises:
         RequestTooLarge: they do not fit in one message.
     """
-    return _fitting(
-        common_pb2.TokenizeResponse(
-            tokens=[
-                common_pb2.Token(id=span.token_id, text=span.text, start=span.start, end=span.end)
-                for span in spans
-            ],
-            max_model_len=max_model_len,
-        ),
-        "input",
-    )
+    answer = common_pb2.TokenizeResponse(max_model_len=max_model_len)
+    for span in spans:  # a message of its own for each would take ten times the memory
+        answer.tokens.add(id=span.token_id, text=span.text, start=span.start, end=span.end)
+    return _fitting(answer, "input")
 
 
 def encode_text(text: str) -> common_pb2.DetokenizeResponse:

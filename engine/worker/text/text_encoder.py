@@ -6,7 +6,8 @@ Rule: nothing here changes the tokenizer, so every method may be called from any
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from array import array
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,7 +73,7 @@ class TextEncoder(ABC):
 
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
-    ) -> list[Callable[[], tuple[TokenSpan, ...]]]:
+    ) -> list[Callable[[], Sequence[TokenSpan]]]:
         """Divide a long text as `encode_jobs`, and return a function for each piece that makes the
         piece's tokens.
 
@@ -100,16 +101,15 @@ class TextEncoder(ABC):
     def _piece_ids(self, piece: Piece, add_special_tokens: bool) -> tuple[int, ...]:
         return self.encode(piece.text, add_special_tokens=add_special_tokens)
 
-    def _piece_spans(self, piece: Piece, add_special_tokens: bool) -> tuple[TokenSpan, ...]:
-        moved = [
-            replace(one, start=one.start + piece.start, end=one.end + piece.start)
-            for one in self.encode_spans(piece.text, add_special_tokens=add_special_tokens)
-        ]
+    def _piece_spans(self, piece: Piece, add_special_tokens: bool) -> Sequence[TokenSpan]:
+        encoding = self._encoding(piece.text, add_special_tokens)
+        starts = array("I", [start + piece.start for start, _ in encoding.offsets])
+        ends = array("I", [end + piece.start for _, end in encoding.offsets])
         if piece.takes_space:
-            moved[0] = replace(moved[0], start=moved[0].start - 1)
-        return tuple(moved)
+            starts[0] -= 1
+        return _PackedSpans(array("I", encoding.ids), starts, ends, self.token_text)
 
-    def _special_spans(self, ids: tuple[int, ...]) -> tuple[TokenSpan, ...]:
+    def _special_spans(self, ids: tuple[int, ...]) -> Sequence[TokenSpan]:
         return tuple(TokenSpan(id_, self.token_text(id_), 0, 0) for id_ in ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
@@ -124,6 +124,23 @@ class TextEncoder(ABC):
             else:
                 what = "contains something this model's tokenizer cannot encode"
             raise InvalidRequest.of("text", what) from error
+
+
+class _PackedSpans(Sequence[TokenSpan]):
+    """The tokens of a piece in 12 bytes each, a tenth of what objects take. Those of a whole text
+    wait for its last piece."""
+
+    def __init__(
+        self, ids: array[int], starts: array[int], ends: array[int], text_of: Callable[[int], str]
+    ) -> None:
+        self._ids, self._starts, self._ends, self._text_of = ids, starts, ends, text_of
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, at: Any) -> Any:  # an index alone
+        token_id = self._ids[at]
+        return TokenSpan(token_id, self._text_of(token_id), self._starts[at], self._ends[at])
 
 
 def _has_surrogate(text: str) -> bool:
