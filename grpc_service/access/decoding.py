@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 2**10
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
 DECODED_BYTES = 2**21  # guess: enough to keep the tokenizer busy
-ALL_DECODED_BYTES = 4 * DECODED_BYTES  # guess: others have room beside a few owners
+ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: another owner has room beside one
 DECODED_S = 5.0  # guess: a text of that size is tokenised in a second
 
 
