@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from engine.errors import FieldViolation
-from engine.requests.field_types import IDS, SWITCH, WHOLE, TypedFields, several
+from engine.requests.field_types import TypedFields, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-CONTINUED_TYPES = {"token_ids": IDS, "finished": SWITCH}
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuedChoice(TypedFields):
     """How far one choice had come: the tokens received, or that its end was received."""
 
-    TYPES = CONTINUED_TYPES
     token_ids: tuple[int, ...] = ()
     finished: bool = False
-
-
-CONTINUATION_TYPES = {"choices": several(ContinuedChoice), "seed": WHOLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +28,7 @@ class Continuation(TypedFields):
     received. ``seed`` is that of the stream's `Started`.
     """
 
-    TYPES = CONTINUATION_TYPES
+    TYPES: ClassVar = {"choices": several(ContinuedChoice)}
     choices: tuple[ContinuedChoice, ...] = ()
     seed: int | None = None
 

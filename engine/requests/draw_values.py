@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engine.errors import FieldViolation
 from engine.images.encode import FORMATS
-from engine.requests.field_types import DATA, NAME, NUMBER, WHOLE, CheckedFields
+from engine.requests.field_types import CheckedFields
 from engine.requests.text_values import common_violations
 from engine.status import Capability
 
@@ -33,17 +33,6 @@ MAX_GUIDANCE = 30.0
 MAX_SCHEDULER_CHARS = 64
 MAX_SEED = 2**64 - 1
 
-DRAW_TYPES = {
-    **dict.fromkeys(
-        ("model", "request_id", "prompt", "negative_prompt", "scheduler", "format"), NAME
-    ),
-    **dict.fromkeys(
-        ("width", "height", "steps", "seed", "n", "quality", "preview_every", "priority"), WHOLE
-    ),
-    **dict.fromkeys(("guidance", "strength", "timeout_s"), NUMBER),
-    "source": DATA,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class DrawRequest(CheckedFields):
@@ -59,7 +48,6 @@ class DrawRequest(CheckedFields):
     ``check`` and what is raised are as in `GenerateRequest`.
     """
 
-    TYPES = DRAW_TYPES
     capability = Capability.TEXT_TO_IMAGE
     model: str = ""
     prompt: str = ""

@@ -9,19 +9,11 @@ before the first result.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from engine.core.common.events import Finished
 from engine.errors import FieldViolation
-from engine.requests.field_types import (
-    INPUTS,
-    NAME,
-    NUMBER,
-    SWITCH,
-    TEXTS,
-    WHOLE,
-    CheckedFields,
-)
+from engine.requests.field_types import INPUTS, CheckedFields
 from engine.requests.text_values import GenerateRequest, Started, common_violations
 from engine.status import Capability
 
@@ -31,25 +23,6 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048  # OpenAI's
 MAX_PROMPT_NAME_CHARS = 128  # guess
-
-COMMON_TYPES = {
-    **dict.fromkeys(("model", "request_id"), NAME),
-    "truncate": SWITCH,
-    "priority": WHOLE,
-    "timeout_s": NUMBER,
-}
-EMBED_TYPES = COMMON_TYPES | {
-    "inputs": INPUTS,
-    "dimensions": WHOLE,
-    "normalize": SWITCH,
-    "prompt_name": NAME,
-}
-RERANK_TYPES = COMMON_TYPES | {
-    "query": NAME,
-    "documents": TEXTS,
-    "raw_scores": SWITCH,
-    "top_n": WHOLE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +36,7 @@ class EmbedRequest(CheckedFields):
     ``check`` and what is raised are as in `GenerateRequest`.
     """
 
-    TYPES = EMBED_TYPES
+    TYPES: ClassVar = {"inputs": INPUTS}
     model: str = ""
     inputs: tuple[str | bytes | tuple[int, ...], ...] = ()
     dimensions: int | None = None
@@ -111,7 +84,6 @@ class RerankRequest(CheckedFields):
     only that many of the best scores are sent, sorted, at the end. The other fields are as in
     `EmbedRequest`."""
 
-    TYPES = RERANK_TYPES
     capability = Capability.RERANK
     image_bytes = 0
     model: str = ""

@@ -28,14 +28,23 @@ PART = 2**16  # values that are looked at in one call, for which other threads w
 
 
 class TypedFields:
-    """A frozen dataclass whose fields are converted to their ``TYPES`` when it is made.
+    """A frozen dataclass whose fields are converted to their types when it is made. A field's type
+    is that of its annotation (`ANNOTATED`), unless the class has one for it in ``TYPES``.
 
     Raises:
         TypeError: a field has a value that it cannot take.
     """
 
     __slots__ = ()
-    TYPES: ClassVar[Mapping[str, FieldType]]
+    TYPES: ClassVar[dict[str, FieldType]] = {}
+
+    def __init_subclass__(cls) -> None:
+        annotations = {
+            name: text
+            for name, text in cls.__annotations__.items()
+            if name not in cls.TYPES and not text.startswith(("InitVar", "ClassVar"))
+        }
+        cls.TYPES = {name: ANNOTATED[text] for name, text in annotations.items()} | cls.TYPES
 
     def __post_init__(self) -> None:
         convert_fields(self, self.TYPES)
@@ -216,13 +225,21 @@ NUMBER = _field_type("a number", None, (float, int), _number)
 WHOLE = _field_type("a whole number", None, (int,), index)
 SWITCH = _field_type("True or False", None, (bool,), _refuse)
 NAME = _field_type("a text", "", (str,), _text)
-TEXT = _field_type("a text", None, (str,), _text)
-DATA = _field_type("bytes", None, (bytes,), _data)
-TEXTS = _field_type("a list of texts", (), (), _texts)
-IDS = _field_type("a list of token ids", (), (), _ids)
-OPTIONAL_IDS = _field_type("a list of token ids", None, (), _ids)
+# By the annotation of a field.
+ANNOTATED = {
+    "float | None": NUMBER,
+    "int | None": WHOLE,
+    "bool": SWITCH,
+    "bool | None": SWITCH,
+    "str": NAME,
+    "str | None": _field_type("a text", None, (str,), _text),
+    "bytes | None": _field_type("bytes", None, (bytes,), _data),
+    "tuple[str, ...]": _field_type("a list of texts", (), (), _texts),
+    "tuple[int, ...]": _field_type("a list of token ids", (), (), _ids),
+    "tuple[int, ...] | None": _field_type("a list of token ids", None, (), _ids),
+    "Mapping[int, float]": _field_type("a mapping of token ids to numbers", None, (), _biases),
+}
 INPUTS = _field_type("a list of texts, lists of token ids, or bytes of images", (), (), _inputs)
 MAPPING = _field_type("a mapping", None, (dict,), _mapping)
 MESSAGES = _field_type("a list of mappings, each with role and content", (), (), _mappings)
 TOOLS = _field_type("a list of mappings, each with a function", (), (), _mappings)
-BIASES = _field_type("a mapping of token ids to numbers", None, (), _biases)

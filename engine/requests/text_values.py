@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import InitVar, dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
@@ -22,15 +22,6 @@ from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.chat_values import Chat
 from engine.requests.continuation import Continuation
 from engine.requests.field_types import (
-    BIASES,
-    IDS,
-    NAME,
-    NUMBER,
-    OPTIONAL_IDS,
-    SWITCH,
-    TEXT,
-    TEXTS,
-    WHOLE,
     CheckedFields,
     TypedFields,
     instance,
@@ -69,14 +60,6 @@ RANGES = (  # of numbers; the last value says whether the lower bound itself is 
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
-SAMPLING_TYPES = {
-    **dict.fromkeys([name for name, *_ in RANGES], NUMBER),
-    **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "seed"), WHOLE),
-    **dict.fromkeys(("ignore_eos", "include_stop", "speculation"), SWITCH),
-    **dict.fromkeys(("stop", "bad_words"), TEXTS),
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "banned_token_ids"), IDS),
-    "logit_bias": BIASES,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +67,6 @@ class SamplingParams(TypedFields):
     """The sampling options of a request. Every scalar is optional. ``logit_bias`` maps token ids to
     numbers that are added to their logits."""
 
-    TYPES = SAMPLING_TYPES
     temperature: float | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -151,22 +133,10 @@ def _outside(
     yield FieldViolation(path, f"is {value:g}, outside {bracket}{low:g}, {top}")
 
 
-PROMPT_TYPES = {
-    "truncate_to": WHOLE,
-    "cache_salt": NAME,
-    **dict.fromkeys(("truncate_left", "bypass_prefix_cache", "add_special_tokens"), SWITCH),
-}
-OUTPUT_TYPES = {
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), WHOLE),
-    **dict.fromkeys(("token_ids", "echo", "skip_special_tokens"), SWITCH),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class PromptOptions(TypedFields):
     """Options for preparing and caching the prompt."""
 
-    TYPES = PROMPT_TYPES
     truncate_to: int | None = None
     truncate_left: bool | None = None
     cache_salt: str = ""
@@ -178,28 +148,11 @@ class PromptOptions(TypedFields):
 class OutputOptions(TypedFields):
     """Options for what a stream carries besides text."""
 
-    TYPES = OUTPUT_TYPES
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool | None = None
     echo: bool | None = None
     skip_special_tokens: bool | None = None
-
-
-GENERATE_TYPES = {
-    **dict.fromkeys(("model", "request_id"), NAME),
-    "text": TEXT,
-    "token_ids": OPTIONAL_IDS,
-    "chat": instance(Chat, "an engine.Chat"),
-    "sampling": options(SamplingParams),
-    **dict.fromkeys(("n", "priority"), WHOLE),
-    "constraint": instance(Constraint, "an engine.Constraint"),
-    "prompt": options(PromptOptions),
-    "output": options(OutputOptions),
-    "timeout_s": NUMBER,
-    "continuation": instance(Continuation, "an engine.Continuation"),
-    "resume_window_s": NUMBER,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +170,14 @@ class GenerateRequest(CheckedFields):
         TypeError: a field has a value of a type that it cannot take.
     """
 
-    TYPES = GENERATE_TYPES
+    TYPES: ClassVar = {
+        "chat": instance(Chat, "an engine.Chat"),
+        "sampling": options(SamplingParams),
+        "constraint": instance(Constraint, "an engine.Constraint"),
+        "prompt": options(PromptOptions),
+        "output": options(OutputOptions),
+        "continuation": instance(Continuation, "an engine.Continuation"),
+    }
     model: str = ""
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
