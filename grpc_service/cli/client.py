@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpc_service.addresses import target_of
 from grpc_service.cli.security import KEY_VARIABLE, open_client
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from google.protobuf.message import Message
+
     from grpc_service.client import Client
     from grpc_service.client.resumption import OnBreak
+
+MessageT = TypeVar("MessageT", bound="Message")
 
 # How grpc's message begins where no connection was made; there is no code for that alone.
 NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
@@ -71,6 +75,13 @@ def run_client(args: argparse.Namespace, job: Callable[[Client], None]) -> int:
         print(f"triolet: {explain(error, args.server, args.timeout)}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def message_from(kind: type[MessageT], args: argparse.Namespace, **others: Any) -> MessageT:
+    """Return a message with the arguments that are named as its fields, and with the others. A flag
+    that is not given leaves its field unset, so that the model's own value applies."""
+    names = {field.name for field in kind.DESCRIPTOR.fields}
+    return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
 
 
 def break_note(args: argparse.Namespace) -> OnBreak:

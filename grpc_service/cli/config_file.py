@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.config import AdapterConfig, ModelConfig, WorkerConfig
@@ -17,10 +18,11 @@ from grpc_service.cli.values import Kind, kinds_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-MODEL_KEYS = kinds_of(ModelConfig)
-ADAPTER_KEYS = kinds_of(AdapterConfig)
-WORKER_KEYS = kinds_of(WorkerConfig)
-TABLES = {"models": MODEL_KEYS, "models.workers": WORKER_KEYS, "models.adapters": ADAPTER_KEYS}
+NESTED = {"workers": WorkerConfig, "adapters": AdapterConfig}  # fields of a model that are tables
+TABLES = {
+    "models": kinds_of(ModelConfig),
+    **{f"models.{key}": kinds_of(config) for key, config in NESTED.items()},
+}
 
 
 class Setting(Protocol):
@@ -64,51 +66,39 @@ def read_table(
     """
     settings = dict(table)
     models = [
-        _model(dict(entry), f"models[{index}].")
+        _given(ModelConfig, dict(entry), f"models[{index}].")
         for index, entry in enumerate(_tables(settings.pop("models", []), "models"))
     ]
     kinds = {key: setting.kind for key, setting in known.items()}
     return _read(settings, kinds, ""), models
 
 
-def _model(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    aliases = _aliases(table, prefix)
-    adapters = tuple(
-        _adapter(adapter, f"{prefix}adapters[{index}].")
-        for index, adapter in enumerate(_tables(table.pop("adapters", []), f"{prefix}adapters"))
-    )
-    workers = tuple(
-        _worker(worker, f"{prefix}workers[{index}].")
-        for index, worker in enumerate(_tables(table.pop("workers", []), f"{prefix}workers"))
-    )
-    model = _read(table, MODEL_KEYS, prefix, extra=("aliases", "workers", "adapters"))
-    if "model" not in model:
-        raise ConfigError(f"{prefix}model is missing")
-    return model | {"aliases": aliases, "workers": workers, "adapters": adapters}
+def _given(config: type[Any], table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the fields of ``config`` that a table has."""
+    extra = [one.name for one in fields(config) if one.name in ("aliases", *NESTED)]
+    values: dict[str, Any] = {}
+    for key in extra:
+        given = table.pop(key, [])
+        if key in NESTED:
+            values[key] = tuple(
+                _made(NESTED[key], entry, f"{prefix}{key}[{index}].")
+                for index, entry in enumerate(_tables(given, f"{prefix}{key}"))
+            )
+        elif isinstance(given, list) and all(isinstance(alias, str) for alias in given):
+            values[key] = tuple(given)
+        else:
+            raise ConfigError(f"{prefix}{key} must be a list of names")
+    values |= _read(table, kinds_of(config), prefix, extra)
+    for one in fields(config):
+        if one.default is one.default_factory is MISSING and one.name not in values:
+            raise ConfigError(f"{prefix}{one.name} is missing")
+    return values
 
 
-def _adapter(table: dict[str, Any], prefix: str) -> AdapterConfig:
-    aliases = _aliases(table, prefix)
-    adapter = _read(table, ADAPTER_KEYS, prefix, extra=("aliases",))
-    if missing := [key for key in ADAPTER_KEYS if key not in adapter]:
-        raise ConfigError(f"{prefix}{missing[0]} is missing")
+def _made(config: type[Any], table: dict[str, Any], prefix: str) -> Any:
+    values = _given(config, table, prefix)
     try:
-        return AdapterConfig(**adapter, aliases=aliases)
-    except ConfigError as error:
-        raise ConfigError(f"{prefix.rstrip('.')}: {error}") from None
-
-
-def _aliases(table: dict[str, Any], prefix: str) -> tuple[str, ...]:
-    aliases = table.pop("aliases", [])
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise ConfigError(f"{prefix}aliases must be a list of names")
-    return tuple(aliases)
-
-
-def _worker(table: dict[str, Any], prefix: str) -> WorkerConfig:
-    worker = _read(table, WORKER_KEYS, prefix)
-    try:
-        return WorkerConfig(**worker)
+        return config(**values)
     except ConfigError as error:
         raise ConfigError(f"{prefix.rstrip('.')}: {error}") from None
 

@@ -6,17 +6,17 @@ ends, the call ends with it, and so does the server's work.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
 
 from engine.errors import ConfigError
-from grpc_service.cli.client import run_client
+from grpc_service.cli.bars import bar
+from grpc_service.cli.client import message_from, run_client
 from grpc_service.cli.texts import images_of
 from grpc_service.client import messages
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
+    from google.protobuf.message import Message
+
     from grpc_service.client import Client
 
     Events = Iterable[messages.GenerateImageResponse]
-    Advance = Callable[[int, int], None]
 
 STANDARD_OUTPUT = "-"
 FORMATS = {
@@ -48,10 +49,9 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
 
     def job(client: Client) -> None:
-        show = _JsonLines() if args.json else _Lines()
         with client.generate_image(request, timeout=args.timeout) as stream:
-            with progress(is_quiet=args.json) as advance:
-                seen = list(save_all(stream, paths, advance, show))
+            with bar("drawing", is_quiet=args.json) as update:
+                seen = list(save_all(stream, paths, update, as_json=args.json))
             for line in seen:
                 print(line, file=sys.stderr if args.output == STANDARD_OUTPUT else sys.stdout)
 
@@ -86,90 +86,59 @@ def request_of(args: argparse.Namespace) -> messages.GenerateImageRequest:
     if args.image is not None:
         [file] = images_of([args.image])
         source = messages.ImageSource(image=file.read())
-    return messages.GenerateImageRequest(
-        model=args.model,
-        prompt=args.prompt,
+    return message_from(
+        messages.GenerateImageRequest,
+        args,
         negative_prompt=args.negative,
         width=width,
         height=height,
-        steps=args.steps,
-        guidance=args.guidance,
-        seed=args.seed,
-        n=args.n,
         source=source,
-        strength=args.strength,
-        scheduler=args.scheduler,
         format=FORMATS[name],
-        quality=args.quality,
     )
 
 
-class _Lines:
-    """Makes lines for people: one for each file."""
-
-    def __init__(self) -> None:
-        self._started = messages.ImageStarted()
-
-    def started(self, event: messages.ImageStarted) -> Iterator[str]:
-        self._started = event
-        yield from ()
-
-    def image(self, index: int, path: Path | None, size: int) -> Iterator[str]:
-        one = self._started
-        where = "standard output" if path is None else str(path)
-        yield f"{where}: {one.width} × {one.height}, {_size(size)}, seed {one.seed}"
-
-    def finished(self, event: messages.ImageFinished) -> Iterator[str]:
-        yield from ()
-
-
-class _JsonLines:
-    """Makes a line of JSON for each event but progress. In place of an image's parts stands its
-    file's name."""
-
-    def started(self, event: messages.ImageStarted) -> Iterator[str]:
-        yield self._line("started", _fields(event))
-
-    def image(self, index: int, path: Path | None, size: int) -> Iterator[str]:
-        file = None if path is None else str(path)
-        yield self._line("image", {"index": index, "file": file, "bytes": size})
-
-    def finished(self, event: messages.ImageFinished) -> Iterator[str]:
-        yield self._line("finished", _fields(event))
-
-    def _line(self, name: str, fields: dict[str, object]) -> str:
-        return json.dumps({name: fields}, ensure_ascii=False)
-
-
-def _fields(event: messages.ImageStarted | messages.ImageFinished) -> dict[str, object]:
-    fields: dict[str, object] = json_format.MessageToDict(event, preserving_proto_field_name=True)
-    return fields
-
-
 def save_all(
-    events: Events, paths: list[Path | None], advance: Advance, show: _Lines | _JsonLines
+    events: Events, paths: list[Path | None], update: Callable[..., Any], *, as_json: bool
 ) -> Iterator[str]:
-    """Write each image to its file as soon as it is complete. Yield the lines to print.
+    """Write each image to its file as soon as it is complete. Yield the lines to print: one for
+    each file or, ``as_json``, for each event but progress, with a file's name in place of an
+    image's parts.
 
     Raises:
         CallError: the call failed. ConfigError: a file cannot be written.
     """
-    data = bytearray()
+    data, started = bytearray(), messages.ImageStarted()
     for event in events:
         match event.WhichOneof("event"):
             case "started":
-                yield from show.started(event.started)
+                started = event.started
+                if as_json:
+                    yield _json_line("started", started)
             case "progress":
-                advance(event.progress.step, event.progress.steps)
+                update(completed=event.progress.step, total=event.progress.steps)
             case "part":
                 data += event.part.data
                 if event.part.last:
-                    path = paths[event.part.index]
+                    index, size = event.part.index, len(data)
+                    path = paths[index]
                     _save(bytes(data), path)
-                    yield from show.image(event.part.index, path, len(data))
                     data.clear()
+                    file = None if path is None else str(path)
+                    if as_json:
+                        yield _json_line("image", {"index": index, "file": file, "bytes": size})
+                    else:
+                        pixels = f"{started.width} × {started.height}"
+                        where = file or "standard output"
+                        yield f"{where}: {pixels}, {_size(size)}, seed {started.seed}"
             case "finished":
-                yield from show.finished(event.finished)
+                if as_json:
+                    yield _json_line("finished", event.finished)
+
+
+def _json_line(name: str, content: Message | dict[str, object]) -> str:
+    if not isinstance(content, dict):
+        content = json_format.MessageToDict(content, preserving_proto_field_name=True)
+    return json.dumps({name: content}, ensure_ascii=False)
 
 
 def _save(data: bytes, path: Path | None) -> None:
@@ -184,22 +153,3 @@ def _save(data: bytes, path: Path | None) -> None:
 
 def _size(size: int) -> str:
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.0f} KiB"
-
-
-@contextlib.contextmanager
-def progress(*, is_quiet: bool) -> Iterator[Advance]:
-    """Show a progress bar of the denoising steps, if standard error is a terminal and not
-    ``is_quiet``. Yield the function to call with the steps that are done, and all steps."""
-    if is_quiet or not sys.stderr.isatty():
-        yield lambda step, steps: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("drawing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # By default rich would redirect standard output.
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False
-    ) as bar:
-        task = bar.add_task("drawing", total=None)
-        yield lambda step, steps: bar.update(task, completed=step, total=steps)

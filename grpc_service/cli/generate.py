@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format
 
 from engine.errors import ConfigError
-from grpc_service.cli.client import break_note, run_client
+from grpc_service.cli.client import break_note, message_from, run_client
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
 from grpc_service.cli.texts import progress, texts_of
 from grpc_service.client import CallError, messages
@@ -157,20 +157,7 @@ def request_of(args: argparse.Namespace, turn: Turn) -> messages.GenerateRequest
 
 def sampling_of(args: argparse.Namespace) -> messages.SamplingParams:
     """Return the sampling parameters that the flags give (`grpc_service.cli.main`)."""
-    return messages.SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        typical_p=args.typical_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-        stop=args.stop,
-        bad_words=args.bad_word,
-    )
+    return message_from(messages.SamplingParams, args)
 
 
 def print_json(events: Events) -> None:

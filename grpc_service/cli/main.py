@@ -92,35 +92,28 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    def add(name: str, run: Run, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str, run: Run | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(run=run, parser=command)
+        command.set_defaults(run=run or _lazy(name), parser=command)
         return command
 
-    add_serve_arguments(add("serve", _serve, "start a server"))
-    _add_generate(add("generate", _lazy("generate"), "continue a prompt, or answer one"))
-    _add_chat(add("chat", _lazy("chat"), "talk with a model, line by line"))
-    _add_embed(
-        add("embed", _lazy("embed"), "turn texts into vectors, and show how similar they are")
-    )
-    _add_rerank(add("rerank", _lazy("rerank"), "sort documents by how well they answer a query"))
-    _add_draw(add("draw", _lazy("draw"), "draw images of a prompt"))
-    _add_tokenize(
-        add(
-            "tokenize",
-            _lazy("query", "tokenize"),
-            "split a text into tokens, or turn ids into text",
-        )
-    )
-    _add_models(add("models", _lazy("models"), "list the server's models, load and unload them"))
-    _add_client(
-        add("stats", _lazy("query", "stats"), "show what the server is doing"), timeout_s=30
-    )
-    _add_operating(add)
-    _add_doctor(add("doctor", _lazy("doctor"), "check whether this machine can serve models"))
-    proto = add("proto", _lazy("proto"), "write the .proto files of the API, to make clients from")
+    def add_query(name: str, text: str) -> argparse.ArgumentParser:
+        return add(name, text, _lazy("query", name.replace("-", "_")))
+
+    add_serve_arguments(add("serve", "start a server", _serve))
+    _add_generate(add("generate", "continue a prompt, or answer one"))
+    _add_chat(add("chat", "talk with a model, line by line"))
+    _add_embed(add("embed", "turn texts into vectors, and show how similar they are"))
+    _add_rerank(add("rerank", "sort documents by how well they answer a query"))
+    _add_draw(add("draw", "draw images of a prompt"))
+    _add_tokenize(add_query("tokenize", "split a text into tokens, or turn ids into text"))
+    _add_models(add("models", "list the server's models, load and unload them"))
+    _add_client(add_query("stats", "show what the server is doing"), timeout_s=30)
+    _add_operating(add_query)
+    _add_doctor(add("doctor", "check whether this machine can serve models"))
+    proto = add("proto", "write the .proto files of the API, to make clients from")
     proto.add_argument("directory", metavar="DIR", help="where to; made if it is missing")
-    completion = add("completion", _completion, "print the completion script of a shell")
+    completion = add("completion", "print the completion script of a shell", _completion)
     completion.add_argument("shell", choices=SHELLS)
     completion.epilog = (
         'bash: put eval "$(triolet completion bash)" into ~/.bashrc; other shells: likewise'
@@ -162,6 +155,31 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
     add_security_arguments(parser)
 
 
+def _add_numbers(parser: argparse.ArgumentParser, *rows: tuple[str, str, str, str]) -> None:
+    """Add flags of numbers: each with its kind (`_number`), what stands for the value, and help."""
+    for flag, kind, metavar, what in rows:
+        parser.add_argument(flag, type=_number(kind), metavar=metavar, help=what)
+
+
+def _add_model(
+    parser: argparse.ArgumentParser, default: str = "the first that can do this"
+) -> None:
+    parser.add_argument("--model", default="", help=f"name of the model (default: {default})")
+
+
+def _add_images(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the flag of several images, all after one flag or each after its own."""
+    parser.add_argument(
+        "--image",
+        dest="images",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help=what,
+    )
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     parser.add_argument(
@@ -185,16 +203,20 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "model that reads images; may be repeated",
     )
     _add_sampling(parser)
-    count = _number("count")
-    parser.add_argument("--n", type=count, metavar="N", help="number of completions, 1 to 16")
-    for flag, of in (("--logprobs", "completion"), ("--prompt-logprobs", "prompt")):
-        parser.add_argument(
-            flag,
-            type=count,
-            metavar="N",
-            help=f"with --json: log-probabilities of the {of}, and N alternatives of each token, "
-            "0 to 20",
-        )
+    _add_numbers(
+        parser,
+        ("--n", "count", "N", "number of completions, 1 to 16"),
+        *(
+            (
+                flag,
+                "count",
+                "N",
+                f"with --json: log-probabilities of the {of}, and N alternatives of each token, "
+                "0 to 20",
+            )
+            for flag, of in (("--logprobs", "completion"), ("--prompt-logprobs", "prompt"))
+        ),
+    )
     _add_client(parser, timeout_s=None)
 
 
@@ -207,51 +229,45 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "left out, with a note."
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
-    parser.add_argument(
-        "--image",
-        dest="images",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="images (JPEG, PNG, WebP or GIF) that go before the first message",
-    )
+    _add_images(parser, "images (JPEG, PNG, WebP or GIF) that go before the first message")
     _add_sampling(parser)
     _add_client(parser, timeout_s=None)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model and of sampling. The server checks the ranges."""
-    parser.add_argument(
-        "--model", default="", help="name of the model (default: the first that can do this)"
-    )
-    count, real = _number("count"), _number("real")
-    for flag, kind, metavar, what in (
-        ("--max-tokens", count, "N", "most tokens to generate, at least 1"),
-        ("--temperature", real, "T", "0 takes the likeliest token; to 100"),
-        ("--top-p", real, "P", "share of likeliest tokens kept, above 0, to 1"),
-        ("--top-k", count, "K", "number of likeliest tokens kept; 0 keeps all"),
-        ("--min-p", real, "P", "drops tokens below this share of the likeliest one, 0 to 1"),
-        ("--typical-p", real, "P", "share of locally typical tokens kept, 0 to 1"),
+    """Add the flags of the model and of sampling, which are fields of `SamplingParams`. The server
+    checks the ranges."""
+    _add_model(parser)
+    _add_numbers(
+        parser,
+        ("--max-tokens", "count", "N", "most tokens to generate, at least 1"),
+        ("--temperature", "real", "T", "0 takes the likeliest token; to 100"),
+        ("--top-p", "real", "P", "share of likeliest tokens kept, above 0, to 1"),
+        ("--top-k", "count", "K", "number of likeliest tokens kept; 0 keeps all"),
+        ("--min-p", "real", "P", "drops tokens below this share of the likeliest one, 0 to 1"),
+        ("--typical-p", "real", "P", "share of locally typical tokens kept, 0 to 1"),
         (
             "--repetition-penalty",
-            real,
+            "real",
             "R",
             "above 1 makes tokens of prompt and completion less likely",
         ),
-        ("--presence-penalty", real, "X", "subtracted for tokens that the completion has, -2 to 2"),
-        ("--frequency-penalty", real, "X", "the same for each time that it has them, -2 to 2"),
-    ):
-        parser.add_argument(flag, type=kind, metavar=metavar, help=what)
-    parser.add_argument(
-        "--seed", type=_number("seed"), metavar="N", help="the same seed repeats a completion"
+        (
+            "--presence-penalty",
+            "real",
+            "X",
+            "subtracted for tokens that the completion has, -2 to 2",
+        ),
+        ("--frequency-penalty", "real", "X", "the same for each time that it has them, -2 to 2"),
+        ("--seed", "seed", "N", "the same seed repeats a completion"),
     )
-    for flag, most, what in (
-        ("--stop", 16, "text that ends the completion"),
-        ("--bad-word", 64, "text that is never generated"),
+    for flag, field, most, what in (
+        ("--stop", "stop", 16, "text that ends the completion"),
+        ("--bad-word", "bad_words", 64, "text that is never generated"),
     ):
         parser.add_argument(
             flag,
+            dest=field,
             action="append",
             default=[],
             metavar="TEXT",
@@ -266,22 +282,13 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         "in their order."
     )
     _add_texts(parser, "texts", "TEXT", "the texts to embed")
-    parser.add_argument(
-        "--image",
-        dest="images",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="files of images (JPEG, PNG, WebP or GIF), for a model that embeds images; texts come "
+    _add_images(
+        parser,
+        "files of images (JPEG, PNG, WebP or GIF), for a model that embeds images; texts come "
         "before this flag",
     )
-    parser.add_argument(
-        "--dimensions",
-        type=_number("count"),
-        metavar="N",
-        help="cut the vectors to N numbers, for models that were trained to allow it",
-    )
+    what = "cut the vectors to N numbers, for models that were trained to allow it"
+    _add_numbers(parser, ("--dimensions", "count", "N", what))
     parser.add_argument(
         "--prompt-name",
         default="",
@@ -303,9 +310,7 @@ def _add_rerank(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("query", help="the query")
     _add_texts(parser, "documents", "DOCUMENT", "the documents to sort")
-    parser.add_argument(
-        "--top-n", type=_number("count"), metavar="N", help="only the N best (default: all)"
-    )
+    _add_numbers(parser, ("--top-n", "count", "N", "only the N best (default: all)"))
     parser.add_argument(
         "--raw-scores",
         action="store_true",
@@ -328,25 +333,22 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
         help="the file to write; the end of its name decides the format; with --n, each file gets "
         "a number before that end; - is standard output",
     )
-    parser.add_argument(
-        "--model", default="", help="name of the model (default: the first that can do this)"
-    )
+    _add_model(parser)
     parser.add_argument(
         "--negative", default="", metavar="TEXT", help="what the images are to be unlike"
     )
     parser.add_argument(
         "--size", type=_size, metavar="WxH", help="width and height in pixels, multiples of 8"
     )
-    count, real = _number("count"), _number("real")
-    for flag, kind, metavar, what in (
-        ("--n", count, "N", "number of images, 1 to 8"),
-        ("--steps", count, "N", "number of denoising steps, 1 to 150"),
-        ("--guidance", real, "G", "how closely the images follow the prompt, 0 to 30"),
-        ("--seed", _number("seed"), "N", "the same seed repeats an image"),
-        ("--strength", real, "S", "with --image: how much of it is replaced, above 0, to 1"),
-        ("--quality", count, "N", "quality of JPEG and WebP, 1 to 100"),
-    ):
-        parser.add_argument(flag, type=kind, metavar=metavar, help=what)
+    _add_numbers(
+        parser,
+        ("--n", "count", "N", "number of images, 1 to 8"),
+        ("--steps", "count", "N", "number of denoising steps, 1 to 150"),
+        ("--guidance", "real", "G", "how closely the images follow the prompt, 0 to 30"),
+        ("--seed", "seed", "N", "the same seed repeats an image"),
+        ("--strength", "real", "S", "with --image: how much of it is replaced, above 0, to 1"),
+        ("--quality", "count", "N", "quality of JPEG and WebP, 1 to 100"),
+    )
     parser.add_argument(
         "--image", metavar="FILE", help="an image (JPEG, PNG, WebP or GIF) to start from"
     )
@@ -381,9 +383,7 @@ def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: s
         help=f"{what}; - reads the lines of standard input, as does giving none",
     )
     parser.add_argument("--file", metavar="FILE", help=f"a file with a {metavar.lower()} per line")
-    parser.add_argument(
-        "--model", default="", help="name of the model (default: the first that can do this)"
-    )
+    _add_model(parser)
     parser.add_argument(
         "--no-truncate",
         dest="truncate",
@@ -402,9 +402,7 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="turn these ids into text instead",
     )
-    parser.add_argument(
-        "--model", default="", help="name of the model (default: the first that can do this)"
-    )
+    _add_model(parser)
     parser.add_argument(
         "--no-special-tokens",
         action="store_true",
@@ -426,12 +424,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     listing = add("list", "list the server's models; the default action")
     load = add("load", "load a model, or more replicas of it")
     load.add_argument("name", metavar="NAME")
-    load.add_argument(
-        "--replicas",
-        type=_number("count"),
-        metavar="N",
-        help="number of replicas, as many as fit in memory (default: as configured)",
-    )
+    what = "number of replicas, as many as fit in memory (default: as configured)"
+    _add_numbers(load, ("--replicas", "count", "N", what))
     unload = add("unload", "take a model out of memory; the next request for it loads it again")
     unload.add_argument("name", metavar="NAME")
     load_adapter = add(
@@ -446,13 +440,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     unload_adapter = add("unload-adapter", "forget an adapter and free its memory")
     unload_adapter.add_argument("name", metavar="BASE:NAME")
+    what = "how long its requests may take to finish (default: the server's --drain-timeout)"
     for action in (unload, unload_adapter):
-        action.add_argument(
-            "--drain",
-            type=_number("real"),
-            metavar="SECONDS",
-            help="how long its requests may take to finish (default: the server's --drain-timeout)",
-        )
+        _add_numbers(action, ("--drain", "real", "SECONDS", what))
     for action in (listing, load, unload, load_adapter, unload_adapter):
         _add_client(action, timeout_s=None)
         _leave_defaults_to_parent(action)
@@ -467,8 +457,8 @@ def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
             action.default = argparse.SUPPRESS
 
 
-def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:
-    pause = add("pause", _lazy("query", "pause"), "stop computing for one model or for all")
+def _add_operating(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    pause = add("pause", "stop computing for one model or for all")
     pause.add_argument(
         "--mode",
         choices=("keep", "wait", "abort"),
@@ -476,27 +466,19 @@ def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> N
         help="keep: freeze running requests and queue new ones; wait: let running ones finish; "
         "abort: end all requests (default: keep)",
     )
-    resume = add("resume", _lazy("query", "resume"), "compute again after a pause")
-    reset = add(
-        "reset-prefix-cache", _lazy("query", "reset_prefix_cache"), "forget cached prefixes"
-    )
+    resume = add("resume", "compute again after a pause")
+    reset = add("reset-prefix-cache", "forget cached prefixes")
     for command in (pause, resume, reset):
-        command.add_argument("--model", default="", help="name of the model (default: all)")
+        _add_model(command, "all")
         _add_client(command, timeout_s=30)
-    drain = add(
-        "drain", _lazy("query", "drain"), "close the port and wait for the running requests"
-    )
-    drain.add_argument(
-        "--cut-after",
-        type=_number("real"),
-        metavar="SECONDS",
-        help="cut requests that run longer (default: the server's --drain-timeout)",
-    )
+    drain = add("drain", "close the port and wait for the running requests")
+    what = "cut requests that run longer (default: the server's --drain-timeout)"
+    _add_numbers(drain, ("--cut-after", "real", "SECONDS", what))
     _add_client(drain, timeout_s=None)
-    why = add("explain", _lazy("query", "explain"), "show what a request does and waits for")
+    why = add("explain", "show what a request does and waits for")
     why.add_argument("request_id", metavar="REQUEST_ID")
     _add_client(why, timeout_s=30)
-    abort = add("abort", _lazy("query", "abort"), "end requests by their ids")
+    abort = add("abort", "end requests by their ids")
     abort.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
     _add_client(abort, timeout_s=30)
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpc_service.app.statistics import paused_text, size_text
+from grpc_service.cli.bars import bar
 from grpc_service.cli.client import run_client
-from grpc_service.cli.query import print_json, print_table
+from grpc_service.cli.query import duration_of, print_json, print_table, show
 from grpc_service.client import CallError, messages
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from google.protobuf.duration_pb2 import Duration
 
     from grpc_service.client import Client
 
@@ -53,9 +56,12 @@ def _load(args: argparse.Namespace, client: Client) -> None:
     replicas = getattr(args, "replicas", None)
     request = messages.LoadModelRequest(model=args.name, replicas=replicas)
     try:
-        with _bar(args) as show, client.models.load_model(request, timeout=args.timeout) as stages:
+        with (
+            _stages(args) as show_stage,
+            client.models.load_model(request, timeout=args.timeout) as stages,
+        ):
             for stage in stages:
-                show(stage)
+                show_stage(stage)
     except KeyboardInterrupt:
         print(f"triolet: the server goes on loading {args.name}", file=sys.stderr)
         raise
@@ -67,13 +73,9 @@ def _load(args: argparse.Namespace, client: Client) -> None:
 
 
 def _unload(args: argparse.Namespace, client: Client) -> None:
-    request = messages.UnloadModelRequest(model=args.name)
-    _set_drain(request, args)
+    request = messages.UnloadModelRequest(model=args.name, drain=_drain_of(args))
     answer = client.models.unload_model(request, timeout=args.timeout)
-    if args.json:
-        print_json(answer)
-    else:
-        print(f"{args.name} is unloaded; the next request for it loads it again")
+    show(args, answer, f"{args.name} is unloaded; the next request for it loads it again")
 
 
 def _load_adapter(args: argparse.Namespace, client: Client) -> None:
@@ -81,60 +83,36 @@ def _load_adapter(args: argparse.Namespace, client: Client) -> None:
         model=args.name, directory=args.directory, aliases=args.alias
     )
     answer = client.models.load_adapter(request, timeout=args.timeout)
-    if args.json:
-        print_json(answer)
-        return
     model = answer.model
     size = size_text(model.memory_bytes)
-    print(f"{model.name} is loaded: rank {model.adapter_rank}, {size}")
+    show(args, answer, f"{model.name} is loaded: rank {model.adapter_rank}, {size}")
 
 
 def _unload_adapter(args: argparse.Namespace, client: Client) -> None:
-    request = messages.UnloadAdapterRequest(model=args.name)
-    _set_drain(request, args)
+    request = messages.UnloadAdapterRequest(model=args.name, drain=_drain_of(args))
     answer = client.models.unload_adapter(request, timeout=args.timeout)
-    if args.json:
-        print_json(answer)
-    else:
-        print(f"{args.name} is unloaded and no model any more")
+    show(args, answer, f"{args.name} is unloaded and no model any more")
 
 
-def _set_drain(
-    request: messages.UnloadModelRequest | messages.UnloadAdapterRequest, args: argparse.Namespace
-) -> None:
-    """Take over --drain, the time that running requests have; without it, the server's own."""
-    drain_s = getattr(args, "drain", None)
-    if drain_s is not None:
-        request.drain.FromMicroseconds(int(drain_s * 1e6))
+def _drain_of(args: argparse.Namespace) -> Duration | None:
+    """Return --drain, the time that running requests have; without it, the server has its own."""
+    return duration_of(getattr(args, "drain", None))
 
 
 @contextmanager
-def _bar(args: argparse.Namespace) -> Iterator[Callable[[messages.LoadModelResponse], None]]:
+def _stages(args: argparse.Namespace) -> Iterator[Callable[[messages.LoadModelResponse], None]]:
     """Yield the function that shows a stage of a load."""
     if args.json:
         yield print_json
         return
-    if not sys.stderr.isatty():
-        yield lambda stage: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    with bar(args.name, of_bytes=True) as update:
 
-    columns: Sequence[Any] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(args.name, total=None)
-
-        def show(stage: messages.LoadModelResponse) -> None:
+        def show_stage(stage: messages.LoadModelResponse) -> None:
             total = stage.bytes_total or None
             text = f"{args.name}: {stage.phase}"
-            bars.update(task, description=text, total=total, completed=stage.bytes_done)
+            update(description=text, total=total, completed=stage.bytes_done)
 
-        yield show
+        yield show_stage
 
 
 def print_models(listed: Sequence[messages.Model], pauses: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 
 from grpc_service.app.statistics import lines_of
 from grpc_service.cli.client import run_client
@@ -30,48 +31,37 @@ def tokenize(args: argparse.Namespace) -> int:
 
     if args.detokenize is not None:
         ids = messages.DetokenizeRequest(model=args.model, ids=args.detokenize)
-        return _show(
-            args,
-            lambda client: client.detokenize(ids, timeout=args.timeout),
-            lambda answer: print(answer.text),
-        )
+        return _ask(args, lambda client: client.detokenize, ids, lambda answer: print(answer.text))
     request = messages.TokenizeRequest(
         model=args.model,
         text=sys.stdin.read().removesuffix("\n") if args.text == "-" else args.text,
         add_special_tokens=False if args.no_special_tokens else None,
     )
-    return _show(args, lambda client: client.tokenize(request, timeout=args.timeout), print_tokens)
+    return _ask(args, lambda client: client.tokenize, request, print_tokens)
 
 
 def stats(args: argparse.Namespace) -> int:
     """Print the server's figures. Return the exit code."""
-    return _show(args, lambda client: client.control.get_stats(timeout=args.timeout), print_stats)
+    return _ask(args, lambda client: client.control.get_stats, None, print_stats)
 
 
 def pause(args: argparse.Namespace) -> int:
     """Pause one model or all. Return the exit code."""
     request = messages.PauseRequest(mode=f"PAUSE_MODE_{args.mode.upper()}", model=args.model)
-    return _operate(
-        args, lambda client: client.control.pause(request, timeout=args.timeout), "paused"
-    )
+    return _ask(args, lambda client: client.control.pause, request, "paused")
 
 
 def resume(args: argparse.Namespace) -> int:
     """End a pause. Return the exit code."""
     request = messages.ResumeRequest(model=args.model)
-    return _operate(
-        args, lambda client: client.control.resume(request, timeout=args.timeout), "resumed"
-    )
+    return _ask(args, lambda client: client.control.resume, request, "resumed")
 
 
 def reset_prefix_cache(args: argparse.Namespace) -> int:
     """Forget the cached prefixes of one model or all. Return the exit code."""
     request = messages.ResetPrefixCacheRequest(model=args.model)
-    return _operate(
-        args,
-        lambda client: client.control.reset_prefix_cache(request, timeout=args.timeout),
-        "forgot every cached prefix",
-    )
+    done = "forgot every cached prefix"
+    return _ask(args, lambda client: client.control.reset_prefix_cache, request, done)
 
 
 DRAINED = "drained; the process stays up, and accepts no connections until it is started again"
@@ -79,22 +69,52 @@ DRAINED = "drained; the process stays up, and accepts no connections until it is
 
 def drain(args: argparse.Namespace) -> int:
     """Wait until the server has finished or cut its requests. Return the exit code."""
-    request = messages.DrainRequest()
-    if args.cut_after is not None:
-        request.timeout.FromMicroseconds(int(args.cut_after * 1e6))
-    return _operate(
-        args, lambda client: client.control.drain(request, timeout=args.timeout), DRAINED
-    )
+    request = messages.DrainRequest(timeout=duration_of(args.cut_after))
+    return _ask(args, lambda client: client.control.drain, request, DRAINED)
 
 
 def explain(args: argparse.Namespace) -> int:
     """Print what a live request does and waits for. Return the exit code."""
     request = messages.ExplainRequest(request_id=args.request_id)
-    return _show(
-        args,
-        lambda client: client.control.explain(request, timeout=args.timeout),
-        print_explanation,
+    return _ask(args, lambda client: client.control.explain, request, print_explanation)
+
+
+def abort(args: argparse.Namespace) -> int:
+    """End requests by their ids, and print the outcome of each. Return the exit code."""
+    request = messages.AbortRequest(request_ids=args.request_ids)
+    return _ask(args, lambda client: client.control.abort, request, print_aborts)
+
+
+def _ask(
+    args: argparse.Namespace,
+    method: Callable[[Client], Callable[..., Any]],
+    request: Message | None,
+    shown: Callable[[Any], None] | str,
+) -> int:
+    """Call a method of the client and show its answer. Return the exit code."""
+    given = () if request is None else (request,)
+    return run_client(
+        args, lambda client: show(args, method(client)(*given, timeout=args.timeout), shown)
     )
+
+
+def show(args: argparse.Namespace, answer: Message, shown: Callable[[Any], None] | str) -> None:
+    """Print an answer as JSON, if that is wanted, or else by a function, or a text instead."""
+    if args.json:
+        print_json(answer)
+    elif isinstance(shown, str):
+        print(shown)
+    else:
+        shown(answer)
+
+
+def duration_of(seconds: float | None) -> Duration | None:
+    """Return seconds as a field of a request; None leaves it unset."""
+    if seconds is None:
+        return None
+    duration = Duration()
+    duration.FromMicroseconds(int(seconds * 1e6))
+    return duration
 
 
 def print_explanation(answer: messages.ExplainResponse) -> None:
@@ -115,35 +135,6 @@ def print_explanation(answer: messages.ExplainResponse) -> None:
         rows.append(("drafts", f"by {one.drafter}: {share}"))
     for name, text in rows:
         print(f"{name:<10}{text}")
-
-
-def abort(args: argparse.Namespace) -> int:
-    """End requests by their ids, and print the outcome of each. Return the exit code."""
-    request = messages.AbortRequest(request_ids=args.request_ids)
-    return _show(
-        args, lambda client: client.control.abort(request, timeout=args.timeout), print_aborts
-    )
-
-
-def _operate(args: argparse.Namespace, ask: Callable[[Client], Message], done: str) -> int:
-    return _show(args, ask, lambda _: print(done))
-
-
-def _show(
-    args: argparse.Namespace,
-    ask: Callable[[Client], Any],
-    show: Callable[[Any], None],
-) -> int:
-    """Ask the server and show its answer, as JSON if that is wanted. Return the exit code."""
-
-    def job(client: Client) -> None:
-        answer = ask(client)
-        if args.json:
-            print_json(answer)
-        else:
-            show(answer)
-
-    return run_client(args, job)
 
 
 def print_json(message: Message) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from engine.errors import ConfigError
 from engine.requests.encode_values import MAX_INPUTS
+from grpc_service.cli.bars import bar
 from grpc_service.client import CallError
 
 if TYPE_CHECKING:
@@ -194,21 +195,10 @@ def in_order(results: Iterable[Result]) -> Iterator[Result]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, is_quiet: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar if standard error is a terminal, there are enough texts, and not
-    ``is_quiet``. Yield the function to call after each text."""
-    if is_quiet or total < BAR_MIN or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # By default rich would redirect standard output.
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+    """Show a progress bar if there are enough texts, and not ``is_quiet``. Yield the function to
+    call after each text."""
+    with bar(what, total, is_quiet=is_quiet or total < BAR_MIN) as update:
+        yield lambda: update(advance=1)
 
 
 def fitted(text: str, taken: int) -> str:

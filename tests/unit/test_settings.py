@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, ImageConfig, ModelConfig, WorkerConfig
+from engine.config import (
+    EncoderConfig,
+    EngineConfig,
+    ImageConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from engine.errors import ConfigError
 from engine.settings import flag_of, settings_of, share
 from engine.worker.interface import RunnerSpec
@@ -166,9 +173,17 @@ def test_a_group_is_handed_on_whole_and_others_are_not():
     assert (spec.model, spec.threads, spec.max_num_seqs, spec.seed) == ("x", 2, 3, 6)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
-def test_values_at_the_ends_of_a_range_are_taken_and_those_beyond_refused(config):
-    beside = {ModelConfig: {"model": "m"}, ServerConfig: {"api_key_file": "/keys"}}.get(config, {})
+REQUIRED = {
+    **{EngineConfig: {}, WorkerConfig: {}, ImageConfig: {}},
+    ModelConfig: {"model": "m"},
+    ServerConfig: {"api_key_file": "/keys"},
+    SchedulerConfig: {"num_blocks": 128},
+    EncoderConfig: {"max_model_len": 8},
+}
+
+
+@pytest.mark.parametrize("config", REQUIRED, ids=lambda one: one.__name__)
+def test_a_value_beyond_the_range_of_a_setting_is_refused(config):
     for _, one in settings_of(config):
         known = one.metadata["setting"]
         wrong = [
@@ -179,4 +194,7 @@ def test_values_at_the_ends_of_a_range_are_taken_and_those_beyond_refused(config
         ]
         for value in wrong:
             with pytest.raises(ConfigError, match=f"^--{flag_of(one)} is .*{value}"):
-                config(**beside | {one.name: value})
+                config(**REQUIRED[config] | {one.name: value})
+    if config is EncoderConfig:  # whose own field has no default
+        with pytest.raises(ConfigError, match="--max-model-len is 0, but must be at least 1"):
+            EncoderConfig(max_model_len=0)
