@@ -31,12 +31,15 @@ from engine.requests.text_values import (  # noqa: E402
 from engine.status import ModelState  # noqa: E402
 from engine.worker import sequences  # noqa: E402
 from engine.worker.load.adapter_config import read_form  # noqa: E402
-from tests.checkpoints.text import make  # noqa: E402
-from tests.conformance.test_adapter_serving import NEW, greedy, prompts  # noqa: E402
+from tests.conformance.test_adapter_serving import (  # noqa: E402
+    NEW,
+    prompts,
+    wanted_of,
+    written_by_ranks,
+)
 from tests.conformance.test_adapters import COUNTS, Adapted  # noqa: E402
 from tests.conformance.test_drafts import Replaying  # noqa: E402
 from tests.support.adapters import ATTENTION, LINEARS, peft_model, write_by_hand  # noqa: E402
-from tests.support.model_zoo import ZOO  # noqa: E402
 
 pytestmark = [
     pytest.mark.model,
@@ -49,28 +52,21 @@ LIMIT_S = 240
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(zoo):
     """Return the directory of a tiny Llama model."""
-    directory = tmp_path_factory.mktemp("adapted") / "llama"
-    make(directory, ZOO["llama"].arch, ZOO["llama"].shape, extra=ZOO["llama"].extra)
-    return directory
+    return zoo.directory("llama")
 
 
 @pytest.fixture(scope="module")
-def written(base):
+def written(base, tmp_path_factory):
     """Return the directories of two adapters, by their names."""
-    root = base.parent / "adapters"
-    return {
-        name: write_by_hand(root / name, base, seed=rank, rank=rank) for name, rank in RANKS.items()
-    }
+    return written_by_ranks(tmp_path_factory.mktemp("adapters"), base, RANKS)
 
 
 @pytest.fixture(scope="module")
 def wanted(base, written):
     """Return peft's tokens after each of four prompts, by the names of the models."""
-    asked = prompts(4)
-    found = {"base": greedy(base, None, asked)}
-    return found | {f"base:{name}": greedy(base, path, asked) for name, path in written.items()}
+    return wanted_of(base, written, prompts(4))
 
 
 def config_of(base, written, *, workers=(), **fields):

@@ -25,10 +25,8 @@ from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa:
 from engine.status import ModelState  # noqa: E402
 from grpc_service.client import messages as pb  # noqa: E402
 from grpc_service.client import stubs  # noqa: E402
-from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_hybrid import KINDS  # noqa: E402
 from tests.support.adapters import peft_model, places_of, write_by_hand  # noqa: E402
-from tests.support.model_zoo import ZOO  # noqa: E402
 from tests.support.server import real  # noqa: E402
 from tests.support.wire import broken_fields, error_of, generate, list_models, reason  # noqa: E402
 
@@ -44,20 +42,15 @@ RANKS = {"a": 4, "b": 16, "c": 33}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(zoo):
     """Return the directory of a tiny Llama model."""
-    directory = tmp_path_factory.mktemp("adapted") / "llama"
-    make(directory, ZOO["llama"].arch, ZOO["llama"].shape, extra=ZOO["llama"].extra)
-    return directory
+    return zoo.directory("llama")
 
 
 @pytest.fixture(scope="module")
-def written(base):
+def written(base, tmp_path_factory):
     """Return the directories of three adapters, by their names."""
-    root = base.parent / "adapters"
-    return {
-        name: write_by_hand(root / name, base, seed=rank, rank=rank) for name, rank in RANKS.items()
-    }
+    return written_by_ranks(tmp_path_factory.mktemp("adapters"), base, RANKS)
 
 
 def prompts(count):
@@ -78,6 +71,19 @@ def greedy(base, directory, asked):
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             found[prompt] = tuple(ids[len(prompt) :])
     return found
+
+
+def wanted_of(base, written, asked):
+    """Return peft's tokens after each prompt, by the names of the models."""
+    found = {"base": greedy(base, None, asked)}
+    return found | {f"base:{name}": greedy(base, path, asked) for name, path in written.items()}
+
+
+def written_by_ranks(root, base, ranks):
+    """Write adapters of these ranks. Return their directories, by their names."""
+    return {
+        name: write_by_hand(root / name, base, seed=rank, rank=rank) for name, rank in ranks.items()
+    }
 
 
 def request(name, prompt, n=1, **fields):
@@ -116,9 +122,7 @@ SCHEDULES = {
 @pytest.fixture(scope="module")
 def wanted(base, written):
     """Return peft's tokens after each of six prompts, by the names of the models."""
-    asked = prompts(6)
-    found = {"base": greedy(base, None, asked)}
-    return found | {f"base:{name}": greedy(base, path, asked) for name, path in written.items()}
+    return wanted_of(base, written, prompts(6))
 
 
 async def wrong_answers(config, wanted, totals):

@@ -14,7 +14,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.config import ADAPTER_FILES  # noqa: E402
 from engine.worker.adapters import LoadedAdapters, group_rows  # noqa: E402
@@ -39,6 +38,8 @@ from tests.conformance.test_rewrites import CPU, load  # noqa: E402
 from tests.support.adapters import (  # noqa: E402
     ATTENTION,
     LINEARS,
+    change_tensors,
+    files_in,
     peft_model,
     write_by_hand,
     write_by_peft,
@@ -272,14 +273,6 @@ def test_what_is_not_computed_is_refused_by_name(zoo, tmp_path, fields, said):
         read_adapter(str(directory), host.places, host.head)
 
 
-def rewritten(directory, change):
-    """Change the tensors of an adapter's file."""
-    path = directory / "adapter_model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 def test_a_tensor_without_a_place_or_a_place_without_its_tensor_is_refused(zoo, tmp_path):
     """So is one of another shape, one that is not finite, a pickled file and one cut short."""
     base = zoo.directory("llama")
@@ -300,7 +293,7 @@ def test_a_tensor_without_a_place_or_a_place_without_its_tensor_is_refused(zoo, 
     }
     for said, change in cases.items():
         directory = write_by_hand(tmp_path / said.replace(" ", "-"), base)
-        rewritten(directory, change)
+        change_tensors(directory / WEIGHTS, change)
         with pytest.raises(Refusal, match=said):
             read_adapter(str(directory), host.places, host.head)
     weights = directory / "adapter_model.safetensors"
@@ -314,15 +307,6 @@ def test_a_tensor_without_a_place_or_a_place_without_its_tensor_is_refused(zoo, 
         read_adapter(str(directory), host.places, host.head)
     with pytest.raises(Refusal, match="does not exist"):
         read_adapter(str(tmp_path / "nowhere"), host.places, host.head)
-
-
-def files_in(directory, header=b"{}", **fields):
-    """Write an adapter's files. ``fields`` are of its config."""
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(json.dumps(config | fields))
-    (directory / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
-    return directory
 
 
 def test_only_regular_files_are_read(tmp_path):

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 
 import huggingface_hub.constants  # noqa: E402
 from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker import factory, failures  # noqa: E402
@@ -21,6 +20,7 @@ from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import make  # noqa: E402
+from tests.support.adapters import change_tensors  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import REFERENCE, WAYS, load_runner  # noqa: E402
 
@@ -47,10 +47,7 @@ def edit_config(directory, **fields):
 
 def edit_weights(directory, change):
     """Change a checkpoint's tensors."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+    change_tensors(directory / "model.safetensors", change)
 
 
 def empty(directory):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -96,3 +96,22 @@ def write_by_hand(
     save_file(tensors, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps({**config, **(fields or {})}))
     return directory
+
+
+def files_in(directory: Path, header: bytes = b"{}", **fields: Any) -> Path:
+    """Write an adapter's files. ``fields`` are of its config."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config | fields))
+    size = len(header).to_bytes(8, "little")
+    (directory / "adapter_model.safetensors").write_bytes(size + header)
+    return directory
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the tensors of a file."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)

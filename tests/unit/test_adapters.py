@@ -3,7 +3,6 @@ before anything is computed. tests/conformance/test_adapters.py compares what is
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from grpc_service.app import application
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.client import messages
 from grpc_service.services.operations_codec import decode_load_adapter
+from tests.support.adapters import files_in
 from tests.unit.test_cli import configs
 
 CONFIG, WEIGHTS = ADAPTER_FILES
@@ -236,15 +236,6 @@ async def test_the_log_says_why_an_adapter_did_not_load(
 
 
 # ---- files
-
-
-def files_in(directory, header=b"{}", **fields):
-    """Write an adapter's files. ``fields`` are of its config."""
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(json.dumps(config | fields))
-    (directory / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
-    return directory
 
 
 def test_deep_json_is_refused():
