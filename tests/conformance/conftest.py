@@ -13,6 +13,16 @@ def zoo(tmp_path_factory):
     zoo.close()
 
 
+@pytest.fixture(scope="module")
+def plain(zoo):
+    """Yield an engine of the tiny model that drafts nothing."""
+    from engine import blocking
+    from tests.support.draft_rows import config_of
+
+    with blocking.open_engine(config_of(zoo.directory("llama"), "off")) as engine:
+        yield engine
+
+
 @pytest.fixture
 def scales_in_halves(monkeypatch):
     """Have small weights expanded with scales and offsets in half precision, as kernels take

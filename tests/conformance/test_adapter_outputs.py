@@ -38,8 +38,8 @@ from tests.conformance.test_adapter_serving import (  # noqa: E402
     written_by_ranks,
 )
 from tests.conformance.test_adapters import COUNTS, Adapted  # noqa: E402
-from tests.conformance.test_drafts import Replaying  # noqa: E402
 from tests.support.adapters import ATTENTION, LINEARS, peft_model, write_by_hand  # noqa: E402
+from tests.support.draft_rows import Replaying  # noqa: E402
 
 pytestmark = [
     pytest.mark.model,
@@ -108,7 +108,8 @@ def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatc
     right for another one."""
     known = [(*prompt, *new) for found in wanted.values() for prompt, new in found.items()]
     random.Random(4).shuffle(known)
-    monkeypatch.setattr("tests.conformance.test_drafts.KNOWN", known)
+    monkeypatch.setattr("tests.support.draft_rows.KNOWN", known)
+    monkeypatch.setattr(Replaying, "acceptance", 0.8)
     monkeypatch.setattr(sequences, "LookUp", Replaying)
     monkeypatch.setattr(StepCosts, "note", lambda *_: None)  # however long steps take here
     drafted = {name: [0, 0] for name in wanted}  # offered and accepted

@@ -10,13 +10,92 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
+from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker import draft_model, sequences
 
 TOLERANCE = 1e-4
 END = 0
 PROMPT = tuple(random.Random(3).randrange(1, 512) for _ in range(21))
+
+
+KNOWN: list[tuple[int, ...]] = []  # prompts with their right outputs
+
+
+class Replaying:
+    """A drafter in place of `LookUp` that knows the right outputs. Each of its tokens is right with
+    the probability ``acceptance``."""
+
+    acceptance = 0.8
+    random = random.Random(1)
+
+    def draft(self, tokens, behind, most):
+        """Return what follows, if it is known."""
+        begun = (*tokens, *behind)
+        for whole in KNOWN:
+            if whole[: len(begun)] == begun:
+                right = whole[len(begun) : len(begun) + most]
+                draws = self.random
+                return [t if draws.random() < self.acceptance else (t + 1) % 512 for t in right]
+        return []
+
+
+class Resting:
+    """A drafter in place of `LookUp` that finds nothing."""
+
+    def draft(self, tokens, behind, most):
+        """Return nothing."""
+        return []
+
+
+class Lying(draft_model.DraftModel):
+    """A draft model each of whose tokens is right with the probability ``acceptance``."""
+
+    acceptance = 0.8
+    random = random.Random(1)
+
+    def _sample(self, ready, logits):
+        drawn = super()._sample(ready, logits)
+        return [self._lied(one, token) for one, token in zip(ready, drawn, strict=True)]
+
+    def _lied(self, one, token):
+        """Return the token, or another that the constraint allows."""
+        if token is None or self.random.random() < self.acceptance:
+            return token
+        lie, matching = 60 + token % 7, one.ahead.matching
+        return lie if matching is None or matching.allows(lie) else token
+
+
+def draft_by(patch, drafter):
+    """Have an engine draft by one drafter, which is right at random, wherever it can. Return the
+    drafter. How long steps take does not count: on a busy machine nothing would be drafted."""
+    if drafter == "lookup":
+        patch.setattr(sequences, "LookUp", Replaying)
+        patch.setattr(StepCosts, "note", lambda *_: None)
+    else:  # four tokens, however often they are right
+        patch.setattr(sequences, "LookUp", Resting)
+        patch.setattr(Lengths, "best", lambda _, most, *costs: (min(most, 4), 2.0))
+        patch.setattr(StepCosts, "is_known", lambda *_: True)
+        patch.setattr(Purse, "note", lambda *_: None)
+        patch.setattr(draft_model, "DraftModel", Lying)
+    return drafter
+
+
+def know(requests, outputs, acceptance):
+    """Let the drafters draw tokens with this probability from the requests' right outputs."""
+    KNOWN[:] = [(*r.token_ids, *ids) for r, ids in zip(requests, outputs, strict=True)]
+    Replaying.acceptance = Lying.acceptance = acceptance
+
+
+def compare(plain, drafting, request, *, acceptance=0.8):
+    """Check that both engines answer alike, and return what was drafted."""
+    wanted, scores, _ = ask(plain, request)
+    know([request] * len(wanted[0]), wanted[0].values(), acceptance)
+    got, got_scores, drafted = ask(drafting, request)
+    assert_alike(wanted, scores, got, got_scores)
+    return drafted
 
 
 def config_of(directory, speculation, *, draft_model="", runner="thread", **fields):
