@@ -35,11 +35,11 @@ from engine.worker.load.foreign import ADAPTER_NAME  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from tests.conformance.test_rewrites import CPU, load  # noqa: E402
+from tests.support.adapter_files import files_in  # noqa: E402
 from tests.support.adapters import (  # noqa: E402
     ATTENTION,
     LINEARS,
     change_tensors,
-    files_in,
     peft_model,
     write_by_hand,
     write_by_peft,

@@ -98,16 +98,6 @@ def write_by_hand(
     return directory
 
 
-def files_in(directory: Path, header: bytes = b"{}", **fields: Any) -> Path:
-    """Write an adapter's files. ``fields`` are of its config."""
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "adapter_config.json").write_text(json.dumps(config | fields))
-    size = len(header).to_bytes(8, "little")
-    (directory / "adapter_model.safetensors").write_bytes(size + header)
-    return directory
-
-
 def change_tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the tensors of a file."""
     from safetensors.torch import load_file, save_file

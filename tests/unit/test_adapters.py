@@ -26,7 +26,7 @@ from grpc_service.app import application
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.client import messages
 from grpc_service.services.operations_codec import decode_load_adapter
-from tests.support.adapters import files_in
+from tests.support.adapter_files import files_in
 from tests.unit.test_cli import configs
 
 CONFIG, WEIGHTS = ADAPTER_FILES
