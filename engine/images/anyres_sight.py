@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.images.decode import decode
 from engine.images.errors import BadImage
 from engine.images.fit import FittedImage
-from engine.images.sight import SeenImage
+from engine.images.sight import SeenImage, squares_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -79,12 +79,7 @@ class AnyresSight:
         height, width = self._best_size(image.height, image.width)
         side = self.side
         whole = image.resize((side, side), resample=self.resample)
-        framed = self._framed(image, height, width)
-        tiles = [whole] + [
-            framed.crop((left, top, left + side, top + side))
-            for top in range(0, height, side)
-            for left in range(0, width, side)
-        ]
+        tiles = [whole, *squares_of(self._framed(image, height, width), side)]
         count = self.per_side**2 + self._unpadded(image, height, width)
         fitted = tuple(FittedImage(side, side, one.tobytes()) for one in tiles)
         cost = len(fitted) * self.tile_cost

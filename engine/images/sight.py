@@ -122,6 +122,15 @@ def digest_of_piece(digest: bytes, number: int) -> bytes:
     return digest_of(digest + number.to_bytes(4, "little"))
 
 
+def squares_of(image: Image.Image, side: int) -> list[Image.Image]:
+    """Return the squares of ``side`` pixels of an image, row by row."""
+    return [
+        image.crop((left, top, left + side, top + side))
+        for top in range(0, image.height, side)
+        for left in range(0, image.width, side)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class SquareSight:
     """Each image is one tile of one size, with as many tokens: LLaVA 1.5, Gemma 3. ``before`` and
@@ -219,18 +228,7 @@ class TiledSight:
         rows, columns = height // self.side, width // self.side
         if rows * columns == 1:
             return self._seen([image], 0, 0)
-        tiles = [
-            image.crop(
-                (
-                    column * self.side,
-                    row * self.side,
-                    (column + 1) * self.side,
-                    (row + 1) * self.side,
-                )
-            )
-            for row in range(rows)
-            for column in range(columns)
-        ]
+        tiles = squares_of(image, self.side)
         return self._seen([*tiles, self._resize(image, self.side, self.side)], rows, columns)
 
     def blank(self) -> SeenImage:

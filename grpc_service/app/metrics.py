@@ -46,17 +46,17 @@ class Metric(NamedTuple):
     meaning: str
 
 
-def _gauge(name: str, meaning: str, labels: tuple[str, ...] = REPLICA) -> Metric:
-    return Metric(name, "gauge", labels, meaning)
+METRICS: list[Metric] = []  # all that are made below
 
 
-def _counter(name: str, meaning: str, labels: tuple[str, ...] = REPLICA) -> Metric:
-    return Metric(name, "counter", labels, meaning)
+def _metric(kind: str, name: str, meaning: str, labels: tuple[str, ...] = REPLICA) -> Metric:
+    METRICS.append(Metric(name, kind, labels, meaning))
+    return METRICS[-1]
 
 
-def _histogram(name: str, meaning: str, labels: tuple[str, ...] = REPLICA) -> Metric:
-    return Metric(name, "histogram", labels, meaning)
-
+_gauge, _counter, _histogram = (
+    partial(_metric, kind) for kind in ("gauge", "counter", "histogram")
+)
 
 # Metrics of a replica's counts, by the field of `Counts`.
 OF_COUNTS = {
@@ -156,16 +156,6 @@ DRAINING = _gauge("drain_remaining_requests", "requests that a drain waits for",
 MEMORY = _gauge("memory_reserved_bytes", "memory reserved for models", ())
 MEMORY_LIMIT = _gauge("memory_limit_bytes", "memory that may be reserved", ())
 RPCS = _counter("rpcs_total", "RPCs that ended", ("method", "code"))
-
-METRICS = (
-    *OF_COUNTS.values(),
-    *OF_TELEMETRY.values(),
-    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, LOOP, PROCESS_BYTES),
-    *(ADAPTER_RUNNING, ADAPTER_REQUESTS, ADAPTER_TOKENS),
-    *(DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT),
-    *(MODEL_READY, DEGRADED, DEATHS, ENDED, DEADLINES, UNREAD_CALLS, DETACHED),
-    *(DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
-)
 
 
 def samples_of(

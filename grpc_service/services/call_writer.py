@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from engine.api.engine import Engine
     from engine.errors import TrioletError
+    from engine.requests.kind import ClientRequest
     from engine.requests.stream import RequestStream
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.access.unread_calls import UnreadCalls
@@ -149,6 +151,18 @@ class CallWriter:
             stream.report_drained()
 
     # ---- the call's task
+
+    async def serve(self, engine: Engine, request: ClientRequest) -> None:
+        """Submit a request and write its events until the call ends. Its timeout was what it says
+        at `Rpc.arrived_at`. Raises and cancellation as `run`."""
+        stream = engine.submit(
+            request,
+            buffer=engine.config.stream_buffer,
+            reader=self,
+            arrived_at=self._rpc.arrived_at,
+            origin=self._rpc.origin,
+        )
+        await self.run(stream)
 
     async def run(self, stream: RequestStream[Any]) -> None:
         """Write the events of ``stream``, whose reader this is, and end the call if it fails.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from engine.requests.draw_values import DrawRequest
     from engine.requests.encode_values import EmbedRequest, RerankRequest
-    from engine.requests.kind import ClientRequest
     from engine.requests.text_values import GenerateRequest
     from grpc_service._generated.triolet.v1 import common_pb2
     from grpc_service.access.rpc_record import Rpc
@@ -36,7 +35,7 @@ class Inference:
         self._backend = backend
 
     async def Generate(self, asked: GenerateRequest, rpc: Rpc) -> None:
-        """Stream what the model generates. Raises as `_serve`.
+        """Stream what the model generates. Raises as `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
@@ -46,7 +45,7 @@ class Inference:
             is_large=asked.output.prompt_logprobs is not None,
             is_kept=asked.resume_window_s is not None,
         )
-        await self._serve(asked, rpc, writer)
+        await writer.serve(self._backend.engine, asked)
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
         """Stream the rest of what a Generate request generates, after its call was lost.
@@ -93,46 +92,28 @@ class Inference:
         )
 
     async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
-        """Stream one vector for each input. Raises as `_serve`.
+        """Stream one vector for each input. Raises as `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
-        await self._serve(asked, rpc, writer)
+        await writer.serve(self._backend.engine, asked)
 
     async def Rerank(self, asked: RerankRequest, rpc: Rpc) -> None:
-        """Stream one score for each document. Raises as `_serve`.
+        """Stream one score for each document. Raises as `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
-        await self._serve(asked, rpc, writer)
+        await writer.serve(self._backend.engine, asked)
 
     async def GenerateImage(self, asked: DrawRequest, rpc: Rpc) -> None:
-        """Stream the progress of a drawing, and its images in parts. Raises as `_serve`.
+        """Stream the progress of a drawing, and its images in parts. Raises as `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, draw_codec.encode_drawing)
-        await self._serve(asked, rpc, writer)
-
-    async def _serve(self, request: ClientRequest, rpc: Rpc, writer: CallWriter) -> None:
-        """Submit a request and write its events until the call ends. Its timeout was what it says
-        at `Rpc.arrived_at`.
-
-        Raises:
-            Disconnected: the client has ended the call.
-        Cancellation: ends the request.
-        """
-        backend = self._backend
-        stream = backend.engine.submit(
-            request,
-            buffer=backend.engine.config.stream_buffer,
-            reader=writer,
-            arrived_at=rpc.arrived_at,
-            origin=rpc.origin,
-        )
-        await writer.run(stream)
+        await writer.serve(self._backend.engine, asked)
 
     async def Tokenize(self, asked: dict[str, Any], rpc: Rpc) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat.

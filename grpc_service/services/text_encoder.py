@@ -7,6 +7,7 @@ belongs to one stream.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -214,14 +215,7 @@ def _encode_finished(event: Finished) -> inference_pb2.GenerateResponse:
     finished = inference_pb2.Finished(
         choice=event.choice,
         reason=FINISH_REASONS[event.reason],
-        usage=inference_pb2.Usage(
-            prompt_tokens=event.usage.prompt_tokens,
-            cached_tokens=event.usage.cached_tokens,
-            completion_tokens=event.usage.completion_tokens,
-            resumed_tokens=event.usage.resumed_tokens,
-            drafted_tokens=event.usage.drafted_tokens,
-            accepted_tokens=event.usage.accepted_tokens,
-        ),
+        usage=inference_pb2.Usage(**asdict(event.usage)),
         timings=_encode_timings(event.timings),
     )
     if isinstance(event.matched, str):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import ServiceDescriptor
 
-    from engine.requests.encode_values import AnyRequest, EmbedRequest
+    from engine.requests.encode_values import EmbedRequest
     from engine.requests.text_values import GenerateRequest
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.rpc.call import Call
@@ -116,7 +116,7 @@ class VllmEngine:
 
     async def Generate(self, asked: AskedGenerate, rpc: Rpc) -> None:
         """Stream the tokens that the model generates, or send them all at the end. Raises as
-        `_serve`.
+        `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
@@ -129,32 +129,17 @@ class VllmEngine:
             encoder.encode_short,
             is_large=output.prompt_logprobs is not None,
         )
-        await self._serve(asked.request, rpc, writer)
+        self._last_receive = time.time()
+        await writer.serve(self._engine, asked.request)
 
     async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
-        """Send the vector of one input. Raises as `_serve`.
+        """Send the vector of one input. Raises as `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, encode_embeddings)
-        await self._serve(asked, rpc, writer)
-
-    async def _serve(self, request: AnyRequest, rpc: Rpc, writer: CallWriter) -> None:
-        """Submit a request and write its events until the call ends.
-
-        Raises:
-            Disconnected: the client has ended the call.
-        Cancellation: ends the request.
-        """
         self._last_receive = time.time()
-        stream = self._engine.submit(
-            request,
-            buffer=self._engine.config.stream_buffer,
-            reader=writer,
-            arrived_at=rpc.arrived_at,
-            origin=rpc.origin,
-        )
-        await writer.run(stream)
+        await writer.serve(self._engine, asked)
 
     def _timeout_s(self, call: Call) -> float:
         """Return how long a request may take: until the caller's deadline or, without one, as long

@@ -7,7 +7,6 @@ exception.
 from __future__ import annotations
 
 import ast
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 
 METHODS_MAX = 25
 LINES_MAX = 600
-LINES_WITHOUT_A_REASON_MAX = 450
 FILES_IN_ENGINE_MAX = 10
-REASON = re.compile(r"This file is long(?:, as| because|:)")
 SUFFIXES = (".py", ".h", ".cpp", ".proto")
 
 
@@ -57,18 +54,11 @@ def product_files() -> list[Path]:
     ]
 
 
-def lacks_a_reason(text: str) -> bool:
-    """Return whether a file is long and does not say why among its first 25 lines."""
-    lines = text.splitlines()
-    is_long = len(lines) > LINES_WITHOUT_A_REASON_MAX
-    return is_long and not REASON.search(" ".join(line.strip("/*# ") for line in lines[:25]))
-
-
 def too_long_files() -> dict[str, int]:
     return {
         path.relative_to(ROOT).as_posix(): len(text.splitlines())
         for path in product_files()
-        if len((text := path.read_text()).splitlines()) > LINES_MAX or lacks_a_reason(text)
+        if len((text := path.read_text()).splitlines()) > LINES_MAX
     }
 
 
@@ -88,11 +78,3 @@ def test_methods_are_counted():
         "    async def b(self):\n        def inner(): ...\n    class B:\n        def c(self): ...\n"
     )
     assert dict(methods(source)) == {"A": 3, "B": 1}
-
-
-def test_a_long_file_says_why():
-    long = "x = 1\n" * (LINES_WITHOUT_A_REASON_MAX + 1)
-    assert lacks_a_reason('"""A thing."""\n' + long)
-    assert not lacks_a_reason('"""A thing.\n\nThis file is long because of X."""\n' + long)
-    assert not lacks_a_reason("// This file\n// is long: X.\n" + long)
-    assert not lacks_a_reason("x = 1\n")
