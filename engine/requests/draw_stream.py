@@ -76,12 +76,9 @@ class DrawStream(RequestStream[DrawEvent]):
             super().push(event)
             return
         if isinstance(event, Stepped):
-            self.phase = Phase.DENOISE
-            self.tokens_done = event.step
+            self._note_result(Phase.DENOISE, event.step)
         else:
-            self.phase = Phase.DECODE
-        if self._first_result_at is None:
-            self._note_first_result()
+            self._note_result(Phase.DECODE, self.tokens_done)
         if isinstance(event, Stepped) and event.preview is None and not self._waiting:
             self._reader.push(Progress(event.step, event.steps))
             return

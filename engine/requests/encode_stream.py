@@ -56,11 +56,8 @@ class EncodeStream(RequestStream[EncodeEvent]):
         if event.__class__ is not Encoded:
             super().push(event)
             return
-        self.phase = Phase.ENCODE
         self._num_done += 1
-        self.tokens_done += event.tokens
-        if self._first_result_at is None:
-            self._note_first_result()
+        self._note_result(Phase.ENCODE, self.tokens_done + event.tokens)
         if isinstance(self.request, EmbedRequest):
             self._reader.push(Embedding(event.index, event.values, event.tokens))
             return

@@ -336,15 +336,17 @@ class RequestStream(Generic[EventT]):
 
     def _admit(self, event: Admitted) -> None:
         """Act on the admission to the queue, which comes again after a change of replica."""
-        raise NotImplementedError
 
     def _finish(self, event: Finished) -> None:
         """Act on a choice that ended by itself."""
-        raise NotImplementedError
+        self.close(None)
 
-    def _note_first_result(self) -> None:
-        self._first_result_at = trio.current_time()
-        self.queued.remove()
+    def _note_result(self, phase: Phase, tokens_done: int) -> None:
+        """Take note of a result, after which so many tokens are done."""
+        self.phase, self.tokens_done = phase, tokens_done
+        if self._first_result_at is None:
+            self._first_result_at = trio.current_time()
+            self.queued.remove()
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
         """Act on the death of the replica: join the queue of another one, or end with ``error``.

@@ -174,7 +174,7 @@ class TextStream(RequestStream[StreamEvent]):
         self.phase = Phase.DECODE
         self.tokens_done += len(event.token_ids)
         if self._first_result_at is None:
-            self._note_first_result()
+            self._note_result(self.phase, self.tokens_done)
         if not self._is_begun:
             self._begin(event.prompt_logprobs)
             event = event._replace(prompt_logprobs=())

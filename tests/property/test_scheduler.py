@@ -25,6 +25,7 @@ from engine.core.text.types import (
     ResetPrefixCache,
     Sampling,
 )
+from tests.simulator.counting import CountDriver
 from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tests.support.encode_driver import EncodeDriver, Picture
@@ -404,94 +405,83 @@ class SchedulerMachine(Machine):
 TestScheduler = case_of(SchedulerMachine, 400, 40)
 
 
-# ---- encoders ----------------------------------------------------------------------------------
-
-INPUTS = st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12)
+# ---- kinds with one choice ---------------------------------------------------------------------
 
 
-class EncodeMachine(Machine):
-    """Random inputs over a small budget."""
+def machine_of(make_driver, limits, fields, timeouts, num_tokens):
+    """Return a machine that draws a driver's ``limits`` and its requests' ``fields``. A queue holds
+    at most ``num_tokens``."""
 
-    @initialize(
-        budget=st.integers(1, 60), max_num_seqs=st.integers(1, 8), buffer=BUFFERS, queue=QUEUES
-    )
-    def start(self, budget, max_num_seqs, buffer, queue):
-        self.buffer = buffer
-        self.driver = EncodeDriver(
-            max_num_batched_tokens=budget,
-            max_num_seqs=max_num_seqs,
-            max_queued_requests=queue,
-            max_queued_tokens=500,
-        )
-
-    @rule(
-        asked=st.lists(
-            st.tuples(
-                INPUTS, PRIORITIES, st.sampled_from([None, None, None, 0.0, 0.02, 10.0]), DELAYS
-            ),
-            min_size=1,
-            max_size=4,
-        )
-    )
-    def submit(self, asked):
-        """Submit requests, each after a delay of tokenising in which later ones may come first."""
-        for lengths, priority, timeout, delay in asked:
-            self.driver.submit(
-                self.new_name(),
-                lengths,
-                buffer=self.buffer,
-                priority=priority,
-                arrival=self.driver.now - delay,
-                deadline=self.deadline(timeout),
+    class OneChoiceMachine(Machine):
+        @initialize(limits=st.fixed_dictionaries(limits), buffer=BUFFERS, queue=QUEUES)
+        def start(self, limits, buffer, queue):
+            self.buffer = buffer
+            self.driver = make_driver(
+                max_queued_requests=queue, max_queued_tokens=num_tokens, **limits
             )
 
+        @rule(
+            asked=st.lists(
+                st.tuples(st.fixed_dictionaries(fields), timeouts, DELAYS), min_size=1, max_size=4
+            )
+        )
+        def submit(self, asked):
+            """Submit requests, each after a delay of preparing in which later ones may come
+            first."""
+            for own, timeout, delay in asked:
+                self.driver.submit(
+                    self.new_name(),
+                    buffer=self.buffer,
+                    arrival=self.driver.now - delay,
+                    deadline=self.deadline(timeout),
+                    **own,
+                )
 
-TestEncodeScheduler = case_of(EncodeMachine, 300, 50)
+    return OneChoiceMachine
 
 
-# ---- drawings ----------------------------------------------------------------------------------
-
-DRAWINGS = st.fixed_dictionaries(
-    {
-        "width": st.sampled_from(SIZES),
-        "height": st.sampled_from(SIZES),
-        "n": st.integers(1, 3),
-        "steps": st.integers(1, 5),
-        "scheduler": st.sampled_from(["", "pndm"]),
-        "guidance_scale": st.sampled_from([1.0, 7.5]),
-        "preview_every": st.sampled_from([0, 0, 1, 2]),
-        "priority": PRIORITIES,
-    }
+TestEncodeScheduler = case_of(
+    machine_of(
+        EncodeDriver,
+        {"max_num_batched_tokens": st.integers(1, 60), "max_num_seqs": st.integers(1, 8)},
+        {
+            "lengths": st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12),
+            "priority": PRIORITIES,
+        },
+        st.sampled_from([None, None, None, 0.0, 0.02, 10.0]),
+        500,
+    ),
+    300,
+    50,
 )
-
-
-class ImageMachine(Machine):
-    """Random drawings over a few seats."""
-
-    @initialize(max_drawings=st.integers(1, 3), buffer=BUFFERS, queue=QUEUES)
-    def start(self, max_drawings, buffer, queue):
-        self.buffer = buffer
-        self.driver = ImageDriver(
-            max_drawings=max_drawings, max_queued_requests=queue, max_queued_tokens=60
-        )
-
-    @rule(
-        asked=st.lists(
-            st.tuples(DRAWINGS, st.sampled_from([None, None, None, 0.0, 0.05, 0.3, 10.0]), DELAYS),
-            min_size=1,
-            max_size=4,
-        )
-    )
-    def submit(self, asked):
-        """Submit drawings, each after a delay of preparing in which later ones may come first."""
-        for fields, timeout, delay in asked:
-            self.driver.submit(
-                self.new_name(),
-                buffer=self.buffer,
-                arrival=self.driver.now - delay,
-                deadline=self.deadline(timeout),
-                **fields,
-            )
-
-
-TestImageScheduler = case_of(ImageMachine, 150, 50)
+TestImageScheduler = case_of(
+    machine_of(
+        ImageDriver,
+        {"max_drawings": st.integers(1, 3)},
+        {
+            "width": st.sampled_from(SIZES),
+            "height": st.sampled_from(SIZES),
+            "n": st.integers(1, 3),
+            "steps": st.integers(1, 5),
+            "scheduler": st.sampled_from(["", "pndm"]),
+            "guidance_scale": st.sampled_from([1.0, 7.5]),
+            "preview_every": st.sampled_from([0, 0, 1, 2]),
+            "priority": PRIORITIES,
+        },
+        st.sampled_from([None, None, None, 0.0, 0.05, 0.3, 10.0]),
+        60,
+    ),
+    150,
+    50,
+)
+TestCountCore = case_of(
+    machine_of(
+        CountDriver,
+        {"max_seats": st.integers(1, 3)},
+        {"start": st.integers(1, 9), "priority": PRIORITIES},
+        st.sampled_from([None, None, None, 0.0, 0.05, 10.0]),
+        60,
+    ),
+    150,
+    50,
+)

@@ -28,11 +28,11 @@ import pytest
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.client import stopped_reading
+from tests.support.counting_calls import COUNT
 from tests.support.ending_kinds import (
     COST_S,
     DRAW,
     ENCODE,
-    KINDS,
     LARGE,
     LATE,
     NEVER_S,
@@ -40,6 +40,7 @@ from tests.support.ending_kinds import (
     Kind,
     Phase,
 )
+from tests.support.ending_kinds import KINDS as SERVED
 from tests.support.proxy import proxy
 from tests.support.raw_http2 import GET_STATS, RawClient
 from tests.support.server import ROOT, children_of, fake
@@ -58,6 +59,7 @@ from tests.support.wire import (
     wait_until,
 )
 
+KINDS = (*SERVED, COUNT)
 LIMIT_S = 60.0  # of a wait that would never end
 TIMEOUT_S = 1000.0
 NUM_STEPS = 4  # after which every request that has a seat has a result
@@ -175,6 +177,7 @@ def serving(kind, name, **engine):
         models=models + late * (name == "load"),
         runner=kind.runner,
         engine=limits | phase.engine | engine,
+        **kind.server,
     ) as server:
         wait_serving(server.channel)
         for model in models:
@@ -429,12 +432,13 @@ STALLS = {  # the kind, its request, and the slots of its stream
     "denoise": (DRAW, LARGE | {"steps": 100, "preview_every": 1, "n": 1}, 4),
     "decode": (DRAW, LARGE | {"steps": 1}, 2),
     "write": (DRAW, LARGE | {"steps": 1}, 256),
+    "count": (COUNT, COUNT.phases["parked"].fields, 8),
 }
 
 
 @pytest.mark.parametrize("name", STALLS)
 def test_a_reader_that_stalls_is_ended(name):
-    """In the last case the slots suffice, and the images wait."""
+    """In the case "write" the slots suffice, and the images wait."""
     kind, fields, buffer = STALLS[name]
     fields = {"model": kind.model} | fields
     engine = {"stream_buffer": buffer, "stall_timeout_s": 0.5}

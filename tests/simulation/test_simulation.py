@@ -18,7 +18,9 @@ import pytest
 import trio._core._run as trio_run
 
 from engine.core.text.lifecycle import TRANSITIONS as LIFECYCLE
+from tests.simulator import counting, drawings
 from tests.simulator.run import simulate
+from tests.simulator.workload import draw_world
 from tools.simulate import RARE, Table, listed_transitions, main
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,15 @@ def check_world(seed):
 def test_drawn_worlds_keep_every_promise(chunk):
     for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK):
         check_world(seed)
+
+
+@pytest.mark.parametrize(
+    "seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 9))]
+)
+def test_a_kind_that_the_product_does_not_know_keeps_every_promise(seed):
+    faults = draw_world(seed).faults - {drawings.FAULT} | {counting.FAULT}
+    journal = simulate(seed, num_requests=100, faults=faults).journal
+    assert any(" counted " in line for line in journal)
 
 
 @pytest.mark.slow

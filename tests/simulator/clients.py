@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from engine.requests.text_values import (
 from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 if TYPE_CHECKING:
-    import random
+    from collections.abc import Callable, Sequence
 
     from engine.requests.draw_values import DrawRequest
     from engine.requests.encode_values import AnyRequest
@@ -89,6 +90,37 @@ def draw_client(
     if "model_trouble" in active and rng.random() < 0.1:
         client = _ask_elsewhere(rng, client)
     return client
+
+
+def draw_beside(
+    seed: int,
+    number: int,
+    active: frozenset[str],
+    duration: float,
+    step_s: float,
+    stream_buffer: int,
+    ask: Callable[[random.Random, int, float | None], Any],
+    bad: Sequence[tuple[dict[str, Any], str]],
+) -> tuple[Client, ...]:
+    """Draw clients of another kind of work, from numbers of their own. ``ask`` makes the request of
+    an index and a timeout; some have the fields of ``bad``, and are refused for its reason."""
+    rng = random.Random(f"drawers {seed}")
+    own = active - {"odd_requests", "bad_requests", "model_trouble"}
+    found = []
+    for index in range(number):
+        client = draw_client(rng, index, own, duration, ((1,),), step_s, stream_buffer)
+        request = ask(rng, index, client.request.timeout_s)
+        client = replace(client, request=request, cuts=None)
+        if "bad_requests" in active and rng.random() < 0.1:
+            fields, reason = rng.choice(bad)
+            client = replace(
+                client,
+                request=replace(request, **fields),
+                may_end=frozenset({reason}),
+                must_fail=True,
+            )
+        found.append(client)
+    return tuple(found)
 
 
 def _draw_request(

@@ -28,7 +28,6 @@ from engine.requests.draw_values import (
 )
 from engine.status import Capability
 from engine.worker.fakes.drawing import FAKE_INFO, SLOW_SCHEDULER, image_of, preview_of
-from tests.simulator.clients import draw_client
 from tests.simulator.readers import Reader
 from tests.simulator.watch import Violation
 
@@ -38,13 +37,12 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.core.image.types import RawImage
     from engine.requests.draw_values import DrawEvent
-    from tests.simulator.clients import Client
 
 FAULT = "drawings"
 SHARE = 0.3  # of worlds
-ARTIST = "artist"
+MODEL = "artist"
 SOURCE_SIZE = (16, 8)  # that of its drawing, so that no source is resized
-BAD = (  # fields, and the reason with which such a request is refused
+_BAD = (
     ({"prompt": ""}, "INVALID_REQUEST"),
     ({"prompt": "x" * 100}, "REQUEST_TOO_LARGE"),
     ({"steps": 0}, "INVALID_REQUEST"),
@@ -54,6 +52,8 @@ BAD = (  # fields, and the reason with which such a request is refused
     ({"scheduler": "nobody's"}, "INVALID_REQUEST"),
     ({"timeout_s": float("nan")}, "INVALID_REQUEST"),
 )
+# Fields, and the reason with which such a request is refused.
+BAD = [({"check": False} | fields, reason) for fields, reason in _BAD]
 
 
 def is_drawn(seed: int) -> bool:
@@ -61,40 +61,21 @@ def is_drawn(seed: int) -> bool:
     return random.Random(f"drawings {seed}").random() < SHARE
 
 
-def add(seed: int, config: EngineConfig) -> EngineConfig:
-    """Return a configuration with an image model."""
+def add(seed: int, config: EngineConfig, name: str) -> EngineConfig:
+    """Return a configuration with an image model of this name."""
     rng = random.Random(f"artist {seed}")
-    model = ModelConfig(ARTIST, lazy=rng.random() < 0.3, capability=Capability.TEXT_TO_IMAGE)
+    model = ModelConfig(name, lazy=rng.random() < 0.3, capability=Capability.TEXT_TO_IMAGE)
     return replace(config, models=(*config.models, model), max_drawings=rng.choice([1, 2, 4]))
 
 
-def clients(
-    seed: int, number: int, active: frozenset[str], duration: float, step_s: float, buffer: int
-) -> tuple[Client, ...]:
-    """Draw clients that ask for drawings; ``buffer`` is the front's."""
-    rng = random.Random(f"drawers {seed}")
-    own = active - {"odd_requests", "bad_requests", "model_trouble"}
-    found = []
-    for index in range(number):
-        client = draw_client(rng, index, own, duration, ((1,),), step_s, buffer)
-        request = _request(rng, index, client.request.timeout_s)
-        client = replace(client, request=request, cuts=None)
-        if "bad_requests" in active and rng.random() < 0.1:
-            fields, reason = rng.choice(BAD)
-            bad = replace(request, check=False, **fields)  # type: ignore[arg-type]
-            client = replace(client, request=bad, may_end=frozenset({reason}), must_fail=True)
-        found.append(client)
-    return tuple(found)
-
-
-def _request(rng: random.Random, index: int, timeout_s: float | None) -> DrawRequest:
+def ask(rng: random.Random, index: int, timeout_s: float | None) -> DrawRequest:
     source = None
     width, height = rng.choice([8, 16, 72, 120]), rng.choice([8, 16, 72])
     if rng.random() < 0.2:
         width, height = SOURCE_SIZE
         source = encode(rng.randbytes(3 * width * height), width, height, "png", 1)
     return DrawRequest(
-        model=rng.choice(["", ARTIST]),
+        model=rng.choice(["", MODEL]),
         prompt=f"<{rng.randint(1, 900)}>",
         negative_prompt=rng.choice(["", "<3>"]),
         width=width,

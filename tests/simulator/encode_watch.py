@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.core.common.events import PauseMode
 from engine.core.common.phases import Phase
-from engine.core.common.steps import FailureKind, RowFailure
+from engine.core.common.steps import FailureKind
 from engine.core.encode.types import Encoded, EncodeRow, InputKind
-from tests.simulator.kind_watch import KindWatch, Live, Results
+from tests.simulator.kind_watch import KindWatch, Live
 
 if TYPE_CHECKING:
-    from engine.core.common.core import AnyCore
     from engine.core.common.events import OutputEvent, Submit
     from engine.core.common.steps import StepFailure
-    from engine.core.encode.types import EncodePlan, EncodeResult
+    from engine.core.encode.types import EncodePlan, EncodeRowResult
 
 
 @dataclass(eq=False)
@@ -23,7 +22,6 @@ class LiveInputs(Live):
     """An accepted request. ``left`` are indices of inputs neither in the step nor done."""
 
     left: set[int] = field(default_factory=set)
-    num_done: int = 0
 
     def lengths(self, kind: InputKind | None) -> list[int]:
         """Return the tokens of the inputs of a kind that are left."""
@@ -39,9 +37,10 @@ class LiveInputs(Live):
 class EncodeWatch(KindWatch[LiveInputs]):
     """Watch the scheduler of one encoder."""
 
-    def __init__(self, scheduler: AnyCore) -> None:
+    live_type = LiveInputs
+
+    def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
-        self.step: list[tuple[LiveInputs, int, EncodeRow]] = []
         self.suspects: set[tuple[str, int]] = set()  # inputs that must run alone
         self.has_failed = False  # the last planned step failed, and had several rows
         self.room: int | None = None  # tokens of the step after one that ran out of memory
@@ -172,35 +171,20 @@ class EncodeWatch(KindWatch[LiveInputs]):
         """Return whether all inputs of a request are computed."""
         return live.num_done == len(live.submit.request.inputs)
 
-    def commit(self, result: EncodeResult, now: float) -> tuple[Results, list[LiveInputs]]:
-        """Return the messages that a step's result must lead to, and the requests that it ends."""
-        step, self.step = self.step, []
-        results: Results = {}
-        ending: list[LiveInputs] = []
-        for (live, index, row), got in zip(step, result.rows, strict=True):
-            if live.has_ended or live in ending:
-                continue
-            if isinstance(got, RowFailure):
-                ending.append(live)
-                continue
-            live.num_done += 1
-            request_id = live.submit.request.request_id
-            results[live.name, index] = Encoded(request_id, index, got.values, row.input.num_tokens)
-            if self.is_whole(live):
-                ending.append(live)
-        return results, ending
+    def message(self, live: LiveInputs, part: int, row: EncodeRow, got: EncodeRowResult) -> Encoded:
+        """Return the event that a row's result must lead to."""
+        name = live.submit.request.request_id
+        return Encoded(name, part, got.values, row.input.num_tokens)
 
     def fail(self, failure: StepFailure) -> list[LiveInputs]:
         """Let a failed step's inputs wait again; return the request of a single input."""
-        step, self.step = self.step, []
+        step = self.step
         for live, index, _ in step:
             live.left.add(index)
-        if len(step) == 1:
-            return [live for live, _, _ in step if not live.has_ended]
-        if failure.kind is FailureKind.OUT_OF_MEMORY:
+        if len(step) > 1 and failure.kind is FailureKind.OUT_OF_MEMORY:
             longest = max(row.input.num_tokens for _, _, row in step)
             self.room = len(step) * longest // 2
-        else:
+        elif len(step) > 1:
             self.has_failed = True
             self.suspects |= {(live.name, index) for live, index, _ in step}
-        return []
+        return super().fail(failure)

@@ -1,4 +1,4 @@
-"""What the watchers of encoders and image models share: answers, ends, pauses, deadlines, order.
+"""What the watchers of the kinds with one choice share: turns, answers, ends, pauses, deadlines.
 
 Rule: nothing here knows how a scheduler decides. A watcher judges by what went in, what was planned
 and what came out, and by the credit that came with each request.
@@ -6,8 +6,9 @@ and what came out, and by the credit that came with each request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import floor
+from collections import Counter
+from dataclasses import dataclass, field
+from math import floor, inf
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from engine.core.common.events import (
@@ -23,12 +24,13 @@ from engine.core.common.events import (
     Submit,
     Tick,
 )
+from engine.core.common.phases import Phase
+from engine.core.common.steps import RowFailure
+from engine.core.common.turns import HELD_SHARE
 from engine.core.common.types import EndReason
 
 if TYPE_CHECKING:
-    from engine.core.common.core import AnyCore
     from engine.core.common.events import InputEvent, OutputEvent
-    from engine.core.common.phases import Phase
     from engine.core.common.steps import StepFailure
 
 Results: TypeAlias = dict[tuple[str, int], Any]  # by request and number
@@ -36,11 +38,15 @@ Results: TypeAlias = dict[tuple[str, int], Any]  # by request and number
 
 @dataclass(eq=False)
 class Live:
-    """An accepted request. ``has_begun``: a step had a row of it."""
+    """An accepted request. ``has_begun``: a step had a row of it. ``num_done`` of its parts are
+    done. ``others`` counts the steps that each other request has got since this one could go on and
+    got none."""
 
     submit: Submit
     has_begun: bool = False
     has_ended: bool = False
+    num_done: int = 0
+    others: Counter[str] = field(default_factory=Counter)
 
     @property
     def name(self) -> str:
@@ -59,20 +65,29 @@ LiveT = TypeVar("LiveT", bound=Live)
 class KindWatch(Generic[LiveT]):
     """Watch one scheduler. Each method returns what is wrong with its arguments, or "".
 
-    The watcher of a kind of work defines `accept`, `planned`, `commit`, `fail` and `is_whole`.
+    The watcher of a kind of work defines `planned`, and what it knows of results. ``step`` has the
+    rows of the step in flight, each with its request and its part, and ``began`` is when it did.
     """
 
-    def __init__(self, scheduler: AnyCore) -> None:
+    live_type: type[Any] = Live
+
+    def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.config: Any = scheduler.config
         self.pause: PauseMode | None = None
         self.live: dict[str, LiveT] = {}
+        self.step: list[tuple[LiveT, int, Any]] = []
+        self.began = 0.0
 
     # ---- plans
 
     def planned(self, plan: Any, events: list[OutputEvent], now: float) -> str:
         """Judge a plan; None if there was nothing to do."""
         raise NotImplementedError
+
+    def gives(self, live: LiveT) -> bool:
+        """Return whether the next part gives the reader a message."""
+        return True
 
     def is_held(self, live: LiveT) -> bool:
         """Return whether a pause keeps a request from the next step."""
@@ -162,15 +177,35 @@ class KindWatch(Generic[LiveT]):
 
     def accept(self, submit: Submit) -> LiveT:
         """Return the record of a request."""
-        raise NotImplementedError
+        return self.live_type(submit)
 
     def commit(self, result: Any, now: float) -> tuple[Results, list[LiveT]]:
         """Return the messages that a step's result must lead to, and the requests that it ends."""
-        raise NotImplementedError
+        step, self.step = self.step, []
+        results: Results = {}
+        ending: list[LiveT] = []
+        for (live, part, row), got in zip(step, result.rows, strict=True):
+            if live.has_ended or live in ending:
+                continue
+            if isinstance(got, RowFailure):
+                ending.append(live)
+                continue
+            gives = self.gives(live)
+            live.num_done += 1
+            if gives:
+                results[live.name, part] = self.message(live, part, row, got)
+            if self.is_whole(live):
+                ending.append(live)
+        return results, ending
+
+    def message(self, live: LiveT, part: int, row: Any, got: Any) -> Any:
+        """Return the event that a row's result must lead to."""
+        return got
 
     def fail(self, failure: StepFailure) -> list[LiveT]:
-        """Return the requests that a failed step ends."""
-        raise NotImplementedError
+        """Return the requests that a failed step ends: that of a row that was alone."""
+        step, self.step = self.step, []
+        return [live for live, _, _ in step if len(step) == 1 and not live.has_ended]
 
     def number(self, output: Any) -> int:
         """Return the number of a message among those that one step gives its request."""
@@ -178,7 +213,7 @@ class KindWatch(Generic[LiveT]):
 
     def is_whole(self, live: LiveT) -> bool:
         """Return whether all of a request is computed."""
-        raise NotImplementedError
+        return live.num_done == live.submit.request.num_tokens
 
     def note_end(self, live: LiveT) -> None:
         """Take note that a request has ended."""
@@ -190,3 +225,92 @@ class KindWatch(Generic[LiveT]):
     def fits_tick(self, live: LiveT, reason: EndReason, now: float) -> bool:
         """Return whether time alone may end a request for this reason."""
         return reason is EndReason.STALLED
+
+
+class TurnsWatch(KindWatch[LiveT]):
+    """Watch one scheduler whose requests take turns."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self.waiting: set[str] = set()  # without a seat after the last plan
+
+    def planned(self, plan: Any, events: list[OutputEvent], now: float) -> str:
+        """Judge a plan; None if there was nothing to do."""
+        able = [live for live in self.live.values() if self.can_go_on(live, plan, now)]
+        if plan is None:
+            return self._judge_idle(able, now) or self._judge_starts(now)
+        live = self.owner(plan)
+        if live is None:
+            return f"{plan.journal_line()}: of nobody"
+        if self.is_held(live):
+            return f"{live.name} goes on while the engine is paused"
+        if live.submit.credit.reserved != self.gives(live):
+            return f"{live.name} has {live.submit.credit.reserved} slots promised"
+        live.has_begun = True
+        if (held := self._num_held()) > HELD_SHARE * self.scheduler.max_seats:
+            return f"{held} requests have seats"
+        self.step, self.began = [(live, 0, plan)], now
+        return self.judge_turn(live, able) or self._judge_starts(now)
+
+    def owner(self, plan: Any) -> LiveT | None:
+        """Return the request of a plan."""
+        return self.live.get(plan.row.request_id)
+
+    def can_go_on(self, live: LiveT, plan: Any, now: float) -> bool:
+        """Return whether only other requests can keep this one from the next step."""
+        is_own = plan is not None and self.owner(plan) is live
+        has_room = is_own or not self.gives(live) or live.submit.credit.free > 0
+        return has_room and not live.is_late(now) and not self.is_held(live)
+
+    def judge_turn(self, taken: LiveT, able: list[LiveT]) -> str:
+        """Check that nobody gets two steps while another one that could go on gets none."""
+        for live in self.live.values():
+            if live is taken or live not in able or self.phase(live) is Phase.QUEUED:
+                live.others.clear()
+                continue
+            live.others[taken.name] += 1
+            if live.others[taken.name] > 1:
+                return f"{live.name} waits for a second step of {taken.name}"
+        return ""
+
+    def _judge_idle(self, able: list[LiveT], now: float) -> str:
+        begun = [live for live in able if live.has_begun]
+        if begun:
+            return f"{begun[0].name} could go on, and nobody does"
+        most = self.scheduler.max_seats
+        if able and len(self._active(now)) < most and self._num_held() < HELD_SHARE * most:
+            return f"{able[0].name} could start, and nobody does"
+        return ""
+
+    def _num_held(self) -> int:
+        """Return how many requests have seats, some of which have had no step."""
+        return sum(self.phase(live) is not Phase.QUEUED for live in self.live.values())
+
+    def _active(self, now: float) -> list[LiveT]:
+        """Return the requests with seats that are neither parked nor late."""
+        return [
+            live
+            for live in self.live.values()
+            if self.phase(live) not in (Phase.QUEUED, Phase.PARKED) and not live.is_late(now)
+        ]
+
+    def _judge_starts(self, now: float) -> str:
+        """Check that those which got seats were the first in the queue."""
+        waiting = {name for name, live in self.live.items() if self.phase(live) is Phase.QUEUED}
+        started, self.waiting = (self.waiting - waiting) & self.live.keys(), waiting
+        if started and len(self._active(now)) > self.scheduler.max_seats:
+            return f"{started} got seats, of which there are none"
+        last = max((self._start_key(name, now) for name in started), default=None)
+        first = min((self._start_key(name, now) for name in waiting), default=None)
+        if last is not None and first is not None and first < last:
+            return f"the first of the queue, since {first[1]:.4f}, is passed over"
+        return ""
+
+    def _start_key(self, name: str, now: float) -> tuple[float, float]:
+        live = self.live[name]
+        return (inf, inf) if live.is_late(now) else self.key(live, now)  # a late one never starts
+
+    def accept(self, submit: Submit) -> LiveT:
+        """Return the record of a request, which waits."""
+        self.waiting.add(submit.request.request_id)
+        return super().accept(submit)

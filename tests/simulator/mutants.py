@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common import credit, live_requests, one_choice
+from engine.core.common import credit, live_requests, one_choice, turns
 from engine.core.encode import batch, live_request, waiting_inputs
 from engine.core.encode import scheduler as encode_scheduler
-from engine.core.image import deadlines, least_times, live_drawing, seats
+from engine.core.image import deadlines, least_times, live_drawing
 from engine.core.image import scheduler as image_scheduler
 from engine.core.text import (
     admission,
@@ -902,7 +902,7 @@ MUTANTS = (
     ),
     Mutant(
         "a drawing takes all its steps before another gets one",
-        seats.Seats,
+        turns.Seats,
         "next_in_turn",
         "self._last_rank = live.rank",
         "pass",
@@ -910,7 +910,7 @@ MUTANTS = (
     ),
     Mutant(
         "others wait for a drawing whose reader has no room",
-        seats.Seats,
+        turns.Seats,
         "next_in_turn",
         "self._park(live, now)",
         "self._park(live, now)\n        return None",
@@ -934,7 +934,7 @@ MUTANTS = (
     ),
     Mutant(
         "parked drawings hold up those that wait for seats",
-        seats.Seats,
+        turns.Seats,
         "_has_room",
         "x.parked_since is None and not x.is_late(now)",
         "True",
@@ -942,9 +942,9 @@ MUTANTS = (
     ),
     Mutant(
         "any number of drawings have seats",
-        seats.Seats,
+        turns.Seats,
         "_has_room",
-        "len(going_on) < self._max_drawings",
+        "len(going_on) < self._max_seats",
         "True",
         seed=1,
     ),
@@ -958,7 +958,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled drawing keeps its seat",
-        image_scheduler.ImageScheduler,
+        turns.TurnsCore,
         "_leave",
         "self._seats.remove(live)",
         "pass",
@@ -966,7 +966,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled drawing stays in the queue",
-        image_scheduler.ImageScheduler,
+        turns.TurnsCore,
         "_leave",
         "self._waiting.remove(live)",
         "pass",

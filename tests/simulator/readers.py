@@ -51,6 +51,9 @@ class Reader:
         """Record an event, and check that it can come now."""
         raise NotImplementedError
 
+    def check_whole(self) -> None:
+        """Check that everything has come. Of a text, the simulation does that."""
+
     @property
     def leaves_now(self) -> bool:
         """Whether the reader has received all that it stays for."""
@@ -62,6 +65,26 @@ class Reader:
         """Whether the reader stops until the request has ended, and then reads what is left."""
         limit = self.client.stall_after
         return limit is not None and self.num_seen >= limit
+
+
+@dataclass
+class ListReader(Reader):
+    """The reader of a request that knows its events beforehand."""
+
+    events: list[Any] = field(default_factory=list)
+
+    @property
+    def num_seen(self) -> int:
+        return len(self.events)
+
+    def see(self, event: Any) -> None:
+        self.events.append(event)
+        if self.client.request.expected()[: self.num_seen] != self.events:
+            raise Violation(f"{self.client.request}: {self.events}")
+
+    def check_whole(self) -> None:
+        if self.events != self.client.request.expected():
+            raise Violation(f"{self.client.request}: succeeded after {self.events}")
 
 
 @dataclass

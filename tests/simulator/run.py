@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
-from engine.api.engine import open_engine
+from engine.api.engine import KINDS, open_engine
 from engine.core.common.events import Journaled, PauseMode
 from engine.core.common.types import EndReason
-from engine.core.encode.types import EncodePlan
-from engine.core.image.types import ImagePlan
-from engine.core.text.plan import StepPlan
 from engine.errors import (
     EngineBug,
     InvalidRequest,
@@ -51,7 +48,7 @@ from engine.worker.interface import EncoderKind
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tests.simulator import adapters, drawings, pool_faults, resumption, seeing
+from tests.simulator import adapters, counting, drawings, pool_faults, resumption, seeing
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.drafters import drafter_of_world, model_of_world
@@ -62,6 +59,7 @@ from tests.simulator.readers import (
     SLACK_S,
     DrawnBug,
     EncodeReader,
+    ListReader,
     Reader,
     SimulatedCall,
     SimulatedConnection,
@@ -72,6 +70,7 @@ from tests.simulator.readers import (
 from tests.simulator.watch import CoreWatch, Outcome, Violation
 from tests.simulator.workers import (
     BreakingArtist,
+    BreakingCounter,
     BreakingEncoder,
     BreakingRunner,
     GroupWorker,
@@ -122,6 +121,8 @@ def _reader_of(client: Client) -> Reader:
             return TextReader(client)
         case DrawRequest():
             return drawings.DrawReader(client)
+        case counting.Count():
+            return ListReader(client)
     return EncodeReader(client)
 
 
@@ -224,11 +225,12 @@ class Simulation:
             encoder = BreakingEncoder(kind, max_model_len=MAX_INPUT_LEN, script=script)
             encoder.broken_at = world.broken_at_step
             return encoder
-        if model.name == drawings.ARTIST:
+        if model.name in (drawings.MODEL, counting.MODEL):
             rng = self._image_rng  # so that the steps of others draw what they draw without it
             script.image_fault = partial(self._draw_fault, rng=rng)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share, rng)
-            artist = BreakingArtist(script=script)
+            make = BreakingArtist if model.name == drawings.MODEL else BreakingCounter
+            artist = make(script=script)
             artist.broken_at = world.broken_at_step
             return artist
         runner = BreakingRunner(
@@ -333,6 +335,7 @@ class Simulation:
         world = self.world
         async with open_engine(
             world.config,
+            kinds=(*KINDS, counting.CountKind()) if counting.FAULT in world.faults else KINDS,
             make_runner=self._make_runner,
             threads=self._threads,
             watchdog=self._watchdog,
@@ -384,9 +387,10 @@ class Simulation:
         self._watch.note(event)
         if self._engine is None or not self._generations:
             return
-        if not isinstance(event, StepPlan | EncodePlan | ImagePlan):
+        plan_id = getattr(event, "plan_id", None)  # of a plan alone
+        if plan_id is None:
             return
-        generation = self._generations[event.plan_id % len(self._generations)]
+        generation = self._generations[plan_id % len(self._generations)]
         try:
             said = self._engine.explain(generation.request_id)
         except RequestNotFound:
@@ -752,7 +756,7 @@ class Simulation:
         is_whole = not reason and not reader.has_left
         if isinstance(reader, TextReader) and reader.prompt_tokens is not None:
             self._check_output(reader, is_whole=is_whole)
-        elif isinstance(reader, EncodeReader | drawings.DrawReader) and is_whole:
+        elif is_whole:
             reader.check_whole()
 
     def _adapter_of(self, reader: TextReader, request: GenerateRequest) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -21,13 +22,12 @@ from engine.worker.fakes.text import FakeRunner
 from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
 from engine.worker.process.group import WorkerGroup
 from engine.worker.process.messages import raised
+from tests.simulator.counting import CountRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.core.encode.types import EncodeResult
-    from engine.core.image.types import ImageResult
-    from engine.core.text.plan import StepResult
     from engine.replica.replica import AnyRunner
 
 
@@ -42,14 +42,13 @@ class _Breaking:
         return result if is_whole else self._break(result)
 
     def _break(self, result: Any) -> Any:
-        raise NotImplementedError
+        """Return the result with another plan's id."""
+        change = getattr(result, "_replace", None) or partial(replace, result)
+        return change(plan_id=PlanId(result.plan_id + 1))
 
 
 class BreakingRunner(_Breaking, FakeRunner):
     """A text model that from then on answers with another plan's id."""
-
-    def _break(self, result: StepResult) -> StepResult:
-        return result._replace(plan_id=PlanId(result.plan_id + 1))
 
 
 class BreakingEncoder(_Breaking, FakeEncoder):
@@ -62,8 +61,9 @@ class BreakingEncoder(_Breaking, FakeEncoder):
 class BreakingArtist(_Breaking, FakeImageRunner):
     """An image model that from then on answers with another plan's id."""
 
-    def _break(self, result: ImageResult) -> ImageResult:
-        return replace(result, plan_id=PlanId(result.plan_id + 1))
+
+class BreakingCounter(_Breaking, CountRunner):
+    """A counter that does."""
 
 
 class WorkerProcess:

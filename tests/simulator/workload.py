@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tests.simulator import adapters, drawings, pool_faults, resumption, seeing, states
-from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
+from tests.simulator import adapters, counting, drawings, pool_faults, resumption, seeing, states
+from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_beside, draw_client
 from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
 from tests.simulator.oracle import MAX_MODEL_LEN
 
@@ -44,6 +45,7 @@ FAULTS = (
     seeing.FAULT,
     drawings.FAULT,
     states.FAULT,
+    counting.FAULT,
 )
 SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
     "drain": 0.3,
@@ -52,8 +54,9 @@ SHARES = {  # of worlds that have the fault; these faults end a world early, or 
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# The faults that the world's own numbers draw; the last six are drawn separately.
-DRAWN = FAULTS[:-6]
+# The faults that the world's own numbers draw; the others are drawn
+# separately, but for the last, which a world has only if it is asked for.
+DRAWN = FAULTS[:-7]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -96,7 +99,8 @@ def draw_world(
 ) -> World:
     """Draw a world of ``num_requests`` requests to text models.
 
-    Worlds with encoders have three tenths more, for these, and worlds with drawings a fifth.
+    Worlds with encoders have three tenths more, for these, and worlds with drawings, or with
+    counting instead, a fifth.
     ``faults`` None draws a part of `FAULTS`.
     """
     rng = random.Random(seed)
@@ -149,10 +153,11 @@ def draw_world(
         config, clients = adapters.add(config), adapters.ask(seed, clients)
     if seeing.FAULT in active:
         config, clients = seeing.add(config), seeing.show(seed, clients)
-    if drawings.FAULT in active:
-        config = drawings.add(seed, config)
-        few, buffer = max(1, num_requests // 5), config.stream_buffer
-        clients += drawings.clients(seed, few, active, duration, step_s, buffer)
+    beside: Any = counting if counting.FAULT in active else drawings
+    if beside.FAULT in active:
+        config = drawings.add(seed, config, beside.MODEL)
+        few, front = max(1, num_requests // 5), config.stream_buffer
+        clients += draw_beside(seed, few, active, duration, step_s, front, beside.ask, beside.BAD)
     return World(
         seed=seed,
         pool=pool,

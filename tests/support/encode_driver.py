@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.config import EncoderConfig
-from engine.core.common.phases import Phase
-from engine.core.common.types import RequestId
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import EncodeInput, EncodeRequest, ImageInput
 from engine.images.fit import FittedImage
 from engine.worker.fakes.encoder import FakeEncoder, ids_of, vector_of
 from tests.simulator.encode_watch import EncodeWatch
-from tests.support.step_driver import StepDriver
+from tests.support.step_driver import OneChoiceDriver
 
 
 class Picture(NamedTuple):
@@ -24,7 +22,7 @@ class Picture(NamedTuple):
     num_tokens: int
 
 
-class EncodeDriver(StepDriver):
+class EncodeDriver(OneChoiceDriver):
     """Drives an `EncodeScheduler` with a fake encoder."""
 
     fault = "encode_fault"
@@ -33,16 +31,12 @@ class EncodeDriver(StepDriver):
         scheduler = EncodeScheduler(EncoderConfig(**{"max_model_len": 64, **config}))
         runner = runner or FakeEncoder(max_model_len=64)
         super().__init__(scheduler, runner, EncodeWatch(scheduler))
-        self.got = {}
         self._next_token = 1
 
-    def submit(self, name, lengths, *, buffer=1000, arrival=None, **fields):
-        """Submit a request whose inputs have these numbers of tokens; a `Picture` stands for an
+    def request(self, lengths, **fields):
+        """Return a request whose inputs have these numbers of tokens; a `Picture` stands for an
         image. No two inputs are equal."""
-        inputs = tuple(map(self._input, lengths))
-        arrival = self.now if arrival is None else arrival
-        self.got.setdefault(name, {})
-        self.add(EncodeRequest(RequestId(name), inputs, arrival, **fields), buffer)
+        return EncodeRequest(inputs=tuple(map(self._input, lengths)), **fields)
 
     def _input(self, length):
         if isinstance(length, Picture):
@@ -56,27 +50,24 @@ class EncodeDriver(StepDriver):
 
     # ---- outputs
 
-    def take_result(self, event):
+    def check_result(self, event, request, got):
         """Check that values are those of their own input."""
-        name = event.request_id
-        assert event.index not in self.got[name], f"{event} came twice"
-        one = self.requests[name].inputs[event.index]
-        assert list(event.values) == vector_of(ids_of(one)), f"{name}: another's values"
-        assert event.tokens == one.num_tokens
-        self.got[name][event.index] = event
-        self.unread[name] += 1
+        assert event.index not in [one.index for one in got], f"{event} came twice"
+        own = request.inputs[event.index]
+        assert list(event.values) == vector_of(ids_of(own)), f"{event}: another's values"
+        assert event.tokens == own.num_tokens
 
-    def check_end(self, event):
-        """Check that an end is a success if everything has come."""
-        name = event.request_id
-        whole = len(self.got[name]) == len(self.requests[name].inputs)
-        assert whole == event.reason.is_success
+    def num_messages(self, request):
+        """Return the number of inputs."""
+        return len(request.inputs)
 
-    def check_explained(self, name, said):
-        """Check the state by the phase."""
-        phase = self.phase_of(name)
-        assert (said.state == "WAITING") == (phase is Phase.QUEUED) == bool(said.position)
-        assert (said.state == "PARKED") == (phase is Phase.PARKED)
+    def num_live(self):
+        """Return how many inputs are not done, of requests that have not ended."""
+        return sum(
+            len(request.inputs) - len(self.got[name])
+            for name, request in self.requests.items()
+            if name not in self.finished and name not in self.refused
+        )
 
     def check_counts(self):
         """Check that the statistics agree with what the readers know."""
@@ -84,9 +75,3 @@ class EncodeDriver(StepDriver):
         stats = self.scheduler.statistics()
         in_flight = 0 if self.in_flight is None else len(self.in_flight.rows)
         assert stats.running + stats.ending == in_flight
-        left = sum(
-            len(request.inputs) - len(self.got[name])
-            for name, request in self.requests.items()
-            if name not in self.finished and name not in self.refused
-        )
-        assert stats.running + stats.waiting + stats.parked == left

@@ -56,14 +56,17 @@ def running(fields, passes=0, *, cost="step_s", state="RUNNING", **more):
     return Phase(fields, state=state, script=script, passes=passes, **more)
 
 
-def phases(*, short, long_text, images, queued, blocked, parked, **more):
-    """Return the phases that requests of all kinds have, and ``more``, by their names. ``blocked``
-    are the settings with which ``queued`` waits in the queue, ``parked`` those with a few slots."""
+def phases(*, short, queued, blocked, parked, long_text=None, images=None, **more):
+    """Return the phases that requests of all kinds have, those before the queue if there are such
+    requests, and ``more``, by their names. ``blocked`` are the settings with which ``queued`` waits
+    in the queue, ``parked`` those with a few slots."""
+    if images is not None:
+        more = {"decode image": Phase(images, "images", holds_decoder=True), **more}
+    if long_text is not None:
+        more = {"tokenize": Phase(long_text, "tokens", script={"encode_s": COST_S}), **more}
     return {
         "queued": Phase(queued, script={"step_s": COST_S}, engine=blocked),
         "load": Phase(short, "model load"),
-        "tokenize": Phase(long_text, "tokens", script={"encode_s": COST_S}),
-        "decode image": Phase(images, "images", holds_decoder=True),
         **more,
         "parked": Phase(parked[0], "reader", "PARKED", engine=parked[1], window=SMALL_WINDOW),
     }
@@ -76,7 +79,8 @@ class Kind:
     Requests are for ``model`` unless their fields say otherwise. ``after`` are the fields of a
     request that works. ``blockers`` are those of the requests that take every seat, while another
     one has ``num_waiting`` inputs in the queue. Of one whose reader stops, ``num_parked`` are
-    parked. ``runner`` are fields of the fake text model.
+    parked. ``runner`` are fields of the fake text model, and ``server`` others of
+    `tests.support.fake_server.start`.
     """
 
     name: str
@@ -87,10 +91,30 @@ class Kind:
     num_waiting: int = 1
     num_parked: int = 1
     runner: dict = field(default_factory=dict)
+    server: dict = field(default_factory=dict)
+
+    def read_result(self, call):
+        """Read the first result."""
+        assert call.read() is not None
 
     def renewed(self, fields):
         """Return the fields for another request."""
         return fields
+
+    def expected(self, fields):
+        """Return the values of a request's messages, if there is nothing else in them."""
+        raise NotImplementedError
+
+    def check_begun(self, call, fields):
+        """Check what has come."""
+        values = [one.value for one in call.messages]
+        assert values == self.expected(fields)[: len(values)]
+
+    def check(self, call, fields):
+        """Check that everything has come."""
+        assert call.error is None, call.error
+        assert len(call.messages) == len(self.expected(fields))
+        self.check_begun(call, fields)
 
 
 class Text(Kind):
@@ -160,9 +184,6 @@ class Encode(Kind):
         is_pairs = "query" in fields
         make = encode_wire.rerank_request if is_pairs else encode_wire.embed_request
         return encode_wire.Encode(channel, make(**fields), **options)
-
-    def read_result(self, call):
-        assert call.read() is not None
 
     def check_begun(self, call, fields):
         """Check that the values that have come are each input's own."""

@@ -358,7 +358,7 @@ def living():
 def image_bytes(supervisor):
     """Return the bytes that the requests of an engine hold for images: as files and decoded."""
     preparers = {serving.preparer for serving in supervisor._servings.values()}
-    decoded = sum(one.image_memory.num_bytes for one in preparers)
+    decoded = sum(one.image_memory.num_bytes for one in preparers if hasattr(one, "image_memory"))
     return supervisor.image_files.num_bytes + decoded
 
 
@@ -414,6 +414,7 @@ def start(
     server=None,
     counts=False,
     is_command=False,
+    toy=False,
 ):
     """Serve, and return the exit code.
 
@@ -424,7 +425,8 @@ def start(
     ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and ``fails`` how many
     of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields of
     `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
-    counted. With ``is_command`` the server behaves as `triolet serve`.
+    counted. With ``is_command`` the server behaves as `triolet serve`. With ``toy`` what
+    would draw counts instead (`tests.support.counting_calls`).
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
@@ -441,6 +443,11 @@ def start(
     )
     server_config = ServerConfig(**{"port": 0, "log_format": "human"} | (server or {}))
 
+    if toy:
+        from tests.simulator.counting import CountRunner
+        from tests.support.counting_calls import register
+
+        register()
     faults = Faults()
 
     def make_runner(model, config):
@@ -465,7 +472,10 @@ def start(
                 memory_bytes=needs[model.name] or 1000,
             )
         if model.capability is Capability.TEXT_TO_IMAGE:
-            return FakeImageRunner(script=make_script(**own))
+            script, make = make_script(**own), FakeImageRunner
+            if toy:
+                script.image_fault, make = None, CountRunner
+            return make(script=script)
         return FaultyRunner(
             lambda: counter.loads.update([model.name]),
             script=make_script(**own),

@@ -21,6 +21,7 @@ from engine.core.common.events import (
     Submit,
     Tick,
 )
+from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 
@@ -136,8 +137,7 @@ class StepDriver:
         script.sample_fault = lambda: phase if next(numbers) == index else None
         result = self.end_step().result
         script.sample_fault = None
-        rows = result.rows if hasattr(result, "rows") else (result.row,)
-        return rows, next(numbers) > index
+        return result.rows, next(numbers) > index
 
     def step(self, *, read=True, seconds=0.01):
         """Do one step; the readers then take everything. Return False if there was nothing to
@@ -167,7 +167,7 @@ class StepDriver:
         return event.request_id
 
     def take_result(self, event):
-        """Judge an event that is neither an answer nor an end."""
+        """Judge an event that is neither an answer nor an end, and keep it."""
         raise NotImplementedError
 
     def _take(self, events):
@@ -216,3 +216,65 @@ class StepDriver:
         """Check that each request was refused, or has ended."""
         for name in self.requests:
             assert (name in self.finished) != (name in self.refused), name
+
+
+class OneChoiceDriver(StepDriver):
+    """The driver of a kind of work whose requests have one choice.
+
+    A kind defines ``request``, which makes a core's request. It may define `check_result`, which
+    judges a message by what its reader has ``got`` before, and `num_messages`.
+    """
+
+    request = None
+
+    def __init__(self, scheduler, runner, watch):
+        super().__init__(scheduler, runner, watch)
+        self.got = {}
+
+    def add(self, request, buffer):
+        """Apply Submit. The request's reader holds at most ``buffer`` messages."""
+        self.got.setdefault(request.request_id, [])
+        super().add(request, buffer)
+
+    def submit(self, name, *given, buffer=1000, arrival=None, **fields):
+        """Submit a request of what `request` takes."""
+        fields |= {"request_id": name, "arrival": self.now if arrival is None else arrival}
+        self.add(self.request(*given, **fields), buffer)
+
+    def take_result(self, event):
+        """Judge an event that is neither an answer nor an end, and keep it."""
+        name = event.request_id
+        self.check_result(event, self.requests[name], self.got[name])
+        self.got[name].append(event)
+        self.unread[name] += 1
+
+    def check_result(self, event, request, got):
+        """Judge an event by its request and what its reader has got before."""
+        assert event.value == request.expected()[len(got)]
+
+    def num_messages(self, request):
+        """Return how many messages make a whole answer."""
+        return len(request.expected())
+
+    def check_end(self, event):
+        """Check that an end is a success if everything has come."""
+        name = event.request_id
+        is_whole = len(self.got[name]) == self.num_messages(self.requests[name])
+        assert is_whole == event.reason.is_success
+
+    def check_explained(self, name, said):
+        """Check the state by the phase."""
+        phase = self.phase_of(name)
+        assert (said.state == "WAITING") == (phase is Phase.QUEUED) == bool(said.position)
+        assert (said.state == "PARKED") == (phase is Phase.PARKED)
+
+    def num_live(self):
+        """Return how many of what the statistics count have not ended."""
+        ended = self.finished.keys() | self.refused.keys()
+        return len(self.requests.keys() - ended)
+
+    def check_counts(self):
+        """Check also how many are live."""
+        super().check_counts()
+        stats = self.scheduler.statistics()
+        assert stats.running + stats.waiting + stats.parked == self.num_live()

@@ -229,7 +229,7 @@ def test_a_request_that_ends_during_a_failed_step_is_not_run_again(kind):
     driver.fail_step(kind)
     driver.run()
     assert driver.finished["stays"].reason is EndReason.STOP
-    assert driver.got["gone"] == {}
+    assert driver.got["gone"] == []
     assert all(len(plan.rows) == 1 for plan in driver.plans[1:])
 
 
@@ -260,7 +260,7 @@ def test_a_cancel_during_a_step_ends_the_request_at_once_and_drops_its_results()
     assert driver.scheduler.statistics().ending == 2
     assert not driver.scheduler.is_idle
     driver.end_step()
-    assert driver.got["a"] == {}
+    assert driver.got["a"] == []
     assert driver.scheduler.statistics().late_results == 2
     driver.check_idle()
 
@@ -481,7 +481,6 @@ def test_an_image_may_have_more_tokens_than_a_text_and_counts_in_the_queue():
 def test_a_text_that_the_model_pads_costs_what_the_model_computes():
     driver = EncodeDriver(max_num_batched_tokens=64)
     inputs = tuple(EncodeInput((token,), width=32) for token in (5, 6, 7))
-    driver.got["a"] = {}
     driver.add(EncodeRequest(RequestId("a"), inputs, 0.0), 9)
     assert lengths(driver.begin_step()) == [32, 32]
     assert driver.in_flight.num_tokens == 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,16 @@ from engine.core.common.waiting_queue import WaitingQueue
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.image.scheduler import ImageScheduler
 from engine.core.text.scheduler import Scheduler
+from engine.settings import QueueLimits
+from tests.simulator import counting
+from tests.support import counting_calls
 from tools.rooms import modules
 
 CORES = [
     Scheduler(SchedulerConfig(num_blocks=128)),
     EncodeScheduler(EncoderConfig(max_model_len=64)),
     ImageScheduler(ImageConfig()),
+    counting.CountCore(QueueLimits(), 2),
 ]
 
 
@@ -49,11 +54,17 @@ def test_there_is_one_waiting_queue_and_one_table_of_live_requests():
         if isinstance(node, ast.ClassDef) and "Queue" in node.name
     ]
     assert [name for name in names if name != "Queued"] == ["WaitingQueue"]
-    assert [type(core._waiting) for core in CORES] == [WaitingQueue] * 3
-    text, encode, image = CORES
+    assert [type(core._waiting) for core in CORES] == [WaitingQueue] * 4
+    text, encode, image, _ = CORES
     ledger = text._ledger
     assert (ledger.requests, ledger.waiting) == (text._requests, text._waiting)
     assert ledger.requests is text._requests
     assert ledger.parked.unread is text._parked
     assert encode._inputs.queue is encode._waiting
     assert image._deadlines._queue is image._waiting
+
+
+def test_a_new_kind_takes_at_most_200_lines():
+    """Values, core, fake runner, stream, service and codec, driver, simulated and real clients."""
+    files = [Path(module.__file__) for module in (counting, counting_calls)]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 200

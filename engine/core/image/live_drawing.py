@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from engine.core.common.one_choice import OneChoice
 from engine.core.common.phases import Phase
-from engine.core.image.types import ImageVerb
-
-if TYPE_CHECKING:
-    from engine.core.common.credit import Credit
-    from engine.core.common.types import SequenceId
-    from engine.core.image.types import ImageRequest
-
+from engine.core.common.turns import InTurn
+from engine.core.image.types import ImageRequest, ImageVerb
 
 PHASES = {
     ImageVerb.ENCODE: Phase.ENCODE,
@@ -29,18 +23,10 @@ class Part(NamedTuple):
     needs_slot: bool
 
 
-class LiveDrawing(OneChoice["ImageRequest"]):
-    """A request that was accepted. Its steps are done one by one, in the order of `part`.
+class LiveDrawing(InTurn[ImageRequest]):
+    """A request that was accepted. Its steps are done one by one, in the order of `part`."""
 
-    It waits until it gets a ``sequence``, by which the worker knows it. From then on it has a seat,
-    until its end.
-    """
-
-    __slots__ = ("sequence",)
-
-    def __init__(self, request: ImageRequest, credit: Credit, now: float, number: int) -> None:
-        super().__init__(request, credit, now, number)
-        self.sequence: SequenceId | None = None
+    __slots__ = ()
 
     def __repr__(self) -> str:
         done = f"{self.num_done} of {self.num_parts} steps done"
@@ -65,19 +51,14 @@ class LiveDrawing(OneChoice["ImageRequest"]):
         return Part(ImageVerb.DECODE, index, needs_slot=is_last_tile)
 
     @property
-    def steps_done(self) -> int:
-        """How many denoising steps are done."""
-        return min(max(0, self.num_done - 1), self.request.num_steps)
+    def queued_tokens(self) -> int:
+        """How many denoising steps are left."""
+        return self.request.num_steps - min(max(0, self.num_done - 1), self.request.num_steps)
 
     @property
     def running_phase(self) -> Phase:
         """What its next step does."""
         return PHASES[self.part.verb]
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has been in a step."""
-        return self.num_done + self.in_step > 0
 
     @property
     def wants_preview(self) -> bool:

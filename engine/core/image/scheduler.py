@@ -1,9 +1,9 @@
 """An image model's scheduler: which drawing takes the next step, and what the result gives it.
 
-Rule 1: drawings that have begun take turns, one step each (`engine.core.image.seats`). Rule 2: each
-accepted request emits at most one `Stepped` for each denoising step, one `Drawn` for each image,
-and exactly one `Finished`. Rule 3: every sequence that got a seat is named in `ImagePlan.ended` of
-one plan after its end.
+Rule 1: drawings that have begun take turns, one step each (`engine.core.common.turns`). Rule 2:
+each accepted request emits at most one `Stepped` for each denoising step, one `Drawn` for each
+image, and exactly one `Finished`. Rule 3: every sequence that got a seat is named in
+`ImagePlan.ended` of one plan after its end.
 
 Source: design D1, D18, D19.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.common.one_choice import OneChoiceCore
 from engine.core.common.steps import RowFailure
+from engine.core.common.turns import TurnsCore
 from engine.core.common.types import EndReason
 from engine.core.image.deadlines import Deadlines
 from engine.core.image.least_times import LeastTimes, shape_of
 from engine.core.image.live_drawing import LiveDrawing, Part
-from engine.core.image.seats import Seats
 from engine.core.image.types import (
     Drawn,
     ImagePlan,
@@ -37,16 +36,15 @@ if TYPE_CHECKING:
     from engine.errors import TrioletError
 
 
-class ImageScheduler(OneChoiceCore[ImageRequest, ImagePlan, ImageResult, LiveDrawing]):
+class ImageScheduler(TurnsCore[ImageRequest, ImagePlan, ImageResult, LiveDrawing]):
     """One image model's scheduler."""
 
     config: ImageConfig
     live_type = LiveDrawing
-    token_word = "denoising steps"
+    token_word, plural = "denoising steps", "drawings"
 
     def __init__(self, config: ImageConfig) -> None:
-        super().__init__(config)
-        self._seats = Seats(config.max_drawings, self._park)
+        super().__init__(config, config.max_drawings)
         self._ended: list[SequenceId] = []  # since the last plan; the next one names them
         self._times = LeastTimes()
         self._deadlines = Deadlines(self._waiting, self._times)
@@ -66,28 +64,12 @@ class ImageScheduler(OneChoiceCore[ImageRequest, ImagePlan, ImageResult, LiveDra
         for live, error in self._deadlines.too_late(now):
             self._end(live, EndReason.DEADLINE, now, str(error))
 
-    def _stalled(self, now: float) -> list[LiveDrawing]:
-        return sorted(super()._stalled(now), key=lambda live: live.rank)
-
     def _leave(self, live: LiveDrawing) -> None:
-        if live.sequence is None:
-            self._waiting.remove(live)
-        else:
-            self._seats.remove(live)
+        super()._leave(live)
+        if live.sequence is not None:
             self._ended.append(live.sequence)
 
     # ---- steps
-
-    def _choose(self, now: float) -> list[tuple[LiveDrawing, Part]]:
-        """Return the drawing that takes the next step. If all those with seats turn out to be
-        parked, others get seats."""
-        is_paused = self._pause is not None
-        if not is_paused:
-            self._seats.fill(self._waiting, now)
-        live = self._seats.next_in_turn(now, only_begun=is_paused)
-        while live is None and not is_paused and self._seats.fill(self._waiting, now):
-            live = self._seats.next_in_turn(now)
-        return [] if live is None else [(live, live.part)]
 
     def _plan_of(self, plan_id: PlanId, rows: Parts[LiveDrawing]) -> ImagePlan:
         [(live, part)] = rows
@@ -134,31 +116,12 @@ class ImageScheduler(OneChoiceCore[ImageRequest, ImagePlan, ImageResult, LiveDra
         dues = (super().next_wakeup(now), self._deadlines.next_too_late(now))
         return min((due for due in dues if due is not None), default=None)
 
-    def _tokens_begun(self) -> int:
-        return sum(live.request.num_steps - live.steps_done for live in self._seats)
-
-    def _why_left_out(self, live: LiveDrawing) -> str:
-        others = len(self._seats) - len(self._parked) - 1
-        if not others or live.in_step:
-            return ""
-        return f"its turn: drawings take one step each, and {others} more go on"
-
-    def _why_waiting(self, ahead: int) -> str:
-        num_begun = len(self._seats)
-        return f"a seat: {num_begun} drawings take turns" if num_begun else "a step"
-
     def check(self) -> None:
-        """Check that each request is in one place, and that slots and seats agree with the places.
+        """Check also that no drawing that lives is to be named as ended.
 
         Raises:
-            AssertionError: It names the first request for which this does not hold.
+            AssertionError: One is.
         """
         super().check()
-        waiting = self._waiting.items
-        assert len(waiting) + len(self._seats) == len(self._requests), "a request is lost"
-        self._seats.check()
-        for live in waiting:
-            assert live.sequence is None, f"{live} waits and has begun"
-            assert live.parked_since is None, f"{live} is parked for nothing"
         for live in self._seats:
             assert live.sequence not in self._ended, f"{live} lives and is to be named as ended"

@@ -118,16 +118,13 @@ class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
         self.drawings.clear()
 
     def _execute(self, plan: ImagePlan) -> ImageResult:
-        script = self.script
         for sequence in plan.ended:
             self.drawings.pop(sequence, None)
         cost = self._spend(plan.num_tokens)
         self._fail(plan, self.script.image_fault)
-        timings = StepTimings(forward_s=cost)
-        phase = script.sample_fault() if script.sample_fault is not None else None
-        if phase is not None:
-            return ImageResult(plan.plan_id, RowFailure(plan.sequence, phase, "drawn"), timings)
-        return ImageResult(plan.plan_id, ImageRowResult(plan.sequence, self._draw(plan)), timings)
+        row: ImageRowResult | RowFailure | None = self._row_fault(plan.sequence)
+        row = row or ImageRowResult(plan.sequence, self._draw(plan))
+        return ImageResult(plan.plan_id, row, StepTimings(forward_s=cost))
 
     def _draw(self, plan: ImagePlan) -> RawImage | None:
         """Compute the step of one drawing, and return the image that it gives."""

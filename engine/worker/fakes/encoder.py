@@ -201,10 +201,9 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         fault = self.script.row_faults.get(row.sequence)
         if fault is not None:
             return RowFailure(row.sequence, fault[1], "scripted")
-        phase = self.script.sample_fault() if self.script.sample_fault is not None else None
-        if phase is not None:
-            return RowFailure(row.sequence, phase, "drawn")
-        return EncodeRowResult(row.sequence, self._values(ids_of(row.input), row.options))
+        drawn = self._row_fault(row.sequence)
+        own = row.input
+        return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))
 
     def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
         if self._kind is EncoderKind.RERANK:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from engine.core.common.steps import RowFailure
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import LoadProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.core.common.types import SequenceId
     from engine.worker.fakes.text import FakeScript
 
 
@@ -68,6 +70,12 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         if cost:
             script.sleep(cost)
         return cost
+
+    def _row_fault(self, sequence: SequenceId) -> RowFailure | None:
+        """Return the failure that the script draws for a row, or None."""
+        draw = self.script.sample_fault
+        phase = None if draw is None else draw()
+        return None if phase is None else RowFailure(sequence, phase, "drawn")
 
     def _fail(self, plan: PlanT, fault_of: Callable[[PlanT], BaseException | None] | None) -> None:
         """Raise the script's fault of the step that `_spend` counted, or else that of the plan."""

@@ -1,0 +1,180 @@
+"""What the kinds of work whose requests take turns do alike: seats, and whose turn it is.
+
+Rule 1: requests take turns in the order of their ranks (priority, arrival), one step each. One that
+cannot go on is passed over. So between two steps of a request that could go on all the time, no
+other one gets two. Rule 2: a request keeps its seat until its end, because the worker keeps its
+state. One that is parked, or late and about to be cancelled, does not count against the seats, so
+that clients which do not read hold up nobody, until `HELD_SHARE` times as many requests have seats.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine.core.common.core import PlanT
+from engine.core.common.events import RequestT, ResultT
+from engine.core.common.one_choice import OneChoice, OneChoiceCore
+from engine.core.common.types import SequenceId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from engine.core.common.credit import Credit
+    from engine.core.common.one_choice import Parts
+    from engine.core.common.waiting_queue import WaitingQueue
+    from engine.settings import QueueLimits
+
+HELD_SHARE = 4  # guess: a drawing's state is small beside the model's workspace
+
+
+class InTurn(OneChoice[RequestT]):
+    """A live request that takes turns. It waits until it gets a ``sequence``, by which the worker
+    knows it. From then on it has a seat, until its end."""
+
+    __slots__ = ("sequence",)
+
+    def __init__(self, request: RequestT, credit: Credit, now: float, number: int) -> None:
+        super().__init__(request, credit, now, number)
+        self.sequence: SequenceId | None = None
+
+    @property
+    @abstractmethod
+    def part(self) -> Any:
+        """What its next step computes, or the one in flight."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has been in a step."""
+        return self.num_done + self.in_step > 0
+
+
+TurnT = TypeVar("TurnT", bound=InTurn[Any])
+
+
+class Seats:
+    """Lets at most ``max_seats`` requests take turns. ``park`` parks one whose reader has no
+    room."""
+
+    def __init__(self, max_seats: int, park: Callable[[Any, float], None]) -> None:
+        self._max_seats = max_seats
+        self._park = park
+        self._seated: list[Any] = []  # sorted by rank
+        self._last_rank: tuple[float, ...] = ()  # of the request that took the last step
+        self._sequence_ids = count(1)
+
+    def __len__(self) -> int:
+        return len(self._seated)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._seated)
+
+    def fill(self, queue: WaitingQueue[Any], now: float) -> bool:
+        """Give free seats to the first in the queue. Return whether anyone got one."""
+        num_before = len(self._seated)
+        while self._has_room(now):
+            ready = (live for live in queue.in_order(now) if not live.is_late(now))
+            if (live := next(ready, None)) is None:
+                break
+            queue.remove(live)
+            live.sequence, live.started_at = SequenceId(next(self._sequence_ids)), now
+            self._seated.append(live)
+            self._seated.sort(key=lambda one: one.rank)
+        return len(self._seated) > num_before
+
+    def _has_room(self, now: float) -> bool:
+        if len(self._seated) >= HELD_SHARE * self._max_seats:
+            return False
+        going_on = [x for x in self._seated if x.parked_since is None and not x.is_late(now)]
+        return len(going_on) < self._max_seats
+
+    def next_in_turn(self, now: float, *, only_begun: bool = False) -> Any | None:
+        """Return the request whose turn it is, with the slot of its step's message reserved. Park
+        those whose readers have no room. ``only_begun`` passes over those without a step so far."""
+        after = [live for live in self._seated if live.rank > self._last_rank]
+        before = [live for live in self._seated if live.rank <= self._last_rank]
+        for live in (*after, *before):
+            is_held = only_begun and not live.num_done
+            if is_held or live.parked_since is not None or live.is_late(now):
+                continue
+            if not live.needs_slot(live.part) or live.credit.try_reserve():
+                self._last_rank = live.rank
+                return live
+            self._park(live, now)
+        return None
+
+    def remove(self, live: InTurn[Any]) -> None:
+        """Take the seat of a request that has ended."""
+        self._seated.remove(live)
+
+    def check(self) -> None:
+        """Check that the seats are sorted, and not too many.
+
+        Raises:
+            AssertionError: They are not.
+        """
+        ranks = [live.rank for live in self._seated]
+        assert ranks == sorted(set(ranks)), "the seats are not in the order of ranks"
+        assert len(ranks) <= HELD_SHARE * self._max_seats, "too many requests have seats"
+        for live in self._seated:
+            assert live.sequence is not None, f"{live} has a seat and no sequence"
+
+
+class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
+    """A `Core` for requests that take turns, at most ``max_seats`` of them at a time. ``plural`` is
+    what they are called."""
+
+    plural: str
+
+    def __init__(self, config: QueueLimits, max_seats: int) -> None:
+        super().__init__(config)
+        self.max_seats = max_seats
+        self._seats = Seats(max_seats, self._park)
+
+    def _leave(self, live: TurnT) -> None:
+        if live.sequence is None:
+            self._waiting.remove(live)
+        else:
+            self._seats.remove(live)
+
+    def _stalled(self, now: float) -> list[TurnT]:
+        return sorted(super()._stalled(now), key=lambda live: live.rank)
+
+    def _choose(self, now: float) -> Parts[TurnT]:
+        """Return the request that takes the next step. If all those with seats turn out to be
+        parked, others get seats."""
+        is_paused = self._pause is not None
+        if not is_paused:
+            self._seats.fill(self._waiting, now)
+        live = self._seats.next_in_turn(now, only_begun=is_paused)
+        while live is None and not is_paused and self._seats.fill(self._waiting, now):
+            live = self._seats.next_in_turn(now)
+        return [] if live is None else [(live, live.part)]
+
+    def _tokens_begun(self) -> int:
+        return sum(live.queued_tokens for live in self._seats)
+
+    def _why_left_out(self, live: TurnT) -> str:
+        others = len(self._seats) - len(self._parked) - 1
+        if not others or live.in_step:
+            return ""
+        return f"its turn: {self.plural} take one step each, and {others} more go on"
+
+    def _why_waiting(self, ahead: int) -> str:
+        num_begun = len(self._seats)
+        return f"a seat: {num_begun} {self.plural} take turns" if num_begun else "a step"
+
+    def check(self) -> None:
+        """Check that each request is in one place.
+
+        Raises:
+            AssertionError: It names the first request for which this does not hold.
+        """
+        super().check()
+        waiting = self._waiting.items
+        assert len(waiting) + len(self._seats) == len(self._requests), "a request is lost"
+        self._seats.check()
+        for live in waiting:
+            assert live.sequence is None, f"{live} waits and has begun"
+            assert live.parked_since is None, f"{live} is parked for nothing"

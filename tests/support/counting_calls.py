@@ -1,0 +1,69 @@
+"""The service and the codec of `tests.simulator.counting`, and its requests over gRPC."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from google.protobuf.struct_pb2 import Struct
+from google.protobuf.wrappers_pb2 import UInt32Value
+
+from engine.api.engine import KINDS, open_engine
+from grpc_service.app import application
+from grpc_service.rpc.methods import Method
+from grpc_service.services.call_writer import CallWriter
+from grpc_service.services.inference import Inference
+from tests.simulator.counting import COUNTING, MODEL, Count, CountKind
+from tests.support.ending_kinds import Kind, phases, running
+from tests.support.wire import StreamingCall
+
+NAME = "toy.Counter/Count"
+
+
+class Counter(Inference):
+    async def count(self, asked, rpc):
+        def encode(numbers):
+            return [UInt32Value(value=one) for one in numbers]
+
+        await self._serve(asked, rpc, CallWriter(rpc, self._backend.unread_calls, encode))
+
+
+def translate(call):
+    timeout_s = call.time_remaining()
+    return lambda message: Count(**{**message, "start": int(message["start"])}, timeout_s=timeout_s)
+
+
+def register():
+    """Enter the kind and its method where the server takes them from."""
+    listed = application.methods
+    application.open_engine = partial(open_engine, kinds=(*KINDS, CountKind()))
+    application.methods = lambda backend, *given, **more: [
+        *listed(backend, *given, **more),
+        Method(NAME, Struct, Counter(backend).count, translate=translate),
+    ]
+
+
+class Counting(Kind):
+    def models(self, script):
+        counter = {"name": MODEL, "capability": COUNTING.value, "script": script}
+        return [{"name": "fake"}, counter]
+
+    def call(self, channel, fields, **options):
+        own = channel.unary_stream(f"/{NAME}", Struct.SerializeToString, UInt32Value.FromString)
+        request = Struct()
+        request.update(fields)
+        return StreamingCall(own, request, **options)
+
+    def expected(self, fields):
+        return Count(fields["start"]).expected()
+
+
+COUNT = Counting(
+    *("count", MODEL, {"start": 3}),
+    blockers=({"start": 100},),
+    phases=phases(
+        **{"short": {"start": 5}, "queued": {"start": 5}, "blocked": {"max_drawings": 1}},
+        parked=({"start": 6000}, {}),
+        decode=running({"start": 9}, 2),
+    ),
+    server={"toy": True},
+)
