@@ -1,7 +1,6 @@
-"""The benches themselves: the names of their rows, what they measure, whether their figures are
-old, and the simulated devices that some of them use."""
+"""The benches themselves: what they measure, whether their figures are old, and the simulated
+devices that some of them use."""
 
-import ast
 import json
 import re
 import subprocess
@@ -19,122 +18,6 @@ from tools.lab.peers.process import memory_mb
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "tools" / "lab" / "bench"
-
-
-# ---- the names of rows, over all benches -----------------------------------------------------
-#
-# A bench's rows are known only when it has run. What can be seen before: a row that is made several
-# times, in a loop or by a function that is called several times, names what differs from time to
-# time.
-
-
-class RowNames(ast.NodeVisitor):
-    """Finds the rows of a module whose names cannot differ. ``faults`` says which and why."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.faults: list[str] = []
-        self._templates: set[str] = set()
-        self._repeated: list[set[str]] = []  # names that differ from time to time, by scope
-        self._calls: dict[str, int] = {}
-        self._looped: set[str] = set()
-        self._count_calls(tree, in_loop=False)
-        self.visit(tree)
-
-    def _count_calls(self, node, *, in_loop):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            self._calls[node.func.id] = self._calls.get(node.func.id, 0) + 1
-            if in_loop:
-                self._looped.add(node.func.id)
-        inner = in_loop or isinstance(
-            node, ast.For | ast.While | ast.comprehension | COMPREHENSIONS
-        )
-        for child in ast.iter_child_nodes(node):
-            self._count_calls(child, in_loop=inner)
-
-    def visit_FunctionDef(self, node):
-        """A function that is called several times names one of its parameters in each row."""
-        is_repeated = self._calls.get(node.name, 0) > 1 or node.name in self._looped
-        parameters = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
-        outer, self._repeated = self._repeated, [parameters] if is_repeated else []
-        for statement in node.body:
-            self.visit(statement)
-        self._repeated = outer
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_For(self, node):
-        """A loop's rows name what the loop goes over, or what is made of it."""
-        self._visit_repeated([node.target], node.body)
-
-    def visit_ListComp(self, node):
-        """A comprehension's loops are loops."""
-        self._visit_repeated([one.target for one in node.generators], [node.elt])
-
-    visit_GeneratorExp = visit_ListComp
-
-    def _visit_repeated(self, targets, body):
-        self._repeated += [names_in(target) for target in targets]
-        for child in body:
-            self.visit(child)
-        del self._repeated[-len(targets) :]
-
-    def visit_Assign(self, node):
-        """What is made of a name that differs does, too."""
-        self.generic_visit(node)
-        for scope in self._repeated:
-            if names_in(node.value) & scope:
-                scope |= set().union(*(names_in(target) for target in node.targets))
-
-    def visit_Call(self, node):
-        """Look at a row's name."""
-        self.generic_visit(node)
-        if not (isinstance(node.func, ast.Name) and node.func.id in ("row_of", "Row")):
-            return
-        name, template = node.args[0], ast.unparse(node.args[0])
-        if template in self._templates:
-            self.faults.append(f"{template} is the name of two rows")
-        self._templates.add(template)
-        if template.lstrip("f").startswith(('" ', "' ")):
-            self.faults.append(f"{template} does not stand by itself")
-        for scope in self._repeated:
-            if not names_in(name) & scope:
-                self.faults.append(f"{template} is the name of a row for each of {sorted(scope)}")
-
-
-COMPREHENSIONS = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
-
-
-def names_in(node):
-    """Return the variables in an expression."""
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-
-
-@pytest.mark.parametrize("path", sorted(BENCHES.glob("*.py")), ids=lambda path: path.stem)
-def test_a_rows_name_is_unique_in_its_bench(path):
-    """The page once had the waiting of eight devices under "1 devices"."""
-    assert RowNames(ast.parse(path.read_text())).faults == []
-
-
-@pytest.mark.parametrize(
-    ("source", "is_unique"),
-    [
-        ("for n in NS:\n  rows = [row_of(f'{n} devices', x, ''), row_of('waiting', x, '')]", False),
-        ("for n in NS:\n  rows = [row_of(f'{n} devices', x, ''), row_of(f'{n}: w', x, '')]", True),
-        ("for n in NS:\n  name = f'{n} devices'\n  rows = [row_of(f'{name}, p50', x, '')]", True),
-        ("for n in NS:\n  for m in MS:\n    rows += [row_of(f'{m} rows', x, '')]", False),
-        ("for n in NS:\n  for m in MS:\n    rows += [row_of(f'{m} of {n}', x, '')]", True),
-        ("rows = [Row('a', 1.0, '') for n in NS]", False),
-        ("rows = [Row(f'a {n}', 1.0, '') for n in NS]", True),
-        ("rows = [Row('a', 1.0, ''), Row('a', 2.0, '')]", False),
-        ("rows = [Row('  a', 1.0, '')]", False),
-        ("def f(n):\n  return row_of('a', n, '')\nrows = [f(1), f(2)]", False),
-        ("def f(n):\n  return row_of(f'a {n}', n, '')\nrows = [f(1), f(2)]", True),
-        ("def f(n):\n  return row_of('a', n, '')\nrows = [f(1)]", True),
-        ("def f(n):\n  return row_of('a', n, '')\nrows = [f(n) for n in NS]", False),
-    ],
-)
-def test_names_that_cannot_differ_are_found(source, is_unique):
-    assert (RowNames(ast.parse(source)).faults == []) == is_unique
 
 
 # ---- the committed figures -------------------------------------------------------------------
