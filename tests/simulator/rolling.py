@@ -244,7 +244,7 @@ class Caller:
                 is_again, last = True, link.place
             elif breaks_after is not None and answer.end is None:
                 self._seen["continued"] += 1
-                breaks_after, last = None, link.place
+                breaks_after, is_again, last = None, False, link.place  # by a new call
             else:
                 raise Violation(f"a call was lost: {answer.end}, after {len(got)} tokens")
         if got != wanted:
