@@ -7,8 +7,6 @@
 
 Rule 1: leaving the block of a stream ends its request; leaving the block of `open_engine` drains.
 Rule 2: an error that a client may receive is a `TrioletError`; any other exception is a bug.
-
-This file is long because it is the whole interface of the engine.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ load, execute a plan, close. Each kind adds what it alone can do: a `TextRunner`
 constraints, an `EncodeRunner` has a tokenizer for inputs. A new kind of work is a new plan, a new
 result, a new info and a protocol beside these two.
 
-This file is long because it has every sentence of the contract between the engine and its workers.
-
 Rule 1: every value here pickles without torch, so that a runner can live in a process of its own.
 Rule 2: this file imports no torch; the rest of `engine.worker` does.
 """

@@ -5,9 +5,6 @@ sequences are known and its ``released`` ones are forgotten; the next plan may r
 `TorchRunner._execute` computes first and changes state only in `TorchRunner._finish`, which cannot
 raise. Rule 2: each step runs one forward, over exactly the plan's tokens. Rule 3: every call sets
 the thread-local state that it needs, because each may come from another thread.
-
-This file is long because loading and every part of a step (pack, forward, sample, score, finish)
-work on the fields of one runner; whatever does not need these fields has a module of its own.
 """
 
 from __future__ import annotations

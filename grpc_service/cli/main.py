@@ -2,8 +2,6 @@
 
 Rule 1: nothing heavy is imported before the subcommand is known. A client command imports neither
 torch nor transformers, and starts in well under a second.
-
-This file is long because it has the arguments of every subcommand.
 """
 
 from __future__ import annotations

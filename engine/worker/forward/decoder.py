@@ -4,8 +4,6 @@ Rule 1: every weight is stored once. Packing replaces a stock layer's tensors on
 each before the next is packed, so that at its peak a load holds only one weight twice. Rule 2: a
 step computes exactly the rows it was given. The forward keeps no state except memory that it
 reuses, so that a step that failed can be repeated.
-
-This file is long because packing a model and running it have to agree on every field of one layout.
 """
 
 from __future__ import annotations

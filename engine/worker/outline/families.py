@@ -3,8 +3,6 @@
 Rule: a class is listed only if tests compare it with transformers: its compiled form with the stock
 module (`tests/conformance/test_rewrites.py`), and its fields, names and numbers with those of
 transformers' classes (`tests/conformance/test_outline.py`).
-
-This file is long because it is one table, whose rows are read beside each other.
 """
 
 from __future__ import annotations
