@@ -7,9 +7,6 @@ import asyncio
 import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
-from google.rpc import error_details_pb2
-from google.rpc.status_pb2 import Status
-from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY
 
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
@@ -20,6 +17,7 @@ from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from grpc_service.services.methods import CONTROL, INFERENCE, MODELS
 from tests.service.fake_backend import SMALL_WINDOW, FakeBackend, complaints, run
+from tests.support.wire import details
 
 STARTED = Started("r1", "stories", 4)
 METHODS = {
@@ -65,22 +63,6 @@ def generate_all(backend, **kwargs):
         return await collect(generate(channel, **kwargs))
 
     return run(backend, main)
-
-
-def details(error):
-    """Return the google.rpc details of a call's end, by message name."""
-    [status] = [
-        value for key, value in error.trailing_metadata() if key == GRPC_DETAILS_METADATA_KEY
-    ]
-    status = Status.FromString(status)
-    assert (status.code, status.message) == (error.code().value[0], error.details())
-    found = {}
-    for packed in status.details:
-        name = packed.TypeName().removeprefix("google.rpc.")
-        found[name] = getattr(error_details_pb2, name)()
-        assert packed.Unpack(found[name])
-    assert found["ErrorInfo"].domain == "triolet"
-    return found
 
 
 # ---- streams ---------------------------------------------------------------------------------
