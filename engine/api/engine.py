@@ -24,9 +24,7 @@ from engine.core.common.events import Pause, PauseMode, Resume
 from engine.core.text.types import ResetPrefixCache, Tokens
 from engine.errors import ShuttingDown
 from engine.images.decoder import DecodeImage, DecoderProcess, decode_here
-from engine.kinds.encode import EncodeKind
-from engine.kinds.image import ImageKind
-from engine.kinds.text import TextKind
+from engine.kinds import EncodeKind, ImageKind, TextKind
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
 from engine.replica.replica import ReplicaKind

@@ -144,9 +144,7 @@ def runner_of(spec: RunnerSpec, kind: Capability | None) -> AnyRunner:
     if spec.tp > 1 and not kind.generates_text:
         what = f"{kind.value} models are not divided; leave tensor_parallel_size out"
         raise SpawnFailed(what)
-    if kind is Capability.TEXT_TO_IMAGE:
-        return _image_runner(spec)
-    return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec, kind)
+    return _import_runner(spec, kind)
 
 
 def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
@@ -203,7 +201,15 @@ def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> 
 
 
 @holds_import_lock
-def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
+def _import_runner(spec: RunnerSpec, kind: Capability) -> AnyRunner:
+    if kind is Capability.TEXT_TO_IMAGE:
+        from engine.worker.diffusion.runner import DiffusionRunner
+
+        return DiffusionRunner(spec)
+    if kind in ENCODERS:
+        from engine.worker.encoders.runner import EncoderRunner
+
+        return EncoderRunner(spec, kind)
     if kind is Capability.VISION:
         from engine.worker.vision.runner import VisionRunner
 
@@ -215,17 +221,3 @@ def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
     from engine.worker.text_runner import TorchRunner
 
     return TorchRunner(spec)
-
-
-@holds_import_lock
-def _image_runner(spec: RunnerSpec) -> ImageRunner:
-    from engine.worker.diffusion.runner import DiffusionRunner
-
-    return DiffusionRunner(spec)
-
-
-@holds_import_lock
-def _encode_runner(spec: RunnerSpec, kind: Capability) -> EncodeRunner:
-    from engine.worker.encoders.runner import EncoderRunner
-
-    return EncoderRunner(spec, kind)

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 from engine.core.image.types import ImagePlan, ImageResult
 from engine.settings import ImageLimits
 from engine.status import Capability
-from engine.worker.interface import Runner
+from engine.worker.interface import Runner, WorkerInfo
 
 if TYPE_CHECKING:
     from engine.core.image.types import Drawing
 
 
 @dataclass(frozen=True, slots=True)
-class ImageModelInfo:
-    """Describes an image model once it is loaded.
+class ImageModelInfo(WorkerInfo):
+    """Describes an image model once it is loaded. ``max_model_len`` is of the prompt, with the
+    first token and the last one.
 
     Widths and heights are pixels and multiples of ``multiple_of``; the images of a drawing have
     together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from,
@@ -31,12 +32,6 @@ class ImageModelInfo:
     ``max_image_pixels`` is how many pixels the file of a source may have.
     """
 
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int  # tokens of the prompt, with the first and the last one
-    memory_bytes: int
     default_width: int
     default_height: int
     max_pixels: int
@@ -51,13 +46,6 @@ class ImageModelInfo:
     tile_size: int = 0
     tile_stride: int = 0
     max_image_pixels: int = ImageLimits.max_image_pixels
-    is_demo: bool = False
-    threads: int = 0  # CPU threads that a step uses
-
-    context_note = ""
-    quantization = ""
-    full_sequences = 0
-    tp = 1
 
     @property
     def capability(self) -> Capability:

@@ -91,75 +91,33 @@ ResultT = TypeVar("ResultT", covariant=True)
 InfoT = TypeVar("InfoT", covariant=True)
 
 
-class WorkerInfo(Protocol):
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
     """Describes a loaded model of any kind."""
+
+    architecture: str  # the name of the model's class
+    dtype: str  # of the weights, such as float32
+    device: str  # such as cpu or cuda:0
+    vocab_size: int  # ids of the model's embedding
+    max_model_len: int  # tokens of one sequence or input, as served
+    memory_bytes: int  # of the device, or of all devices of its ranks; workspace included
+    _: KW_ONLY
+    is_demo: bool = False  # one of the demos that come with the package
+    threads: int = 0  # CPU threads that a step uses; 0: the runner does not say
+    context_note: str = ""  # why max_model_len is less than the model's own length
+    quantization: str = ""  # the form of the linear layers' weights, such as int8; "": the dtype's
+    tp: int = 1  # processes that the model is divided among
 
     @property
     def capability(self) -> Capability:
         """What the model can do."""
-        ...
-
-    @property
-    def architecture(self) -> str:
-        """The name of the model's class."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The type of the weights, such as float32."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """The device that the model runs on, such as cpu or cuda:0."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids the model's embedding has."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that one sequence or input may have."""
-        ...
-
-    @property
-    def context_note(self) -> str:
-        """Why ``max_model_len`` is less than the model's own length; empty if it is not."""
-        ...
-
-    @property
-    def quantization(self) -> str:
-        """The form of the linear layers' weights, such as int8; empty if it is that of the
-        dtype."""
-        ...
-
-    @property
-    def tp(self) -> int:
-        """How many processes the model is divided among; 1 if it is whole."""
-        ...
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the device that the model takes, or of all devices of its ranks."""
-        ...
+        raise NotImplementedError
 
     @property
     def full_sequences(self) -> int:
         """How many sequences of ``max_model_len`` that memory holds at once; 0 if the runner keeps
         nothing between steps."""
-        ...
-
-    @property
-    def is_demo(self) -> bool:
-        """Whether the model is one of the demos that come with the package."""
-        ...
-
-    @property
-    def threads(self) -> int:
-        """CPU threads that a step uses; 0 where the runner does not say."""
-        ...
+        return 0
 
 
 class Runner(Protocol[PlanT, ResultT, InfoT]):
@@ -319,24 +277,14 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Describes a text model once it is loaded."""
+class ModelInfo(WorkerInfo):
+    """Describes a text model once it is loaded; ``max_model_len`` is of prompt and output
+    together."""
 
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int  # prompt and output together, as served
     num_blocks: int
     block_size: int
     eos_token_ids: frozenset[int]
-    memory_bytes: int  # weights, KV pool and workspace
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    is_demo: bool = False
-    threads: int = 0  # CPU threads that a step uses
-    context_note: str = ""  # why max_model_len is less than the model's own length
-    quantization: str = ""  # the form of the linear layers' weights; "": that of the dtype
-    tp: int = 1  # processes that the model is divided among
     images: Sight | None = None  # how it reads images; None: it reads none
     num_states: int = 0  # slots for states of recurrent layers, snapshots included; 0: it has none
 
@@ -447,27 +395,15 @@ _CAPABILITIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderInfo:
-    """Describes an encoder once it is loaded."""
+class EncoderInfo(WorkerInfo):
+    """Describes an encoder once it is loaded. For a cross-encoder, ``max_model_len`` is of query
+    and document together."""
 
     kind: EncoderKind
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int  # tokens of one input; for a cross-encoder, of query and document together
-    memory_bytes: int
     dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
     prompt_names: tuple[str, ...] = ()
-    is_demo: bool = False
-    threads: int = 0  # CPU threads that a step uses
     text_width: int = 0  # tokens to which the model pads each text, alone as in a batch; 0: none
     images: ImageFit | None = None  # how its images are fitted; None: it reads none
-
-    context_note = ""
-    quantization = ""
-    full_sequences = 0
-    tp = 1
 
     @property
     def capability(self) -> Capability:

@@ -9,7 +9,7 @@ from engine.core.common.phases import Phase
 from engine.core.common.turns import InTurn, TurnsCore
 from engine.core.encode.types import EncodeResult
 from engine.errors import InvalidRequest
-from engine.kinds.image import ImageKind
+from engine.kinds import ImageKind
 from engine.requests.prepared import Prepared
 from engine.requests.stream import RequestStream
 from engine.settings import QueueLimits

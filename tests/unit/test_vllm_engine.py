@@ -319,7 +319,7 @@ def test_a_text_models_description(tmp_path):
 
 
 def test_an_encoders_description_without_files():
-    info = EncoderInfo(EncoderKind.EMBEDDING, "BertModel", "float32", "cpu", 100, 64, 1)
+    info = EncoderInfo("BertModel", "float32", "cpu", 100, 64, 1, EncoderKind.EMBEDDING)
     assert encode_info("words", info, None) == pb.GetModelInfoResponse(
         served_model_name="words",
         max_context_length=64,

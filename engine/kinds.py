@@ -1,0 +1,117 @@
+"""The kinds of work that the engine does: the registry of kinds.
+
+A kind joins its core (`engine.core`), its runner's interface (`engine.worker.interface`), and the
+streams and the preparation of its requests (`engine.requests`). The loop, the replica, the pool and
+the supervisor know kinds only by two protocols, `engine.replica.replica.ReplicaKind` and
+`engine.requests.kind.RequestKind`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.config import EncoderConfig, ImageConfig, SchedulerConfig
+from engine.core.encode.scheduler import EncodeScheduler
+from engine.core.image.scheduler import ImageScheduler
+from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Tokens
+from engine.requests.compiled_constraints import CompiledConstraints
+from engine.requests.draw_stream import DrawStream
+from engine.requests.draw_values import DrawRequest
+from engine.requests.encode_stream import EncodeStream
+from engine.requests.encode_values import EmbedRequest, RerankRequest
+from engine.requests.prepare_drawing import DrawPreparer
+from engine.requests.prepare_inputs import EncodeTools, InputPreparer
+from engine.requests.prepare_text import TextPreparer, TextTools
+from engine.requests.text_stream import TextStream
+from engine.requests.text_values import GenerateRequest
+from engine.settings import share
+from engine.status import Capability
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.replica.threads import Threads
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.image_interface import ImageModelInfo, ImageRunner
+    from engine.worker.interface import EncoderInfo, EncodeRunner, ModelInfo, TextRunner
+
+
+@dataclass(frozen=True, slots=True)
+class TextKind:
+    """Implements `ReplicaKind` and `RequestKind` for generating text."""
+
+    capabilities = (Capability.TEXT_TO_TEXT, Capability.VISION)
+    request_types = (GenerateRequest,)
+    default_threads = 0
+    token_event = Tokens
+    make_stream = TextStream
+    make_preparer = TextPreparer
+
+    def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
+        """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys."""
+        seats = config.max_num_seqs
+        if info.num_states:  # each sequence that runs has a state
+            seats = min(seats, info.num_states)
+        limits = share(
+            SchedulerConfig,
+            config,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=seats,
+            cache_namespace=name,
+            num_states=info.num_states,
+        )
+        return Scheduler(limits)
+
+    def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
+        """Return what the preparer uses of a loaded runner: its compiled constraints."""
+        return TextTools(CompiledConstraints(runner, threads))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeKind:
+    """Implements `ReplicaKind` and `RequestKind` for embedding and reranking."""
+
+    capabilities = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
+    request_types = (EmbedRequest, RerankRequest)
+    default_threads = 1
+    token_event = None
+    make_stream = EncodeStream
+
+    def make_core(self, info: EncoderInfo, config: EngineConfig, name: str) -> EncodeScheduler:
+        """Return the scheduler of one replica. ``name`` is not used."""
+        limits = share(EncoderConfig, config, max_model_len=info.max_model_len)
+        return EncodeScheduler(limits)
+
+    def make_tools(self, runner: EncodeRunner, threads: Threads) -> EncodeTools:
+        """Return what the preparer uses of a loaded runner: its tokenizer for inputs."""
+        return EncodeTools(runner.encoder_tokenizer)
+
+    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> InputPreparer:
+        """Return the preparer of one engine, which tokenises apart from other kinds."""
+        return InputPreparer(tokenizing.with_own_turns())
+
+
+@dataclass(frozen=True, slots=True)
+class ImageKind:
+    """Implements `ReplicaKind` and `RequestKind` for drawing."""
+
+    capabilities = (Capability.TEXT_TO_IMAGE,)
+    request_types = (DrawRequest,)
+    default_threads = 0
+    token_event = None
+    make_stream = DrawStream
+
+    def make_core(self, info: ImageModelInfo, config: EngineConfig, name: str) -> ImageScheduler:
+        """Return the scheduler of one replica. ``name`` and ``info`` are not used."""
+        return ImageScheduler(share(ImageConfig, config))
+
+    def make_tools(self, runner: ImageRunner, threads: Threads) -> None:
+        """Return None: requests use nothing of a runner beside its tokenizer."""
+
+    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> DrawPreparer:
+        """Return the preparer of one engine."""
+        return DrawPreparer(tokenizing)
