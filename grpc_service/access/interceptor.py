@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine import logs
 from grpc_service.access import access_log, policy
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
     from grpc_service.rpc.status import Status
 
+    Fields = Mapping[str, str | int | float]  # of a line in the log
+    Record = Callable[[Fields, Iterable[tuple[str, str | bytes]], str], None]
+
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
 # Methods whose calls a server that leaves waits for until their requests are in the engine.
 SUBMITTING = (LIMITED, *policy.USES[1:])
@@ -36,26 +39,14 @@ SUBMITTING = (LIMITED, *policy.USES[1:])
 COUNTED_ALREADY = {"triolet.v1.Inference/Attach"}
 
 
-class Recorder(Protocol):
-    """Records calls that have ended, such as `grpc_service.app.tracing.Tracing`."""
-
-    def record(
-        self,
-        fields: Mapping[str, str | int | float],
-        metadata: Iterable[tuple[str, str | bytes]],
-        request_id: str,
-    ) -> None:
-        """Record a call; ``fields`` are those of its line in the log."""
-        ...
-
-
 class Interceptor(Dispatcher):
     """Serves every call with one of ``methods``; a handler gets the request and its `Rpc`.
 
     Without ``keys``, calls need no key, and the keys that they send are ignored. ``status_of``
-    returns the status for an error. ``recorder`` gets the calls of clients that use the server.
-    ``calls`` counts the calls that have ended, without those of reflection, by method and name of
-    the status code; interceptors may share one.
+    returns the status for an error. ``record`` is called with the log's fields, the metadata and
+    the id of each call of a client that uses the server. ``calls`` counts the calls that have
+    ended, without those of reflection, by method and name of the status code; interceptors may
+    share one.
     """
 
     def __init__(
@@ -63,12 +54,12 @@ class Interceptor(Dispatcher):
         methods: Iterable[Method],
         keys: KeyRing | None,
         status_of: Callable[[Exception], Status],
-        recorder: Recorder | None = None,
+        record: Record | None = None,
         calls: Counter[tuple[str, str]] | None = None,
     ) -> None:
         super().__init__(methods, status_of)
         self._keys = keys
-        self._recorder = recorder
+        self._record = record
         self.calls: Counter[tuple[str, str]] = Counter() if calls is None else calls
         self._decoding = Decoding()
 
@@ -101,8 +92,8 @@ class Interceptor(Dispatcher):
             self.calls[rpc.method, code] += 1
             fields = access_log.fields_of(rpc, code, time.monotonic() - started_at)
             access_log.write(rpc, fields)
-            if self._recorder is not None and rpc.method.startswith(policy.USES):
-                self._recorder.record(fields, call.metadata, rpc.logged_id)
+            if self._record is not None and rpc.method.startswith(policy.USES):
+                self._record(fields, call.metadata, rpc.logged_id)
 
     async def handle(self, method: Method, call: Call) -> Any:
         """Admit the call, read its request, and run the handler within the key's limits. The key's

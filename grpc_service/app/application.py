@@ -268,13 +268,14 @@ async def _serving_calls(
     names = [*SERVICE_NAMES, HEALTH_NAME]
     own = methods(backend, config.max_message_bytes, adapter_root=config.adapter_root)
     served = [*own, *health_methods(health), *reflection_methods(names)]
-    interceptor = Interceptor(served, ending.keys, status_of, tracing)
+    record = None if tracing is None else tracing.record
+    interceptor = Interceptor(served, ending.keys, status_of, record)
     limits = _limits_of(config)
     server = ending.server = RpcServer(interceptor.serve, limits, flusher)
 
     def serve_gateways(methods: Iterable[Method]) -> RpcServer:
         """Return the server of a port for gateways, which send no keys."""
-        own = Interceptor(methods, None, status_of, tracing, interceptor.calls)
+        own = Interceptor(methods, None, status_of, record, interceptor.calls)
         return RpcServer(own.serve, limits, flusher)
 
     gateways = ending.gateways = GatewayPorts(config, backend, serve_gateways)
