@@ -24,7 +24,8 @@ class Counter(Inference):
         def encode(numbers):
             return [UInt32Value(value=one) for one in numbers]
 
-        await self._serve(asked, rpc, CallWriter(rpc, self._backend.unread_calls, encode))
+        writer = CallWriter(rpc, self._backend.unread_calls, encode)
+        await writer.serve(self._backend.engine, asked)
 
 
 def translate(call):
