@@ -316,7 +316,10 @@ class Terminal:
         """Wait until the process ends, and return its exit code."""
         return await asyncio.to_thread(self.process.wait, LIMIT_S)
 
-    def kill(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         """Kill the process."""
         self.process.kill()
         self.process.wait()
@@ -327,8 +330,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
     backend = FakeBackend([STARTED], [tokens("Once")], hangs=True)
 
     async def command(channel):
-        terminal = Terminal(channel.address)
-        try:
+        with Terminal(channel.address) as terminal:
             await terminal.expect("> ")
             terminal.type("one\n")
             await terminal.expect("Once")
@@ -344,8 +346,6 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
             await terminal.expect("> ")
             terminal.type("\x04")
             return await terminal.end()
-        finally:
-            terminal.kill()
 
     assert run(backend, command) == 0
     first, second = backend.streams
@@ -358,8 +358,7 @@ def test_a_call_that_fails_on_a_terminal_is_reported_and_the_chat_goes_on():
     backend = FakeBackend(error=Overloaded("full"))
 
     async def command(channel):
-        terminal = Terminal(channel.address)
-        try:
+        with Terminal(channel.address) as terminal:
             for _ in range(2):
                 await terminal.expect("> ")
                 terminal.type("one\n")
@@ -367,8 +366,6 @@ def test_a_call_that_fails_on_a_terminal_is_reported_and_the_chat_goes_on():
             await terminal.expect("> ")
             terminal.type("\x04")
             return await terminal.end()
-        finally:
-            terminal.kill()
 
     assert run(backend, command) == 0
 

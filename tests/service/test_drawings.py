@@ -270,28 +270,21 @@ def test_two_requests_alternate():
 LARGE = {"n": 6, "width": 256, "height": 256, "steps": 1}
 
 
-def test_a_reader_of_one_part_at_a_time_does_not_stall():
-    """All images wait together, and reading them takes longer than the stall timeout."""
+@pytest.mark.parametrize(
+    ("engine", "seconds"),
+    [({"stall_timeout_s": 1.0}, 0.3), ({"stream_buffer": 2, "stall_timeout_s": 2.0}, 0.2)],
+)
+def test_a_slow_reader_gets_everything(engine, seconds):
+    """In the first case all images wait together, and reading them takes longer than the stall
+    timeout."""
     with (
-        fake(models=models(), engine={"stall_timeout_s": 1.0}) as server,
+        fake(models=models(), engine=engine) as server,
         connect(server.address, *SMALL_WINDOW) as own,
     ):
         artist_is_serving(server)
         with Draw(own, draw_request(**LARGE)) as call:
             while call.read() is not None:
-                time.sleep(0.3)
-            call.check()
-
-
-def test_a_slow_reader_gets_everything():
-    with (
-        fake(models=models(), engine={"stream_buffer": 2, "stall_timeout_s": 2.0}) as server,
-        connect(server.address, *SMALL_WINDOW) as own,
-    ):
-        artist_is_serving(server)
-        with Draw(own, draw_request(**LARGE)) as call:
-            while call.read() is not None:
-                time.sleep(0.2)
+                time.sleep(seconds)
             call.check()
 
 

@@ -226,23 +226,17 @@ def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
 
 def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
     """Set options that no model with the fake one's vocabulary can follow."""
-    match rng.randrange(8):
-        case 0:
-            return replace(sampling, logit_bias={5: 1.5, 1000: 1.0})
-        case 1:
-            return replace(sampling, allowed_token_ids=tuple(range(1001)))
-        case 2:
-            return replace(sampling, allowed_token_ids=(3, 4), banned_token_ids=(4, 3))
-        case 3:
-            return replace(sampling, banned_token_ids=tuple(range(1000)))
-        case 4:
-            return replace(sampling, bad_words=("a", "\ud800"))
-        case 5:
-            return replace(sampling, allowed_token_ids=(3, 1000))
-        case 6:
-            return replace(sampling, banned_token_ids=(-1,))
-        case _:
-            return replace(sampling, stop_token_ids=(1000,))
+    changes = (
+        {"logit_bias": {5: 1.5, 1000: 1.0}},
+        {"allowed_token_ids": tuple(range(1001))},
+        {"allowed_token_ids": (3, 4), "banned_token_ids": (4, 3)},
+        {"banned_token_ids": tuple(range(1000))},
+        {"bad_words": ("a", "\ud800")},
+        {"allowed_token_ids": (3, 1000)},
+        {"banned_token_ids": (-1,)},
+        {"stop_token_ids": (1000,)},
+    )
+    return replace(sampling, **rng.choice(changes))
 
 
 def _spoil(rng: random.Random, client: Client, index: int) -> Client:

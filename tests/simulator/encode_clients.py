@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.requests.encode_values import MAX_INPUTS, EmbedRequest, RerankRequest
@@ -123,52 +122,36 @@ def _spoil(rng: random.Random, client: Client, request: EncodeRequests, index: i
 
 
 def _spoil_embed(rng: random.Random, request: EmbedRequest) -> EmbedRequest:
-    inputs, change = request.inputs, partial(replace, request, check=False)
-    match rng.randrange(13):
-        case 0:
-            return change(inputs=())
-        case 1:
-            return change(inputs=("a",) * (MAX_INPUTS + 1))
-        case 2:
-            return change(inputs=(*inputs, ()))
-        case 3:
-            return change(inputs=(*inputs, ""), prompt_name="")
-        case 4:
-            return change(inputs=(*inputs, (1, 1000)))
-        case 5:
-            return change(inputs=(*inputs, (-1,)))
-        case 6:
-            return change(inputs=(*inputs, "\ud800"))
-        case 7:
-            return change(dimensions=rng.choice([0, 9]))
-        case 8:
-            return change(prompt_name="nobody's")
-        case 9:
-            return change(prompt_name="x" * 200)
-        case 10:
-            return change(priority=2**31)
-        case 11:
-            return change(timeout_s=float("nan"))
-        case _:
-            return change(inputs=(*inputs, (5,) * (MAX_INPUT_LEN + 1)), truncate=False)
+    inputs = request.inputs
+    changes = (
+        lambda: {"inputs": ()},
+        lambda: {"inputs": ("a",) * (MAX_INPUTS + 1)},
+        lambda: {"inputs": (*inputs, ())},
+        lambda: {"inputs": (*inputs, ""), "prompt_name": ""},
+        lambda: {"inputs": (*inputs, (1, 1000))},
+        lambda: {"inputs": (*inputs, (-1,))},
+        lambda: {"inputs": (*inputs, "\ud800")},
+        lambda: {"dimensions": rng.choice([0, 9])},
+        lambda: {"prompt_name": "nobody's"},
+        lambda: {"prompt_name": "x" * 200},
+        lambda: {"priority": 2**31},
+        lambda: {"timeout_s": float("nan")},
+        lambda: {"inputs": (*inputs, (5,) * (MAX_INPUT_LEN + 1)), "truncate": False},
+    )
+    return replace(request, check=False, **rng.choice(changes)())
 
 
 def _spoil_rerank(rng: random.Random, request: RerankRequest) -> RerankRequest:
-    documents, change = request.documents, partial(replace, request, check=False)
-    match rng.randrange(6):
-        case 0:
-            return change(documents=())
-        case 1:
-            return change(query="")
-        case 2:
-            return change(query="\ud800")
-        case 3:
-            return change(documents=(*documents, "\ud800"))
-        case 4:
-            return change(top_n=0)
-        case _:
-            long = "<5>" * MAX_INPUT_LEN
-            return change(documents=(*documents, long), truncate=False)
+    documents = request.documents
+    changes = (
+        {"documents": ()},
+        {"query": ""},
+        {"query": "\ud800"},
+        {"documents": (*documents, "\ud800")},
+        {"top_n": 0},
+        {"documents": (*documents, "<5>" * MAX_INPUT_LEN), "truncate": False},
+    )
+    return replace(request, check=False, **rng.choice(changes))
 
 
 def _ask_elsewhere(rng: random.Random, client: Client, request: EncodeRequests) -> Client:
