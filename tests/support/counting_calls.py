@@ -21,11 +21,11 @@ NAME = "toy.Counter/Count"
 
 class Counter(Inference):
     async def count(self, asked, rpc):
-        def encode(numbers):
-            return [UInt32Value(value=one) for one in numbers]
-
-        writer = CallWriter(rpc, self._backend.unread_calls, encode)
+        writer = CallWriter(rpc, self._backend.unread_calls, self.encode)
         await writer.serve(self._backend.engine, asked)
+
+    def encode(self, numbers):
+        return [UInt32Value(value=one) for one in numbers]
 
 
 def translate(call):
@@ -35,9 +35,8 @@ def translate(call):
 
 def register():
     """Enter the kind and its method where the server takes them from."""
-    listed = application.methods
     application.open_engine = partial(open_engine, kinds=(*KINDS, CountKind()))
-    application.methods = lambda backend, *given, **more: [
+    application.methods = lambda backend, *given, listed=application.methods, **more: [
         *listed(backend, *given, **more),
         Method(NAME, Struct, Counter(backend).count, translate=translate),
     ]
