@@ -101,7 +101,7 @@ def test_reasoning_and_notes_of_a_cut_are_not_sent_again(chat):
 def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):
     backend = FakeBackend(*ANSWER)
 
-    async def tokenize(model, *, text, chat, add_special_tokens, origin):
+    async def tokenize(model, *, chat, **_):
         from engine.worker.interface import TokenSpan
 
         count = sum(len(message["content"]) for message in chat.messages)
@@ -207,7 +207,7 @@ class Tty(io.StringIO):
 def test_a_message_that_is_too_long_says_what_was_kept(chat):
     backend = FakeBackend(*ANSWER)
 
-    async def tokenize(model, *, text, chat, add_special_tokens, origin):
+    async def tokenize(model, *, chat, **_):
         from engine.worker.interface import TokenSpan
 
         count = sum(len(message["content"]) for message in chat.messages)
