@@ -20,7 +20,7 @@ import trio  # noqa: E402
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.step_times import StepTimes  # noqa: E402
+from engine.core.text.draft_lengths import StepCosts  # noqa: E402
 from engine.core.text.types import Tokens  # noqa: E402
 from engine.requests.text_values import (  # noqa: E402
     GenerateRequest,
@@ -111,7 +111,7 @@ def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatc
     monkeypatch.setattr("tests.support.draft_rows.KNOWN", known)
     monkeypatch.setattr(Replaying, "acceptance", 0.8)
     monkeypatch.setattr(sequences, "LookUp", Replaying)
-    monkeypatch.setattr(StepTimes, "note", lambda *_: None)  # however long steps take here
+    monkeypatch.setattr(StepCosts, "note", lambda *_: None)  # however long steps take here
     drafted = {name: [0, 0] for name in wanted}  # offered and accepted
 
     async def ask(engine, name, prompt):

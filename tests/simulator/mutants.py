@@ -23,6 +23,7 @@ from engine.core.image import deadlines, least_times, live_drawing
 from engine.core.image import scheduler as image_scheduler
 from engine.core.text import (
     admission,
+    best_rate,
     blocks,
     commit,
     drafts,
@@ -36,7 +37,6 @@ from engine.core.text import (
     snapshots,
     states,
     step_builder,
-    step_times,
 )
 from engine.pool import adapter_version, loads
 from engine.replica import loop
@@ -156,7 +156,6 @@ MUTANTS = (
         "_add_row",
         "seq.count_ahead(end,",
         "self._ledger.publish_computed(seq, start, end); seq.count_ahead(end,",
-        seed=2,
     ),
     Mutant(
         "what a failed step started stays started",
@@ -212,11 +211,11 @@ MUTANTS = (
     ),
     Mutant(
         "a step's prompts take as long as they take",
-        step_times.StepTimes,
-        "prompt_tokens",
-        "if not target_s:",
+        best_rate.BestRate,
+        "_prompt_budget",
+        "if not best or not self._target_s:",
         "if True:",
-        seed=6,
+        seed=58,
     ),
     Mutant(
         "nobody looks at the stall timeout",
@@ -391,7 +390,6 @@ MUTANTS = (
         "_leave",
         "self._unread_calls.gone(self)",
         "pass",
-        seed=1,
     ),
     Mutant(
         "an unread call beyond the bound is not reset",
@@ -1116,7 +1114,7 @@ MUTANTS = (
         "drop",
         "slots.append(delta.snapshot)",
         "pass",
-        seed=655,
+        seed=47,
     ),
     Mutant(
         "a step that failed keeps its state slots",

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.draft_lengths import Lengths, Purse
-from engine.core.text.step_times import StepTimes
+from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
@@ -74,11 +73,11 @@ def draft_by(patch, drafter):
     drafter. How long steps take does not count: on a busy machine nothing would be drafted."""
     if drafter == "lookup":
         patch.setattr(sequences, "LookUp", Replaying)
-        patch.setattr(StepTimes, "note", lambda *_: None)
+        patch.setattr(StepCosts, "note", lambda *_: None)
     else:  # four tokens, however often they are right
         patch.setattr(sequences, "LookUp", Resting)
         patch.setattr(Lengths, "best", lambda _, most, *costs: (min(most, 4), 2.0))
-        patch.setattr(StepTimes, "may_draft", lambda *_: True)
+        patch.setattr(StepCosts, "is_known", lambda *_: True)
         patch.setattr(Purse, "note", lambda *_: None)
         patch.setattr(draft_model, "DraftModel", Lying)
     return drafter

@@ -35,7 +35,6 @@ from engine.core.common.events import (
     Tick,
 )
 from engine.core.common.live_requests import LiveRequests, LiveT
-from engine.core.common.rate import RecentRate
 from engine.core.common.types import EndReason, PlanId
 from engine.errors import EngineBug
 
@@ -110,7 +109,6 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         super().__init__(config)
         self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
         self._step: StepT | None = None
-        self._rate = RecentRate()  # of what `CoreRequest.num_tokens` counts
 
     # ---- the two verbs
 
@@ -204,7 +202,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
             refusals.duplicate_or_paused(request.request_id, self._requests, self._pause)
             or self._misfit(request, credit)
             or refusals.queue_full(
-                self.config, self._queued(), request, self._rate.tokens_per_s, self.token_word
+                self.config, self._queued(), request, self._tokens_per_s, self.token_word
             )
             or self._infeasible(request, now)
         )
@@ -215,6 +213,11 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
             self._end(live, EndReason.STALLED, now)
 
     # ---- what a kind adds
+
+    @property
+    @abstractmethod
+    def _tokens_per_s(self) -> float:
+        """The recent rate of what `CoreRequest.num_tokens` counts; 0 while it is unknown."""
 
     def _queued(self) -> tuple[int, int]:
         """Return how many requests and tokens the queue holds before a new one."""

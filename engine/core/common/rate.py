@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RATE_SMOOTHING = 0.2  # estimate: the last five steps have two thirds of the weight
+RATE_SMOOTHING = 0.2  # guess: the last five steps have two thirds of the weight
 
 
 class RecentRate:
@@ -15,6 +15,5 @@ class RecentRate:
         self.tokens_per_s = 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Count a step; one that took 0 seconds or less says nothing."""
-        if seconds > 0.0:
-            self.tokens_per_s += RATE_SMOOTHING * (num_tokens / seconds - self.tokens_per_s)
+        """Count a step that took ``seconds``, which is more than 0."""
+        self.tokens_per_s += RATE_SMOOTHING * (num_tokens / seconds - self.tokens_per_s)

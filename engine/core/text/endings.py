@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.text.sequence import LiveRequest, Sequence
     from engine.errors import FieldViolation
 
-RUN_SMOOTHING = 0.05  # estimate: the last twenty ends have two thirds of the weight
+RUN_SMOOTHING = 0.05  # guess: the last twenty ends have two thirds of the weight
 
 
 class Endings:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveRequest, Sequence
 
-# All are estimates: enough for the few that come back after a second, and nothing that others miss.
+# All are guesses: enough for the few that come back after a second, and nothing that others miss.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
 BLOCKS_SHARE = 16  # 1/16 of the blocks
 # How long nobody else has been computed before parked guests go on: a client that sends one request

@@ -14,7 +14,6 @@ from engine.core.common.live_requests import Live
 from engine.core.common.phases import Phase
 from engine.core.common.types import BlockId, SequenceId, Timings, Usage
 from engine.core.common.waiting_queue import aged_priority
-from engine.core.text.draft_counts import counts_of
 from engine.core.text.lifecycle import Event, State, advance
 
 if TYPE_CHECKING:
@@ -215,7 +214,7 @@ class Sequence:
 
     def usage(self) -> Usage:
         """Return the tokens so far; cached ones count for the choice that computed the prompt."""
-        counts = () if self.drafting is None else counts_of([self.drafting.counter])
+        counts = () if self.drafting is None else self.drafting.counter.counts
         return Usage(
             self.num_prompt,
             self.cached_tokens,
