@@ -79,7 +79,7 @@ def test_the_bytes_are_the_same_in_a_thread_and_in_a_process(directory, started)
     assert replace(infos["process"], memory_bytes=infos["thread"].memory_bytes) == infos["thread"]
     assert pickle.loads(pickle.dumps(infos["thread"])) == infos["thread"]
     texts = [one.tokenizer.encode("a red circle") for one in started]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
