@@ -1,9 +1,9 @@
 """What a setting is, and the groups of settings that several parts of the engine have.
 
-Rule 1: a setting is one field, with its default, unit, range and help. `triolet serve` makes its
-flags, the keys of its file, their checks and their help of the fields, and so does
-docs/settings.toml. Rule 2: a part of the engine that needs a group inherits it; `share` hands a
-group on whole, so that no setting is copied by its name.
+Rule 1: a setting is one field, with its default, unit, range and help. The flags of `triolet
+serve`, the keys of its file, their checks, their help and docs/settings.toml are made from the
+fields. Rule 2: a part of the engine that needs a group inherits it; `share` hands a group on whole,
+so that no setting is copied by its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THREADS_MAX = 1024  # guess: more than a machine has cores; each thread has memo
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field says of its setting besides name, type and default.
+    """The metadata of a setting: everything but the name, type and default, which the field has.
 
     ``help`` is that of the flag; a setting without it has no flag. ``unset`` says what a default of
     None stands for. A value is at least ``low``, more than ``above``, at most ``high``, and one of
@@ -74,7 +74,7 @@ def setting_of(one: Field[Any]) -> Setting | None:
 
 
 def flag_of(one: Field[Any]) -> str:
-    """Return the flag of a setting, without dashes before it; the name of seconds has no unit."""
+    """Return the flag of a setting, without leading dashes and without the ``_s`` of seconds."""
     known = setting_of(one)
     return (known and known.flag) or one.name.removesuffix("_s").replace("_", "-")
 

@@ -101,8 +101,8 @@ class ImageMemory:
         on_short: Callable[[Set[RequestId]], None] = lambda holders: None,
     ) -> None:
         """Wait for so many bytes, at most `request_bytes_max`. ``held`` gives them back.
-        ``on_short`` may be called with ``holders`` while they are lacking, to have others give
-        theirs back.
+        ``on_short`` may be called with ``holders`` while memory is lacking, so that one of the
+        holders gives its memory back.
 
         Cancellation: nothing is held.
         """

@@ -81,8 +81,8 @@ class Call:
     is the request's own, and "" if that has none. An encoding that the client has not announced is
     not used. ``on_answer`` is called with the first message that is sent, and when the call has
     ended. ``trailing_metadata`` may be set until the call's end, and is sent with its status.
-    ``is_compressed`` says whether the last message of `read` came compressed. ``record`` belongs to
-    the code that serves the call.
+    ``is_compressed`` says whether the last message of `read` came compressed. ``record`` is for
+    the code that serves the call, which may keep an object of its own there.
     """
 
     def __init__(self, stream: Stream, connection: Connection) -> None:

@@ -172,9 +172,9 @@ class Dispatcher:
             await call.end(*self._status_of(error))
 
     async def handle(self, method: Method, call: Call) -> Message | None:
-        """Read the request, and return what the handler returns.
+        """Read the request, and return the handler's answer.
 
-        Raises: as both.
+        Raises: as `read_request` and the handler.
         Cancellation: as `serve`.
         """
         request = None if method.takes_stream else await read_request(method, call)

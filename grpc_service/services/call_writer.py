@@ -153,8 +153,8 @@ class CallWriter:
     # ---- the call's task
 
     async def serve(self, engine: Engine, request: ClientRequest) -> None:
-        """Submit a request and write its events until the call ends. Its timeout was what it says
-        at `Rpc.arrived_at`. Raises and cancellation as `run`."""
+        """Submit a request and write its events until the call ends. The request's timeout counts
+        from `Rpc.arrived_at`. Raises and cancellation as `run`."""
         stream = engine.submit(
             request,
             buffer=engine.config.stream_buffer,

@@ -1,7 +1,7 @@
 """What the kinds of work whose requests have one choice do alike: steps, ends, readers, explaining.
 
-A kind says which parts of which requests the next step computes, what the worker gets of them, and
-what a part's result is to its reader.
+A kind chooses the parts of requests that the next step computes, makes the worker's plan of them,
+and emits the event of each part's result.
 """
 
 from __future__ import annotations
