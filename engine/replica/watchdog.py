@@ -17,15 +17,13 @@ The watchdog cannot see a step that hangs with Python's global lock held, as no 
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import io
 import logging
 import math
 import os
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -206,11 +204,9 @@ class Watchdog:
 
         def write() -> None:
             log.error(
-                "step %d of %s has been running for %.1f s; what every thread does follows",
-                *(step, watch.name, seconds),
+                "step %d of %s has been running for %.1f s; what every thread does:\n%s",
+                *(step, watch.name, seconds, _stacks()),
             )
-            with contextlib.suppress(io.UnsupportedOperation, AttributeError, ValueError):
-                faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
         _try_to_write(write)
 
@@ -223,6 +219,19 @@ class Watchdog:
         if not self._is_stopped:
             self._is_stopped = True
             self._exit_process(code)
+
+
+def _stacks() -> str:
+    """Return the stack of every thread, the main thread's first. No source line is read: the disk
+    may be what hangs. (faulthandler writes the stacks of the 100 newest threads.)"""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in reversed(sys._current_frames().items()):
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        for call, line in traceback.walk_stack(frame):
+            code = call.f_code
+            lines.append(f'  File "{code.co_filename}", line {line} in {code.co_qualname}')
+    return "\n".join(lines)
 
 
 def _try_to_write(write: Callable[[], None]) -> None:
