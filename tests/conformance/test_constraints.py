@@ -6,9 +6,12 @@ matcher and the `regex` library's partial match for answers that were cut by len
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import signal
+import threading
 from dataclasses import replace
 
 import jsonschema
@@ -36,12 +39,14 @@ from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample  # n
 from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 from tests.support.forms import drawn, regexes, schema_constraint, schemas  # noqa: E402
+from tests.support.wire import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.model
 
 MAX_TOKENS = 250
 STOPPED_SHARE_MIN = 0.9
 MARGIN = 1e-4  # D10
+LONG_S = 100.0  # of waits that end before
 END = 0  # the token that ends a text of the tiny models
 
 
@@ -572,6 +577,23 @@ def test_the_sandbox_process_of_constraints_may_die_and_is_replaced(llama):
         own.close()
     assert not other.is_alive
     own.close()
+
+
+def test_a_constraint_waits_for_no_process_of_the_sandbox_that_is_busy(llama, monkeypatch):
+    monkeypatch.setattr("engine.worker.sampling.constraint_sandbox.ANSWER_LIMIT_S", LONG_S)
+    tokenizer = load_tokenizer(llama.directory)
+    with contextlib.closing(ConstraintCompiler(tokenizer, 512, frozenset({END}))) as own:
+        own.compile(Constraint("regex", "a"))
+        [process] = own._sandbox._all
+        process._process.send_signal(signal.SIGSTOP)
+        other = threading.Thread(target=own.compile, args=[Constraint("regex", "b")])
+        other.start()
+        wait_until(lambda: not own._sandbox._idle)
+        own.compile(Constraint("regex", "c"))
+        assert other.is_alive()
+        process._process.send_signal(signal.SIGCONT)
+        other.join(LONG_S)
+        assert not other.is_alive()
 
 
 # ---- tokenizers ------------------------------------------------------------------------------
