@@ -18,91 +18,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VisionArchitecture:
-    """A served class of transformers whose models read images: its name, its module, a name for
-    people, its config class, the class of the model without its head, and the module of
-    `engine.worker.vision` that knows it.
+    """The served classes of one of transformers' families whose models read images: how their names
+    begin, their module, a name for people, and the module of `engine.worker.vision` that knows
+    them.
 
     A text model that has no class of its own is that of ``text``, a name in
     `engine.worker.load.architectures.SERVED`, with the rotary embedding ``rotary``, a class of the
     module, which reads three positions."""
 
-    name: str
+    stem: str
     module: str
     label: str
-    config: str
-    base: str
     family: str
     text: str = ""
     rotary: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class."""
+        return f"{self.stem}ForConditionalGeneration"
+
+    @property
+    def config(self) -> str:
+        """The name of its config's class."""
+        return f"{self.stem}Config"
+
+    @property
+    def base(self) -> str:
+        """The name of the class of the model without its head."""
+        return f"{self.stem}Model"
 
 
 VISION: dict[str, VisionArchitecture] = {
     entry.name: entry
     for entry in (
+        VisionArchitecture("Llava", "llava", "LLaVA", "llava"),
+        VisionArchitecture("Gemma3", "gemma3", "Gemma 3", "gemma"),
+        VisionArchitecture("Idefics3", "idefics3", "Idefics 3", "idefics"),
+        VisionArchitecture("SmolVLM", "smolvlm", "SmolVLM", "idefics"),
+        VisionArchitecture("LlavaNext", "llava_next", "LLaVA-Next", "llava_next"),
         VisionArchitecture(
-            "LlavaForConditionalGeneration", "llava", "LLaVA", "LlavaConfig", "LlavaModel", "llava"
+            *("Qwen2VL", "qwen2_vl", "Qwen2-VL", "qwen"),
+            *("Qwen2ForCausalLM", "Qwen2VLRotaryEmbedding"),
         ),
         VisionArchitecture(
-            "Gemma3ForConditionalGeneration",
-            "gemma3",
-            "Gemma 3",
-            "Gemma3Config",
-            "Gemma3Model",
-            "gemma",
+            *("Qwen2_5_VL", "qwen2_5_vl", "Qwen2.5-VL", "qwen"),
+            *("Qwen2ForCausalLM", "Qwen2_5_VLRotaryEmbedding"),
         ),
         VisionArchitecture(
-            "Idefics3ForConditionalGeneration",
-            "idefics3",
-            "Idefics 3",
-            "Idefics3Config",
-            "Idefics3Model",
-            "idefics",
-        ),
-        VisionArchitecture(
-            "SmolVLMForConditionalGeneration",
-            "smolvlm",
-            "SmolVLM",
-            "SmolVLMConfig",
-            "SmolVLMModel",
-            "idefics",
-        ),
-        VisionArchitecture(
-            "LlavaNextForConditionalGeneration",
-            "llava_next",
-            "LLaVA-Next",
-            "LlavaNextConfig",
-            "LlavaNextModel",
-            "llava_next",
-        ),
-        VisionArchitecture(
-            "Qwen2VLForConditionalGeneration",
-            "qwen2_vl",
-            "Qwen2-VL",
-            "Qwen2VLConfig",
-            "Qwen2VLModel",
-            "qwen",
-            text="Qwen2ForCausalLM",
-            rotary="Qwen2VLRotaryEmbedding",
-        ),
-        VisionArchitecture(
-            "Qwen2_5_VLForConditionalGeneration",
-            "qwen2_5_vl",
-            "Qwen2.5-VL",
-            "Qwen2_5_VLConfig",
-            "Qwen2_5_VLModel",
-            "qwen",
-            text="Qwen2ForCausalLM",
-            rotary="Qwen2_5_VLRotaryEmbedding",
-        ),
-        VisionArchitecture(
-            "Qwen3VLForConditionalGeneration",
-            "qwen3_vl",
-            "Qwen3-VL",
-            "Qwen3VLConfig",
-            "Qwen3VLModel",
-            "qwen",
-            text="Qwen3ForCausalLM",
-            rotary="Qwen3VLTextRotaryEmbedding",
+            *("Qwen3VL", "qwen3_vl", "Qwen3-VL", "qwen"),
+            *("Qwen3ForCausalLM", "Qwen3VLTextRotaryEmbedding"),
         ),
     )
 }
