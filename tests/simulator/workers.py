@@ -112,8 +112,8 @@ class WorkerProcess:
 
 
 class FakeRank:
-    """The process of one rank, as `engine.worker.process.group.RankProcess`. ``steps`` are the
-    plans that it took, which must be those of the other ranks."""
+    """The process of one rank, as `engine.worker.process.worker_process.WorkerProcess`, as far as
+    a group needs it. ``steps`` are the plans that it took, which must be those of the others."""
 
     def __init__(self) -> None:
         self.sentinel, self._alive = os.pipe()
@@ -172,7 +172,8 @@ class GroupWorker(WorkerProcess):
         self._draw_failures = draw_failures
         self._note_grace = note_grace
         self._on_violation = on_violation
-        self.group = WorkerGroup("group", [FakeRank() for _ in range(size)])
+        self.ranks: Any = tuple(FakeRank() for _ in range(size))
+        self.group = WorkerGroup("group", self.ranks)
         self.is_dead = False
 
     @property
@@ -186,7 +187,7 @@ class GroupWorker(WorkerProcess):
             self._draw_death(self)
         if self.is_dead:
             raise self.lost()
-        ranks = self.group.ranks
+        ranks = self.ranks
         answers = Answers(len(ranks), is_step=True)
         failures = self._draw_failures(len(ranks))
         if failures:
@@ -230,7 +231,7 @@ class GroupWorker(WorkerProcess):
         """End the group and return the error for a lost worker."""
         self.is_dead = True
         self.group.end(0.0)
-        if any(rank.is_alive for rank in self.group.ranks):
+        if any(rank.is_alive for rank in self.ranks):
             self._on_violation("a rank lives on after its group has ended")
         return WorkerLost("drawn")
 
@@ -242,7 +243,7 @@ class GroupWorker(WorkerProcess):
     def kill_rank(self, number: int) -> None:
         """Let one rank die."""
         self.is_dead = True
-        self.group.ranks[number % len(self.group.ranks)].kill("drawn")
+        self.ranks[number % len(self.ranks)].kill("drawn")
 
     def close(self) -> None:
         """Close the runner and every rank."""

@@ -19,7 +19,7 @@ import select
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.limits.memory import CPU
 from engine.processes.channel import ChannelClosed, packed, wait_for_any
@@ -40,55 +40,14 @@ SIGNS_OF_LIFE = ("progress", "alive")
 log = logging.getLogger(__name__)
 
 
-class RankProcess(Protocol):
-    """The process of one rank, of which a group needs this much."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs, and was not given up."""
-        ...
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when the process is dead; -1 after `close`."""
-        ...
-
-    def kill(self, why: str) -> None:
-        """Kill the process without waiting."""
-        ...
-
-    def end(self, patience_s: float) -> str:
-        """Reap the process, kill it after ``patience_s`` seconds, and return how it ended."""
-        ...
-
-    def ask_to_end(self) -> None:
-        """Ask the process to end, without waiting."""
-        ...
-
-    def close(self) -> None:
-        """End the process and close every descriptor."""
-        ...
-
-    def dump_stacks(self) -> None:
-        """Have the process write the stacks of its threads."""
-        ...
-
-    def rss_bytes(self) -> int:
-        """Return the process's resident memory in bytes."""
-        ...
-
-
-RankT = TypeVar("RankT", bound=RankProcess)
-
-
-class WorkerGroup(Generic[RankT]):
+class WorkerGroup:
     """The processes of all ranks, from their start until all are reaped. Every method may be called
     from any thread at any time.
 
     Life: as that of `WorkerProcess`; when one rank dies, `end` ends the others.
     """
 
-    def __init__(self, name: str, ranks: Sequence[RankT]) -> None:
+    def __init__(self, name: str, ranks: Sequence[WorkerProcess]) -> None:
         """Take processes that were started."""
         self.name = name
         self.ranks = tuple(ranks)
@@ -159,7 +118,7 @@ class WorkerGroup(Generic[RankT]):
         return [rank for rank, fd in enumerate(fds) if fd in ended]
 
 
-class GroupProcess(WorkerGroup[WorkerProcess]):
+class GroupProcess(WorkerGroup):
     """A group of worker processes, in the place of a single one. ``channel`` is the main channel to
     all ranks. During a load, a rank that says nothing for ``patience_s`` seconds hangs."""
 
