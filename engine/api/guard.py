@@ -29,11 +29,9 @@ class Running(Protocol):
 
     def cancel(self, reason: EndReason) -> None:
         """End it. Never waits."""
-        ...
 
     async def wait_closed(self) -> None:
         """Wait until it has ended. Cancellation: only the waiting ends."""
-        ...
 
 
 class _Call:

@@ -54,7 +54,6 @@ class EmbedFunction(Protocol):
 
     async def __call__(self, model: str, inputs: Inputs) -> Sequence[Sequence[float]]:
         """Return the vectors. Cancellation: must end the call."""
-        ...
 
 
 class RankFunction(Protocol):
@@ -62,7 +61,6 @@ class RankFunction(Protocol):
 
     async def __call__(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
         """Return the scores. Cancellation: must end the call."""
-        ...
 
 
 class Handle:

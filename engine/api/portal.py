@@ -65,7 +65,6 @@ class Waiter(Protocol):
     def lose(self, error: BaseException) -> None:
         """Wake up with this error: no answer will come. Runs on the engine's thread; calling it
         more than once, or after the answer, has no effect."""
-        ...
 
 
 class Reply(Generic[T]):
@@ -110,20 +109,16 @@ class Source(Protocol):
     @property
     def credited(self) -> tuple[type, ...]:
         """The classes of events that hold a slot of the stream's credit."""
-        ...
 
     @property
     def num_per_release(self) -> int:
         """How many taken events give their credit back without delay."""
-        ...
 
     def release(self, num_messages: int) -> None:
         """Give back the credit of ``num_messages`` events."""
-        ...
 
     def cancel(self, reason: EndReason) -> None:
         """End the request, unless it has ended. Never waits."""
-        ...
 
 
 class Feed:

@@ -44,7 +44,6 @@ class DecodeImage(Protocol):
         Raises:
             BadImage: as ``read``.
         """
-        ...
 
 
 def decode_here(read: Callable[[bytes], T], data: bytes) -> T:

@@ -67,37 +67,30 @@ class Sight(Protocol):
     @property
     def token(self) -> str:
         """The special token that the image's tokens are, as text."""
-        ...
 
     @property
     def marker(self) -> str:
         """What the chat template writes for an image."""
-        ...
 
     @property
     def token_id(self) -> int:
         """The id of ``token``."""
-        ...
 
     @property
     def max_tokens(self) -> int:
         """The most tokens of one image."""
-        ...
 
     @property
     def max_bytes(self) -> int:
         """The most bytes of one image's pixels, as they are kept."""
-        ...
 
     def encoding_cost(self, max_tokens: int) -> int:
         """Return the most patches that are encoded at once, of images with at most that many
         tokens."""
-        ...
 
     @property
     def is_whole(self) -> bool:
         """Whether one step must compute all tokens of an image, which see each other."""
-        ...
 
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it. Meant for threads.
@@ -105,11 +98,9 @@ class Sight(Protocol):
         Raises:
             BadImage: as `decode`, or the model cannot read an image of such a form.
         """
-        ...
 
     def blank(self) -> SeenImage:
         """Return a black image, to warm up with."""
-        ...
 
 
 def digest_of(data: bytes) -> bytes:

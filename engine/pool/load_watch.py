@@ -24,7 +24,6 @@ class Ensure(Protocol):
 
     def __call__(self, name: str, *, replicas: int) -> Entry:
         """Return the entry of a model, which has that many replicas or a load under way."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

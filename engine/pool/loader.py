@@ -35,7 +35,6 @@ class RunnerFactory(Protocol):
 
     def __call__(self, model: ModelConfig, config: EngineConfig) -> AnyRunner:
         """Return the runner. ``model`` is the configuration of that replica."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

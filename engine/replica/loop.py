@@ -65,11 +65,9 @@ class EventStream(Protocol):
 
     def push(self, event: OutputEvent) -> None:
         """Take the next event of the request."""
-        ...
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
         """Take note that the loop has died. ``has_begun``: the worker knew of the request."""
-        ...
 
 
 class WriteBatch(Protocol):
@@ -78,11 +76,9 @@ class WriteBatch(Protocol):
 
     def hold(self) -> None:
         """Hold back everything that is written from now on."""
-        ...
 
     def release(self) -> None:
         """Send everything that was held back, and from now on send at once."""
-        ...
 
 
 class Unbatched:

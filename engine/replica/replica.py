@@ -53,19 +53,15 @@ class ProcessWorker(Protocol):
     @property
     def sentinel(self) -> int:
         """A descriptor that becomes readable when the process has ended."""
-        ...
 
     def lost(self) -> TrioletError:
         """Return why the process has ended. Waits a moment for its exit status."""
-        ...
 
     def kill(self, why: str) -> None:
         """End the process, without waiting for that. ``why`` becomes part of its error."""
-        ...
 
     def rss_bytes(self) -> int:
         """Return how many bytes of memory the process has resident."""
-        ...
 
 
 class ReservedMemory(Protocol):
@@ -74,15 +70,12 @@ class ReservedMemory(Protocol):
     @property
     def num_bytes(self) -> int:
         """The bytes of all devices together."""
-        ...
 
     def on(self, device: str) -> int:
         """Return how many bytes of a device are reserved."""
-        ...
 
     def release(self) -> None:
         """Give the bytes back, once."""
-        ...
 
 
 class ReplicaKind(Protocol):
@@ -91,28 +84,23 @@ class ReplicaKind(Protocol):
     @property
     def capabilities(self) -> tuple[Capability, ...]:
         """The capabilities of the models that do this kind of work."""
-        ...
 
     @property
     def default_threads(self) -> int:
         """CPU threads of a step if neither the runner nor the configuration sets them; 0 means the
         library's default."""
-        ...
 
     @property
     def token_event(self) -> type[Any] | None:
         """The class of the events that bring tokens, whose first and whose intervals are measured;
         None for a kind without them. Such an event has a ``choice``."""
-        ...
 
     def make_core(self, info: Any, config: EngineConfig, name: str) -> AnyCore:
         """Return the scheduler of one replica of the model ``name``, which is loaded as ``info``
         says."""
-        ...
 
     def make_tools(self, runner: Any, threads: Threads) -> Any:
         """Return what the requests' side uses of a loaded runner beside its tokenizer."""
-        ...
 
 
 class Work(NamedTuple):

@@ -47,14 +47,12 @@ class Job(Protocol[T_co]):
 
         Cancellation: is ignored until then, as the thread begins within microseconds.
         """
-        ...
 
     async def wait(self) -> T_co:
         """Wait for the job's end, and return its result or raise its exception. Called once.
 
         Cancellation: is ignored until the job has ended; its result is returned all the same.
         """
-        ...
 
 
 class Threads(Protocol):
@@ -67,13 +65,11 @@ class Threads(Protocol):
         Cancellation: possible only before the job starts. Once started, the job is waited for, and
         its result is returned without a checkpoint after it; store it before you await anything.
         """
-        ...
 
     def start(self, job: Callable[[], T], *, reports_begin: bool) -> Job[T]:
         """Start ``job`` in a thread now. `Job.wait_begun` may be called only with
         ``reports_begin``, which costs another wake-up. The caller bounds how many jobs run at once.
         """
-        ...
 
 
 class WorkerThreads:

@@ -18,27 +18,22 @@ class ClientRequest(Protocol):
     @property
     def request_id(self) -> str:
         """The client's own id for the request; empty if it gave none."""
-        ...
 
     @property
     def model(self) -> str:
         """The model's name or alias; empty for the first model that has the capability."""
-        ...
 
     @property
     def timeout_s(self) -> float | None:
         """The seconds until the client's deadline; None without a deadline."""
-        ...
 
     @property
     def capability(self) -> Capability:
         """What a model must be able to do for the request."""
-        ...
 
     @property
     def image_bytes(self) -> int:
         """The bytes of the files of its images."""
-        ...
 
     def validate(self) -> None:
         """Check every range that needs no model.
@@ -46,7 +41,6 @@ class ClientRequest(Protocol):
         Raises:
             InvalidRequest: it names every field that is out of range.
         """
-        ...
 
 
 class Preparer(Protocol):
@@ -59,7 +53,6 @@ class Preparer(Protocol):
             InvalidRequest, RequestTooLarge: fields that only the model can check are wrong.
         Cancellation: at once; a thread that tokenises runs to its end, and its result is dropped.
         """
-        ...
 
 
 class RequestKind(Protocol):
@@ -68,13 +61,10 @@ class RequestKind(Protocol):
     @property
     def request_types(self) -> tuple[type[Any], ...]:
         """The classes of the requests that clients send, each a `ClientRequest`."""
-        ...
 
     def make_stream(self, request: Any, options: StreamOptions[Any]) -> RequestStream[Any]:
         """Return the stream of a new request. A request that is out of range has a stream, too,
         whose error is the refusal."""
-        ...
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> Preparer:
         """Return the preparer of one engine."""
-        ...

@@ -21,11 +21,9 @@ class Reader(Protocol[EventT_contra]):
 
     def push(self, event: EventT_contra) -> None:
         """Take the next event. A credited event keeps its slot until the reader gives it back."""
-        ...
 
     def end(self, error: TrioletError | None) -> None:
         """Take note that no event follows. ``error`` is None for a request that succeeded."""
-        ...
 
 
 class ChannelReader(Generic[EventT]):

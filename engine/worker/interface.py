@@ -135,7 +135,6 @@ class Runner(Protocol[PlanT, ResultT, InfoT]):
         Raises:
             SpawnFailed: as `load` would, as far as the metadata show.
         """
-        ...
 
     def load(self, progress: Callable[[LoadProgress], None]) -> InfoT:
         """Load the weights, allocate memory and warm up. ``progress`` is called from this thread.
@@ -143,12 +142,10 @@ class Runner(Protocol[PlanT, ResultT, InfoT]):
         Raises:
             SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
         """
-        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer for plain text and chats. Valid after `load`."""
-        ...
 
     def execute(self, plan: PlanT) -> ResultT:
         """Compute one step.
@@ -157,11 +154,9 @@ class Runner(Protocol[PlanT, ResultT, InfoT]):
             MemoryError: the device ran out of memory; nothing of the plan took effect.
             Exception: the whole step failed in another way; nothing of the plan took effect.
         """
-        ...
 
     def close(self) -> None:
         """Free the weights and every other tensor. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +182,6 @@ class Tokenizer(Protocol):
         Raises:
             InvalidRequest: the text cannot be encoded; the violation names the field ``text``.
         """
-        ...
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
         """Return the tokens of a text with the characters each came from.
@@ -195,7 +189,6 @@ class Tokenizer(Protocol):
         Raises:
             InvalidRequest: as `encode`.
         """
-        ...
 
     def encode_jobs(
         self, text: str, *, add_special_tokens: bool = True
@@ -205,23 +198,19 @@ class Tokenizer(Protocol):
         Raises:
             InvalidRequest: as `encode`; the functions raise it, too.
         """
-        ...
 
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[Callable[[], Sequence[TokenSpan]]]:
         """Divide a long text as `encode_jobs`, and return a function for each piece that makes its
         tokens as `encode_spans`."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        ...
 
     def is_known(self, token_id: int) -> bool:
         """Return whether the tokenizer has a token with this id. It may have some for which the
         model has no row."""
-        ...
 
     def render_chat(
         self,
@@ -237,24 +226,19 @@ class Tokenizer(Protocol):
         Raises:
             InvalidRequest: the template refuses them; the violation names the field ``chat``.
         """
-        ...
 
     def chat_template(self, *, has_tools: bool) -> str:
         """Return the source of the template that `render_chat` uses; empty if there is none."""
-        ...
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
         """Return the ids that a special token's text has as plain text."""
-        ...
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens."""
-        ...
 
     def added_id_of(self, text: str) -> int | None:
         """Return the id of a text that is one token beside the vocabulary, special or not; None for
         any other text."""
-        ...
 
 
 # ---- runners of text models
@@ -321,7 +305,6 @@ class Adapters(Protocol):
         Raises:
             SpawnFailed: as `load`, as far as the adapter's small files show.
         """
-        ...
 
     def load(self, directory: str) -> AdapterInfo:
         """Load the adapter in a directory. A step may use it, by its digest, as soon as this
@@ -331,11 +314,9 @@ class Adapters(Protocol):
             SpawnFailed: it cannot be served with this model; one sentence says why.
             ShuttingDown, WorkerLost: the model is gone.
         """
-        ...
 
     def unload(self, digest: str) -> None:
         """Drop an adapter, once this was called for its digest as often as `load` returned it."""
-        ...
 
 
 class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
@@ -345,7 +326,6 @@ class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
     @property
     def adapters(self) -> Adapters:
         """The model's adapters."""
-        ...
 
     def compile(self, constraint: Constraint) -> int:
         """Make a constraint ready for sequences that will be admitted with it; return about how
@@ -356,12 +336,10 @@ class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
             InvalidRequest: the constraint cannot be followed; the violation names the field.
             Unsupported: this model cannot follow any constraint.
         """
-        ...
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a compiled constraint. No sequence will be admitted with it unless it is compiled
         again. A constraint that is not compiled is ignored."""
-        ...
 
 
 @runtime_checkable
@@ -372,7 +350,6 @@ class RankRunner(Protocol):
     def num_collectives(self) -> int:
         """How many operations of all ranks together this one has begun. After a step that failed,
         the ranks can go on if they have begun equally many."""
-        ...
 
 
 # ---- runners of encoders
@@ -421,7 +398,6 @@ class EncoderTokenizer(Protocol):
         Raises:
             InvalidRequest: a text cannot be encoded; the violation's field is its index.
         """
-        ...
 
     def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
         """Return one input for each document, the query first. Where both together are too long,
@@ -430,7 +406,6 @@ class EncoderTokenizer(Protocol):
         Raises:
             InvalidRequest: as `encode_texts`; the field of the query is ``query``.
         """
-        ...
 
 
 class EncodeRunner(Runner[EncodePlan, EncodeResult, EncoderInfo], Protocol):
@@ -440,4 +415,3 @@ class EncodeRunner(Runner[EncodePlan, EncodeResult, EncoderInfo], Protocol):
     @property
     def encoder_tokenizer(self) -> EncoderTokenizer:
         """The tokenizer that makes the inputs of plans. Valid after `load`."""
-        ...

@@ -26,11 +26,9 @@ class EndedCall(Protocol):
     @property
     def is_being_read(self) -> bool:
         """Whether the client takes what waits on the call's connection."""
-        ...
 
     def evict(self) -> None:
         """Reset the call."""
-        ...
 
 
 class UnreadCalls:

@@ -31,7 +31,6 @@ class Setting(Protocol):
     @property
     def kind(self) -> Kind:
         """How its value is read."""
-        ...
 
 
 def read_file(

@@ -48,7 +48,6 @@ class Transport(Protocol):
     @property
     def has_left(self) -> bool:
         """Whether the client has closed the connection, as far as is known without reading."""
-        ...
 
     async def open(self) -> None:
         """Make the transport ready; bytes may flow only after this.
@@ -57,38 +56,32 @@ class Transport(Protocol):
             OSError: client and server do not agree on how to talk.
         Cancellation: the transport can only be closed then.
         """
-        ...
 
     async def receive(self) -> bytes:
         """Wait for bytes and return at least one; b"" when the client has closed.
 
         Cancellation: safe; no byte is lost.
         """
-        ...
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send what can be sent without waiting; return its number of bytes. What is sent next must
         begin with the rest of ``data``."""
-        ...
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``.
 
         Cancellation: part of it may have been sent, and the connection is of no use then.
         """
-        ...
 
     def end(self) -> None:
         """Announce that nothing more will be sent. Never waits or raises; what still waits is
         lost."""
-        ...
 
     async def close(self) -> None:
         """Close the transport. Idempotent.
 
         Cancellation: it is closed all the same.
         """
-        ...
 
 
 class Listener(Protocol):
@@ -101,11 +94,9 @@ class Listener(Protocol):
 
         Cancellation: safe; no client is lost.
         """
-        ...
 
     def close(self) -> None:
         """Accept no more. Idempotent."""
-        ...
 
 
 # ---- listening ---------------------------------------------------------------------------------

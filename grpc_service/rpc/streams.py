@@ -42,25 +42,20 @@ class StreamListener(Protocol):
     @property
     def has_request(self) -> bool:
         """Whether a message of the request has come, or its end."""
-        ...
 
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request's body."""
-        ...
 
     def on_end(self) -> None:
         """Act on the end of the request's body."""
-        ...
 
     def on_reset(self, *, is_lost: bool = False) -> None:
         """Act on the client's reset of the stream or, with ``is_lost``, on the end of its
         connection; nothing can be sent any more."""
-        ...
 
     def on_sent(self) -> None:
         """Take note that some of the message that waited for the client's window, or the rest of
         it, may have been sent."""
-        ...
 
 
 class _Nobody:

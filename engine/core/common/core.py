@@ -54,17 +54,14 @@ class Plan(Journaled, Protocol):
     @property
     def plan_id(self) -> PlanId:
         """The plan's number, which its result repeats."""
-        ...
 
     @property
     def rows(self) -> Sized:
         """One entry for each sequence or input that the step computes."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        ...
 
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -76,7 +73,6 @@ class Step(Protocol):
     @property
     def plan(self) -> Any:
         """The plan that the worker executes, of the kind's class."""
-        ...
 
 
 StepT = TypeVar("StepT", bound=Step)
@@ -88,11 +84,9 @@ class PrefixLookup(Protocol):
     def keys_of(self, request: Any) -> list[bytes]:
         """Return the keys of the parts of a request's prompt that may be cached. The request need
         not be submitted."""
-        ...
 
     def cached_tokens(self, keys: list[bytes]) -> int:
         """Return how many tokens of the prefix with these keys need not be computed here."""
-        ...
 
 
 class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT]):

@@ -31,7 +31,6 @@ class Journaled(Protocol):
 
     def journal_line(self) -> str:
         """Return the value in one stable line, which simulations compare and a dump shows."""
-        ...
 
 
 class CoreRequest(Journaled, Protocol):
@@ -43,42 +42,34 @@ class CoreRequest(Journaled, Protocol):
     @property
     def request_id(self) -> RequestId:
         """The core's name for the request, which is never used twice."""
-        ...
 
     @property
     def arrival(self) -> float:
         """When the request reached the engine."""
-        ...
 
     @property
     def deadline(self) -> float | None:
         """When the request must have ended; None without a deadline."""
-        ...
 
     @property
     def priority(self) -> int:
         """The rank among waiting requests; the lowest starts first."""
-        ...
 
     @property
     def num_choices(self) -> int:
         """How many `Finished` events the request gets."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens that wait in the queue until the request starts."""
-        ...
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of what the client sent, for the usage."""
-        ...
 
     @property
     def num_tokens_ahead(self) -> int:
         """The most tokens that have to be computed, those of the output included."""
-        ...
 
 
 class CoreResult(Protocol):
@@ -87,7 +78,6 @@ class CoreResult(Protocol):
     @property
     def plan_id(self) -> PlanId:
         """The number of that plan."""
-        ...
 
 
 RequestT = TypeVar("RequestT", bound=CoreRequest)
@@ -214,7 +204,6 @@ class OutputEvent(Journaled, Protocol):
     @property
     def request_id(self) -> RequestId:
         """The core's name for the request."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        ...
 
 
 def first_outside(ids: Sequence[int], vocab_size: int) -> int | None:

@@ -26,11 +26,9 @@ class Queued(Protocol):
     @property
     def queued_tokens(self) -> int:
         """The tokens that wait; they change only by `WaitingQueue.recount` while it is queued."""
-        ...
 
     def key_in_queue(self, now: float, aging_s: float) -> Key:
         """Return the key of its place: its level (`aged_priority`) first, a tie-breaker last."""
-        ...
 
 
 QueuedT = TypeVar("QueuedT", bound=Queued)

@@ -290,16 +290,13 @@ class PrefixObserver(Protocol):
     def stored(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
         """Take note that a block with these ``tokens`` can be matched after the block with the key
         ``parent``; None stands for the beginning of a prompt."""
-        ...
 
     def removed(self, key: bytes) -> None:
         """Take note that the block cannot be matched any more. The key may be one of a salt, which
         was never `stored`."""
-        ...
 
     def cleared(self) -> None:
         """Take note that no block can be matched any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

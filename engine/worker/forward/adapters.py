@@ -47,21 +47,17 @@ class AdapterHost(Protocol):
     @property
     def places(self) -> Mapping[str, tuple[int, int]]:
         """The inputs and outputs of each linear layer that an adapter may change, by its name."""
-        ...
 
     @property
     def head(self) -> str:
         """The name of the model's head."""
-        ...
 
     def place(self, stored: StoredAdapter) -> Any:
         """Return an adapter in the form that is computed with. It has ``num_bytes``, the memory
         that it takes, and ``width``, how many numbers a token is shrunk to at most."""
-        ...
 
     def forward(self, groups: Sequence[AdapterGroup], inputs: Mapping[str, Any]) -> Any:
         """Return the model's output for a step with at least one group."""
-        ...
 
 
 def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]]:

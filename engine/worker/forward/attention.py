@@ -78,7 +78,6 @@ class PreparedStep(Protocol):
     ) -> torch.Tensor:
         """Write ``key`` and ``value`` [num_tokens, num_kv_heads, head_dim] into the cache and
         return the attention of ``query``, both [num_tokens, num_heads, head_dim]."""
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -88,7 +87,6 @@ class AttentionBackend(Protocol):
 
     def prepare(self, rows: PackedRows, cache: KvCache) -> PreparedStep:
         """Compute what all layers of a step share: slots, gather indices, masks."""
-        ...
 
 
 def paged_attention(

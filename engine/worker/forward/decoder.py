@@ -55,11 +55,9 @@ class SumCall(Protocol):
     @property
     def function(self) -> Any:
         """The function that compiled code calls, with an address and a count of float32."""
-        ...
 
     def raise_error(self) -> None:
         """Raise what the function has raised, which could not pass through compiled code."""
-        ...
 
 
 class Packer:

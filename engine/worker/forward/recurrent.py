@@ -46,7 +46,6 @@ class States(Protocol):
 
     def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
         """Set the rows of the forward that follows, and their slots."""
-        ...
 
     def write(self) -> None:
         """Write the states that the forward computed into their slots.
@@ -54,7 +53,6 @@ class States(Protocol):
         Raises:
             RuntimeError: Memory is lacking, and no state has changed.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

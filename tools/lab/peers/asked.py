@@ -27,12 +27,10 @@ class Engine(Protocol):
         together. Only the latter are on the clock. The answer has ``seconds``, those of each step
         (``step_s``; not every engine says them), and the ``first`` and ``last`` token of each
         prompt."""
-        ...
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Compute prompts that no cache has, and one token for each. The answer has ``seconds``
         and ``first``."""
-        ...
 
 
 def prompts(name: str, batch: int, length: int, vocab: int) -> list[list[int]]:
