@@ -130,10 +130,8 @@ class Place:
         """Return whether the server's figures show that a request has come into the phase."""
         now = stats(self.server.channel)
         if self.name == "queued":
-            is_there = now.waiting >= before.waiting + self.kind.num_waiting
-            if not is_there:  # a request joins the queue between two steps
-                self.server.tell("let_one_go")
-            return is_there
+            self.admit()
+            return now.waiting >= before.waiting + self.kind.num_waiting
         if self.name == "parked":
             # It is parked and drained in turn until the buffers on the way are full, too.
             self.looks.append((now.parked >= self.kind.num_parked, now.step_count))
@@ -143,11 +141,15 @@ class Place:
         return not self.is_held or self.server.ask("held") == 1
 
     def are_running(self, count):
-        """Return whether so many requests have seats; let a step pass if not."""
-        are_there = stats(self.server.channel).running >= count
-        if not are_there:
+        """Return whether so many requests have seats."""
+        self.admit()
+        return stats(self.server.channel).running >= count
+
+    def admit(self):
+        """Let the step pass after which a request that has arrived joins the queue, and no other
+        one: the steps take from the queue what is waited for."""
+        if self.server.ask("held") == 1 and self.server.ask("posted"):
             self.server.tell("let_one_go")
-        return are_there
 
     def explained(self, name):
         """Return how a request is explained; None if it has not arrived."""
@@ -250,6 +252,7 @@ def holding(place, *, spares_others=True):
                 place.server.tell("let_one_go")
             for call in calls:
                 kind.read_result(call)
+            wait(lambda: place.server.ask("held") == 1, "the last of these steps")
         yield
         place.let_go()
         for call, fields in zip(calls, others, strict=False):

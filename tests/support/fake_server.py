@@ -306,7 +306,8 @@ class Counter(trio.abc.Instrument):
     loads of each model have begun, "peak" the most memory that was ever reserved at once.
     "image_bytes" is the memory that requests hold for images, as files and decoded.
     "computed" is the number of token positions that the real model has computed. "held" is how many
-    threads wait at the gate. "skip" sets the clock (`skip`).
+    threads wait at the gate, "posted" how many commands wait for a step's end. "skip" sets the
+    clock (`skip`).
     """
 
     def __init__(self, faults):
@@ -321,6 +322,7 @@ class Counter(trio.abc.Instrument):
         self.questions["deadlines"] = lambda: engine.telemetry().deadlines_missed
         self.questions["peak"] = lambda: engine._pool.memory.peak()
         self.questions["image_bytes"] = lambda: image_bytes(engine._supervisor)
+        self.questions["posted"] = lambda: posted(engine._supervisor._live.values())
         self.questions["skip"] = lambda: skip(engine._supervisor._live.values())
 
     def before_task_step(self, task):
@@ -353,6 +355,12 @@ def living():
     """Return the numbers of Trio's tasks and of Python's threads."""
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     return {"trio_tasks": num_tasks, "threads": threading.active_count()}
+
+
+def posted(streams):
+    """Return how many commands wait for the end of a step that has a request's model."""
+    loops = {stream.replica.loop for stream in streams if stream.replica is not None}
+    return sum(len(loop._commands) for loop in loops)
 
 
 def image_bytes(supervisor):

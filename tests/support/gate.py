@@ -11,14 +11,19 @@ from dataclasses import dataclass
 
 
 class Gate:
-    """Fakes wait here from `hold` to `let_go`. ``num_held`` of their threads wait now."""
+    """Fakes wait here from `hold` to `let_go`."""
 
     def __init__(self):
         self._changed = threading.Condition()
         self._is_held = False
         self._num_free = 0  # of those that may go on
         self._num_passed = {}
-        self.num_held = 0
+        self._num_waiting = 0
+
+    @property
+    def num_held(self):
+        """How many threads wait for `let_go`, or for one more `let_one_go`."""
+        return self._num_waiting - self._num_free
 
     def hold(self):
         """Let fakes wait from now on."""
@@ -47,9 +52,9 @@ class Gate:
             self._num_passed[id(sleep)] += 1
             if passed < sleep.passes:
                 return
-            self.num_held += 1
+            self._num_waiting += 1
             self._changed.wait_for(lambda: self._num_free or not self._is_held)
-            self.num_held -= 1
+            self._num_waiting -= 1
             self._num_free -= self._is_held
 
 
