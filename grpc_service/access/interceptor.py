@@ -74,8 +74,11 @@ class Interceptor(Dispatcher):
         call.record = rpc = Rpc(call)
         # Reflection, whose requests are a stream, is neither limited nor logged.
         is_counted = method is not None and not method.takes_stream
-        with self._accounting(rpc) if is_counted else contextlib.nullcontext():
-            await super().serve(call)
+        try:
+            with self._accounting(rpc) if is_counted else contextlib.nullcontext():
+                await super().serve(call)
+        finally:
+            call.record = None  # a cycle, with the request in it, that only the collector frees
 
     @contextlib.contextmanager
     def _accounting(self, rpc: Rpc) -> Iterator[None]:

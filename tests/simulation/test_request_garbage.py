@@ -1,0 +1,108 @@
+"""A request that has ended leaves nothing to Python's garbage collector: its text may be megabytes,
+and the collector runs once in hundreds of requests. `tests.unit.rpc.test_garbage` says the same of
+calls whose handler is no server."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import trio
+
+from engine.requests.draw_stream import DrawStream
+from engine.requests.draw_values import DrawRequest
+from engine.requests.encode_stream import EncodeStream
+from engine.requests.encode_values import EmbedRequest
+from engine.requests.text_stream import TextStream
+from engine.requests.text_values import GenerateRequest
+from engine.worker.fakes.text import FakeScript
+from grpc_service.access.interceptor import Interceptor
+from grpc_service.access.rpc_record import Rpc
+from grpc_service.access.unread_calls import UnreadCalls
+from grpc_service.client import messages as pb
+from grpc_service.rpc.call import Call
+from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.testing import open_server
+from grpc_service.services.backend import Backend
+from grpc_service.services.call_writer import CallWriter
+from grpc_service.services.error_status import status_of
+from grpc_service.services.methods import methods
+from tests.simulator.determinism import run_deterministically
+from tests.support.virtual_engine import fake_engine
+
+SERVICE = "triolet.v1.Inference/"
+OF_REQUESTS = (Call, CallWriter, Rpc, GenerateRequest, TextStream, EmbedRequest, EncodeStream)
+OF_REQUESTS += (DrawRequest, DrawStream)
+
+
+def generate(**fields):
+    fields = {"text": "a", "sampling": {"max_tokens": 3}} | fields
+    return "Generate", pb.GenerateRequest(**fields).SerializeToString()
+
+
+async def to_its_end(client, name, message):
+    await client.request(SERVICE + name, message)
+
+
+async def reset(client, name, message):
+    call = client.call(message, path=f"/{SERVICE}{name}")
+    await trio.sleep(0.25)
+    assert call not in client.ends
+    client.reset(call)
+
+
+async def late(client, name, message):
+    headers = {"grpc-timeout": "300m"}
+    answer = await client.request(SERVICE + name, message, headers=headers)
+    assert answer.code is StatusCode.DEADLINE_EXCEEDED
+
+
+LONG = generate(sampling={"max_tokens": 100})
+WAYS = {
+    "OK": (to_its_end, *generate()),
+    "several choices": (to_its_end, *generate(n=3)),
+    "a prompt that is cut": (to_its_end, *generate(text="a b c d", prompt={"truncate_to": 2})),
+    "reset by the client": (reset, *LONG),
+    "deadline": (late, *LONG),
+    "wrong field": (to_its_end, *generate(sampling={"top_p": 7})),
+    "wrong for the model": (to_its_end, *generate(token_ids={"ids": [2**30]})),
+    "no such model": (to_its_end, *generate(model="none")),
+    "not decoded": (to_its_end, "Generate", b"\xff"),
+    "not of this model": (
+        to_its_end,
+        "Embed",
+        pb.EmbedRequest(inputs=[{"text": "a"}]).SerializeToString(),
+    ),
+    "tokenized": (to_its_end, "Tokenize", pb.TokenizeRequest(text="a b").SerializeToString()),
+}
+
+
+def alive():
+    # Not `isinstance`, which asks some objects of torch for their class, and warns of them.
+    return [one for one in gc.get_objects() if type(one) in OF_REQUESTS]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request_that_has_ended_is_freed_without_the_collector(way):
+    """Red while a call kept its record, which has the call and the stream with the request."""
+    run, name, message = WAYS[way]
+    left = []
+
+    async def main():
+        async with fake_engine(FakeScript(step_s=0.1)) as engine:
+            served = methods(Backend(engine, UnreadCalls(trio.current_time)), 2**22)
+            async with open_server(Interceptor(served, None, status_of).serve) as server:
+                client = await server.connect()
+                gc.collect()
+                older = set(map(id, alive()))
+                gc.disable()
+                await run(client, name, message)
+                await trio.sleep(2)
+                await client.settle()
+                left.extend(type(one).__name__ for one in alive() if id(one) not in older)
+
+    try:
+        run_deterministically(main, 0)
+    finally:
+        gc.enable()
+    assert left == []
