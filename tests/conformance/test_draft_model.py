@@ -168,25 +168,17 @@ def acceptance_of(plain, drafting):
 CACHE_FAULTS = (
     Mutant(
         "rejected drafts stay in the cache",
-        Resident,
-        "roll_back",
+        Resident.roll_back,
         "del self.tokens[self.known :]",
         "pass",
     ),
     Mutant(
         "the draft is of another position's noise",
-        DraftModel,
-        "_take",
+        DraftModel._take,
         "one.ahead.push(token)",
         "one.ahead.push(token) and not setattr(one.ahead, 'position', 0)",
     ),
-    Mutant(
-        "a token is not read",
-        DraftModel,
-        "_take",
-        "one.unread = [token]",
-        "one.unread = [0]",
-    ),
+    Mutant("a token is not read", DraftModel._take, "one.unread = [token]", "one.unread = [0]"),
 )
 
 

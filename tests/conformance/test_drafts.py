@@ -147,26 +147,24 @@ def test_preempted_and_cached_sequences_draft_the_same_tokens(
 MUTANTS = (
     Mutant(
         "a penalty is counted twice",
-        sequences.Ahead,
-        "push",
+        sequences.Ahead.push,
         "self.edits.push(token)",
         "self.edits.push(token); self.edits.push(token)",
     ),
-    Mutant("a penalty is not counted", sequences.Ahead, "push", "self.edits.push(token)", "pass"),
-    Mutant("a draw is repeated", sequences.Ahead, "push", "self.position += 1", "pass"),
+    Mutant("a penalty is not counted", sequences.Ahead.push, "self.edits.push(token)", "pass"),
+    Mutant("a draw is repeated", sequences.Ahead.push, "self.position += 1", "pass"),
     Mutant(
         "a token behind a wrong one is kept",
-        TorchRunner,
-        "_choose",
+        TorchRunner._choose,
         "if one.drafts and token == one.drafts[0]:",
         "if one.drafts:",
     ),
     Mutant(
         "all log-probabilities are of the first position",
-        text_runner,
-        "score_batch",
+        text_runner.score_batch,
         "choice.logits + place",
         "choice.logits",
+        owner=text_runner,
     ),
 )
 

@@ -242,14 +242,14 @@ def test_a_request_that_leaves_at_any_instant_gives_its_memory_back(seed):
 
 
 @pytest.mark.parametrize(
-    ("name", "owner", "old", "new"),
+    ("function", "old", "new"),
     [
-        ("take", ImageMemory, "self._waiting.remove(waiter)", "pass"),
-        ("_give_back", ImageMemory, "self.num_bytes -= num_bytes", "pass"),
-        ("_read_images", InputPreparer, "decode_image(fit.read, one)", READ_ALL),
+        (ImageMemory.take, "self._waiting.remove(waiter)", "pass"),
+        (ImageMemory._give_back, "self.num_bytes -= num_bytes", "pass"),
+        (InputPreparer._read_images, "decode_image(fit.read, one)", READ_ALL),
     ],
 )
-def test_a_planted_leak_is_found(name, owner, old, new):
-    leak = Mutant(f"{name}: {new} for {old}", owner, name, old, new)
+def test_a_planted_leak_is_found(function, old, new):
+    leak = Mutant(f"{new} for {old}", function, old, new)
     with planted(leak), pytest.raises((AssertionError, trio.TooSlowError, BaseExceptionGroup)):
         leave_at_all_instants()
