@@ -165,6 +165,7 @@ MUTANTS = (
         step_builder.StepBuilder._start,
         "BlockDelta(0, tuple(seq.blocks))",
         "step.rows[-1].blocks",
+        seed=2,
     ),
     Mutant(
         "a fork's partial block is not copied",
@@ -177,19 +178,21 @@ MUTANTS = (
         ledger.Ledger.unpark,
         "self.seats_over(seq) > 0",
         "False",
-        seed=5,
+        seed=26,
     ),
     Mutant(
         "a start takes a seat that nobody left",
         step_builder.StepBuilder._start_waiting,
         "if not admission.has_seats(ledger, seq):",
         "if False:",
+        seed=2,
     ),
     Mutant(
         "aging is not compared, and two preempt each other for ever",
         admission.victims_for_first,
         "if seq.rank > first.rank and ledger.waiting.key_of(seq, now) > key",
         "if seq.rank > first.rank",
+        seed=13,
     ),
     Mutant(
         "room is made as if nobody had a next token",
@@ -223,7 +226,7 @@ MUTANTS = (
         credit.Credit.release,
         "return True",
         "return False",
-        seed=3,
+        seed=15,
     ),
     Mutant(
         "a prepared plan keeps the rows that ended",
@@ -260,14 +263,14 @@ MUTANTS = (
         seed=1,
     ),
     Mutant(
-        "a failed load wakes nobody", loads.Loads._run_load, "load.settled.set()", "pass", seed=5
+        "a failed load wakes nobody", loads.Loads._run_load, "load.settled.set()", "pass", seed=13
     ),
     Mutant(
         "a reused block stays matchable",
         blocks.BlockPool.take,
         "self._reused.append(block)",
         "pass",
-        seed=3,
+        seed=13,
     ),
     Mutant("an event wakes no handler", call_writer.CallWriter.push, "waiter.set()", "pass"),
     Mutant(
@@ -316,6 +319,7 @@ MUTANTS = (
         call_writer.CallWriter._receive,
         "while True:",
         "self._waiter = trio.Event(); await self._waiter.wait()\n    while True:",
+        seed=13,
     ),
     Mutant(
         "an end comes before the last tokens",
@@ -342,6 +346,7 @@ MUTANTS = (
         call_writer.CallWriter._leave,
         "self._unread_calls.gone(self)",
         "pass",
+        seed=1,
     ),
     Mutant(
         "an unread call beyond the bound is not reset",
@@ -362,6 +367,7 @@ MUTANTS = (
         stream.RequestStream.close,
         "reader.end(self.error)",
         "pass",
+        seed=13,
     ),
     Mutant(
         "an abort before its request is forgotten at once",
@@ -479,6 +485,7 @@ MUTANTS = (
         encode_stream.EncodeStream._finish,
         "sorted(self._scores, key=lambda one: (-one.score, one.index))",
         "self._scores",
+        seed=2,
     ),
     Mutant(
         "texts beside ids get each other's tokens",
@@ -570,7 +577,7 @@ MUTANTS = (
         supervisor.Supervisor._supervise,
         "self.image_files.remove(request.image_bytes)",
         "pass",
-        seed=5,
+        seed=1,
     ),
     Mutant(
         "a continued choice draws as the first one",
@@ -591,7 +598,7 @@ MUTANTS = (
         commit.Committer._take_result,
         "        if has_slot:\n            seq.credit.cancel()\n        self._endings",
         "        self._endings",
-        seed=36,
+        seed=15,
     ),
     Mutant(
         "a stream waits for choices whose ends its client has",
@@ -829,7 +836,7 @@ MUTANTS = (
         turns.Seats._has_room,
         "len(going_on) < self._max_seats",
         "True",
-        seed=1,
+        seed=15,
     ),
     Mutant(
         "the worker is not told that a drawing has ended",
