@@ -299,7 +299,7 @@ def test_layers_and_patterns_are_matched_as_by_peft():
 
 
 @pytest.mark.slow
-def test_replicas_in_processes_have_every_adapter_also_after_a_death(base, written, wanted):
+async def test_replicas_in_processes_have_every_adapter_also_after_a_death(base, written, wanted):
     """Of the configuration and of the operator."""
     own = {"a": written["a"]}
     workers = (WorkerConfig(count=2, runner="process"),)
@@ -310,24 +310,21 @@ def test_replicas_in_processes_have_every_adapter_also_after_a_death(base, writt
                 [tokens], _, _, _ = await answer(engine, name, prompt)
                 assert tokens == found[prompt]
 
-    async def main():
-        config = config_of(base, own, workers=workers, routing="round-robin")
-        async with open_engine(config) as engine:
-            with trio.fail_after(LIMIT_S):
-                await engine.load_model("base")
-                whole = engine.statistics().totals.memory_reserved
-                status = await engine.adapters.load("base:b", written["b"])
-                each = status.memory_bytes
-                assert engine.statistics().totals.memory_reserved == whole + each
-                await check(engine)
-                entry = engine.registry.entries["base"]
-                lost = entry.replicas[0]
-                os.kill(lost.process.process.pid, signal.SIGKILL)
-                while lost in entry.replicas or len(entry.ready) < 2:  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-                assert engine.get_model("base:b").state is ModelState.READY
-                assert engine.get_model("base:b").memory_bytes == each
-                await check(engine)
-                await engine.adapters.unload("base:b")
-
-    trio.run(main)
+    config = config_of(base, own, workers=workers, routing="round-robin")
+    async with open_engine(config) as engine:
+        with trio.fail_after(LIMIT_S):
+            await engine.load_model("base")
+            whole = engine.statistics().totals.memory_reserved
+            status = await engine.adapters.load("base:b", written["b"])
+            each = status.memory_bytes
+            assert engine.statistics().totals.memory_reserved == whole + each
+            await check(engine)
+            entry = engine.registry.entries["base"]
+            lost = entry.replicas[0]
+            os.kill(lost.process.process.pid, signal.SIGKILL)
+            while lost in entry.replicas or len(entry.ready) < 2:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            assert engine.get_model("base:b").state is ModelState.READY
+            assert engine.get_model("base:b").memory_bytes == each
+            await check(engine)
+            await engine.adapters.unload("base:b")

@@ -189,69 +189,63 @@ def test_a_model_with_recurrent_layers_and_its_adapters_give_the_tokens_of_peft(
     assert not trio.run(wrong_answers, config_of(base, written), wanted, totals)
 
 
-def test_a_reload_under_the_same_name_never_hits_an_old_prefix(base, written, wanted, tmp_path):
+async def test_a_reload_under_the_same_name_never_hits_an_old_prefix(
+    base, written, wanted, tmp_path
+):
     """Nor does an adapter hit the base's; the same content under another name does."""
     prompt = prompts(2)[1]
     old, new = wanted["base:a"], wanted["base:b"]
     place = tmp_path / "one"
     shutil.copytree(written["a"], place)
-
-    async def main():
-        async with open_engine(config_of(base, {"x": place})) as engine:
-            for name, cached in (("base", 0), ("base", 48), ("base:x", 0), ("the x", 48)):
-                tokens, usage = await answer(engine, request(name, prompt))
-                assert usage.cached_tokens >= cached
-                assert usage.cached_tokens == 0 or cached
-            assert tokens == [old[prompt]]
-            shutil.copytree(written["b"], place, dirs_exist_ok=True)
-            status = await engine.adapters.load("base:x", place)
-            assert (status.adapter_rank, status.base) == (RANKS["b"], "base")
-            tokens, usage = await answer(engine, request("base:x", prompt))
-            assert (tokens, usage.cached_tokens) == ([new[prompt]], 0)
-            await engine.adapters.load("base:y", written["b"], aliases=("why",))
-            tokens, usage = await answer(engine, request("why", prompt))
-            assert tokens == [new[prompt]]
-            assert usage.cached_tokens >= 48
-
-    trio.run(main)
+    async with open_engine(config_of(base, {"x": place})) as engine:
+        for name, cached in (("base", 0), ("base", 48), ("base:x", 0), ("the x", 48)):
+            tokens, usage = await answer(engine, request(name, prompt))
+            assert usage.cached_tokens >= cached
+            assert usage.cached_tokens == 0 or cached
+        assert tokens == [old[prompt]]
+        shutil.copytree(written["b"], place, dirs_exist_ok=True)
+        status = await engine.adapters.load("base:x", place)
+        assert (status.adapter_rank, status.base) == (RANKS["b"], "base")
+        tokens, usage = await answer(engine, request("base:x", prompt))
+        assert (tokens, usage.cached_tokens) == ([new[prompt]], 0)
+        await engine.adapters.load("base:y", written["b"], aliases=("why",))
+        tokens, usage = await answer(engine, request("why", prompt))
+        assert tokens == [new[prompt]]
+        assert usage.cached_tokens >= 48
 
 
-def test_a_running_request_keeps_its_adapter_and_its_memory(base, written, wanted):
+async def test_a_running_request_keeps_its_adapter_and_its_memory(base, written, wanted):
     """A reload and an unload let it finish; then exactly its bytes are given back."""
     [prompt] = prompts(1)
     own_tokens = wanted["base:a"][prompt]
+    async with open_engine(config_of(base, {"x": written["a"]})) as engine:
+        await engine.wait_ready()
 
-    async def main():
-        async with open_engine(config_of(base, {"x": written["a"]})) as engine:
-            await engine.wait_ready()
+        def reserved():
+            return engine.statistics().totals.memory_reserved
 
-            def reserved():
-                return engine.statistics().totals.memory_reserved
-
-            own = engine.get_model("base:x").memory_bytes
-            before = reserved() - own
-            assert own > 0
-            async with engine.generate(request("base:x", prompt)) as stream:
-                events = [await anext(stream), await anext(stream)]
-                await engine.adapters.load("base:x", written["b"])
-                both = engine.get_model("base:x").memory_bytes + own
-                assert reserved() == before + both
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(engine.adapters.unload, "base:x")
-                    await trio.testing.wait_all_tasks_blocked()
-                    with pytest.raises(ModelNotFound):
-                        await answer(engine, request("base:x", prompt))
-                events += [event async for event in stream]
-            tokens = [i for one in events if isinstance(one, Tokens) for i in one.token_ids]
-            assert tuple(tokens) == own_tokens
-            with trio.fail_after(10):
-                while reserved() != before:  # noqa: ASYNC110  (nothing says that a task has ended)
-                    await trio.sleep(0.01)
-
-    trio.run(main)
+        own = engine.get_model("base:x").memory_bytes
+        before = reserved() - own
+        assert own > 0
+        async with engine.generate(request("base:x", prompt)) as stream:
+            events = [await anext(stream), await anext(stream)]
+            await engine.adapters.load("base:x", written["b"])
+            both = engine.get_model("base:x").memory_bytes + own
+            assert reserved() == before + both
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.adapters.unload, "base:x")
+                await trio.testing.wait_all_tasks_blocked()
+                with pytest.raises(ModelNotFound):
+                    await answer(engine, request("base:x", prompt))
+            events += [event async for event in stream]
+        tokens = [i for one in events if isinstance(one, Tokens) for i in one.token_ids]
+        assert tuple(tokens) == own_tokens
+        with trio.fail_after(10):
+            while reserved() != before:  # noqa: ASYNC110  (nothing says that a task has ended)
+                await trio.sleep(0.01)
 
 
-def test_what_cannot_be_loaded_changes_nothing(base, written, wanted, tmp_path):
+async def test_what_cannot_be_loaded_changes_nothing(base, written, wanted, tmp_path):
     """A refusal, a lack of memory and a bad name leave the adapter before in place. An adapter of
     the configuration that does not load is FAILED, and its base serves."""
     broken = tmp_path / "broken"
@@ -259,38 +253,34 @@ def test_what_cannot_be_loaded_changes_nothing(base, written, wanted, tmp_path):
     (broken / "adapter_model.safetensors").write_bytes(b"x")
     [prompt] = prompts(1)
     own_tokens = wanted["base:a"][prompt]
-
-    async def main():
-        config = config_of(base, {"x": written["a"], "bad": broken})
-        async with open_engine(config) as engine:
-            await engine.wait_ready()
-            before = engine.statistics().totals.memory_reserved
-            states = {one.name: one.state for one in engine.list_models()}
-            ready, failed = ModelState.READY, ModelState.FAILED
-            assert states == {"base": ready, "base:x": ready, "base:bad": failed}
-            assert "cut short" in engine.get_model("base:bad").error
-            with pytest.raises(SpawnFailed, match="cut short"):
-                await answer(engine, request("base:bad", prompt))
-            with pytest.raises(SpawnFailed, match=r"base:x: .*cut short"):
-                await engine.adapters.load("base:x", broken)
-            for name in ("x", "base:", "the x:y"):
-                with pytest.raises((InvalidRequest, ModelNotFound)):
-                    await engine.adapters.load(name, written["b"])
-            with pytest.raises(InvalidRequest, match="another model"):
-                await engine.adapters.load("base:z", written["b"], aliases=("the x",))
-            with pytest.raises(InvalidRequest, match="not an adapter"):
-                await engine.adapters.unload("base")
-            for operate in (engine.pause, engine.reset_prefix_cache, engine.watch_load):
-                with pytest.raises(InvalidRequest, match="adapter of base"):
-                    operate("base:x") if operate != engine.pause else operate(None, "base:x")
-            engine._pool.memory._limits["cpu"] = before
-            with pytest.raises(MemoryExhausted, match="base:z"):
-                await engine.adapters.load("base:z", written["c"])
-            assert engine.statistics().totals.memory_reserved == before
-            tokens, _ = await answer(engine, request("base:x", prompt))
-            assert tokens == [own_tokens]
-
-    trio.run(main)
+    config = config_of(base, {"x": written["a"], "bad": broken})
+    async with open_engine(config) as engine:
+        await engine.wait_ready()
+        before = engine.statistics().totals.memory_reserved
+        states = {one.name: one.state for one in engine.list_models()}
+        ready, failed = ModelState.READY, ModelState.FAILED
+        assert states == {"base": ready, "base:x": ready, "base:bad": failed}
+        assert "cut short" in engine.get_model("base:bad").error
+        with pytest.raises(SpawnFailed, match="cut short"):
+            await answer(engine, request("base:bad", prompt))
+        with pytest.raises(SpawnFailed, match=r"base:x: .*cut short"):
+            await engine.adapters.load("base:x", broken)
+        for name in ("x", "base:", "the x:y"):
+            with pytest.raises((InvalidRequest, ModelNotFound)):
+                await engine.adapters.load(name, written["b"])
+        with pytest.raises(InvalidRequest, match="another model"):
+            await engine.adapters.load("base:z", written["b"], aliases=("the x",))
+        with pytest.raises(InvalidRequest, match="not an adapter"):
+            await engine.adapters.unload("base")
+        for operate in (engine.pause, engine.reset_prefix_cache, engine.watch_load):
+            with pytest.raises(InvalidRequest, match="adapter of base"):
+                operate("base:x") if operate != engine.pause else operate(None, "base:x")
+        engine._pool.memory._limits["cpu"] = before
+        with pytest.raises(MemoryExhausted, match="base:z"):
+            await engine.adapters.load("base:z", written["c"])
+        assert engine.statistics().totals.memory_reserved == before
+        tokens, _ = await answer(engine, request("base:x", prompt))
+        assert tokens == [own_tokens]
 
 
 # ---- a server

@@ -17,7 +17,6 @@ import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D
 
 pytest.importorskip("torch")
 
-import trio
 from tokenizers import AddedToken, Tokenizer
 
 from engine.api.engine import open_engine
@@ -260,46 +259,36 @@ async def answer(eng, chat, **fields):
     return found
 
 
-def test_a_random_model_calls_what_it_must(directory):
+async def test_a_random_model_calls_what_it_must(directory):
     ask = [{"role": "user", "content": "How will the weather be?"}]
     config = EngineConfig(models=(ModelConfig(str(directory)),), check_level=2)
-
-    async def main():
-        async with open_engine(config) as eng:
-            for choice in ("get_weather", "now", "required"):
-                found = await answer(eng, Chat(ask, TOOLS, tool_choice=choice), n=8)
-                for text, calls, reason in found:
-                    if reason is EndReason.STOP:
-                        assert text == ""
-                        check(calls, "" if choice == "required" else choice)
-                assert any(reason is EndReason.STOP for _, _, reason in found)
-            for choice in ("auto", "none"):
-                [(text, calls, _)] = await answer(eng, Chat(ask, TOOLS, tool_choice=choice))
-                assert text
-                assert calls == []
-
-    trio.run(main)
+    async with open_engine(config) as eng:
+        for choice in ("get_weather", "now", "required"):
+            found = await answer(eng, Chat(ask, TOOLS, tool_choice=choice), n=8)
+            for text, calls, reason in found:
+                if reason is EndReason.STOP:
+                    assert text == ""
+                    check(calls, "" if choice == "required" else choice)
+            assert any(reason is EndReason.STOP for _, _, reason in found)
+        for choice in ("auto", "none"):
+            [(text, calls, _)] = await answer(eng, Chat(ask, TOOLS, tool_choice=choice))
+            assert text
+            assert calls == []
 
 
 SAID = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
 
 
-def test_channels_come_as_reasoning_and_text(directory):
+async def test_channels_come_as_reasoning_and_text(directory):
     """The constraint makes the model write messages in channels; those of other models are text."""
     constraint = Constraint("choice", SAID)
     chat = Chat([{"role": "user", "content": "Hi"}])
     config = EngineConfig(models=(ModelConfig(str(directory)),), check_level=2)
-
-    async def main():
-        async with open_engine(config) as eng:
-            request = GenerateRequest(
-                chat=chat, constraint=constraint, sampling={"max_tokens": 200}
-            )
-            async with eng.generate(request) as stream:
-                events = [event async for event in stream if isinstance(event, Tokens)]
-        text = "".join(event.text for event in events)
-        reasoning = "".join(e.reasoning for e in events if isinstance(e, AnswerTokens))
-        is_parsed = directory.name == "gpt_oss"
-        assert (text, reasoning) == (("Hello!", "Hm.") if is_parsed else (SAID, ""))
-
-    trio.run(main)
+    async with open_engine(config) as eng:
+        request = GenerateRequest(chat=chat, constraint=constraint, sampling={"max_tokens": 200})
+        async with eng.generate(request) as stream:
+            events = [event async for event in stream if isinstance(event, Tokens)]
+    text = "".join(event.text for event in events)
+    reasoning = "".join(e.reasoning for e in events if isinstance(e, AnswerTokens))
+    is_parsed = directory.name == "gpt_oss"
+    assert (text, reasoning) == (("Hello!", "Hm.") if is_parsed else (SAID, ""))

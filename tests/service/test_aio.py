@@ -22,6 +22,7 @@ from engine.errors import (
     RequestCancelled,
 )
 from engine.requests.text_values import SamplingParams
+from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
     LIMIT_S,
@@ -35,6 +36,7 @@ from tests.support.facades import (
     park,
     read,
     request,
+    run,
     run_loop,
     run_script,
     totals,
@@ -42,135 +44,120 @@ from tests.support.facades import (
     until_token,
     wait_no_engine_threads,
 )
-from tests.support.facades import run as run_opened
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
-run = partial(run_opened, in_asyncio)
+in_engine = partial(run_by, run, facade=in_asyncio)
 
 
 # ---- reading
 
 
-def test_only_credit_of_taken_events_is_given_back():
+@in_engine(in_process_buffer=8)
+async def test_only_credit_of_taken_events_is_given_back(eng):
     """A parked stream holds credit for exactly the events that wait for its reader."""
+    stream = await park(eng)
+    for taken in range(1, 4):
+        await anext(stream)
 
-    async def body(eng):
-        stream = await park(eng)
-        for taken in range(1, 4):
-            await anext(stream)
+        async def is_even(taken=taken):
+            def look(engine):
+                return engine.statistics().totals.parked, stream._feed._source.credit.filled
 
-            async def is_even(taken=taken):
-                def look(engine):
-                    return engine.statistics().totals.parked, stream._feed._source.credit.filled
+            is_parked, filled = await eng._caller.ask(look)
+            return is_parked and filled == len(stream._feed.items) == 8
 
-                is_parked, filled = await eng._caller.ask(look)
-                return is_parked and filled == len(stream._feed.items) == 8
-
-            await until(is_even)
-        stream.close()
-
-    run(body, in_process_buffer=8)
+        await until(is_even)
+    stream.close()
 
 
-def test_the_events_of_a_step_cross_together():
+@in_engine(in_process_buffer=64)
+async def test_the_events_of_a_step_cross_together(eng):
     """However many streams a loop reads, each turn of the engine wakes the loop once."""
     num_streams, num_tokens, calls = 32, 40, []
+    await eng.wait_ready()
+    await eng.pause(PauseMode.KEEP)
+    sampling = SamplingParams(max_tokens=num_tokens)
+    streams = [eng.generate(request((7, i), sampling)) for i in range(num_streams)]
 
-    async def body(eng):
-        await eng.wait_ready()
-        await eng.pause(PauseMode.KEEP)
-        sampling = SamplingParams(max_tokens=num_tokens)
-        streams = [eng.generate(request((7, i), sampling)) for i in range(num_streams)]
+    async def all_wait():
+        return (await totals(eng)).waiting == num_streams
 
-        async def all_wait():
-            return (await totals(eng)).waiting == num_streams
-
-        await until(all_wait)
-        steps_before = (await totals(eng)).step_count
-        loop = asyncio.get_running_loop()
-        call = loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda *args: (calls.append(args[0]), call(*args))[1]
-        await eng.resume()
-        assert [len(ids_of(one)) for one in await asyncio.gather(*map(read, streams))] == [
-            num_tokens
-        ] * num_streams
-        num_steps = (await totals(eng)).step_count - steps_before
-        crossings = [one for one in calls if one.__name__ == "_wake"]
-        assert len(crossings) <= num_steps + 5
-
-    run(body, in_process_buffer=64)
+    await until(all_wait)
+    steps_before = (await totals(eng)).step_count
+    loop = asyncio.get_running_loop()
+    call = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *args: (calls.append(args[0]), call(*args))[1]
+    await eng.resume()
+    assert [len(ids_of(one)) for one in await asyncio.gather(*map(read, streams))] == [
+        num_tokens
+    ] * num_streams
+    num_steps = (await totals(eng)).step_count - steps_before
+    crossings = [one for one in calls if one.__name__ == "_wake"]
+    assert len(crossings) <= num_steps + 5
 
 
-def test_a_stream_that_always_has_events_leaves_the_loop_to_others():
-    async def body(eng):
-        stream = await park(eng)
-        turns = []
+@in_engine(in_process_buffer=16)
+async def test_a_stream_that_always_has_events_leaves_the_loop_to_others(eng):
+    stream = await park(eng)
+    turns = []
 
-        async def take_turns():
-            while True:
-                turns.append(len(stream._feed.items))
-                await asyncio.sleep(0)
-
-        async with asyncio.TaskGroup() as group:
-            other = group.create_task(take_turns())
+    async def take_turns():
+        while True:
+            turns.append(len(stream._feed.items))
             await asyncio.sleep(0)
-            for _ in range(17):  # Started, and 16 tokens that are all there
-                await anext(stream)
-            assert len(turns) >= 4
-            other.cancel()
-        stream.close()
 
-    run(body, in_process_buffer=16)
-
-
-def test_loops_in_several_threads_share_an_engine():
-    async def body(eng):
-        def in_a_thread(index):
-            async def main():
-                prompt = (index + 1, 5)
-                events = await read(eng.generate(request(prompt, SamplingParams(max_tokens=30))))
-                assert ids_of(events) == expected_tokens(prompt, count=30)
-                await eng.get_model("fake")
-
-            run_loop(main)
-
-        await asyncio.gather(*[asyncio.to_thread(in_a_thread, index) for index in range(5)])
-        await ended(eng, finished=5)
-        gc.collect()
-        assert len(eng._caller.streams._crossings) == 0  # no loop is left
-
-    run(body, in_process_buffer=4)
+    async with asyncio.TaskGroup() as group:
+        other = group.create_task(take_turns())
+        await asyncio.sleep(0)
+        for _ in range(17):  # Started, and 16 tokens that are all there
+            await anext(stream)
+        assert len(turns) >= 4
+        other.cancel()
+    stream.close()
 
 
-def test_a_stream_refuses_another_loop():
-    async def body(eng):
-        stream = eng.generate(request(sampling=SHORT))
-
+@in_engine(in_process_buffer=4)
+async def test_loops_in_several_threads_share_an_engine(eng):
+    def in_a_thread(index):
         async def main():
-            with pytest.raises(RuntimeError, match="another event loop"):
-                await anext(stream)
+            prompt = (index + 1, 5)
+            events = await read(eng.generate(request(prompt, SamplingParams(max_tokens=30))))
+            assert ids_of(events) == expected_tokens(prompt, count=30)
+            await eng.get_model("fake")
 
-        await asyncio.to_thread(run_loop, main)
-        assert len(ids_of(await read(stream))) == 5
+        run_loop(main)
 
-    run(body)
+    await asyncio.gather(*[asyncio.to_thread(in_a_thread, index) for index in range(5)])
+    await ended(eng, finished=5)
+    gc.collect()
+    assert len(eng._caller.streams._crossings) == 0  # no loop is left
 
 
-def test_without_a_running_loop_nothing_begins():
+@in_engine()
+async def test_a_stream_refuses_another_loop(eng):
+    stream = eng.generate(request(sampling=SHORT))
+
+    async def main():
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await anext(stream)
+
+    await asyncio.to_thread(run_loop, main)
+    assert len(ids_of(await read(stream))) == 5
+
+
+@in_engine()
+async def test_without_a_running_loop_nothing_begins(eng):
     engines = []
 
-    async def body(eng):
-        def outside():
-            with pytest.raises(RuntimeError, match="no running event loop"):
-                eng.generate(request())
+    def outside():
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            eng.generate(request())
 
-        await asyncio.to_thread(outside)
-        assert (await totals(eng)).requests_total.cancelled == 0
-        engines.append(eng)
-
-    run(body)
+    await asyncio.to_thread(outside)
+    assert (await totals(eng)).requests_total.cancelled == 0
+    engines.append(eng)
 
 
 # ---- ending early
@@ -294,93 +281,79 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_request_that_nobody_reads_any_more_ends(way):
     """Such a request ends at once, and its blocks are free."""
-    run(way, in_process_buffer=4)
+    run(way, in_asyncio, in_process_buffer=4)
 
 
-def test_the_end_of_a_loop_ends_its_requests():
+@in_engine()
+async def test_the_end_of_a_loop_ends_its_requests(eng):
     """`asyncio.run` cancels the remaining tasks; the engine goes on for other loops."""
 
-    async def body(eng):
-        async def main():
-            tasks.extend([asyncio.create_task(read(eng.generate(request()))) for _ in range(3)])
-            await asyncio.sleep(10 * STEP_S)
+    async def main():
+        tasks.extend([asyncio.create_task(read(eng.generate(request()))) for _ in range(3)])
+        await asyncio.sleep(10 * STEP_S)
 
-        tasks = []
-        await asyncio.to_thread(run_loop, main)
-        await ended(eng, cancelled=3)
-
-    run(body)
+    tasks = []
+    await asyncio.to_thread(run_loop, main)
+    await ended(eng, cancelled=3)
 
 
-def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests():
+@in_engine()
+async def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests(eng):
     """Nothing can be handed over to the loop any more: the next event finds this out."""
+    await eng.pause(PauseMode.KEEP)
 
-    async def body(eng):
-        await eng.pause(PauseMode.KEEP)
+    def in_a_thread():
+        async def read_here():
+            await read(eng.generate(request()))
 
-        def in_a_thread():
-            async def read_here():
-                await read(eng.generate(request()))
+        loop = asyncio.new_event_loop()
+        tasks.append(loop.create_task(read_here()))
+        loop.call_later(5 * STEP_S, loop.stop)
+        loop.run_forever()
+        loop.close()
 
-            loop = asyncio.new_event_loop()
-            tasks.append(loop.create_task(read_here()))
-            loop.call_later(5 * STEP_S, loop.stop)
-            loop.run_forever()
-            loop.close()
-
-        tasks = []
-        await asyncio.to_thread(in_a_thread)
-        await eng.resume()
-        await ended(eng, cancelled=1)
-        tasks[0]._log_destroy_pending = False  # asyncio would log it, as to any such program
-
-    run(body)
+    tasks = []
+    await asyncio.to_thread(in_a_thread)
+    await eng.resume()
+    await ended(eng, cancelled=1)
+    tasks[0]._log_destroy_pending = False  # asyncio would log it, as to any such program
 
 
 # ---- the rest of the surface
 
 
-def test_an_engine_may_be_awaited():
+@run_by(run_loop)
+async def test_an_engine_may_be_awaited():
     """In a notebook or an actor no block lasts."""
-
-    async def main():
-        eng = await open_fake(aio)
-        assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
-        await eng.close()
-        await eng.close()
-        wait_no_engine_threads()
-
-    run_loop(main)
+    eng = await open_fake(aio)
+    assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
+    await eng.close()
+    await eng.close()
+    wait_no_engine_threads()
 
 
-def test_opening_that_is_cancelled_leaves_no_thread():
-    async def main():
-        async def open_one():
-            await open_fake(aio)
+@run_by(run_loop)
+async def test_opening_that_is_cancelled_leaves_no_thread():
+    async def open_one():
+        await open_fake(aio)
 
-        task = asyncio.create_task(open_one())
-        await asyncio.sleep(0)  # its thread starts
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        wait_no_engine_threads()
-
-    run_loop(main)
+    task = asyncio.create_task(open_one())
+    await asyncio.sleep(0)  # its thread starts
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    wait_no_engine_threads()
 
 
-def test_a_call_that_is_cancelled_cancels_what_it_waits_for():
-    async def body(eng):
-        encoder = eng.encoder(function=fake_embed)
-        call = asyncio.create_task(encoder.embed(["slow"]))
-        await until(lambda: eng._caller.ask(lambda engine: len(encoder._handle._guard._running)))
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await until(
-            lambda: eng._caller.ask(lambda engine: not len(encoder._handle._guard._running))
-        )
-
-    run(body)
+@in_engine()
+async def test_a_call_that_is_cancelled_cancels_what_it_waits_for(eng):
+    encoder = eng.encoder(function=fake_embed)
+    call = asyncio.create_task(encoder.embed(["slow"]))
+    await until(lambda: eng._caller.ask(lambda engine: len(encoder._handle._guard._running)))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(lambda: eng._caller.ask(lambda engine: not len(encoder._handle._guard._running)))
 
 
 # ---- closing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from engine.status import Capability
 from engine.worker.fakes.encoder import SEPARATOR, FakeEncoder, score_of, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
+from tests.support.bodies import run_by
 from tests.support.facades import in_asyncio, in_threads
 
 KINDS = {
@@ -63,81 +65,74 @@ def drive(main, *, script=None, **fields):
     trio.run(run)
 
 
+in_engine = partial(run_by, drive)
+
+
 def score_ids(text):
     """Return the token ids of a query with a document."""
     return [ord("q") + 1, SEPARATOR, *(byte + 1 for byte in text.encode())]
 
 
-def test_a_stream_of_vectors():
-    async def main(engine):
-        async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
-            events = [event async for event in stream]
-        assert isinstance(events[0], Started)
-        assert (events[0].model, events[0].prompt_tokens) == ("emb", 60)
-        assert isinstance(events[-1], Finished)
-        vectors = {one.index: list(one.values) for one in events[1:-1]}
-        assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
-
-    drive(main, in_process_buffer=4, max_num_seqs=7)
+@in_engine(in_process_buffer=4, max_num_seqs=7)
+async def test_a_stream_of_vectors(engine):
+    async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
+        events = [event async for event in stream]
+    assert isinstance(events[0], Started)
+    assert (events[0].model, events[0].prompt_tokens) == ("emb", 60)
+    assert isinstance(events[-1], Finished)
+    vectors = {one.index: list(one.values) for one in events[1:-1]}
+    assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
 
 
-def test_a_stream_of_scores_and_of_the_best():
-    async def main(engine):
-        documents = tuple(f"document {i}" for i in range(20))
-        request = RerankRequest(query="q", documents=documents)
-        async with engine.rerank(request) as stream:
-            scores = [event async for event in stream if isinstance(event, Score)]
-        assert sorted(scores) == [Score(i, score_of(score_ids(d))) for i, d in enumerate(documents)]
-        best = RerankRequest(query="q", documents=documents, top_n=3)
-        async with engine.rerank(best) as stream:
-            got = [event async for event in stream if isinstance(event, Score)]
-        assert got == sorted(scores, key=lambda one: -one.score)[:3]
-
-    drive(main, in_process_buffer=4)
+@in_engine(in_process_buffer=4)
+async def test_a_stream_of_scores_and_of_the_best(engine):
+    documents = tuple(f"document {i}" for i in range(20))
+    request = RerankRequest(query="q", documents=documents)
+    async with engine.rerank(request) as stream:
+        scores = [event async for event in stream if isinstance(event, Score)]
+    assert sorted(scores) == [Score(i, score_of(score_ids(d))) for i, d in enumerate(documents)]
+    best = RerankRequest(query="q", documents=documents, top_n=3)
+    async with engine.rerank(best) as stream:
+        got = [event async for event in stream if isinstance(event, Score)]
+    assert got == sorted(scores, key=lambda one: -one.score)[:3]
 
 
-def test_leaving_the_block_ends_the_request():
-    async def main(engine):
-        async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
-            async for event in stream:
-                if isinstance(event, Embedding):
-                    break
-        with pytest.raises(RequestCancelled):
+@in_engine(script=FakeScript(step_s=0.02), max_num_seqs=1)
+async def test_leaving_the_block_ends_the_request(engine):
+    async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
+        async for event in stream:
+            if isinstance(event, Embedding):
+                break
+    with pytest.raises(RequestCancelled):
+        await anext(stream)
+    assert engine.num_live <= 1
+    await engine.wait_idle()
+    ends = engine.statistics().totals.requests_total
+    assert (ends.cancelled, ends.finished) == (1, 0)
+
+
+@in_engine(script=FakeScript(step_s=0.05), max_num_seqs=1)
+async def test_a_deadline_and_a_refusal_are_raised_where_the_stream_is_read(engine):
+    async def read_all():
+        async with engine.embed(EmbedRequest(inputs=INPUTS, timeout_s=0.2)) as stream:
+            async for _ in stream:
+                pass
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        await read_all()
+    assert caught.value.phase == "encode"
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        async with engine.embed(EmbedRequest(inputs=("a",), dimensions=99)) as stream:
             await anext(stream)
-        assert engine.num_live <= 1
-        await engine.wait_idle()
-        ends = engine.statistics().totals.requests_total
-        assert (ends.cancelled, ends.finished) == (1, 0)
-
-    drive(main, script=FakeScript(step_s=0.02), max_num_seqs=1)
 
 
-def test_a_deadline_and_a_refusal_are_raised_where_the_stream_is_read():
-    async def main(engine):
-        async def read_all():
-            async with engine.embed(EmbedRequest(inputs=INPUTS, timeout_s=0.2)) as stream:
-                async for _ in stream:
-                    pass
-
-        with pytest.raises(DeadlineExceeded) as caught:
-            await read_all()
-        assert caught.value.phase == "encode"
-        with pytest.raises(InvalidRequest, match="dimensions"):
-            async with engine.embed(EmbedRequest(inputs=("a",), dimensions=99)) as stream:
-                await anext(stream)
-
-    drive(main, script=FakeScript(step_s=0.05), max_num_seqs=1)
-
-
-def test_handles_use_the_streams():
-    async def main(engine):
-        async with Encoder(engine) as encoder, CrossEncoder(engine) as ranker:
-            vectors = await encoder.embed(["a", "bb"])
-            assert vectors == (tuple(vector_of([98])), tuple(vector_of([99, 99])))
-            scores = await ranker.rank("q", ["a", "bb"])
-            assert scores == tuple(score_of(score_ids(text)) for text in ("a", "bb"))
-
-    drive(main)
+@in_engine()
+async def test_handles_use_the_streams(engine):
+    async with Encoder(engine) as encoder, CrossEncoder(engine) as ranker:
+        vectors = await encoder.embed(["a", "bb"])
+        assert vectors == (tuple(vector_of([98])), tuple(vector_of([99, 99])))
+        scores = await ranker.rank("q", ["a", "bb"])
+        assert scores == tuple(score_of(score_ids(text)) for text in ("a", "bb"))
 
 
 @pytest.mark.parametrize("facade", [in_asyncio, in_threads], ids=lambda one: one.__name__)

@@ -35,6 +35,7 @@ from engine.requests.encode_values import EmbedRequest, RerankRequest
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
 from engine.worker.fakes.digests import VOCAB_SIZE  # X
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
     ENDLESS,
@@ -49,6 +50,7 @@ from tests.support.facades import (
     has,
     ids_of,
     in_asyncio,
+    in_engine,
     in_threads,
     inner,
     messages,
@@ -78,22 +80,20 @@ def facade(request):
     return request.param
 
 
-def test_tasks_get_exactly_their_tokens(facade):
+@in_engine(in_process_buffer=3, script=FakeScript())
+async def test_tasks_get_exactly_their_tokens(eng, *, facade):
     """Sixteen readers, small buffers, one engine."""
 
-    async def body(eng):
-        async def read_thrice(index):
-            for turn in range(3):
-                prompt = (index + 1, turn + 1, 7)
-                events = await read(eng.generate(request(prompt, SamplingParams(max_tokens=30))))
-                assert isinstance(events[0], Started)
-                assert isinstance(events[-1], Finished)
-                assert ids_of(events) == expected_tokens(prompt, count=30)
+    async def read_thrice(index):
+        for turn in range(3):
+            prompt = (index + 1, turn + 1, 7)
+            events = await read(eng.generate(request(prompt, SamplingParams(max_tokens=30))))
+            assert isinstance(events[0], Started)
+            assert isinstance(events[-1], Finished)
+            assert ids_of(events) == expected_tokens(prompt, count=30)
 
-        await asyncio.gather(*[read_thrice(index) for index in range(16)])
-        await ended(eng, finished=48)
-
-    run(facade, body, in_process_buffer=3, script=FakeScript())
+    await asyncio.gather(*[read_thrice(index) for index in range(16)])
+    await ended(eng, finished=48)
 
 
 @pytest.mark.parametrize(("n", "buffer"), [(1, 1), (1, 2), (3, 3), (4, 5), (3, 30)])
@@ -105,64 +105,53 @@ def test_credit_that_comes_back_late_delays_no_step(facade, monkeypatch, n, buff
         events = await read(eng.generate(request(sampling=SamplingParams(max_tokens=60), n=n)))
         assert len(ids_of(events)) == 60 * n
 
-    run(facade, body, in_process_buffer=buffer, script=FakeScript(), stall_timeout_s=5)
+    run(body, facade, in_process_buffer=buffer, script=FakeScript(), stall_timeout_s=5)
 
 
-def test_credit_comes_back_even_if_it_is_less_than_a_quarter_of_the_buffer(facade):
-    async def body(eng):
-        many = request((1, 2, 3), SHORT, n=15, output=OutputOptions(echo=True))
-        events = await read(eng.generate(many))
-        assert sum(isinstance(event, Finished) for event in events) == 15
-
-    run(facade, body, in_process_buffer=16, stall_timeout_s=3 * LIMIT_S)
+@in_engine(in_process_buffer=16, stall_timeout_s=3 * LIMIT_S)
+async def test_credit_comes_back_even_if_it_is_less_than_a_quarter_of_the_buffer(eng, *, facade):
+    many = request((1, 2, 3), SHORT, n=15, output=OutputOptions(echo=True))
+    events = await read(eng.generate(many))
+    assert sum(isinstance(event, Finished) for event in events) == 15
 
 
-def test_tasks_may_share_a_stream(facade):
-    async def body(eng):
-        async with eng.generate(request(sampling=SamplingParams(max_tokens=200))) as stream:
-            parts = await asyncio.gather(*[read(stream) for _ in range(3)])
-            ids = [token_id for part in parts for token_id in ids_of(part)]
-            assert sorted(ids) == sorted(expected_tokens((1, 2, 3), count=200))
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-
-    run(facade, body, in_process_buffer=4)
-
-
-def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended(facade):
-    async def body(eng):
-        stream = eng.generate(GenerateRequest(token_ids=(VOCAB_SIZE,)))
-        with pytest.raises(InvalidRequest):
+@in_engine(in_process_buffer=4)
+async def test_tasks_may_share_a_stream(eng, *, facade):
+    async with eng.generate(request(sampling=SamplingParams(max_tokens=200))) as stream:
+        parts = await asyncio.gather(*[read(stream) for _ in range(3)])
+        ids = [token_id for part in parts for token_id in ids_of(part)]
+        assert sorted(ids) == sorted(expected_tokens((1, 2, 3), count=200))
+        with pytest.raises(StopAsyncIteration):
             await anext(stream)
-        assert await read(stream) == []
-
-    run(facade, body)
 
 
-def test_a_prompt_in_and_its_text_out(facade):
-    async def body(eng):
-        want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
-        assert await eng.complete("ab", max_tokens=5) == want
-        assert await eng.complete(GenerateRequest(text="ab", sampling={"max_tokens": 5})) == want
-        async with eng.generate("ab") as stream:
-            assert (await anext(stream)).prompt_tokens == 2
-        with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
-            await eng.complete("ab", top_p=7)
-        with pytest.raises(ModelNotFound):
-            await eng.complete(GenerateRequest(text="ab", model="nobody"))
-
-    run(facade, body)
+@in_engine()
+async def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended(eng, *, facade):
+    stream = eng.generate(GenerateRequest(token_ids=(VOCAB_SIZE,)))
+    with pytest.raises(InvalidRequest):
+        await anext(stream)
+    assert await read(stream) == []
 
 
-def test_a_full_stream_holds_up_no_other(facade):
+@in_engine()
+async def test_a_prompt_in_and_its_text_out(eng, *, facade):
+    want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
+    assert await eng.complete("ab", max_tokens=5) == want
+    assert await eng.complete(GenerateRequest(text="ab", sampling={"max_tokens": 5})) == want
+    async with eng.generate("ab") as stream:
+        assert (await anext(stream)).prompt_tokens == 2
+    with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
+        await eng.complete("ab", top_p=7)
+    with pytest.raises(ModelNotFound):
+        await eng.complete(GenerateRequest(text="ab", model="nobody"))
 
-    async def body(eng):
-        stream = await park(eng)
-        sampling = SamplingParams(max_tokens=50)
-        assert len(ids_of(await read(eng.generate(request((9,), sampling))))) == 50
-        stream.close()
 
-    run(facade, body, in_process_buffer=4)
+@in_engine(in_process_buffer=4)
+async def test_a_full_stream_holds_up_no_other(eng, *, facade):
+    stream = await park(eng)
+    sampling = SamplingParams(max_tokens=50)
+    assert len(ids_of(await read(eng.generate(request((9,), sampling))))) == 50
+    stream.close()
 
 
 async def broken_out_of(eng):
@@ -213,155 +202,133 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_request_that_nobody_reads_any_more_ends(facade, way):
     """Such a request ends at once, and its blocks are free."""
-    run(facade, way, in_process_buffer=4)
+    run(way, facade, in_process_buffer=4)
 
 
-def test_a_stream_closed_before_it_has_begun_is_ended(facade):
+@in_engine(script=FakeScript(load_s=0.5))
+async def test_a_stream_closed_before_it_has_begun_is_ended(eng, *, facade):
     """The model is still loading."""
-
-    async def body(eng):
-        stream = eng.generate(request())
-        stream.close()
-        stream.close()
-        with pytest.raises(RequestCancelled, match="after 0 tokens"):
-            await read(stream)
-
-    run(facade, body, script=FakeScript(load_s=0.5))
+    stream = eng.generate(request())
+    stream.close()
+    stream.close()
+    with pytest.raises(RequestCancelled, match="after 0 tokens"):
+        await read(stream)
 
 
-def test_everything_else_an_engine_does(facade):
-    async def body(eng):
+@in_engine()
+async def test_everything_else_an_engine_does(eng, *, facade):
+    await eng.wait_ready()
+    assert [status.name for status in await eng.list_models()] == ["fake"]
+    assert (await eng.get_model("fake")).max_model_len == 2048
+    spans, longest = await eng.tokenize(text="ab")
+    assert ([span.token_id for span in spans], longest) == ([98, 99], 2048)
+    assert await eng.detokenize([5, 6]) == "<5><6>"
+    with pytest.raises(ModelNotFound):
+        await eng.tokenize("nobody", text="a")
+    with pytest.raises(ModelNotFound):
+        await eng.get_model("nobody")
+    await eng.reset_prefix_cache()
+    await eng.pause(PauseMode.KEEP)
+    stream = eng.generate(request(request_id="a"))
+
+    await until(lambda: one_waits(eng))
+    assert (await eng.explain("a")).state == "WAITING"
+    with pytest.raises(RequestNotFound):
+        await eng.explain("b")
+    await eng.resume()
+    await eng.abort("a")
+    with pytest.raises(RequestAborted):
+        await read(stream)
+
+
+@in_engine()
+async def test_drain_lets_other_tasks_finish(eng, *, facade):
+    stream = eng.generate(request(sampling=SamplingParams(max_tokens=300)))
+    await anext(stream)
+    reader = asyncio.create_task(read(stream))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(eng.drain(), STEP_S)
+    await eng.drain()
+    assert len(ids_of(await reader)) == 300
+    with pytest.raises(ShuttingDown):
+        await anext(eng.generate(request()))
+
+
+@in_engine(script=FakeScript(load_error=SpawnFailed("no weights")))
+async def test_a_model_that_fails_to_load_is_an_error_for_every_waiting_request(eng, *, facade):
+    with pytest.raises(SpawnFailed, match="no weights"):
         await eng.wait_ready()
-        assert [status.name for status in await eng.list_models()] == ["fake"]
-        assert (await eng.get_model("fake")).max_model_len == 2048
-        spans, longest = await eng.tokenize(text="ab")
-        assert ([span.token_id for span in spans], longest) == ([98, 99], 2048)
-        assert await eng.detokenize([5, 6]) == "<5><6>"
-        with pytest.raises(ModelNotFound):
-            await eng.tokenize("nobody", text="a")
-        with pytest.raises(ModelNotFound):
-            await eng.get_model("nobody")
-        await eng.reset_prefix_cache()
-        await eng.pause(PauseMode.KEEP)
-        stream = eng.generate(request(request_id="a"))
-
-        await until(lambda: one_waits(eng))
-        assert (await eng.explain("a")).state == "WAITING"
-        with pytest.raises(RequestNotFound):
-            await eng.explain("b")
-        await eng.resume()
-        await eng.abort("a")
-        with pytest.raises(RequestAborted):
-            await read(stream)
-
-    run(facade, body)
+    with pytest.raises(SpawnFailed):
+        await read(eng.generate(request()))
 
 
-def test_drain_lets_other_tasks_finish(facade):
-    async def body(eng):
-        stream = eng.generate(request(sampling=SamplingParams(max_tokens=300)))
-        await anext(stream)
-        reader = asyncio.create_task(read(stream))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(eng.drain(), STEP_S)
-        await eng.drain()
-        assert len(ids_of(await reader)) == 300
-        with pytest.raises(ShuttingDown):
-            await anext(eng.generate(request()))
-
-    run(facade, body)
-
-
-def test_a_model_that_fails_to_load_is_an_error_for_every_waiting_request(facade):
-    async def body(eng):
-        with pytest.raises(SpawnFailed, match="no weights"):
-            await eng.wait_ready()
-        with pytest.raises(SpawnFailed):
-            await read(eng.generate(request()))
-
-    run(facade, body, script=FakeScript(load_error=SpawnFailed("no weights")))
-
-
-def test_an_engine_that_cannot_start_raises_and_leaves_no_thread(facade):
-    async def main():
-        with pytest.raises(AttributeError):
-            await facade(lambda module: module.open_engine(broken_config()))
-        wait_no_engine_threads()
-
-    run_loop(main)
+@run_by(run_loop)
+async def test_an_engine_that_cannot_start_raises_and_leaves_no_thread(*, facade):
+    with pytest.raises(AttributeError):
+        await facade(lambda module: module.open_engine(broken_config()))
+    wait_no_engine_threads()
 
 
 @pytest.mark.parametrize("is_referenced", [True, False])
-def test_closing_with_an_abandoned_full_stream(facade, is_referenced):
+@run_by(run_loop)
+async def test_closing_with_an_abandoned_full_stream(*, facade, is_referenced):
     """Held or dropped, the stream has no reader any more."""
-
-    async def main():
-        eng = await opened(facade, in_process_buffer=2)
-        stream = await park(eng)
-        if not is_referenced:
-            del stream
-        await eng.close(LIMIT_S / 2)
-        wait_no_engine_threads()
-        if is_referenced:
-            with pytest.raises(ShuttingDown):
-                await read(stream)
-
-    run_loop(main)
-
-
-def test_closing_while_tasks_wait(facade):
-    """Tasks in an iterator, in a call, and in `close` itself all wake."""
-
-    async def main():
-        eng = await opened(facade, script=FakeScript(load_s=0.2))
-        await eng.pause(PauseMode.KEEP)
-        reader = asyncio.create_task(read(eng.generate(request())))
-        caller = asyncio.create_task(eng.drain())
-
-        await until(lambda: one_waits(eng))
-        await asyncio.gather(*[eng.close() for _ in range(3)])
-        for task in (reader, caller):
-            with pytest.raises(ShuttingDown):
-                await task
-        wait_no_engine_threads()
-
-    run_loop(main)
-
-
-def test_closing_during_a_load_joins_it(facade):
-    """Nothing is abandoned, and a task that waited for the load learns of the end."""
-
-    async def main():
-        eng = await opened(facade, script=FakeScript(load_s=0.5))
-        waiter = asyncio.create_task(eng.wait_ready())
-        await until(lambda: has(len(eng._portal._waiters) == 1))
-        await eng.close()
+    eng = await opened(facade, in_process_buffer=2)
+    stream = await park(eng)
+    if not is_referenced:
+        del stream
+    await eng.close(LIMIT_S / 2)
+    wait_no_engine_threads()
+    if is_referenced:
         with pytest.raises(ShuttingDown):
-            await waiter
-
-    run_loop(main)
+            await read(stream)
 
 
-def test_closing_with_a_limit_does_not_wait_longer_and_blocks_no_loop(facade):
+@run_by(run_loop)
+async def test_closing_while_tasks_wait(*, facade):
+    """Tasks in an iterator, in a call, and in `close` itself all wake."""
+    eng = await opened(facade, script=FakeScript(load_s=0.2))
+    await eng.pause(PauseMode.KEEP)
+    reader = asyncio.create_task(read(eng.generate(request())))
+    caller = asyncio.create_task(eng.drain())
+
+    await until(lambda: one_waits(eng))
+    await asyncio.gather(*[eng.close() for _ in range(3)])
+    for task in (reader, caller):
+        with pytest.raises(ShuttingDown):
+            await task
+    wait_no_engine_threads()
+
+
+@run_by(run_loop)
+async def test_closing_during_a_load_joins_it(*, facade):
+    """Nothing is abandoned, and a task that waited for the load learns of the end."""
+    eng = await opened(facade, script=FakeScript(load_s=0.5))
+    waiter = asyncio.create_task(eng.wait_ready())
+    await until(lambda: has(len(eng._portal._waiters) == 1))
+    await eng.close()
+    with pytest.raises(ShuttingDown):
+        await waiter
+
+
+@run_by(run_loop)
+async def test_closing_with_a_limit_does_not_wait_longer_and_blocks_no_loop(*, facade):
     entered, go_on = threading.Event(), threading.Event()
 
     def sleep(seconds):
         entered.set()
         go_on.wait(LIMIT_S)
 
-    async def main():
-        eng = await opened(facade, script=FakeScript(load_s=1, sleep=sleep))
-        assert entered.wait(LIMIT_S)
-        await eng.close(0.01)
-        assert len(engine_threads()) == 1
-        closing = asyncio.create_task(eng.close())
-        await asyncio.sleep(0.01)
-        assert not closing.done()
-        go_on.set()
-        await closing
-        wait_no_engine_threads()
-
-    run_loop(main)
+    eng = await opened(facade, script=FakeScript(load_s=1, sleep=sleep))
+    assert entered.wait(LIMIT_S)
+    await eng.close(0.01)
+    assert len(engine_threads()) == 1
+    closing = asyncio.create_task(eng.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    go_on.set()
+    await closing
+    wait_no_engine_threads()
 
 
 CALLS = {
@@ -391,22 +358,19 @@ CALLS = {
 }
 
 
-def test_after_closing_every_call_raises(facade):
+@run_by(run_loop)
+async def test_after_closing_every_call_raises(*, facade):
     """A call raises, and a call that only ends something does nothing."""
-
-    async def main():
-        eng = await opened(facade)
-        stream, chat = eng.generate(request()), eng.chat()
-        await eng.close()
-        for call in CALLS.values():
-            with pytest.raises(ShuttingDown):
-                await call(eng, stream, chat)
-        for one in (chat, eng, chat):
-            await one.close()
-        stream.close()
-        chat.stop()
-
-    run_loop(main)
+    eng = await opened(facade)
+    stream, chat = eng.generate(request()), eng.chat()
+    await eng.close()
+    for call in CALLS.values():
+        with pytest.raises(ShuttingDown):
+            await call(eng, stream, chat)
+    for one in (chat, eng, chat):
+        await one.close()
+    stream.close()
+    chat.stop()
 
 
 def test_an_engine_whose_thread_dies_leaves_nobody_waiting(facade, caplog):
@@ -427,92 +391,79 @@ def test_an_engine_whose_thread_dies_leaves_nobody_waiting(facade, caplog):
     assert "the engine's thread failed" in caplog.text
 
 
-def test_a_conversation(facade):
-    async def body(eng):
-        async with eng.chat(system="Be brief.", sampling=SHORT) as chat:
-            for question in ("one", "two"):
-                texts = [e.text async for e in chat.ask(question) if isinstance(e, Tokens)]
-                assert (await messages(chat))[-1]["content"] == "".join(texts)
-            roles = [message["role"] for message in await messages(chat)]
-            assert roles == ["system", *["user", "assistant"] * 2]
-            await chat.reset()
-            assert len(await messages(chat)) == 1
-        with pytest.raises(ShuttingDown, match="chat is closed"):
-            await anext(chat.ask("three"))
-        assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
-
-    run(facade, body, in_process_buffer=4)
+@in_engine(in_process_buffer=4)
+async def test_a_conversation(eng, *, facade):
+    async with eng.chat(system="Be brief.", sampling=SHORT) as chat:
+        for question in ("one", "two"):
+            texts = [e.text async for e in chat.ask(question) if isinstance(e, Tokens)]
+            assert (await messages(chat))[-1]["content"] == "".join(texts)
+        roles = [message["role"] for message in await messages(chat)]
+        assert roles == ["system", *["user", "assistant"] * 2]
+        await chat.reset()
+        assert len(await messages(chat)) == 1
+    with pytest.raises(ShuttingDown, match="chat is closed"):
+        await anext(chat.ask("three"))
+    assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
 
 
-def test_a_stop_ends_the_iteration_of_another_task(facade):
+@in_engine(in_process_buffer=8)
+async def test_a_stop_ends_the_iteration_of_another_task(eng, *, facade):
     """The reader waits in its iterator."""
-
-    async def body(eng):
-        async with eng.chat(sampling=ENDLESS) as chat:
-            await eng.pause(PauseMode.KEEP)
-            reader = asyncio.create_task(read(chat.ask("one")))
-            await until(lambda: one_waits(eng))
-            with pytest.raises(InvalidRequest, match="still runs"):
-                await anext(chat.ask("two"))
-            chat.stop()
-            assert ids_of(await reader) == []
-            await eng.resume()
-            stream = chat.ask("two")  # an earlier stop does not count
-            assert len([await anext(stream) for _ in range(5)]) == 5
-
-    run(facade, body, in_process_buffer=8)
+    async with eng.chat(sampling=ENDLESS) as chat:
+        await eng.pause(PauseMode.KEEP)
+        reader = asyncio.create_task(read(chat.ask("one")))
+        await until(lambda: one_waits(eng))
+        with pytest.raises(InvalidRequest, match="still runs"):
+            await anext(chat.ask("two"))
+        chat.stop()
+        assert ids_of(await reader) == []
+        await eng.resume()
+        stream = chat.ask("two")  # an earlier stop does not count
+        assert len([await anext(stream) for _ in range(5)]) == 5
 
 
-def test_a_chat_closes_however_full_its_stream_is(facade):
+@in_engine(in_process_buffer=4)
+async def test_a_chat_closes_however_full_its_stream_is(eng, *, facade):
+    chat = eng.chat(sampling=ENDLESS)
+    stream = chat.ask("one")
 
-    async def body(eng):
-        chat = eng.chat(sampling=ENDLESS)
-        stream = chat.ask("one")
-
-        await until(lambda: one_is_parked(eng))
-        await chat.close()
-        assert [event for event in await read(stream) if isinstance(event, Finished)] == []
-        await ended(eng)
-
-    run(facade, body, in_process_buffer=4)
+    await until(lambda: one_is_parked(eng))
+    await chat.close()
+    assert [event for event in await read(stream) if isinstance(event, Finished)] == []
+    await ended(eng)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "cross_encoder"])
-def test_a_bad_input_does_not_end_an_encoder(facade, kind):
-
-    async def body(eng):
-        if kind == "encoder":
-            handle = eng.encoder(function=fake_embed)
-            call, want = handle.embed, ((1.0,), (2.0,))
-        else:
-            handle = eng.cross_encoder(function=fake_rank)
-            call, want = (lambda texts: handle.rank("q", texts)), (1.0, 2.0)
-        async with handle:
-            with pytest.raises(InvalidRequest):
-                await call(["bad"])
-            with pytest.raises(StepFailed):
-                await call(["broken"])
-            assert await call(["a", "bb"]) == want
-            slow = asyncio.create_task(call(["slow"]))
-            await until(lambda: has(len(handle._handle._guard._running) == 1))
-            handle.stop()
-            with pytest.raises(RequestCancelled):
-                await slow
-            assert await call(["a", "bb"]) == want
-        with pytest.raises(ShuttingDown):
-            await call(["a"])
-
-    run(facade, body)
+@in_engine()
+async def test_a_bad_input_does_not_end_an_encoder(eng, *, facade, kind):
+    if kind == "encoder":
+        handle = eng.encoder(function=fake_embed)
+        call, want = handle.embed, ((1.0,), (2.0,))
+    else:
+        handle = eng.cross_encoder(function=fake_rank)
+        call, want = (lambda texts: handle.rank("q", texts)), (1.0, 2.0)
+    async with handle:
+        with pytest.raises(InvalidRequest):
+            await call(["bad"])
+        with pytest.raises(StepFailed):
+            await call(["broken"])
+        assert await call(["a", "bb"]) == want
+        slow = asyncio.create_task(call(["slow"]))
+        await until(lambda: has(len(handle._handle._guard._running) == 1))
+        handle.stop()
+        with pytest.raises(RequestCancelled):
+            await slow
+        assert await call(["a", "bb"]) == want
+    with pytest.raises(ShuttingDown):
+        await call(["a"])
 
 
-def test_encoders_that_are_not_configured_are_an_error(facade):
-    async def body(eng):
-        with pytest.raises(ModelNotFound):
-            await eng.encoder().embed(["a"])
-        with pytest.raises(ModelNotFound):
-            await eng.cross_encoder().rank("q", ["a"])
-
-    run(facade, body)
+@in_engine()
+async def test_encoders_that_are_not_configured_are_an_error(eng, *, facade):
+    with pytest.raises(ModelNotFound):
+        await eng.encoder().embed(["a"])
+    with pytest.raises(ModelNotFound):
+        await eng.cross_encoder().rank("q", ["a"])
 
 
 # ---- what is dropped
@@ -542,19 +493,16 @@ def test_engines_opened_and_closed_again_and_again_leave_nothing(facade):
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_an_engine_that_is_dropped_is_closed(facade):
+@run_by(run_loop)
+async def test_an_engine_that_is_dropped_is_closed(*, facade):
     """`__del__` signals, and the thread ends by itself."""
-
-    async def main():
-        eng = await opened(facade, in_process_buffer=2)
-        thread = eng._portal.thread
-        await park(eng)
-        alive = weakref.ref(inner(eng))
-        del eng
-        wait_until(lambda: gc.collect() is not None and alive() is None)
-        wait_until(lambda: not thread.is_alive())
-
-    run_loop(main)
+    eng = await opened(facade, in_process_buffer=2)
+    thread = eng._portal.thread
+    await park(eng)
+    alive = weakref.ref(inner(eng))
+    del eng
+    wait_until(lambda: gc.collect() is not None and alive() is None)
+    wait_until(lambda: not thread.is_alive())
 
 
 def test_nothing_is_kept_alive_by_a_closed_engine(facade):
@@ -581,18 +529,16 @@ def test_nothing_is_kept_alive_by_a_closed_engine(facade):
     wait_until(lambda: gc.collect() is not None and [ref() for ref in refs] == [None] * 7)
 
 
-def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through(facade):
-    async def body(eng):
-        stream = eng.chat(sampling=SHORT).ask("one")
-        gc.collect()
-        assert len(ids_of(await read(stream))) == 5
-        chat = eng.chat(sampling=ENDLESS)
-        handle = chat._handle
-        del chat
-        gc.collect()
-        await until(lambda: eng._caller.ask(lambda engine: handle.is_closed))
-
-    run(facade, body)
+@in_engine()
+async def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through(eng, *, facade):
+    stream = eng.chat(sampling=SHORT).ask("one")
+    gc.collect()
+    assert len(ids_of(await read(stream))) == 5
+    chat = eng.chat(sampling=ENDLESS)
+    handle = chat._handle
+    del chat
+    gc.collect()
+    await until(lambda: eng._caller.ask(lambda engine: handle.is_closed))
 
 
 # ---- the interpreter, from outside
@@ -729,20 +675,18 @@ asyncio.run(count())
     assert out == "ShuttingDown True\n" * 4 + "7\n7\n"
 
 
-def test_the_process_id_decides_about_a_fork(facade, monkeypatch):
-    async def body(eng):
-        await eng.pause(PauseMode.KEEP)
-        stream = eng.generate(request())
-        real = os.getpid()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: real + 1)
-            with pytest.raises(ShuttingDown, match="fork"):
-                await read(stream)  # its first event may have come before
-            with pytest.raises(ShuttingDown, match="fork"):
-                eng.chat()
-            with pytest.raises(ShuttingDown, match="fork"):
-                await eng.statistics()
-            await eng.close()
-        assert (await totals(eng)).waiting <= 1
-
-    run(facade, body)
+@in_engine()
+async def test_the_process_id_decides_about_a_fork(eng, *, facade, monkeypatch):
+    await eng.pause(PauseMode.KEEP)
+    stream = eng.generate(request())
+    real = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: real + 1)
+        with pytest.raises(ShuttingDown, match="fork"):
+            await read(stream)  # its first event may have come before
+        with pytest.raises(ShuttingDown, match="fork"):
+            eng.chat()
+        with pytest.raises(ShuttingDown, match="fork"):
+            await eng.statistics()
+        await eng.close()
+    assert (await totals(eng)).waiting <= 1

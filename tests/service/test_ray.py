@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -25,6 +26,7 @@ from grpc_service.ray.answers import Answers
 from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
 from grpc_service.services import draw_codec, encode_codec, text_codec
 from grpc_service.services.error_status import status_of
+from tests.support.bodies import run_by
 from tests.support.facades import open_fake
 from tests.support.wire import broken_fields, generate_request, reason
 
@@ -47,43 +49,42 @@ def run(body, **config):
     asyncio.run(main())
 
 
+in_engine = partial(run_by, run)
+
+
 async def all_of(messages):
     """Return every message of a stream."""
     return [message async for message in messages]
 
 
-def test_a_stream_has_the_messages_of_a_server():
-    async def body(answers, engine):
-        request = generate_request(prompt_ids=[1, 2], max_tokens=5, output={"token_ids": True})
-        found = await all_of(answers.generate(request, None))
-        assert [one.WhichOneof("event") for one in found] == ["started", *["delta"] * 5, "finished"]
-        ids = [i for one in found[1:-1] for i in one.delta.token_ids]
-        again = await all_of(answers.generate(request, 10.0))
-        assert [i for one in again[1:-1] for i in one.delta.token_ids] == ids
-        told = await answers.tokenize(inference_pb2.TokenizeRequest(text="<5><6>"))
-        text = await answers.detokenize(
-            common_pb2.DetokenizeRequest(ids=[one.id for one in told.tokens])
-        )
-        assert text.text == "<5><6>"
-
-    run(body)
+@in_engine()
+async def test_a_stream_has_the_messages_of_a_server(answers, engine):
+    request = generate_request(prompt_ids=[1, 2], max_tokens=5, output={"token_ids": True})
+    found = await all_of(answers.generate(request, None))
+    assert [one.WhichOneof("event") for one in found] == ["started", *["delta"] * 5, "finished"]
+    ids = [i for one in found[1:-1] for i in one.delta.token_ids]
+    again = await all_of(answers.generate(request, 10.0))
+    assert [i for one in again[1:-1] for i in one.delta.token_ids] == ids
+    told = await answers.tokenize(inference_pb2.TokenizeRequest(text="<5><6>"))
+    text = await answers.detokenize(
+        common_pb2.DetokenizeRequest(ids=[one.id for one in told.tokens])
+    )
+    assert text.text == "<5><6>"
 
 
-def test_refusals_are_the_engines():
-    async def body(answers, engine):
-        with pytest.raises(InvalidRequest, match="n: is 17"):
-            await all_of(answers.generate(generate_request(n=17), None))
-        with pytest.raises(Unsupported, match="resume_window") as refused:
-            await all_of(answers.generate(generate_request(resume_window={"seconds": 3}), None))
-        assert refused.value.field == "resume_window"
-        with pytest.raises(RequestNotFound):
-            await all_of(answers.attach(common_pb2.AttachRequest(request_id="a")))
-        with pytest.raises(InvalidRequest):
-            await all_of(answers.embed(inference_pb2.EmbedRequest(inputs=[{}]), None))
-        with pytest.raises(InvalidRequest, match="prompt: is empty"):
-            await all_of(answers.generate_image(images_pb2.GenerateImageRequest(), None))
-
-    run(body)
+@in_engine()
+async def test_refusals_are_the_engines(answers, engine):
+    with pytest.raises(InvalidRequest, match="n: is 17"):
+        await all_of(answers.generate(generate_request(n=17), None))
+    with pytest.raises(Unsupported, match="resume_window") as refused:
+        await all_of(answers.generate(generate_request(resume_window={"seconds": 3}), None))
+    assert refused.value.field == "resume_window"
+    with pytest.raises(RequestNotFound):
+        await all_of(answers.attach(common_pb2.AttachRequest(request_id="a")))
+    with pytest.raises(InvalidRequest):
+        await all_of(answers.embed(inference_pb2.EmbedRequest(inputs=[{}]), None))
+    with pytest.raises(InvalidRequest, match="prompt: is empty"):
+        await all_of(answers.generate_image(images_pb2.GenerateImageRequest(), None))
 
 
 DECODED = {
@@ -117,25 +118,23 @@ def test_decoding_a_request_takes_from_its_timeout(name, monkeypatch):
     assert timeouts[1] is None
 
 
-def test_a_reader_that_is_cancelled_frees_the_blocks():
-    async def body(answers, engine):
-        request = generate_request(prompt_ids=range(1, 40), max_tokens=1000)
-        stream = answers.generate(request, None)
-        for _ in range(3):
-            await anext(stream)
-        reading = asyncio.create_task(all_of(stream))
-        await asyncio.sleep(2 * STEP_S)
+@in_engine()
+async def test_a_reader_that_is_cancelled_frees_the_blocks(answers, engine):
+    request = generate_request(prompt_ids=range(1, 40), max_tokens=1000)
+    stream = answers.generate(request, None)
+    for _ in range(3):
+        await anext(stream)
+    reading = asyncio.create_task(all_of(stream))
+    await asyncio.sleep(2 * STEP_S)
+    counts = (await engine.statistics()).totals
+    assert counts.free_blocks < counts.total_blocks
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+    while counts.free_blocks < counts.total_blocks:
+        await asyncio.sleep(STEP_S)
         counts = (await engine.statistics()).totals
-        assert counts.free_blocks < counts.total_blocks
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reading
-        while counts.free_blocks < counts.total_blocks:
-            await asyncio.sleep(STEP_S)
-            counts = (await engine.statistics()).totals
-        assert counts.requests_total.cancelled == 1
-
-    run(body)
+    assert counts.requests_total.cancelled == 1
 
 
 # ---- the wrapper of Serve's handlers

@@ -28,6 +28,7 @@ from engine.requests.text_values import (
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.bodies import run_by
 from tests.support.virtual_engine import fake_engine
 
 TOOLS = ({"type": "function", "function": {"name": "add"}},)
@@ -56,6 +57,9 @@ def run(body, script, *, buffer=4096, max_model_len=2048, tokenizer=None, seed=0
                 await engine.wait_idle()
 
     run_deterministically(main, seed)
+
+
+in_engine = partial(run_by, run)
 
 
 async def events_of(engine, request):
@@ -100,20 +104,18 @@ def test_an_answer_is_parsed_in_each_choice_whatever_the_buffer(n, buffer):
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE), buffer=buffer)
 
 
-def test_the_parser_looks_only_for_what_request_and_template_have():
-    async def body(engine):
-        without_tools = await events_of(engine, GenerateRequest(chat=Messages(ASK)))
-        call = f"<tool_call>{CALL}</tool_call> <tool_"
-        assert told(without_tools) == (f"So.\n{call}", "hm", [])
-        constrained = GenerateRequest(
-            chat=Messages(ASK, tools=TOOLS), constraint=Constraint("regex", ".*")
-        )
-        assert told(await events_of(engine, constrained)) == ("".join(WORDS), "", [])
-        plain = await events_of(engine, GenerateRequest(text="hi"))
-        assert not any(isinstance(event, AnswerTokens) for event in plain)
-        assert "".join(e.text for e in plain if isinstance(e, Tokens)) == "".join(WORDS)
-
-    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+@in_engine(FakeScript(words=WORDS, chat_template=TEMPLATE))
+async def test_the_parser_looks_only_for_what_request_and_template_have(engine):
+    without_tools = await events_of(engine, GenerateRequest(chat=Messages(ASK)))
+    call = f"<tool_call>{CALL}</tool_call> <tool_"
+    assert told(without_tools) == (f"So.\n{call}", "hm", [])
+    constrained = GenerateRequest(
+        chat=Messages(ASK, tools=TOOLS), constraint=Constraint("regex", ".*")
+    )
+    assert told(await events_of(engine, constrained)) == ("".join(WORDS), "", [])
+    plain = await events_of(engine, GenerateRequest(text="hi"))
+    assert not any(isinstance(event, AnswerTokens) for event in plain)
+    assert "".join(e.text for e in plain if isinstance(e, Tokens)) == "".join(WORDS)
 
 
 def test_a_call_that_the_request_demands_is_a_constraint_of_its_answer():
@@ -171,14 +173,12 @@ def test_tools_that_the_request_rules_out_are_kept_from_the_model_and_not_parsed
     run(body, script, tokenizer=Recorder(script))
 
 
-def test_a_call_cannot_be_demanded_of_a_model_whose_format_is_unknown():
-    async def body(engine):
-        request = GenerateRequest(chat=Messages(ASK, tools=TOOLS, tool_choice="add"))
-        with pytest.raises(Unsupported) as caught:
-            await events_of(engine, request)
-        assert caught.value.field == "chat.tool_choice"
-
-    run(body, FakeScript(words=WORDS, chat_template="{{ tools }}"))
+@in_engine(FakeScript(words=WORDS, chat_template="{{ tools }}"))
+async def test_a_call_cannot_be_demanded_of_a_model_whose_format_is_unknown(engine):
+    request = GenerateRequest(chat=Messages(ASK, tools=TOOLS, tool_choice="add"))
+    with pytest.raises(Unsupported) as caught:
+        await events_of(engine, request)
+    assert caught.value.field == "chat.tool_choice"
 
 
 def test_a_template_may_have_opened_the_reasoning():
@@ -203,16 +203,14 @@ def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasonin
     run(body, script)
 
 
-def test_tokens_are_all_there_beside_the_parsed_parts():
-    async def body(engine):
-        request = GenerateRequest(
-            chat=Messages(ASK, tools=TOOLS), output=OutputOptions(logprobs=0, token_ids=True)
-        )
-        events = [e for e in await events_of(engine, request) if isinstance(e, Tokens)]
-        assert sum(len(event.token_ids) for event in events) == len(WORDS) + 1
-        assert sum(len(event.logprobs) for event in events) == len(WORDS) + 1
-
-    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+@in_engine(FakeScript(words=WORDS, chat_template=TEMPLATE))
+async def test_tokens_are_all_there_beside_the_parsed_parts(engine):
+    request = GenerateRequest(
+        chat=Messages(ASK, tools=TOOLS), output=OutputOptions(logprobs=0, token_ids=True)
+    )
+    events = [e for e in await events_of(engine, request) if isinstance(e, Tokens)]
+    assert sum(len(event.token_ids) for event in events) == len(WORDS) + 1
+    assert sum(len(event.logprobs) for event in events) == len(WORDS) + 1
 
 
 def test_a_chats_reasoning_is_sent_and_not_kept_in_the_conversation():
@@ -244,28 +242,25 @@ def ids_of(events):
     return tuple(i for event in events if isinstance(event, Tokens) for i in event.token_ids)
 
 
-def test_reasoning_and_calls_are_parsed_across_a_cut_after_any_token():
+@in_engine(FakeScript(words=WORDS, chat_template=TEMPLATE))
+async def test_reasoning_and_calls_are_parsed_across_a_cut_after_any_token(engine):
     """Red without `Replayed`: the second stream would begin with the answer's text."""
-
-    async def body(engine):
-        request = GenerateRequest(chat=Messages(ASK, tools=TOOLS))
-        whole = await events_of(engine, request)
-        count = len(ids_of(whole))
-        assert count == len(WORDS) + 1
-        for at in range(1, count + 1):
-            had, taken = [], 0
-            for event in whole:
-                taken += len(event.token_ids) if isinstance(event, Tokens) else 0
-                if taken > at or isinstance(event, Finished):
-                    break
-                had.append(event)
-            heard = Continuation((ContinuedChoice(ids_of(had)),))
-            rest = await events_of(engine, replace(request, continuation=heard))
-            assert joined([had, rest]) == joined([whole])
-            assert rest[-1].usage.resumed_tokens == at
-            assert len(ids_of(rest)) == count - at
-
-    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+    request = GenerateRequest(chat=Messages(ASK, tools=TOOLS))
+    whole = await events_of(engine, request)
+    count = len(ids_of(whole))
+    assert count == len(WORDS) + 1
+    for at in range(1, count + 1):
+        had, taken = [], 0
+        for event in whole:
+            taken += len(event.token_ids) if isinstance(event, Tokens) else 0
+            if taken > at or isinstance(event, Finished):
+                break
+            had.append(event)
+        heard = Continuation((ContinuedChoice(ids_of(had)),))
+        rest = await events_of(engine, replace(request, continuation=heard))
+        assert joined([had, rest]) == joined([whole])
+        assert rest[-1].usage.resumed_tokens == at
+        assert len(ids_of(rest)) == count - at
 
 
 @pytest.mark.parametrize(("begun", "has_reasoning"), [("<think>h", True), ("So <tool", False)])
@@ -304,85 +299,74 @@ def texts(messages):
     return [message["content"] for message in messages]
 
 
-def test_a_full_chat_drops_its_middle_turns_and_reports_them():
-    async def body(engine):
-        async with Chat(engine, system="sys", sampling=SHORT) as chat:
-            told_by_events, dropped = [], []
-            for number in range(12):
-                answer = chat.ask(f"question {number} {'x' * 20}")
-                async for event in answer:
-                    if isinstance(event, Started):
-                        told_by_events += event.dropped
-                dropped += answer.dropped
-            questions = [m["content"] for m in chat.messages if m["role"] == "user"]
-            assert dropped
-            assert told_by_events == dropped
-            assert chat.messages[0] == {"role": "system", "content": "sys"}
-            assert questions[0].startswith("question 0 ")
-            assert questions[-1].startswith("question 11 ")
-            everything = [m["content"] for m in dropped if m["role"] == "user"] + questions
-            assert sorted(everything) == sorted(f"question {n} {'x' * 20}" for n in range(12))
-            pairs = itertools.pairwise(m["role"] for m in chat.messages[1:])
-            assert all(a != b for a, b in pairs)  # only whole turns were dropped
-
-    run(body, FakeScript(), max_model_len=256)
+@in_engine(FakeScript(), max_model_len=256)
+async def test_a_full_chat_drops_its_middle_turns_and_reports_them(engine):
+    async with Chat(engine, system="sys", sampling=SHORT) as chat:
+        told_by_events, dropped = [], []
+        for number in range(12):
+            answer = chat.ask(f"question {number} {'x' * 20}")
+            async for event in answer:
+                if isinstance(event, Started):
+                    told_by_events += event.dropped
+            dropped += answer.dropped
+        questions = [m["content"] for m in chat.messages if m["role"] == "user"]
+        assert dropped
+        assert told_by_events == dropped
+        assert chat.messages[0] == {"role": "system", "content": "sys"}
+        assert questions[0].startswith("question 0 ")
+        assert questions[-1].startswith("question 11 ")
+        everything = [m["content"] for m in dropped if m["role"] == "user"] + questions
+        assert sorted(everything) == sorted(f"question {n} {'x' * 20}" for n in range(12))
+        pairs = itertools.pairwise(m["role"] for m in chat.messages[1:])
+        assert all(a != b for a, b in pairs)  # only whole turns were dropped
 
 
-def test_a_truncation_makes_room_for_several_turns():
-    async def body(engine):
-        async with Chat(engine, sampling=SHORT) as chat:
-            truncations = []
-            for number in range(20):
-                answer = chat.ask(f"question {number}")
-                await answer.read()
-                truncations.append(bool(answer.dropped))
-            assert sum(truncations) >= 2
-            assert not any(a and b for a, b in itertools.pairwise(truncations))
-
-    run(body, FakeScript(), max_model_len=256)
+@in_engine(FakeScript(), max_model_len=256)
+async def test_a_truncation_makes_room_for_several_turns(engine):
+    async with Chat(engine, sampling=SHORT) as chat:
+        truncations = []
+        for number in range(20):
+            answer = chat.ask(f"question {number}")
+            await answer.read()
+            truncations.append(bool(answer.dropped))
+        assert sum(truncations) >= 2
+        assert not any(a and b for a, b in itertools.pairwise(truncations))
 
 
-def test_an_answer_that_fails_leaves_the_conversation_whole():
-    async def body(engine):
-        async with Chat(engine, sampling=SHORT) as chat:
-            for _ in range(2):
-                await chat.ask("y" * 30).read()
-            before = chat.messages
-            answer = chat.ask("z" * 300)  # too large by itself
-            with pytest.raises(RequestTooLarge):
-                await answer.read()
-            assert chat.messages == before
-            assert len(await chat.ask("w").read()) > 0
-
-    run(body, FakeScript(), max_model_len=256)
-
-
-def test_too_long_requests_without_truncation_are_refused():
-    async def body(engine):
-        long = tuple({"role": "user", "content": "x" * 50} for _ in range(10))
+@in_engine(FakeScript(), max_model_len=256)
+async def test_an_answer_that_fails_leaves_the_conversation_whole(engine):
+    async with Chat(engine, sampling=SHORT) as chat:
+        for _ in range(2):
+            await chat.ask("y" * 30).read()
+        before = chat.messages
+        answer = chat.ask("z" * 300)  # too large by itself
         with pytest.raises(RequestTooLarge):
-            await events_of(engine, GenerateRequest(chat=Messages(long)))
-        events = await events_of(engine, GenerateRequest(chat=Messages(long, truncates=True)))
-        assert texts(events[0].dropped) == ["x" * 50] * len(events[0].dropped)
-
-    run(body, FakeScript(words=["a"]), max_model_len=256)
+            await answer.read()
+        assert chat.messages == before
+        assert len(await chat.ask("w").read()) > 0
 
 
-def test_a_second_turn_computes_only_its_own_tokens():
+@in_engine(FakeScript(words=["a"]), max_model_len=256)
+async def test_too_long_requests_without_truncation_are_refused(engine):
+    long = tuple({"role": "user", "content": "x" * 50} for _ in range(10))
+    with pytest.raises(RequestTooLarge):
+        await events_of(engine, GenerateRequest(chat=Messages(long)))
+    events = await events_of(engine, GenerateRequest(chat=Messages(long, truncates=True)))
+    assert texts(events[0].dropped) == ["x" * 50] * len(events[0].dropped)
+
+
+@in_engine(FakeScript(answer_opening="\nassistant: "))
+async def test_a_second_turn_computes_only_its_own_tokens(engine):
     """All whole blocks of the turn before are reused, its answer's too."""
-
-    async def body(engine):
-        async with Chat(engine, sampling=SHORT) as chat:
-            ends = []
-            for question in ("x" * 1000, "and then?"):
-                events = [event async for event in chat.ask(question)]
-                ends.append(events[-1].usage)
-        first, second = ends
-        known = first.prompt_tokens + first.completion_tokens - 1  # the last token is not computed
-        assert first.cached_tokens == 0
-        assert second.cached_tokens == known // 16 * 16
-
-    run(body, FakeScript(answer_opening="\nassistant: "))
+    async with Chat(engine, sampling=SHORT) as chat:
+        ends = []
+        for question in ("x" * 1000, "and then?"):
+            events = [event async for event in chat.ask(question)]
+            ends.append(events[-1].usage)
+    first, second = ends
+    known = first.prompt_tokens + first.completion_tokens - 1  # the last token is not computed
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == known // 16 * 16
 
 
 # ---- slow templates
@@ -400,34 +384,30 @@ class Slow(FakeTokenizer):
         return super().render_chat(messages, **options)
 
 
-def test_a_slow_template_delays_neither_the_loop_nor_texts():
+@run_by(run_deterministically, 0)
+async def test_a_slow_template_delays_neither_the_loop_nor_texts():
     threads = VirtualThreads()
 
-    async def main():
-        class Runner(FakeRunner):
-            tokenizer = Slow(threads)
+    class Runner(FakeRunner):
+        tokenizer = Slow(threads)
 
-        make = partial(Runner, num_blocks=600, max_model_len=9000)
-        async with fake_engine(FakeScript(step_s=0.01), make, threads=threads) as engine:
-            began = trio.current_time()
-            slow = engine.submit(GenerateRequest(chat=Messages(ASK), sampling=SHORT), buffer=9)
-            await events_of(engine, GenerateRequest(text="hi" * 4000, sampling=SHORT))
-            assert trio.current_time() - began < 1
-            assert not slow.is_closed
-            await slow.wait_closed()
-            assert slow.error is None
-
-    run_deterministically(main, 0)
+    make = partial(Runner, num_blocks=600, max_model_len=9000)
+    async with fake_engine(FakeScript(step_s=0.01), make, threads=threads) as engine:
+        began = trio.current_time()
+        slow = engine.submit(GenerateRequest(chat=Messages(ASK), sampling=SHORT), buffer=9)
+        await events_of(engine, GenerateRequest(text="hi" * 4000, sampling=SHORT))
+        assert trio.current_time() - began < 1
+        assert not slow.is_closed
+        await slow.wait_closed()
+        assert slow.error is None
 
 
-def test_a_tokenizers_refusal_of_a_chat_names_the_chat():
-    async def body(engine):
-        lone = ({"role": "user", "content": "\ud800"},)
-        with pytest.raises(InvalidRequest) as caught:
-            await events_of(engine, GenerateRequest(chat=Messages(lone)))
-        assert [violation.field for violation in caught.value.violations] == ["chat"]
-        with pytest.raises(InvalidRequest) as caught:
-            await engine.tokenize("", chat=Messages(lone))
-        assert [violation.field for violation in caught.value.violations] == ["chat"]
-
-    run(body, FakeScript())
+@in_engine(FakeScript())
+async def test_a_tokenizers_refusal_of_a_chat_names_the_chat(engine):
+    lone = ({"role": "user", "content": "\ud800"},)
+    with pytest.raises(InvalidRequest) as caught:
+        await events_of(engine, GenerateRequest(chat=Messages(lone)))
+    assert [violation.field for violation in caught.value.violations] == ["chat"]
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.tokenize("", chat=Messages(lone))
+    assert [violation.field for violation in caught.value.violations] == ["chat"]

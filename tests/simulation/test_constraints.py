@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import trio
@@ -26,6 +27,7 @@ from engine.requests.tasks import RequestTasks
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.bodies import run_by
 from tests.support.virtual_engine import fake_engine, read_all
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
@@ -68,6 +70,9 @@ def run(body, *, seed=0, error=None):
     run_deterministically(main, seed)
 
 
+in_engine = partial(run_by, run)
+
+
 async def ended(generation):
     """Read the stream to its end, and return its error."""
     await read_all(generation)
@@ -75,29 +80,27 @@ async def ended(generation):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_constraint_is_compiled_once_for_waiting_and_later_requests(seed):
-    async def body(engine, runner, calls):
-        first = [engine.submit(request_for("a", n=2), buffer=9) for _ in range(5)]
-        assert [await ended(one) for one in first] == [None] * 5
-        assert trio.current_time() >= COSTLY
-        assert await ended(engine.submit(request_for("a"), buffer=9)) is None
-        assert calls == ["a"]
-        assert runner.compiled == {form("a")}
-
-    run(body, seed=seed)
+@in_engine()
+async def test_a_constraint_is_compiled_once_for_waiting_and_later_requests(
+    engine, runner, calls, *, seed
+):
+    first = [engine.submit(request_for("a", n=2), buffer=9) for _ in range(5)]
+    assert [await ended(one) for one in first] == [None] * 5
+    assert trio.current_time() >= COSTLY
+    assert await ended(engine.submit(request_for("a"), buffer=9)) is None
+    assert calls == ["a"]
+    assert runner.compiled == {form("a")}
 
 
 @pytest.mark.parametrize("name", [None, "cheap"])
-def test_a_costly_constraint_delays_no_other_request(name):
-    async def body(engine, runner, calls):
-        costly = engine.submit(request_for("costly"), buffer=9)
-        start = trio.current_time()
-        assert await ended(engine.submit(request_for(name), buffer=9)) is None
-        assert trio.current_time() - start < COSTLY / 2
-        assert not costly.is_closed
-        assert await ended(costly) is None
-
-    run(body)
+@in_engine()
+async def test_a_costly_constraint_delays_no_other_request(engine, runner, calls, *, name):
+    costly = engine.submit(request_for("costly"), buffer=9)
+    start = trio.current_time()
+    assert await ended(engine.submit(request_for(name), buffer=9)) is None
+    assert trio.current_time() - start < COSTLY / 2
+    assert not costly.is_closed
+    assert await ended(costly) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -144,57 +147,50 @@ class Panic(BaseException):
     """The kind of exception that a panic in a Rust library raises."""
 
 
-def test_a_compiler_that_panics_ends_its_own_request_and_no_other():
-    async def body(engine, runner, calls):
-        bad = engine.submit(request_for("bad"), buffer=9)
-        assert await ended(engine.submit(request_for("good"), buffer=9)) is None
-        assert isinstance(await ended(bad), EngineBug)
-
-    run(body, error=lambda name: Panic() if name == "bad" else None)
+@in_engine(error=lambda name: Panic() if name == "bad" else None)
+async def test_a_compiler_that_panics_ends_its_own_request_and_no_other(engine, runner, calls):
+    bad = engine.submit(request_for("bad"), buffer=9)
+    assert await ended(engine.submit(request_for("good"), buffer=9)) is None
+    assert isinstance(await ended(bad), EngineBug)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("at", [0.0, 0.3])
-def test_a_request_that_leaves_during_a_compilation_ends_at_once_and_the_work_is_kept(seed, at):
-    async def body(engine, runner, calls):
-        leaver = engine.submit(request_for("a"), buffer=9)
-        await trio.sleep(at)
-        assert at == 0.0 or leaver.phase is Phase.COMPILE
-        leaver.cancel(EndReason.CANCELLED)
-        start = trio.current_time()
-        assert isinstance(await ended(leaver), RequestCancelled)
-        assert trio.current_time() == start
-        await engine.wait_idle()
-        assert await ended(engine.submit(request_for("a"), buffer=9)) is None
-        assert at == 0.0 or calls == ["a"]
-
-    run(body, seed=seed)
-
-
-def test_a_deadline_during_a_compilation_names_the_phase():
-    async def body(engine, runner, calls):
-        late = engine.submit(request_for("a", timeout_s=0.5), buffer=9)
-        error = await ended(late)
-        assert isinstance(error, DeadlineExceeded)
-        assert (error.phase, error.tokens_done) == ("compile", 0)
-        assert trio.current_time() < COSTLY
-
-    run(body)
+@in_engine()
+async def test_a_request_that_leaves_during_a_compilation_ends_at_once_and_the_work_is_kept(
+    engine, runner, calls, *, seed, at
+):
+    leaver = engine.submit(request_for("a"), buffer=9)
+    await trio.sleep(at)
+    assert at == 0.0 or leaver.phase is Phase.COMPILE
+    leaver.cancel(EndReason.CANCELLED)
+    start = trio.current_time()
+    assert isinstance(await ended(leaver), RequestCancelled)
+    assert trio.current_time() == start
+    await engine.wait_idle()
+    assert await ended(engine.submit(request_for("a"), buffer=9)) is None
+    assert at == 0.0 or calls == ["a"]
 
 
-def test_a_compilation_that_nobody_waits_for_does_not_begin():
+@in_engine()
+async def test_a_deadline_during_a_compilation_names_the_phase(engine, runner, calls):
+    late = engine.submit(request_for("a", timeout_s=0.5), buffer=9)
+    error = await ended(late)
+    assert isinstance(error, DeadlineExceeded)
+    assert (error.phase, error.tokens_done) == ("compile", 0)
+    assert trio.current_time() < COSTLY
+
+
+@in_engine()
+async def test_a_compilation_that_nobody_waits_for_does_not_begin(engine, runner, calls):
     """Two compile at a time; the third's waiting request leaves before its turn."""
-
-    async def body(engine, runner, calls):
-        going = [engine.submit(request_for(name), buffer=9) for name in ("a", "b")]
-        await trio.sleep(0.1)
-        third = engine.submit(request_for("c"), buffer=9)
-        await trio.sleep(0.1)
-        third.cancel(EndReason.CANCELLED)
-        assert [await ended(one) for one in going] == [None, None]
-        assert sorted(calls) == ["a", "b"]
-
-    run(body)
+    going = [engine.submit(request_for(name), buffer=9) for name in ("a", "b")]
+    await trio.sleep(0.1)
+    third = engine.submit(request_for("c"), buffer=9)
+    await trio.sleep(0.1)
+    third.cancel(EndReason.CANCELLED)
+    assert [await ended(one) for one in going] == [None, None]
+    assert sorted(calls) == ["a", "b"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -251,63 +247,57 @@ async def use(held, tasks, *names):
             pass
 
 
-def test_the_least_recently_used_constraint_is_forgotten_when_there_are_too_many(monkeypatch):
-    async def body(held, tasks, compiler):
-        await use(held, tasks, "a", "b", "c", "a", "d")
-        assert compiler.kept == {form(name) for name in "cad"}
-        assert len(held) == 3
-
-    bounded(body, monkeypatch)
-
-
-def test_or_when_constraints_take_too_much_memory(monkeypatch):
-    async def body(held, tasks, compiler):
-        await use(held, tasks, "a" * 600, "b" * 600)
-        assert held.num_bytes == 1200
-        await use(held, tasks, "c")
-        assert compiler.kept == {form("b" * 600), form("c")}
-
-    bounded(body, monkeypatch)
+@run_by(bounded)
+async def test_the_least_recently_used_constraint_is_forgotten_when_there_are_too_many(
+    held, tasks, compiler, *, monkeypatch
+):
+    await use(held, tasks, "a", "b", "c", "a", "d")
+    assert compiler.kept == {form(name) for name in "cad"}
+    assert len(held) == 3
 
 
-def test_constraints_in_use_stay_and_more_than_these_are_refused_for_now(monkeypatch):
-    async def body(held, tasks, compiler):
-        async with held.held(form("a"), tasks), held.held(form("b"), tasks):
-            async with held.held(form("c"), tasks):
-                with pytest.raises(Overloaded):
-                    await use(held, tasks, "d")
-                await use(held, tasks, "a")
-            await use(held, tasks, "d")
-            assert compiler.kept == {form(name) for name in "abd"}
-
-    bounded(body, monkeypatch)
+@run_by(bounded)
+async def test_or_when_constraints_take_too_much_memory(held, tasks, compiler, *, monkeypatch):
+    await use(held, tasks, "a" * 600, "b" * 600)
+    assert held.num_bytes == 1200
+    await use(held, tasks, "c")
+    assert compiler.kept == {form("b" * 600), form("c")}
 
 
-def test_a_closed_engine_compiles_nothing(monkeypatch):
-    async def body(held, tasks, compiler):
-        with pytest.raises(ShuttingDown):
-            await use(held, RequestTasks(), "a")
+@run_by(bounded)
+async def test_constraints_in_use_stay_and_more_than_these_are_refused_for_now(
+    held, tasks, compiler, *, monkeypatch
+):
+    async with held.held(form("a"), tasks), held.held(form("b"), tasks):
+        async with held.held(form("c"), tasks):
+            with pytest.raises(Overloaded):
+                await use(held, tasks, "d")
+            await use(held, tasks, "a")
+        await use(held, tasks, "d")
+        assert compiler.kept == {form(name) for name in "abd"}
 
-    bounded(body, monkeypatch)
+
+@run_by(bounded)
+async def test_a_closed_engine_compiles_nothing(held, tasks, compiler, *, monkeypatch):
+    with pytest.raises(ShuttingDown):
+        await use(held, RequestTasks(), "a")
 
 
-def test_too_many_waiting_requests_are_refused_for_now(monkeypatch):
-    async def body(held, tasks, compiler):
-        refused = []
+@run_by(bounded, entries=99, waiting=3)
+async def test_too_many_waiting_requests_are_refused_for_now(held, tasks, compiler, *, monkeypatch):
+    refused = []
 
-        async def ask(name):
-            try:
-                await use(held, tasks, name)
-            except Overloaded:
-                refused.append(name)
+    async def ask(name):
+        try:
+            await use(held, tasks, name)
+        except Overloaded:
+            refused.append(name)
 
-        async with trio.open_nursery() as own:
-            for name in "abcde":
-                own.start_soon(ask, name)
-        assert len(refused) == 2
-        assert len(compiler.kept) == 3
-
-    bounded(body, monkeypatch, entries=99, waiting=3)
+    async with trio.open_nursery() as own:
+        for name in "abcde":
+            own.start_soon(ask, name)
+    assert len(refused) == 2
+    assert len(compiler.kept) == 3
 
 
 # ---- threads that begin late, or never ---------------------------------------------------

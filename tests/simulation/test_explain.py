@@ -17,6 +17,7 @@ from engine.requests.chat_values import Chat
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
+from tests.support.bodies import run_by
 from tests.support.virtual_engine import fake_engine, read_all
 
 STEP_S = 1.0
@@ -39,6 +40,9 @@ def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
     run_deterministically(main, seed)
 
 
+in_engine = partial(run_by, run)
+
+
 def ask(engine, name, *, text="x", max_tokens=5, buffer=4096, **fields):
     """Submit a request."""
     request = GenerateRequest(
@@ -47,15 +51,13 @@ def ask(engine, name, *, text="x", max_tokens=5, buffer=4096, **fields):
     return engine.submit(request, buffer=buffer)
 
 
-def test_a_request_of_a_loading_model_waits_for_the_load():
-    async def body(engine):
-        ask(engine, "a")
-        await trio.sleep(1)
-        said = engine.explain("a")
-        assert (said.state, said.waiting_for, said.position) == ("WAITING", "model load", 0)
-        assert (said.blocks, said.computed_tokens, said.estimate_s) == (0, 0, None)
-
-    run(body, load_s=5.0)
+@in_engine(load_s=5.0)
+async def test_a_request_of_a_loading_model_waits_for_the_load(engine):
+    ask(engine, "a")
+    await trio.sleep(1)
+    said = engine.explain("a")
+    assert (said.state, said.waiting_for, said.position) == ("WAITING", "model load", 0)
+    assert (said.blocks, said.computed_tokens, said.estimate_s) == (0, 0, None)
 
 
 def test_a_request_that_is_tokenised_is_explained():
@@ -80,47 +82,41 @@ def test_a_request_whose_constraint_is_compiled_is_explained():
     run(body, script=script)
 
 
-def test_a_running_request_is_explained_with_its_progress_during_a_step():
-    async def body(engine):
-        ask(engine, "a", text="x" * 40, max_tokens=100)
-        await trio.sleep(STEP_S / 2)  # the first step has its prompt
-        first = engine.explain("a")
-        assert (first.state, first.waiting_for, first.position) == ("RUNNING", "", 0)
-        assert (first.computed_tokens, first.blocks) == (0, 3)
-        await trio.sleep(3 * STEP_S)
-        later = engine.explain("a")
-        assert (later.computed_tokens, later.blocks) == (42, 3)
-
-    run(body)
+@in_engine()
+async def test_a_running_request_is_explained_with_its_progress_during_a_step(engine):
+    ask(engine, "a", text="x" * 40, max_tokens=100)
+    await trio.sleep(STEP_S / 2)  # the first step has its prompt
+    first = engine.explain("a")
+    assert (first.state, first.waiting_for, first.position) == ("RUNNING", "", 0)
+    assert (first.computed_tokens, first.blocks) == (0, 3)
+    await trio.sleep(3 * STEP_S)
+    later = engine.explain("a")
+    assert (later.computed_tokens, later.blocks) == (42, 3)
 
 
-def test_a_request_that_came_during_a_step_is_known():
-    async def body(engine):
-        ask(engine, "a", max_tokens=100)
-        await trio.sleep(STEP_S / 2)
-        ask(engine, "b", max_tokens=100)
-        await trio.sleep(STEP_S / 4)
-        waiting_for = "the step in flight, after which it enters the queue"
-        assert engine.explain("b").waiting_for == waiting_for
-
-    run(body)
+@in_engine()
+async def test_a_request_that_came_during_a_step_is_known(engine):
+    ask(engine, "a", max_tokens=100)
+    await trio.sleep(STEP_S / 2)
+    ask(engine, "b", max_tokens=100)
+    await trio.sleep(STEP_S / 4)
+    waiting_for = "the step in flight, after which it enters the queue"
+    assert engine.explain("b").waiting_for == waiting_for
 
 
-def test_seats_priority_and_places_in_the_queue():
-    async def body(engine):
-        ask(engine, "running", max_tokens=100)
-        await trio.sleep(STEP_S / 2)
-        for name, priority in (("second", 5), ("first", 2), ("third", 5)):
-            ask(engine, name, priority=priority)
-            await trio.sleep(STEP_S / 10)
-        await trio.sleep(3 * STEP_S)
-        said = {name: engine.explain(name) for name in ("first", "second", "third")}
-        assert [said[name].position for name in said] == [1, 2, 3]
-        assert said["first"].waiting_for == "seats: 1 of 1 sequences run"
-        assert said["third"].waiting_for.startswith("priority:")
-        assert all(one.estimate_s is None for one in said.values()), "none has ended yet"
-
-    run(body, max_num_seqs=1)
+@in_engine(max_num_seqs=1)
+async def test_seats_priority_and_places_in_the_queue(engine):
+    ask(engine, "running", max_tokens=100)
+    await trio.sleep(STEP_S / 2)
+    for name, priority in (("second", 5), ("first", 2), ("third", 5)):
+        ask(engine, name, priority=priority)
+        await trio.sleep(STEP_S / 10)
+    await trio.sleep(3 * STEP_S)
+    said = {name: engine.explain(name) for name in ("first", "second", "third")}
+    assert [said[name].position for name in said] == [1, 2, 3]
+    assert said["first"].waiting_for == "seats: 1 of 1 sequences run"
+    assert said["third"].waiting_for.startswith("priority:")
+    assert all(one.estimate_s is None for one in said.values()), "none has ended yet"
 
 
 @pytest.mark.parametrize(("seats", "waits"), [(1, (5, 10, 15)), (2, (2.5, 5, 7.5))])
@@ -145,104 +141,90 @@ def test_a_request_that_waits_for_a_seat_gets_an_estimate_of_such_waits(seats, w
     run(body, max_num_seqs=seats)
 
 
-def test_a_wait_for_the_token_budget_alone_is_estimated_from_computed_tokens():
-    async def body(engine):
-        for name in "abcd":
-            ask(engine, name, text="x" * 80)
-            await trio.sleep(0.001)
-        await trio.sleep(1.5 * STEP_S)
-        said = engine.explain("d")
-        assert (said.state, said.position > 1) == ("WAITING", True)
-        assert said.estimate_s > engine.explain("c").estimate_s >= 0
-
-    run(body, max_num_seqs=8, max_num_batched_tokens=40)
+@in_engine(max_num_seqs=8, max_num_batched_tokens=40)
+async def test_a_wait_for_the_token_budget_alone_is_estimated_from_computed_tokens(engine):
+    for name in "abcd":
+        ask(engine, name, text="x" * 80)
+        await trio.sleep(0.001)
+    await trio.sleep(1.5 * STEP_S)
+    said = engine.explain("d")
+    assert (said.state, said.position > 1) == ("WAITING", True)
+    assert said.estimate_s > engine.explain("c").estimate_s >= 0
 
 
-def test_blocks():
-    async def body(engine):
-        ask(engine, "large", text="x" * 90, max_tokens=30)
-        await trio.sleep(STEP_S / 2)
-        ask(engine, "next", text="y" * 90, max_tokens=30)
-        await trio.sleep(2 * STEP_S)
-        said = engine.explain("next")
-        assert said.waiting_for == "KV blocks: 4 are lacking, 2 are free"
-        assert (said.state, said.position, said.blocks) == ("WAITING", 1, 0)
-
-    run(body, num_blocks=8)
+@in_engine(num_blocks=8)
+async def test_blocks(engine):
+    ask(engine, "large", text="x" * 90, max_tokens=30)
+    await trio.sleep(STEP_S / 2)
+    ask(engine, "next", text="y" * 90, max_tokens=30)
+    await trio.sleep(2 * STEP_S)
+    said = engine.explain("next")
+    assert said.waiting_for == "KV blocks: 4 are lacking, 2 are free"
+    assert (said.state, said.position, said.blocks) == ("WAITING", 1, 0)
 
 
-def test_the_budget_of_tokens():
-    async def body(engine):
-        for name in "abc":
-            ask(engine, name, text="x" * 64)
-            await trio.sleep(0.001)
-        await trio.sleep(1.5 * STEP_S)
-        states = [engine.explain(name).state for name in "abc"]
-        assert states == ["RUNNING", "RUNNING", "WAITING"]
-        assert engine.explain("c").waiting_for in (
-            "a step",
-            "token budget: the next steps compute what is ahead",
-        )
-        await trio.sleep(2 * STEP_S)
-        assert engine.explain("c").state == "RUNNING"
-
-    run(body, max_num_seqs=8, max_num_batched_tokens=40)
+@in_engine(max_num_seqs=8, max_num_batched_tokens=40)
+async def test_the_budget_of_tokens(engine):
+    for name in "abc":
+        ask(engine, name, text="x" * 64)
+        await trio.sleep(0.001)
+    await trio.sleep(1.5 * STEP_S)
+    states = [engine.explain(name).state for name in "abc"]
+    assert states == ["RUNNING", "RUNNING", "WAITING"]
+    assert engine.explain("c").waiting_for in (
+        "a step",
+        "token budget: the next steps compute what is ahead",
+    )
+    await trio.sleep(2 * STEP_S)
+    assert engine.explain("c").state == "RUNNING"
 
 
-def test_a_reader_that_does_not_read():
-    async def body(engine):
-        ask(engine, "slow", max_tokens=100, buffer=2)
-        await trio.sleep(10 * STEP_S)
-        said = engine.explain("slow")
-        assert said.state == "PARKED"
-        assert said.waiting_for.startswith("reader")
-        assert 5 * STEP_S < said.parked_s < 10 * STEP_S
-        assert said.blocks == 1
-        await trio.sleep(5)
-        assert engine.explain("slow").parked_s == pytest.approx(said.parked_s + 5)
-
-    run(body)
+@in_engine()
+async def test_a_reader_that_does_not_read(engine):
+    ask(engine, "slow", max_tokens=100, buffer=2)
+    await trio.sleep(10 * STEP_S)
+    said = engine.explain("slow")
+    assert said.state == "PARKED"
+    assert said.waiting_for.startswith("reader")
+    assert 5 * STEP_S < said.parked_s < 10 * STEP_S
+    assert said.blocks == 1
+    await trio.sleep(5)
+    assert engine.explain("slow").parked_s == pytest.approx(said.parked_s + 5)
 
 
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.WAIT])
-def test_a_pause(mode):
-    async def body(engine):
-        ask(engine, "runs", max_tokens=100)
-        await trio.sleep(STEP_S / 2)
-        ask(engine, "waits")
-        await trio.sleep(2 * STEP_S)
-        engine.pause(mode)
-        await trio.sleep(2 * STEP_S)
-        pausing = f"resume: the model is paused ({mode.value})"
-        assert engine.explain("waits").waiting_for == pausing
-        runs = engine.explain("runs").waiting_for
-        assert runs == (pausing if mode is PauseMode.KEEP else "")
-
-    run(body, max_num_seqs=1)
+@in_engine(max_num_seqs=1)
+async def test_a_pause(engine, *, mode):
+    ask(engine, "runs", max_tokens=100)
+    await trio.sleep(STEP_S / 2)
+    ask(engine, "waits")
+    await trio.sleep(2 * STEP_S)
+    engine.pause(mode)
+    await trio.sleep(2 * STEP_S)
+    pausing = f"resume: the model is paused ({mode.value})"
+    assert engine.explain("waits").waiting_for == pausing
+    runs = engine.explain("runs").waiting_for
+    assert runs == (pausing if mode is PauseMode.KEEP else "")
 
 
-def test_of_several_choices_the_one_furthest_behind_is_explained():
-    async def body(engine):
-        ask(engine, "a", text="x" * 100, n=3, max_tokens=100)
-        await trio.sleep(STEP_S / 2)
-        assert engine.explain("a").state == "WAITING"
-        assert "another choice" in engine.explain("a").waiting_for
-        await trio.sleep(10 * STEP_S)
-        assert engine.explain("a").state == "RUNNING"
-
-    run(body, max_num_batched_tokens=40, max_num_seqs=8)
+@in_engine(max_num_batched_tokens=40, max_num_seqs=8)
+async def test_of_several_choices_the_one_furthest_behind_is_explained(engine):
+    ask(engine, "a", text="x" * 100, n=3, max_tokens=100)
+    await trio.sleep(STEP_S / 2)
+    assert engine.explain("a").state == "WAITING"
+    assert "another choice" in engine.explain("a").waiting_for
+    await trio.sleep(10 * STEP_S)
+    assert engine.explain("a").state == "RUNNING"
 
 
-def test_a_request_that_is_not_live_is_not_found():
-    async def body(engine):
-        generation = ask(engine, "a")
-        with pytest.raises(RequestNotFound, match="'b'"):
-            engine.explain("b")
-        await generation.wait_closed()
-        with pytest.raises(RequestNotFound):
-            engine.explain("a")
-
-    run(body)
+@in_engine()
+async def test_a_request_that_is_not_live_is_not_found(engine):
+    generation = ask(engine, "a")
+    with pytest.raises(RequestNotFound, match="'b'"):
+        engine.explain("b")
+    await generation.wait_closed()
+    with pytest.raises(RequestNotFound):
+        engine.explain("a")
 
 
 def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
@@ -313,35 +295,31 @@ def sum_of(timings):
     )
 
 
-def test_each_phase_is_timed():
-    async def body(engine):
-        blocker = ask(engine, "blocker", max_tokens=3)
-        await trio.sleep(0.001)
-        generation = ask(engine, "a", text="x" * 100, max_tokens=4, buffer=2)
-        await blocker.wait_closed()  # after 3 steps
-        began = trio.current_time()
-        assert began == pytest.approx(3 * STEP_S, abs=STEP_S / 100)
-        await trio.sleep(20)  # 3 steps of prefill, one of decode, and the buffer is full
-        timings = await timings_of(generation)
-        assert timings.queue_s == pytest.approx(3 * STEP_S - 0.001)
-        assert timings.prefill_s == pytest.approx(3 * STEP_S)
-        assert timings.parked_s == pytest.approx(20 - 4 * STEP_S)
-        assert timings.decode_s == pytest.approx(3 * STEP_S)
-        assert timings.load_s == 0
-
-    run(body, max_num_seqs=1, max_num_batched_tokens=40)
+@in_engine(max_num_seqs=1, max_num_batched_tokens=40)
+async def test_each_phase_is_timed(engine):
+    blocker = ask(engine, "blocker", max_tokens=3)
+    await trio.sleep(0.001)
+    generation = ask(engine, "a", text="x" * 100, max_tokens=4, buffer=2)
+    await blocker.wait_closed()  # after 3 steps
+    began = trio.current_time()
+    assert began == pytest.approx(3 * STEP_S, abs=STEP_S / 100)
+    await trio.sleep(20)  # 3 steps of prefill, one of decode, and the buffer is full
+    timings = await timings_of(generation)
+    assert timings.queue_s == pytest.approx(3 * STEP_S - 0.001)
+    assert timings.prefill_s == pytest.approx(3 * STEP_S)
+    assert timings.parked_s == pytest.approx(20 - 4 * STEP_S)
+    assert timings.decode_s == pytest.approx(3 * STEP_S)
+    assert timings.load_s == 0
 
 
-def test_a_chats_template_counts_as_queue():
-    async def body(engine):
-        chat = Chat(({"role": "user", "content": "x" * 5000},))
-        request = GenerateRequest(chat=chat, sampling=SamplingParams(max_tokens=2))
-        began = trio.current_time()
-        generation = engine.submit(request, buffer=9)
-        events = await read_all(generation)
-        [end] = [event for event in events if isinstance(event, Finished)]
-        assert sum(isinstance(event, Tokens) for event in events) == 2
-        assert end.timings.queue_s == pytest.approx(3.0)
-        assert sum_of(end.timings) == pytest.approx(trio.current_time() - began)
-
-    run(body, script=FakeScript(encode_s=3.0), num_blocks=1000)
+@in_engine(script=FakeScript(encode_s=3.0), num_blocks=1000)
+async def test_a_chats_template_counts_as_queue(engine):
+    chat = Chat(({"role": "user", "content": "x" * 5000},))
+    request = GenerateRequest(chat=chat, sampling=SamplingParams(max_tokens=2))
+    began = trio.current_time()
+    generation = engine.submit(request, buffer=9)
+    events = await read_all(generation)
+    [end] = [event for event in events if isinstance(event, Finished)]
+    assert sum(isinstance(event, Tokens) for event in events) == 2
+    assert end.timings.queue_s == pytest.approx(3.0)
+    assert sum_of(end.timings) == pytest.approx(trio.current_time() - began)

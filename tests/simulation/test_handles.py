@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
 from tests.support.virtual_engine import fake_engine
 
@@ -48,6 +50,9 @@ def run(body, seed, *, buffer=4096, script=None):
     run_deterministically(main, seed)
 
 
+in_engine = partial(run_by, run)
+
+
 def said(messages, count):
     """Return the fake model's answer to a conversation."""
     prompt = FakeTokenizer().render_chat(messages)
@@ -59,113 +64,98 @@ def said(messages, count):
 
 
 @seeds
-def test_an_answer_read_to_its_last_event_is_part_of_the_conversation(seed):
-    async def body(engine):
-        async with Chat(engine, sampling=SHORT) as chat:
-            for number in range(1, 3):
-                answer = chat.ask("one")
-                async for event in answer:
-                    if isinstance(event, Finished):
-                        break
-                assert len(chat.messages) == 2 * number
-                assert chat.messages[-1]["content"] == answer.text
-                assert answer.is_over
-
-    run(body, seed)
+@in_engine()
+async def test_an_answer_read_to_its_last_event_is_part_of_the_conversation(engine, *, seed):
+    async with Chat(engine, sampling=SHORT) as chat:
+        for number in range(1, 3):
+            answer = chat.ask("one")
+            async for event in answer:
+                if isinstance(event, Finished):
+                    break
+            assert len(chat.messages) == 2 * number
+            assert chat.messages[-1]["content"] == answer.text
+            assert answer.is_over
 
 
 @seeds
-def test_a_chat_keeps_questions_and_answers(seed):
-    async def body(engine):
-        async with Chat(engine, system="Be brief.", sampling=SHORT) as chat:
-            want = [{"role": "system", "content": "Be brief."}]
-            for question in ("one", "two"):
-                want.append({"role": "user", "content": question})
-                want.append({"role": "assistant", "content": said(want, 5)})
-                assert await chat.ask(question).read() == want[-1]["content"]
-            assert list(chat.messages) == want
-
-    run(body, seed)
+@in_engine()
+async def test_a_chat_keeps_questions_and_answers(engine, *, seed):
+    async with Chat(engine, system="Be brief.", sampling=SHORT) as chat:
+        want = [{"role": "system", "content": "Be brief."}]
+        for question in ("one", "two"):
+            want.append({"role": "user", "content": question})
+            want.append({"role": "assistant", "content": said(want, 5)})
+            assert await chat.ask(question).read() == want[-1]["content"]
+        assert list(chat.messages) == want
 
 
 @seeds
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + STEP_S / 2, LOAD_S + 5.5 * STEP_S])
-def test_a_stop_ends_the_answer_however_early_it_comes(seed, after_s):
+@in_engine()
+async def test_a_stop_ends_the_answer_however_early_it_comes(engine, *, seed, after_s):
     """Before the answer's task has begun, while the model loads, in a step."""
-
-    async def body(engine):
-        async with Chat(engine, sampling=ENDLESS) as chat:
-            answer = chat.ask("one")
-            if after_s:
-                await trio.sleep(after_s)
-            chat.stop()
-            chat.stop()
-            with trio.fail_after(1):
-                assert [event async for event in answer] == []
-            assert answer.error is None
-            assert chat.messages == ()
-            assert len(await chat.ask("two").read()) > 0  # the stop ended only the first answer
-
-    run(body, seed)
+    async with Chat(engine, sampling=ENDLESS) as chat:
+        answer = chat.ask("one")
+        if after_s:
+            await trio.sleep(after_s)
+        chat.stop()
+        chat.stop()
+        with trio.fail_after(1):
+            assert [event async for event in answer] == []
+        assert answer.error is None
+        assert chat.messages == ()
+        assert len(await chat.ask("two").read()) > 0  # the stop ended only the first answer
 
 
 @seeds
-def test_a_stopped_answer_is_kept_as_far_as_it_was_read(seed):
-    async def body(engine):
-        async with Chat(engine, sampling=ENDLESS) as chat:
-            async for _event in (answer := chat.ask("one")):
-                if answer.text.count("<") == 3:
-                    chat.stop()
-            question = {"role": "user", "content": "one"}
-            assert chat.messages == (
-                question,
-                {"role": "assistant", "content": said([question], 3)},
-            )
-
-    run(body, seed)
+@in_engine()
+async def test_a_stopped_answer_is_kept_as_far_as_it_was_read(engine, *, seed):
+    async with Chat(engine, sampling=ENDLESS) as chat:
+        async for _event in (answer := chat.ask("one")):
+            if answer.text.count("<") == 3:
+                chat.stop()
+        question = {"role": "user", "content": "one"}
+        assert chat.messages == (
+            question,
+            {"role": "assistant", "content": said([question], 3)},
+        )
 
 
 @seeds
-def test_a_whole_answer_is_kept_even_if_it_is_empty(seed):
+@in_engine()
+async def test_a_whole_answer_is_kept_even_if_it_is_empty(engine, *, seed):
     """The stop string was the whole answer; the question is kept all the same."""
-
-    async def body(engine):
-        async with Chat(engine, sampling=SamplingParams(stop=("<",))) as chat:
-            assert await chat.ask("one").read() == ""
-            assert [m["content"] for m in chat.messages] == ["one", ""]
-
-    run(body, seed)
+    async with Chat(engine, sampling=SamplingParams(stop=("<",))) as chat:
+        assert await chat.ask("one").read() == ""
+        assert [m["content"] for m in chat.messages] == ["one", ""]
 
 
 @seeds
-def test_a_stop_without_an_answer_has_no_later_effect(seed):
+@in_engine()
+async def test_a_stop_without_an_answer_has_no_later_effect(engine, *, seed):
     """Without a generation, a stop has no effect."""
-
-    async def body(engine):
-        async with Chat(engine, sampling=SHORT) as chat:
-            chat.stop()
-            await chat.ask("one").read()
-            chat.stop()
-            await chat.ask("two").read()
-            assert len(chat.messages) == 4
-
-    run(body, seed)
+    async with Chat(engine, sampling=SHORT) as chat:
+        chat.stop()
+        await chat.ask("one").read()
+        chat.stop()
+        await chat.ask("two").read()
+        assert len(chat.messages) == 4
 
 
 @seeds
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S + 3.5 * STEP_S])
-def test_a_question_while_an_answer_runs_is_refused_and_changes_nothing(seed, after_s):
-    async def body(engine):
-        async with Chat(engine, sampling=SamplingParams(max_tokens=20)) as chat:
-            answer = chat.ask("one")
-            await trio.sleep(after_s)
-            with pytest.raises(InvalidRequest, match="still runs"):
-                chat.ask("two")
-            events = [event async for event in answer]
-            assert isinstance(events[-1], Finished)
-            assert [m["content"] for m in chat.messages] == ["one", answer.text]
-
-    run(body, seed)
+@in_engine()
+async def test_a_question_while_an_answer_runs_is_refused_and_changes_nothing(
+    engine, *, seed, after_s
+):
+    async with Chat(engine, sampling=SamplingParams(max_tokens=20)) as chat:
+        answer = chat.ask("one")
+        await trio.sleep(after_s)
+        with pytest.raises(InvalidRequest, match="still runs"):
+            chat.ask("two")
+        events = [event async for event in answer]
+        assert isinstance(events[-1], Finished)
+        assert [m["content"] for m in chat.messages] == ["one", answer.text]
 
 
 @seeds
@@ -187,93 +177,81 @@ def test_an_answer_that_fails_leaves_no_trace(seed):
 
 
 @seeds
-def test_leaving_an_answer_ends_it_and_keeps_what_was_read(seed):
-    async def body(engine):
-        async with Chat(engine, sampling=ENDLESS) as chat:
-            async with chat.ask("one") as answer:
-                async for event in answer:
-                    if isinstance(event, Tokens):
-                        break
-            assert [m["content"] for m in chat.messages] == ["one", answer.text]
-            assert answer.text.count("<") == 1
-            assert [event async for event in answer] == []
-
-    run(body, seed)
+@in_engine()
+async def test_leaving_an_answer_ends_it_and_keeps_what_was_read(engine, *, seed):
+    async with Chat(engine, sampling=ENDLESS) as chat:
+        async with chat.ask("one") as answer:
+            async for event in answer:
+                if isinstance(event, Tokens):
+                    break
+        assert [m["content"] for m in chat.messages] == ["one", answer.text]
+        assert answer.text.count("<") == 1
+        assert [event async for event in answer] == []
 
 
 @seeds
-def test_a_dropped_answer_is_ended_and_the_chat_goes_on(seed):
+@in_engine()
+async def test_a_dropped_answer_is_ended_and_the_chat_goes_on(engine, *, seed):
     """Nobody can read it any more."""
-
-    async def body(engine):
-        async with Chat(engine, sampling=ENDLESS) as chat:
-            answer = chat.ask("one")
-            await trio.sleep(LOAD_S + 5 * STEP_S)
-            del answer
-            gc.collect()
-            with trio.fail_after(1):
-                await engine.wait_idle()
-            assert chat.messages == ()
-            assert engine.statistics().totals.requests_total.cancelled == 1
-            async with chat.ask("two"):
-                pass
-
-    run(body, seed)
+    async with Chat(engine, sampling=ENDLESS) as chat:
+        answer = chat.ask("one")
+        await trio.sleep(LOAD_S + 5 * STEP_S)
+        del answer
+        gc.collect()
+        with trio.fail_after(1):
+            await engine.wait_idle()
+        assert chat.messages == ()
+        assert engine.statistics().totals.requests_total.cancelled == 1
+        async with chat.ask("two"):
+            pass
 
 
 @seeds
-def test_a_reset_while_an_answer_runs_forgets_it(seed):
+@in_engine()
+async def test_a_reset_while_an_answer_runs_forgets_it(engine, *, seed):
     """In the sources, reset had the same race as stop."""
-
-    async def body(engine):
-        async with Chat(engine, system="a", sampling=ENDLESS) as chat:
-            answer = chat.ask("one")
-            await trio.sleep(LOAD_S + 5 * STEP_S)
-            chat.reset()
-            with trio.fail_after(1):
-                assert [event async for event in answer] == []
-            assert chat.messages == ({"role": "system", "content": "a"},)
-            chat.reset(system="")
-            assert chat.messages == ()
-
-    run(body, seed)
+    async with Chat(engine, system="a", sampling=ENDLESS) as chat:
+        answer = chat.ask("one")
+        await trio.sleep(LOAD_S + 5 * STEP_S)
+        chat.reset()
+        with trio.fail_after(1):
+            assert [event async for event in answer] == []
+        assert chat.messages == ({"role": "system", "content": "a"},)
+        chat.reset(system="")
+        assert chat.messages == ()
 
 
 @seeds
 @pytest.mark.parametrize("buffer", [1, 2, 7])
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + 20.5 * STEP_S])
-def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(seed, buffer, after_s):
+@in_engine()
+async def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(
+    engine, *, seed, buffer, after_s
+):
     """Closing does not depend on the reader."""
-
-    async def body(engine):
-        chat = Chat(engine, sampling=ENDLESS)
-        answer = chat.ask("one")
-        await trio.sleep(after_s)
-        with trio.fail_after(1):
-            await chat.aclose()
-            await chat.aclose()
-        assert engine.num_live == 0
-        assert [event async for event in answer] == []
-
-    run(body, seed, buffer=buffer)
+    chat = Chat(engine, sampling=ENDLESS)
+    answer = chat.ask("one")
+    await trio.sleep(after_s)
+    with trio.fail_after(1):
+        await chat.aclose()
+        await chat.aclose()
+    assert engine.num_live == 0
+    assert [event async for event in answer] == []
 
 
 @seeds
 @pytest.mark.parametrize("does_close", [False, True])
-def test_a_waiting_reader_gets_the_end(seed, does_close):
+@in_engine()
+async def test_a_waiting_reader_gets_the_end(engine, *, seed, does_close):
     """`close` only signals, and a task that waits in the iterator wakes."""
-
-    async def body(engine):
-        chat = Chat(engine, sampling=ENDLESS)
-        with trio.fail_after(LOAD_S + 1):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(chat.ask("one").read)
-                await trio.sleep(LOAD_S + 5.5 * STEP_S)
-                (chat.close if does_close else chat.stop)()
-        assert [m["role"] for m in chat.messages] == ["user", "assistant"]
-        assert chat.is_closed is does_close
-
-    run(body, seed)
+    chat = Chat(engine, sampling=ENDLESS)
+    with trio.fail_after(LOAD_S + 1):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(chat.ask("one").read)
+            await trio.sleep(LOAD_S + 5.5 * STEP_S)
+            (chat.close if does_close else chat.stop)()
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+    assert chat.is_closed is does_close
 
 
 @seeds
@@ -307,39 +285,33 @@ def test_the_root_is_cancelled_while_a_stream_is_full(seed):
 
 
 @seeds
-def test_a_closed_chat_keeps_nothing_alive(seed):
+@in_engine()
+async def test_a_closed_chat_keeps_nothing_alive(engine, *, seed):
     """The handle, its guard, its stream and the generation die with their last holder."""
-
-    async def body(engine):
-        chat = Chat(engine, sampling=ENDLESS)
-        answer = chat.ask("one")
-        await trio.sleep(LOAD_S + 5 * STEP_S)
-        await chat.aclose()
-        things = [chat, chat._guard, answer, answer._stream]
-        refs = [weakref.ref(thing) for thing in things]
-        del chat, answer, things
-        await trio.sleep(1)
-        gc.collect()
-        assert [ref() for ref in refs] == [None] * 4
-
-    run(body, seed)
+    chat = Chat(engine, sampling=ENDLESS)
+    answer = chat.ask("one")
+    await trio.sleep(LOAD_S + 5 * STEP_S)
+    await chat.aclose()
+    things = [chat, chat._guard, answer, answer._stream]
+    refs = [weakref.ref(thing) for thing in things]
+    del chat, answer, things
+    await trio.sleep(1)
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
 
 
 @seeds
-def test_an_open_chat_keeps_no_answer_alive(seed):
+@in_engine()
+async def test_an_open_chat_keeps_no_answer_alive(engine, *, seed):
     """An answer that has ended, and whose reader has gone, is freed."""
-
-    async def body(engine):
-        async with Chat(engine, sampling=SHORT) as chat:
-            answer = chat.ask("one")
-            await answer.read()
-            refs = [weakref.ref(answer), weakref.ref(answer._stream)]
-            del answer
-            await trio.sleep(1)
-            gc.collect()
-            assert [ref() for ref in refs] == [None, None]
-
-    run(body, seed)
+    async with Chat(engine, sampling=SHORT) as chat:
+        answer = chat.ask("one")
+        await answer.read()
+        refs = [weakref.ref(answer), weakref.ref(answer._stream)]
+        del answer
+        await trio.sleep(1)
+        gc.collect()
+        assert [ref() for ref in refs] == [None, None]
 
 
 def test_the_model_dies_with_its_engine():
@@ -408,119 +380,104 @@ TEXTS = ("a", "bb")
 
 @seeds
 @kinds
-def test_a_bad_input_fails_only_its_own_call(seed, kind):
+@in_engine()
+async def test_a_bad_input_fails_only_its_own_call(engine, *, seed, kind):
     """Beside the bad input and after it, the handle serves."""
+    handle, call, want = kind(engine, Fakes())
 
-    async def body(engine):
-        handle, call, want = kind(engine, Fakes())
+    async def good():
+        assert await call(TEXTS) == want
 
-        async def good():
-            assert await call(TEXTS) == want
+    async def bad():
+        with pytest.raises(InvalidRequest):
+            await call(("a", "bad"))
+        with pytest.raises(StepFailed) as caught:
+            await call(("broken",))
+        assert "secret" not in str(caught.value)
+        assert isinstance(caught.value.__cause__, ValueError)
 
-        async def bad():
-            with pytest.raises(InvalidRequest):
-                await call(("a", "bad"))
-            with pytest.raises(StepFailed) as caught:
-                await call(("broken",))
-            assert "secret" not in str(caught.value)
-            assert isinstance(caught.value.__cause__, ValueError)
-
-        async with handle:
-            for _ in range(2):
-                async with trio.open_nursery() as nursery:
-                    for task in (good, bad, good):
-                        nursery.start_soon(task)
-
-    run(body, seed)
+    async with handle:
+        for _ in range(2):
+            async with trio.open_nursery() as nursery:
+                for task in (good, bad, good):
+                    nursery.start_soon(task)
 
 
 @seeds
 @kinds
 @pytest.mark.parametrize("after_s", [0.0, CALL_S / 2])
 @pytest.mark.parametrize("how", ["stop", "close", "aclose"])
-def test_a_call_is_ended_however_early(seed, kind, after_s, how):
+@in_engine()
+async def test_a_call_is_ended_however_early(engine, *, seed, kind, after_s, how):
     """Calls end, begun or not; after `stop`, later calls do not."""
+    fakes = Fakes()
+    handle, call, want = kind(engine, fakes)
+    ends = []
 
-    async def body(engine):
-        fakes = Fakes()
-        handle, call, want = kind(engine, fakes)
-        ends = []
+    async def asked(awaitable):
+        try:
+            ends.append(await awaitable)
+        except RequestCancelled:
+            ends.append("stopped")
 
-        async def asked(awaitable):
-            try:
-                ends.append(await awaitable)
-            except RequestCancelled:
-                ends.append("stopped")
-
-        with trio.fail_after(1):
-            async with trio.open_nursery() as nursery:
-                for _ in range(2):
-                    nursery.start_soon(asked, call(TEXTS))
-                if after_s:
-                    await trio.sleep(after_s)
-                if how == "aclose":
-                    await handle.aclose()
-                else:
-                    getattr(handle, how)()
-                if how == "stop":
-                    nursery.start_soon(asked, call(TEXTS))
-                else:
-                    with pytest.raises(ShuttingDown):
-                        call(TEXTS)
-        later = [want] if how == "stop" else []
-        assert ends == ["stopped", "stopped", *later]
-        if not after_s and how != "aclose":
-            assert fakes.begun == len(later)
-
-    run(body, seed)
+    with trio.fail_after(1):
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(asked, call(TEXTS))
+            if after_s:
+                await trio.sleep(after_s)
+            if how == "aclose":
+                await handle.aclose()
+            else:
+                getattr(handle, how)()
+            if how == "stop":
+                nursery.start_soon(asked, call(TEXTS))
+            else:
+                with pytest.raises(ShuttingDown):
+                    call(TEXTS)
+    later = [want] if how == "stop" else []
+    assert ends == ["stopped", "stopped", *later]
+    if not after_s and how != "aclose":
+        assert fakes.begun == len(later)
 
 
 @seeds
 @kinds
-def test_a_call_that_is_cancelled_from_outside_is_cancelled(seed, kind):
-    async def body(engine):
-        handle, call, want = kind(engine, Fakes())
-        async with handle:
-            with trio.move_on_after(CALL_S / 2) as scope:
-                await call(TEXTS)
-            assert scope.cancelled_caught
-            assert await call(TEXTS) == want
-
-    run(body, seed)
+@in_engine()
+async def test_a_call_that_is_cancelled_from_outside_is_cancelled(engine, *, seed, kind):
+    handle, call, want = kind(engine, Fakes())
+    async with handle:
+        with trio.move_on_after(CALL_S / 2) as scope:
+            await call(TEXTS)
+        assert scope.cancelled_caught
+        assert await call(TEXTS) == want
 
 
 @seeds
-def test_handles_of_encoders_that_are_not_configured_raise(seed):
-    async def body(engine):
-        async with Encoder(engine) as one, CrossEncoder(engine) as other:
-            with pytest.raises(ModelNotFound):
-                await one.embed(["a"])
-            with pytest.raises(ModelNotFound):
-                await other.rank("q", ["a"])
-
-    run(body, seed)
+@in_engine()
+async def test_handles_of_encoders_that_are_not_configured_raise(engine, *, seed):
+    async with Encoder(engine) as one, CrossEncoder(engine) as other:
+        with pytest.raises(ModelNotFound):
+            await one.embed(["a"])
+        with pytest.raises(ModelNotFound):
+            await other.rank("q", ["a"])
 
 
 @seeds
-def test_a_closed_chat_refuses(seed):
-    async def body(engine):
-        async with Chat(engine) as chat:
-            pass
-        with pytest.raises(ShuttingDown, match="chat is closed"):
-            chat.ask("one")
-        chat.stop()
-
-    run(body, seed)
+@in_engine()
+async def test_a_closed_chat_refuses(engine, *, seed):
+    async with Chat(engine) as chat:
+        pass
+    with pytest.raises(ShuttingDown, match="chat is closed"):
+        chat.ask("one")
+    chat.stop()
 
 
-def test_a_handle_holds_no_stop_state_of_its_own():
+@in_engine(0)
+async def test_a_handle_holds_no_stop_state_of_its_own(engine):
     """Only the guard has one; a generation's scope belongs to the supervisor."""
-
-    async def body(engine):
-        for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):
-            held = [type(value) for value in vars(handle).values()]
-            assert not {bool, trio.Event, trio.CancelScope} & set(held)
-        generation = engine.submit(GenerateRequest(text="x", sampling=SHORT), buffer=9)
-        await generation.wait_closed()
-
-    run(body, 0)
+    for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):
+        held = [type(value) for value in vars(handle).values()]
+        assert not {bool, trio.Event, trio.CancelScope} & set(held)
+    generation = engine.submit(GenerateRequest(text="x", sampling=SHORT), buffer=9)
+    await generation.wait_closed()

@@ -26,6 +26,7 @@ from engine.worker.interface import EncoderKind
 from tests.simulator.determinism import run_deterministically
 from tests.simulator.encode_oracle import image_file
 from tests.simulator.mutants import Mutant, planted
+from tests.support.bodies import run_by
 from tests.support.virtual_engine import fake_engine
 
 DECODE_S, STEP_S = 0.1, 0.01
@@ -52,6 +53,9 @@ def run(body, seed=0, *, image_bytes=None):
     run_deterministically(main, seed)
 
 
+in_engine = partial(run_by, run)
+
+
 async def embed(engine, inputs, **fields):
     """Return the results of an Embed, in the order of its inputs."""
     found = {}
@@ -62,73 +66,64 @@ async def embed(engine, inputs, **fields):
     return [found[index] for index in range(len(inputs))]
 
 
-def test_texts_and_images_of_one_request_get_their_own_vectors():
-    async def body(engine, memory):
-        got = await embed(engine, ["a", FILES[3], (5, 6), FILES[4], bytearray(FILES[3])])
-        tokens = [(98,), PIXELS[3], (5, 6), PIXELS[4], PIXELS[3]]
-        assert [list(one.values) for one in got] == [vector_of(ids) for ids in tokens]
-        assert [one.tokens for one in got] == [1, IMAGE_TOKENS, 2, IMAGE_TOKENS, IMAGE_TOKENS]
-
-    run(body)
+@in_engine()
+async def test_texts_and_images_of_one_request_get_their_own_vectors(engine, memory):
+    got = await embed(engine, ["a", FILES[3], (5, 6), FILES[4], bytearray(FILES[3])])
+    tokens = [(98,), PIXELS[3], (5, 6), PIXELS[4], PIXELS[3]]
+    assert [list(one.values) for one in got] == [vector_of(ids) for ids in tokens]
+    assert [one.tokens for one in got] == [1, IMAGE_TOKENS, 2, IMAGE_TOKENS, IMAGE_TOKENS]
 
 
-def test_an_encoder_takes_texts_and_images():
-    async def body(engine, memory):
-        async with Encoder(engine, "clip") as encoder:
-            got = await encoder.embed(["a", FILES[0]])
-            assert [list(one) for one in got] == [vector_of((98,)), vector_of(PIXELS[0])]
-            with pytest.raises(TypeError, match="for one image, give"):
-                encoder.embed(FILES[0])
-
-    run(body)
+@in_engine()
+async def test_an_encoder_takes_texts_and_images(engine, memory):
+    async with Encoder(engine, "clip") as encoder:
+        got = await encoder.embed(["a", FILES[0]])
+        assert [list(one) for one in got] == [vector_of((98,)), vector_of(PIXELS[0])]
+        with pytest.raises(TypeError, match="for one image, give"):
+            encoder.embed(FILES[0])
 
 
-def test_every_bad_image_is_named():
-    async def body(engine, memory):
-        with pytest.raises(InvalidRequest) as caught:
-            await embed(engine, [FILES[0], b"nonsense", "a", FILES[1][:-30]])
-        fields = [one.field for one in caught.value.violations]
-        assert fields == ["inputs[1].image", "inputs[3].image"]
-        assert engine.statistics().totals.step_count == 0
-
-    run(body)
+@in_engine()
+async def test_every_bad_image_is_named(engine, memory):
+    with pytest.raises(InvalidRequest) as caught:
+        await embed(engine, [FILES[0], b"nonsense", "a", FILES[1][:-30]])
+    fields = [one.field for one in caught.value.violations]
+    assert fields == ["inputs[1].image", "inputs[3].image"]
+    assert engine.statistics().totals.step_count == 0
 
 
-def test_a_request_with_more_images_than_it_may_hold_is_refused():
-    async def body(engine, memory):
-        with pytest.raises(RequestTooLarge, match="has 6 images, of at most 5 in one request"):
-            await embed(engine, FILES[:6])
-        assert len(await embed(engine, FILES[:5])) == 5
-
-    run(body, image_bytes=4 * 5 * 48)
+@in_engine(image_bytes=4 * 5 * 48)
+async def test_a_request_with_more_images_than_it_may_hold_is_refused(engine, memory):
+    with pytest.raises(RequestTooLarge, match="has 6 images, of at most 5 in one request"):
+        await embed(engine, FILES[:6])
+    assert len(await embed(engine, FILES[:5])) == 5
 
 
-def test_requests_take_turns_at_decoding_and_a_text_waits_for_none():
+@in_engine()
+async def test_requests_take_turns_at_decoding_and_a_text_waits_for_none(engine, memory):
     """Red if a request's images are one job, or texts share their limiter."""
     ends = {}
 
-    async def body(engine, memory):
-        async def one(name, inputs):
-            await embed(engine, inputs)
-            ends[name] = trio.current_time()
+    async def one(name, inputs):
+        await embed(engine, inputs)
+        ends[name] = trio.current_time()
 
-        start = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one, "many", FILES[:50])
-            nursery.start_soon(one, "single", FILES[:1])
-            await trio.sleep(1.5 * DECODE_S)
-            nursery.start_soon(one, "text", ["a"])
-            nursery.start_soon(one, "long text", ["a" * 5000])
-        assert ends["single"] - start < 4 * DECODE_S
-        assert ends["text"] - start < 2 * DECODE_S
-        assert ends["long text"] - start < 2 * DECODE_S
-        assert ends["many"] - start > 50 * DECODE_S
-
-    run(body)
+    start = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one, "many", FILES[:50])
+        nursery.start_soon(one, "single", FILES[:1])
+        await trio.sleep(1.5 * DECODE_S)
+        nursery.start_soon(one, "text", ["a"])
+        nursery.start_soon(one, "long text", ["a" * 5000])
+    assert ends["single"] - start < 4 * DECODE_S
+    assert ends["text"] - start < 2 * DECODE_S
+    assert ends["long text"] - start < 2 * DECODE_S
+    assert ends["many"] - start > 50 * DECODE_S
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(seed):
+@run_by(run_deterministically)
+async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*, seed):
     """Beside a busy model such a request is not computed, and its images kept their memory up to
     its window's end, an hour at most: every other chat with images waited."""
     script = FakeScript(step_s=STEP_S, decode_s=DECODE_S)
@@ -147,41 +142,37 @@ def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(seed):
         def end(self, error):
             pass
 
-    async def main():
-        async with fake_engine(script, lambda script: runner) as engine:
-            memory = engine._supervisor._servings[GenerateRequest].preparer.image_memory
-            memory._max_bytes = runner._info.images.max_bytes
-            async with engine.generate(asking(2000, image=None)) as busy:
-                await anext(busy)
-                hoarder = asking(2000, resume_window_s=3600.0)
-                lost = engine.submit(hoarder, buffer=4, reader=(reader := Reader()))
-                await trio.sleep(3 * DECODE_S)
-                lost.leave(reader, trio.current_time(), is_lost=True)
-                assert memory.num_bytes
-                with trio.fail_after(9 * DECODE_S):
-                    assert len(await engine.complete(asking())) > 0
-                assert lost.reason is EndReason.CANCELLED
-            await engine.wait_idle()
-            assert not memory.num_bytes
-
-    run_deterministically(main, seed)
+    async with fake_engine(script, lambda script: runner) as engine:
+        memory = engine._supervisor._servings[GenerateRequest].preparer.image_memory
+        memory._max_bytes = runner._info.images.max_bytes
+        async with engine.generate(asking(2000, image=None)) as busy:
+            await anext(busy)
+            hoarder = asking(2000, resume_window_s=3600.0)
+            lost = engine.submit(hoarder, buffer=4, reader=(reader := Reader()))
+            await trio.sleep(3 * DECODE_S)
+            lost.leave(reader, trio.current_time(), is_lost=True)
+            assert memory.num_bytes
+            with trio.fail_after(9 * DECODE_S):
+                assert len(await engine.complete(asking())) > 0
+            assert lost.reason is EndReason.CANCELLED
+        await engine.wait_idle()
+        assert not memory.num_bytes
 
 
-def test_files_of_more_bytes_than_all_requests_may_have_are_refused(monkeypatch):
+@in_engine()
+async def test_files_of_more_bytes_than_all_requests_may_have_are_refused(
+    engine, memory, *, monkeypatch
+):
     """Red if files pile up while they wait to be decoded."""
     monkeypatch.setattr(image_memory, "FILE_BYTES_MAX", 3 * len(FILES[0]))
-
-    async def body(engine, memory):
-        assert len(await embed(engine, FILES[:1] * 5)) == 5, "alone, a request may have any size"
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(embed, engine, FILES[:1] * 2)
-            await trio.sleep(DECODE_S / 2)
-            with pytest.raises(Overloaded, match="images of all requests would exceed"):
-                await embed(engine, FILES[:1] * 2)
-            assert len(await embed(engine, FILES[:1])) == 1
-            assert len(await embed(engine, ["a"])) == 1
-
-    run(body)
+    assert len(await embed(engine, FILES[:1] * 5)) == 5, "alone, a request may have any size"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(embed, engine, FILES[:1] * 2)
+        await trio.sleep(DECODE_S / 2)
+        with pytest.raises(Overloaded, match="images of all requests would exceed"):
+            await embed(engine, FILES[:1] * 2)
+        assert len(await embed(engine, FILES[:1])) == 1
+        assert len(await embed(engine, ["a"])) == 1
 
 
 def test_memory_for_images_is_waited_for_and_given_back():

@@ -23,7 +23,7 @@ from engine.pool.backoff import OPEN_S
 from engine.pool.capabilities import can
 from engine.status import Capability, ModelState
 from tests.support.examples import examples
-from tests.support.pools import GB, Model, World
+from tests.support.pools import GB, Model, World, in_world
 
 SEEDS = range(6)  # for the order of tasks
 
@@ -37,32 +37,24 @@ def state(world, name="a"):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
+@in_world(Model("a", 2 * GB, replicas=2))
+async def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(world, *, seed):
     """2 loads and 4 GB, not 20 and 40."""
-    world = World(Model("a", 2 * GB, replicas=2))
-
-    async def body(world):
-        results = await world.hold_all(*[("a",)] * 10)
-        assert [error for error, _ in results] == [None] * 10
-        assert world.num_loads("a") == 2
-        assert world.pool.memory.peak() == 4 * GB
-
-    world.run(body, seed)
+    results = await world.hold_all(*[("a",)] * 10)
+    assert [error for error, _ in results] == [None] * 10
+    assert world.num_loads("a") == 2
+    assert world.pool.memory.peak() == 4 * GB
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_three_clients_at_drawn_instants_load_two_replicas(seed):
+@in_world(Model("a", 2 * GB, replicas=2, load_s=1.0))
+async def test_three_clients_at_drawn_instants_load_two_replicas(world, *, seed):
     """The third comes after the load has begun, and a fourth after it has ended."""
-    world = World(Model("a", 2 * GB, replicas=2, load_s=1.0))
-
-    async def body(world):
-        async with trio.open_nursery() as nursery:
-            for at in (0.0, 0.0, 0.5, 1.5):
-                nursery.start_soon(later, at, world.hold, "a")
-        assert world.num_loads("a") == 2
-        assert world.pool.memory.peak() == 4 * GB
-
-    world.run(body, seed)
+    async with trio.open_nursery() as nursery:
+        for at in (0.0, 0.0, 0.5, 1.5):
+            nursery.start_soon(later, at, world.hold, "a")
+    assert world.num_loads("a") == 2
+    assert world.pool.memory.peak() == 4 * GB
 
 
 async def later(at, job, *args):
@@ -86,54 +78,38 @@ def test_models_load_beside_each_other_unless_a_load_changes_the_process(capabil
     world.run(body)
 
 
-def test_waiters_wake_at_the_instant_of_ready():
+@in_world(Model("a", load_s=1.5))
+async def test_waiters_wake_at_the_instant_of_ready(world):
     """Nobody polls."""
-    world = World(Model("a", load_s=1.5))
-
-    async def body(world):
-        assert [at for _, at in await world.hold_all(*[("a",)] * 10)] == [1.5] * 10
-
-    world.run(body)
+    assert [at for _, at in await world.hold_all(*[("a",)] * 10)] == [1.5] * 10
 
 
-def test_memory_is_reserved_before_a_load_and_the_model_serves_only_after_it():
-    world = World(Model("a", 2 * GB, prepare_s=1.0, load_s=1.0))
-
-    async def body(world):
-        entry = world.pool.registry.entries["a"]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.hold, "a")
-            await trio.sleep(0.5)  # it is estimated
-            assert (world.num_loads("a"), world.pool.memory.total_reserved) == (0, 0)
-            await trio.sleep(1.0)  # it loads
-            assert (world.num_loads("a"), world.pool.memory.total_reserved) == (1, 2 * GB)
-            assert (entry.state, entry.ready, entry.replicas) == (ModelState.LOADING, [], [])
-            await trio.sleep(1.0)
-            assert (entry.state, len(entry.ready)) == (ModelState.READY, 1)
-
-    world.run(body)
+@in_world(Model("a", 2 * GB, prepare_s=1.0, load_s=1.0))
+async def test_memory_is_reserved_before_a_load_and_the_model_serves_only_after_it(world):
+    entry = world.pool.registry.entries["a"]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.hold, "a")
+        await trio.sleep(0.5)  # it is estimated
+        assert (world.num_loads("a"), world.pool.memory.total_reserved) == (0, 0)
+        await trio.sleep(1.0)  # it loads
+        assert (world.num_loads("a"), world.pool.memory.total_reserved) == (1, 2 * GB)
+        assert (entry.state, entry.ready, entry.replicas) == (ModelState.LOADING, [], [])
+        await trio.sleep(1.0)
+        assert (entry.state, len(entry.ready)) == (ModelState.READY, 1)
 
 
-def test_a_warm_model_is_leased_without_a_wait():
-    world = World(Model("a"))
-
-    async def body(world):
-        await world.hold("a")
-        with assert_no_checkpoints():
-            async with world.pool.leases.acquire("a") as replica:
-                assert replica.model == "a"
-
-    world.run(body)
+@in_world(Model("a"))
+async def test_a_warm_model_is_leased_without_a_wait(world):
+    await world.hold("a")
+    with assert_no_checkpoints():
+        async with world.pool.leases.acquire("a") as replica:
+            assert replica.model == "a"
 
 
-def test_models_load_in_parallel():
-    world = World(Model("slow", load_s=20.0), Model("fast", load_s=1.0))
-
-    async def body(world):
-        (_, slow), (_, fast) = await world.hold_all(("slow",), ("fast",))
-        assert (slow, fast) == (20.0, 1.0)
-
-    world.run(body)
+@in_world(Model("slow", load_s=20.0), Model("fast", load_s=1.0))
+async def test_models_load_in_parallel(world):
+    (_, slow), (_, fast) = await world.hold_all(("slow",), ("fast",))
+    assert (slow, fast) == (20.0, 1.0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -152,32 +128,20 @@ def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
     world.run(body, seed)
 
 
-def test_a_load_survives_its_requester():
-    world = World(Model("a", load_s=10.0))
-
-    async def body(world):
-        with trio.move_on_after(1.0):
-            await world.hold("a")
-        assert state(world) is ModelState.LOADING
-        await trio.sleep(9.0)
-        assert state(world) is ModelState.READY
-        assert await world.hold("a") == (None, 10.0)
-        assert world.num_loads("a") == 1
-
-    world.run(body)
+@in_world(Model("a", load_s=10.0))
+async def test_a_load_survives_its_requester(world):
+    with trio.move_on_after(1.0):
+        await world.hold("a")
+    assert state(world) is ModelState.LOADING
+    await trio.sleep(9.0)
+    assert state(world) is ModelState.READY
+    assert await world.hold("a") == (None, 10.0)
+    assert world.num_loads("a") == 1
 
 
-def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
+@in_world(Model("a", load_s=100.0))
+async def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on(world):
     """30 s for each request, from when its wait began."""
-    world = World(Model("a", load_s=100.0))
-
-    async def body(world):
-        async with trio.open_nursery() as nursery:
-            for at in (0.0, 20.0):
-                nursery.start_soon(timed_out, world, at)
-        assert state(world) is ModelState.LOADING
-        await trio.sleep(50.0)
-        assert await world.hold("a") == (None, 100.0)
 
     async def timed_out(world, at):
         await trio.sleep(at)
@@ -186,7 +150,12 @@ def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
         assert str(error).startswith("Spawn timeout: a is still loading after 30 s")
         assert when == at + 30.0
 
-    world.run(body)
+    async with trio.open_nursery() as nursery:
+        for at in (0.0, 20.0):
+            nursery.start_soon(timed_out, world, at)
+    assert state(world) is ModelState.LOADING
+    await trio.sleep(50.0)
+    assert await world.hold("a") == (None, 100.0)
 
 
 # ---- failure
@@ -248,49 +217,39 @@ def test_the_log_has_once_why_a_model_did_not_load_with_details_that_clients_do_
     assert line.exc_info is None
 
 
-def test_one_replica_of_two_that_fails_leaves_the_other():
-    world = World(Model("a", replicas=2, load_errors=[RuntimeError("x")]))
-
-    async def body(world):
-        assert await world.hold("a") == (None, 1.0)
-        assert state(world) is ModelState.READY
-        assert world.pool.memory.total_reserved == GB
-
-    world.run(body)
+@in_world(Model("a", replicas=2, load_errors=[RuntimeError("x")]))
+async def test_one_replica_of_two_that_fails_leaves_the_other(world):
+    assert await world.hold("a") == (None, 1.0)
+    assert state(world) is ModelState.READY
+    assert world.pool.memory.total_reserved == GB
 
 
-def test_after_a_failure_the_next_try_waits_longer_each_time_and_then_the_breaker_opens():
+@in_world(Model("a", load_s=0.5, load_errors=[RuntimeError("x")] * 6))
+async def test_after_a_failure_the_next_try_waits_longer_each_time_and_then_the_breaker_opens(
+    world,
+):
     """1, 2, 4, 8 s and then 60; a request in between loads nothing."""
-    world = World(Model("a", load_s=0.5, load_errors=[RuntimeError("x")] * 6))
-
-    async def body(world):
-        waits = [1.0, 2.0, 4.0, 8.0, OPEN_S, OPEN_S]
-        for tries, wait_s in enumerate(waits, 1):
-            await world.hold("a")
-            assert world.num_loads("a") == tries
-            await trio.sleep(wait_s - 0.1)
-            error, _ = await world.hold("a")
-            assert isinstance(error, SpawnFailed)
-            assert "the next attempt can begin in 0 s" in str(error)
-            assert world.num_loads("a") == tries
-            await trio.sleep(0.2)
-        assert (await world.hold("a"))[0] is None
-        assert state(world) is ModelState.READY
-
-    world.run(body)
+    waits = [1.0, 2.0, 4.0, 8.0, OPEN_S, OPEN_S]
+    for tries, wait_s in enumerate(waits, 1):
+        await world.hold("a")
+        assert world.num_loads("a") == tries
+        await trio.sleep(wait_s - 0.1)
+        error, _ = await world.hold("a")
+        assert isinstance(error, SpawnFailed)
+        assert "the next attempt can begin in 0 s" in str(error)
+        assert world.num_loads("a") == tries
+        await trio.sleep(0.2)
+    assert (await world.hold("a"))[0] is None
+    assert state(world) is ModelState.READY
 
 
-def test_the_operator_need_not_wait_for_the_breaker():
-    world = World(Model("a", load_errors=[RuntimeError("x")] * 5))
-
-    async def body(world):
-        for _ in range(5):
-            with pytest.raises(SpawnFailed):
-                await load(world, "a")
-        await load(world, "a")
-        assert world.num_loads("a") == 6
-
-    world.run(body)
+@in_world(Model("a", load_errors=[RuntimeError("x")] * 5))
+async def test_the_operator_need_not_wait_for_the_breaker(world):
+    for _ in range(5):
+        with pytest.raises(SpawnFailed):
+            await load(world, "a")
+    await load(world, "a")
+    assert world.num_loads("a") == 6
 
 
 @pytest.mark.parametrize("stands", ["one replica serves", "its restart is due"])
@@ -313,18 +272,14 @@ def test_the_operator_learns_of_a_replica_that_does_not_load(stands):
     world.run(body)
 
 
-def test_a_late_watch_still_learns_of_the_failure():
-    world = World(Model("a", load_errors=[RuntimeError("x")]))
-
-    async def body(world):
-        watch = world.pool.watch_load("a")
-        assert await watch.next() is not None
-        await trio.sleep(5.0)
-        with pytest.raises(SpawnFailed):
-            await watch.next()
-        assert world.num_loads("a") == 1
-
-    world.run(body)
+@in_world(Model("a", load_errors=[RuntimeError("x")]))
+async def test_a_late_watch_still_learns_of_the_failure(world):
+    watch = world.pool.watch_load("a")
+    assert await watch.next() is not None
+    await trio.sleep(5.0)
+    with pytest.raises(SpawnFailed):
+        await watch.next()
+    assert world.num_loads("a") == 1
 
 
 async def load(world, name, replicas=None):
@@ -355,119 +310,91 @@ def test_a_preload_takes_nobodys_room_until_a_request_waits_for_it(is_asked_for)
     world.run(body)
 
 
-def test_a_load_is_over_even_if_a_dead_replica_still_looks_for_room():
+@in_world(Model("a", replicas=2), Model("b"), limit=2 * GB)
+async def test_a_load_is_over_even_if_a_dead_replica_still_looks_for_room(world):
     """Found by the simulator: each check of the watch began the next load at once, for ever."""
-    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
-
-    async def body(world):
-        await world.hold("a")
-        world.crash("a")
-        await world.hold("b")  # "b" has the room now
-        with trio.fail_after(5.0):
-            assert (await load(world, "a", 2))[-1].state is ModelState.READY
-        assert len(world.pool.registry.entries["a"].ready) == 1
-        assert world.num_loads("a") == 2
-
-    world.run(body)
+    await world.hold("a")
+    world.crash("a")
+    await world.hold("b")  # "b" has the room now
+    with trio.fail_after(5.0):
+        assert (await load(world, "a", 2))[-1].state is ModelState.READY
+    assert len(world.pool.registry.entries["a"].ready) == 1
+    assert world.num_loads("a") == 2
 
 
-def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back():
+@in_world(Model("a"))
+async def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back(world):
     """To a slow watcher, as a client may be, the last report is that the model serves."""
-    world = World(Model("a"))
-
-    async def body(world):
-        watch = world.pool.watch_load("a")
-        await trio.sleep(2.0)
-        assert state(world) is ModelState.READY
-        world.crash("a")
-        await trio.sleep(0.01)
-        stages = []
-        while (stage := await watch.next()) is not None:
-            stages.append(stage)
-        assert (stages[-1].progress.phase, stages[-1].state) == ("ready", ModelState.READY)
-        assert world.num_loads("a") == 2
-
-    world.run(body)
+    watch = world.pool.watch_load("a")
+    await trio.sleep(2.0)
+    assert state(world) is ModelState.READY
+    world.crash("a")
+    await trio.sleep(0.01)
+    stages = []
+    while (stage := await watch.next()) is not None:
+        stages.append(stage)
+    assert (stages[-1].progress.phase, stages[-1].state) == ("ready", ModelState.READY)
+    assert world.num_loads("a") == 2
 
 
-def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
+@in_world(Model("a"))
+async def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff(world):
     """Requests that come meanwhile wait; the worker comes back without one, too."""
-    world = World(Model("a"))
-
-    async def body(world):
-        await world.hold("a")
-        for died_at, back_at in ((2.0, 4.0), (5.0, 8.0), (10.0, 15.0)):
-            await trio.sleep_until(died_at)
-            world.crash("a")
-            await trio.sleep(0.01)
-            assert state(world) is ModelState.LOADING
-            assert world.pool.registry.entries["a"].degraded_ids == [0]
-            assert world.pool.memory.total_reserved == 0
-            assert await world.hold("a") == (None, back_at)
-        [replica] = world.pool.registry.entries["a"].replicas
-        assert (replica.replica_id, replica.restarts) == (0, 3)
-
-    world.run(body)
-
-
-def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back():
-    world = World(Model("a", replicas=2))
-
-    async def body(world):
-        await load(world, "a")
+    await world.hold("a")
+    for died_at, back_at in ((2.0, 4.0), (5.0, 8.0), (10.0, 15.0)):
+        await trio.sleep_until(died_at)
         world.crash("a")
         await trio.sleep(0.01)
-        assert state(world) is ModelState.READY
+        assert state(world) is ModelState.LOADING
+        assert world.pool.registry.entries["a"].degraded_ids == [0]
+        assert world.pool.memory.total_reserved == 0
+        assert await world.hold("a") == (None, back_at)
+    [replica] = world.pool.registry.entries["a"].replicas
+    assert (replica.replica_id, replica.restarts) == (0, 3)
+
+
+@in_world(Model("a", replicas=2))
+async def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back(world):
+    await load(world, "a")
+    world.crash("a")
+    await trio.sleep(0.01)
+    assert state(world) is ModelState.READY
+    assert (await world.hold("a"))[0] is None
+    await trio.sleep(2.0)
+    replicas = world.pool.registry.entries["a"].replicas
+    assert [(one.replica_id, one.restarts) for one in replicas] == [(0, 1), (1, 0)]
+
+
+@in_world(Model("a", load_s=0.0))
+async def test_a_replica_that_died_five_times_is_given_up_until_the_operator_acts(world):
+    for _ in range(5):
         assert (await world.hold("a"))[0] is None
-        await trio.sleep(2.0)
-        replicas = world.pool.registry.entries["a"].replicas
-        assert [(one.replica_id, one.restarts) for one in replicas] == [(0, 1), (1, 0)]
-
-    world.run(body)
-
-
-def test_a_replica_that_died_five_times_is_given_up_until_the_operator_acts():
-    world = World(Model("a", load_s=0.0))
-
-    async def body(world):
-        for _ in range(5):
-            assert (await world.hold("a"))[0] is None
-            world.crash("a")
-            await trio.sleep(0.01)
-        assert state(world) is ModelState.FAILED
-        assert isinstance((await world.hold("a"))[0], EngineBug)
-        await load(world, "a")
-        assert state(world) is ModelState.READY
-
-    world.run(body)
-
-
-def test_a_restart_that_fails_is_tried_again():
-    world = World(Model("a", load_s=0.0, load_errors=[None, RuntimeError("x"), None]))
-
-    async def body(world):
-        await world.hold("a")
         world.crash("a")
-        await trio.sleep(1.5)  # the first restart has failed by now
-        assert world.num_loads("a") == 2
-        assert await world.hold("a") == (None, 3.0)
+        await trio.sleep(0.01)
+    assert state(world) is ModelState.FAILED
+    assert isinstance((await world.hold("a"))[0], EngineBug)
+    await load(world, "a")
+    assert state(world) is ModelState.READY
 
-    world.run(body)
+
+@in_world(Model("a", load_s=0.0, load_errors=[None, RuntimeError("x"), None]))
+async def test_a_restart_that_fails_is_tried_again(world):
+    await world.hold("a")
+    world.crash("a")
+    await trio.sleep(1.5)  # the first restart has failed by now
+    assert world.num_loads("a") == 2
+    assert await world.hold("a") == (None, 3.0)
 
 
-def test_unloading_a_model_that_waits_for_its_restart_ends_the_restart():
-    world = World(Model("a", load_s=0.0))
-
-    async def body(world):
-        await world.hold("a")
-        world.crash("a")
-        await trio.sleep(0.5)
-        await world.pool.unload("a", 0.0)
-        assert state(world) is ModelState.UNLOADED
-        await trio.sleep(10.0)
-        assert world.num_loads("a") == 1
-
-    world.run(body)
+@in_world(Model("a", load_s=0.0))
+async def test_unloading_a_model_that_waits_for_its_restart_ends_the_restart(world):
+    await world.hold("a")
+    world.crash("a")
+    await trio.sleep(0.5)
+    await world.pool.unload("a", 0.0)
+    assert state(world) is ModelState.UNLOADED
+    await trio.sleep(10.0)
+    assert world.num_loads("a") == 1
 
 
 # ---- memory
@@ -491,19 +418,15 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
     world.run(body)
 
 
-def test_a_model_larger_than_the_limit_evicts_nobody():
-    world = World(Model("a"), Model("huge", 9 * GB), limit=4 * GB)
-
-    async def body(world):
-        await world.hold("a")
-        error, _ = await world.hold("huge")
-        assert isinstance(error, MemoryExhausted)
-        assert error.retry_after_s is None
-        assert "evicting a (1,024.0 MiB) would not free enough" in str(error)
-        assert str(error).endswith("; raise --memory-limit or lower --kv-cache-memory")
-        assert state(world) is ModelState.READY
-
-    world.run(body)
+@in_world(Model("a"), Model("huge", 9 * GB), limit=4 * GB)
+async def test_a_model_larger_than_the_limit_evicts_nobody(world):
+    await world.hold("a")
+    error, _ = await world.hold("huge")
+    assert isinstance(error, MemoryExhausted)
+    assert error.retry_after_s is None
+    assert "evicting a (1,024.0 MiB) would not free enough" in str(error)
+    assert str(error).endswith("; raise --memory-limit or lower --kv-cache-memory")
+    assert state(world) is ModelState.READY
 
 
 def test_a_divided_model_gets_memory_of_every_device_or_of_none():
@@ -540,19 +463,15 @@ def test_a_divided_model_gets_memory_of_every_device_or_of_none():
     world.run(body)
 
 
-def test_the_least_recently_used_idle_model_makes_room():
-    world = World(*[Model(name) for name in "abcd"], limit=3 * GB)
-
-    async def body(world):
-        for name in "abca":
-            await world.hold(name)
-            await trio.sleep(1)
-        await world.hold("d")
-        assert [state(world, name) for name in "abcd"] == [
-            *(ModelState.READY, ModelState.UNLOADED, ModelState.READY, ModelState.READY)
-        ]
-
-    world.run(body)
+@in_world(*[Model(name) for name in "abcd"], limit=3 * GB)
+async def test_the_least_recently_used_idle_model_makes_room(world):
+    for name in "abca":
+        await world.hold(name)
+        await trio.sleep(1)
+    await world.hold("d")
+    assert [state(world, name) for name in "abcd"] == [
+        *(ModelState.READY, ModelState.UNLOADED, ModelState.READY, ModelState.READY)
+    ]
 
 
 def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
@@ -573,223 +492,160 @@ def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
     assert not cuts
 
 
-def test_a_replica_that_dies_while_it_makes_room_does_not_come_back():
-    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
-
-    async def body(world):
-        await load(world, "a")
-        async with trio.open_nursery() as nursery:
-            for _ in range(2):
-                nursery.start_soon(world.hold, "a", 50.0)
-            await trio.sleep(1.0)
-            nursery.start_soon(world.hold, "b")
-            await trio.sleep(1.0)
-            [leaving] = [one for one in world.pool.registry.entries["a"].replicas if one.is_retired]
-            world.crash_replica(leaving)
-            await trio.sleep(0.1)
-            assert world.pool.registry.entries["a"].degraded_ids == []
-        assert world.num_loads("a") == 2
-
-    world.run(body)
-
-
-def test_a_preload_evicts_nobody():
-    world = World(Model("a", lazy=False), Model("b", lazy=False), limit=GB)
-
-    async def body(world):
-        await trio.sleep(5.0)
-        assert {state(world, "a"), state(world, "b")} == {ModelState.READY, ModelState.FAILED}
-
-    world.run(body)
-
-
-def test_a_measurement_replaces_the_estimate():
-    world = World(Model("a", GB, measured=3 * GB), Model("b", GB), limit=3 * GB)
-
-    async def body(world):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.hold, "a", 10.0)
-            await trio.sleep(2.0)
-            assert world.pool.memory.total_reserved == 3 * GB
-            assert isinstance((await world.hold("b"))[0], MemoryExhausted)
-
-    world.run(body)
-
-
-def test_nothing_is_evicted_in_vain_if_more_was_measured_than_the_limit():
-    world = World(Model("b"), Model("a", measured=5 * GB), Model("c"), limit=4 * GB)
-
-    async def body(world):
-        await world.hold("b")
-        async with trio.open_nursery() as nursery:
+@in_world(Model("a", replicas=2), Model("b"), limit=2 * GB)
+async def test_a_replica_that_dies_while_it_makes_room_does_not_come_back(world):
+    await load(world, "a")
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
             nursery.start_soon(world.hold, "a", 50.0)
-            await trio.sleep(2.0)
-            assert isinstance((await world.hold("c"))[0], MemoryExhausted)
-            assert state(world, "b") is ModelState.READY
+        await trio.sleep(1.0)
+        nursery.start_soon(world.hold, "b")
+        await trio.sleep(1.0)
+        [leaving] = [one for one in world.pool.registry.entries["a"].replicas if one.is_retired]
+        world.crash_replica(leaving)
+        await trio.sleep(0.1)
+        assert world.pool.registry.entries["a"].degraded_ids == []
+    assert world.num_loads("a") == 2
 
-    world.run(body)
+
+@in_world(Model("a", lazy=False), Model("b", lazy=False), limit=GB)
+async def test_a_preload_evicts_nobody(world):
+    await trio.sleep(5.0)
+    assert {state(world, "a"), state(world, "b")} == {ModelState.READY, ModelState.FAILED}
 
 
-def test_an_idle_model_goes_after_its_time_to_live():
-    world = World(Model("a"), Model("b"), idle_ttl_s=60.0)
-
-    async def body(world):
-        await world.hold("a", 100.0)
-        await world.hold("b")
-        await trio.sleep(58.0)
-        assert state(world) is ModelState.READY
-        await trio.sleep(1.5)
-        assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+@in_world(Model("a", GB, measured=3 * GB), Model("b", GB), limit=3 * GB)
+async def test_a_measurement_replaces_the_estimate(world):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.hold, "a", 10.0)
         await trio.sleep(2.0)
-        assert state(world, "b") is ModelState.UNLOADED
+        assert world.pool.memory.total_reserved == 3 * GB
+        assert isinstance((await world.hold("b"))[0], MemoryExhausted)
 
-    world.run(body)
 
-
-def test_a_model_that_nobody_ever_used_goes_after_its_time_to_live_too():
-    world = World(Model("a", lazy=False), Model("b", replicas=2), idle_ttl_s=60.0)
-
-    async def body(world):
+@in_world(Model("b"), Model("a", measured=5 * GB), Model("c"), limit=4 * GB)
+async def test_nothing_is_evicted_in_vain_if_more_was_measured_than_the_limit(world):
+    await world.hold("b")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.hold, "a", 50.0)
         await trio.sleep(2.0)
-        await load(world, "b")
-        await trio.sleep(57.0)
-        assert state(world) is ModelState.READY
-        await trio.sleep(2.5)
-        assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
-        await trio.sleep(3.0)
-        assert state(world, "b") is ModelState.UNLOADED
+        assert isinstance((await world.hold("c"))[0], MemoryExhausted)
+        assert state(world, "b") is ModelState.READY
 
-    world.run(body)
+
+@in_world(Model("a"), Model("b"), idle_ttl_s=60.0)
+async def test_an_idle_model_goes_after_its_time_to_live(world):
+    await world.hold("a", 100.0)
+    await world.hold("b")
+    await trio.sleep(58.0)
+    assert state(world) is ModelState.READY
+    await trio.sleep(1.5)
+    assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+    await trio.sleep(2.0)
+    assert state(world, "b") is ModelState.UNLOADED
+
+
+@in_world(Model("a", lazy=False), Model("b", replicas=2), idle_ttl_s=60.0)
+async def test_a_model_that_nobody_ever_used_goes_after_its_time_to_live_too(world):
+    await trio.sleep(2.0)
+    await load(world, "b")
+    await trio.sleep(57.0)
+    assert state(world) is ModelState.READY
+    await trio.sleep(2.5)
+    assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+    await trio.sleep(3.0)
+    assert state(world, "b") is ModelState.UNLOADED
 
 
 # ---- loading and unloading as the operator wants
 
 
-def test_loading_adds_replicas_up_to_the_requested_number():
-    world = World(Model("a"), limit=3 * GB)
-
-    async def body(world):
-        [*_, last] = await load(world, "a")
-        assert (last.state, len(world.pool.registry.entries["a"].ready)) == (ModelState.READY, 1)
-        await load(world, "a", 3)
-        assert len(world.pool.registry.entries["a"].ready) == 3
-        await load(world, "a", 9)  # as many as fit
-        await load(world, "a", 1)
-        assert len(world.pool.registry.entries["a"].ready) == 3
-        assert [r.replica_id for r in world.pool.registry.entries["a"].replicas] == [0, 1, 2]
-
-    world.run(body)
+@in_world(Model("a"), limit=3 * GB)
+async def test_loading_adds_replicas_up_to_the_requested_number(world):
+    [*_, last] = await load(world, "a")
+    assert (last.state, len(world.pool.registry.entries["a"].ready)) == (ModelState.READY, 1)
+    await load(world, "a", 3)
+    assert len(world.pool.registry.entries["a"].ready) == 3
+    await load(world, "a", 9)  # as many as fit
+    await load(world, "a", 1)
+    assert len(world.pool.registry.entries["a"].ready) == 3
+    assert [r.replica_id for r in world.pool.registry.entries["a"].replicas] == [0, 1, 2]
 
 
-def test_unloading_lets_requests_finish_and_then_cuts_them():
-    world = World(Model("a"))
+@in_world(Model("a"))
+async def test_unloading_lets_requests_finish_and_then_cuts_them(world):
+    async def unload(world, drain_s):
+        await world.pool.unload("a", drain_s)
+        assert world.pool.memory.total_reserved == 0
 
-    async def body(world):
-        scope = trio.CancelScope()
+    scope = trio.CancelScope()
+
+    async def long():
+        with scope:
+            await world.hold("a", 100.0, scope.cancel)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(long)
+        nursery.start_soon(world.hold, "a", 5.0)
+        await trio.sleep(2.0)
+        nursery.start_soon(unload, world, 10.0)
+        await trio.sleep(1.0)
+        assert state(world) is ModelState.DRAINING
+        error, _ = await world.hold("a")
+        assert isinstance(error, NoWorkers)
+        assert str(error) == "No workers available: a is being unloaded"
+    assert trio.current_time() == 12.0
+    assert state(world) is ModelState.UNLOADED
+    assert (await world.hold("a"))[0] is None  # it can be loaded again
+
+
+@in_world(Model("a"))
+async def test_an_unload_goes_on_without_its_caller_and_a_second_one_may_cut(world):
+    scope = trio.CancelScope()
+    async with trio.open_nursery() as nursery:
 
         async def long():
             with scope:
                 await world.hold("a", 100.0, scope.cancel)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(long)
-            nursery.start_soon(world.hold, "a", 5.0)
-            await trio.sleep(2.0)
-            nursery.start_soon(unload, world, 10.0)
-            await trio.sleep(1.0)
-            assert state(world) is ModelState.DRAINING
-            error, _ = await world.hold("a")
-            assert isinstance(error, NoWorkers)
-            assert str(error) == "No workers available: a is being unloaded"
-        assert trio.current_time() == 12.0
+        nursery.start_soon(long)
+        await trio.sleep(2.0)
+        with trio.move_on_after(1.0):
+            await world.pool.unload("a", 50.0)
+        assert state(world) is ModelState.DRAINING
+        await world.pool.unload("a", 0.0)
+    assert trio.current_time() == 3.0
+    await trio.sleep(60)
+
+
+@in_world(Model("a", load_s=10.0))
+async def test_unloading_waits_for_a_load_under_way(world):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.hold, "a")
+        await trio.sleep(1.0)
+        await world.pool.unload("a", 0.0)
+        assert trio.current_time() >= 10.0
         assert state(world) is ModelState.UNLOADED
-        assert (await world.hold("a"))[0] is None  # it can be loaded again
-
-    async def unload(world, drain_s):
-        await world.pool.unload("a", drain_s)
-        assert world.pool.memory.total_reserved == 0
-
-    world.run(body)
 
 
-def test_an_unload_goes_on_without_its_caller_and_a_second_one_may_cut():
-    world = World(Model("a"))
-
-    async def body(world):
-        scope = trio.CancelScope()
-        async with trio.open_nursery() as nursery:
-
-            async def long():
-                with scope:
-                    await world.hold("a", 100.0, scope.cancel)
-
-            nursery.start_soon(long)
-            await trio.sleep(2.0)
-            with trio.move_on_after(1.0):
-                await world.pool.unload("a", 50.0)
-            assert state(world) is ModelState.DRAINING
-            await world.pool.unload("a", 0.0)
-        assert trio.current_time() == 3.0
-        await trio.sleep(60)
-
-    world.run(body)
-
-
-def test_unloading_waits_for_a_load_under_way():
-    world = World(Model("a", load_s=10.0))
-
-    async def body(world):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.hold, "a")
-            await trio.sleep(1.0)
-            await world.pool.unload("a", 0.0)
-            assert trio.current_time() >= 10.0
-            assert state(world) is ModelState.UNLOADED
-
-    world.run(body)
-
-
-def test_closing_while_a_load_is_under_way_ends_its_waiters():
-    world = World(Model("a", load_s=10.0), Model("b"))
-
-    async def body(world):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(closes, world)
-            await trio.sleep(1.0)
-            world.pool.close()
-            assert isinstance((await world.hold("b"))[0], ShuttingDown)
-            with pytest.raises(ShuttingDown):
-                await world.pool.unload("a", 0.0)
-
+@in_world(Model("a", load_s=10.0), Model("b"))
+async def test_closing_while_a_load_is_under_way_ends_its_waiters(world):
     async def closes(world):
         error, _ = await world.hold("a")
         assert isinstance(error, ShuttingDown)
 
-    world.run(body)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(closes, world)
+        await trio.sleep(1.0)
+        world.pool.close()
+        assert isinstance((await world.hold("b"))[0], ShuttingDown)
+        with pytest.raises(ShuttingDown):
+            await world.pool.unload("a", 0.0)
 
 
 @pytest.mark.parametrize("end", ["close", "unload"])
-def test_a_model_that_waits_for_room_is_not_loaded_after_the_end(end):
-    world = World(Model("a", replicas=2), Model("b", load_s=45.0), limit=2 * GB)
-
-    async def body(world):
-        await load(world, "a")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(world.hold, "a", 20.0)
-            nursery.start_soon(world.hold, "a", 20.0)
-            await trio.sleep(1.0)
-            nursery.start_soon(waits, world)
-            nursery.start_soon(watches, world)
-            await trio.sleep(1.0)
-            with trio.fail_after(1.0):
-                if end == "unload":
-                    await world.pool.unload("b", 0.0)
-                else:
-                    world.pool.close()
-                    await trio.sleep(0.5)
-                assert state(world, "b") is ModelState.UNLOADED
-        assert world.num_loads("b") == 0
-
+@in_world(Model("a", replicas=2), Model("b", load_s=45.0), limit=2 * GB)
+async def test_a_model_that_waits_for_room_is_not_loaded_after_the_end(world, *, end):
     async def waits(world):
         error, at = await world.hold("b")
         assert isinstance(error, NoWorkers if end == "unload" else ShuttingDown)
@@ -799,7 +655,22 @@ def test_a_model_that_waits_for_room_is_not_loaded_after_the_end(end):
         with pytest.raises(NoWorkers if end == "unload" else ShuttingDown):
             await load(world, "b")
 
-    world.run(body)
+    await load(world, "a")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.hold, "a", 20.0)
+        nursery.start_soon(world.hold, "a", 20.0)
+        await trio.sleep(1.0)
+        nursery.start_soon(waits, world)
+        nursery.start_soon(watches, world)
+        await trio.sleep(1.0)
+        with trio.fail_after(1.0):
+            if end == "unload":
+                await world.pool.unload("b", 0.0)
+            else:
+                world.pool.close()
+                await trio.sleep(0.5)
+            assert state(world, "b") is ModelState.UNLOADED
+    assert world.num_loads("b") == 0
 
 
 @pytest.mark.parametrize("end", ["close", "unload"])
@@ -844,20 +715,16 @@ def test_a_death_with_a_reason_is_one_log_line_and_a_bug_is_a_traceback(caplog):
     }
 
 
-def test_closing_waits_for_no_backoff():
-    world = World(Model("a", replicas=2))
-
-    async def body(world):
-        await load(world, "a")
-        for _ in range(2):
-            world.crash("a")
-            await trio.sleep(0.01)
-        assert world.pool.registry.entries["a"].degraded_ids == [0, 1]
-        world.pool.close()
-        await trio.sleep(0.1)
-        assert world.pool.registry.entries["a"].load is None
-
-    world.run(body)
+@in_world(Model("a", replicas=2))
+async def test_closing_waits_for_no_backoff(world):
+    await load(world, "a")
+    for _ in range(2):
+        world.crash("a")
+        await trio.sleep(0.01)
+    assert world.pool.registry.entries["a"].degraded_ids == [0, 1]
+    world.pool.close()
+    await trio.sleep(0.1)
+    assert world.pool.registry.entries["a"].load is None
 
 
 # ---- every capability
@@ -968,43 +835,31 @@ def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
     assert len(ended) == len(operations)
 
 
-def test_a_spare_replica_that_finds_no_room_looks_again():
+@in_world(Model("a", replicas=2), Model("b"), limit=2 * GB)
+async def test_a_spare_replica_that_finds_no_room_looks_again(world):
     """The spare replica takes nobody's room, and is not forgotten."""
-    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
-
-    async def body(world):
-        await load(world, "a")
-        world.crash("a")
-        await trio.sleep(0.1)
-        await world.hold("b")
-        await trio.sleep(15.0)
-        assert len(world.pool.registry.entries["a"].ready) == 1
-        assert world.pool.registry.entries["a"].degraded_ids
-        await world.pool.unload("b", 0.0)
-        await trio.sleep(15.0)
-        assert len(world.pool.registry.entries["a"].ready) == 2
-
-    world.run(body)
+    await load(world, "a")
+    world.crash("a")
+    await trio.sleep(0.1)
+    await world.hold("b")
+    await trio.sleep(15.0)
+    assert len(world.pool.registry.entries["a"].ready) == 1
+    assert world.pool.registry.entries["a"].degraded_ids
+    await world.pool.unload("b", 0.0)
+    await trio.sleep(15.0)
+    assert len(world.pool.registry.entries["a"].ready) == 2
 
 
-def test_the_operator_gets_the_requested_number_of_replicas():
-    world = World(Model("a", replicas=3))
-
-    async def body(world):
-        await load(world, "a", 1)
-        assert len(world.pool.registry.entries["a"].ready) == 1
-        await load(world, "a")
-        assert len(world.pool.registry.entries["a"].ready) == 3
-
-    world.run(body)
+@in_world(Model("a", replicas=3))
+async def test_the_operator_gets_the_requested_number_of_replicas(world):
+    await load(world, "a", 1)
+    assert len(world.pool.registry.entries["a"].ready) == 1
+    await load(world, "a")
+    assert len(world.pool.registry.entries["a"].ready) == 3
 
 
-def test_loading_a_model_that_is_unloaded_at_once_ends():
+@in_world(Model("a", replicas=2), idle_ttl_s=0.01)
+async def test_loading_a_model_that_is_unloaded_at_once_ends(world):
     """The model's replicas are idle before the operator's watch checks again."""
-    world = World(Model("a", replicas=2), idle_ttl_s=0.01)
-
-    async def body(world):
-        await load(world, "a", 2)
-        assert world.num_loads("a") == 2
-
-    world.run(body)
+    await load(world, "a", 2)
+    assert world.num_loads("a") == 2

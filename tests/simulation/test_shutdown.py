@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import trio
 
@@ -13,6 +15,7 @@ from engine.replica.loop import EngineLoop
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
+from tests.support.bodies import run_by
 from tests.support.virtual_engine import fake_engine
 
 STEP_S = 1.0
@@ -55,33 +58,33 @@ def run(body, seed, *, root=None, step_faults=None, **settings):
     return round(times[1] - times[0], 6), runner.steps
 
 
+in_engine = partial(run_by, run)
+
+
 @seeds
 @pytest.mark.parametrize(
     ("timeout_s", "num_whole", "took"), [(100, 3, 8.5), (4.5, 1, 4.5), (0, 0, 0)]
 )
-def test_shutdown_with_work_pending(seed, timeout_s, num_whole, took):
+@in_engine()
+async def test_shutdown_with_work_pending(engine, *, seed, timeout_s, num_whole, took):
     """What runs and what waits may finish until the timeout; the rest is cut."""
+    asked = [engine.submit(request(3), buffer=9) for _ in range(3)]
+    await trio.sleep(0.5)
+    began = trio.current_time()
+    cut = []
 
-    async def body(engine):
-        asked = [engine.submit(request(3), buffer=9) for _ in range(3)]
-        await trio.sleep(0.5)
-        began = trio.current_time()
-        cut = []
+    async def drain():
+        cut.append(await engine.drain(timeout_s))
 
-        async def drain():
-            cut.append(await engine.drain(timeout_s))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(drain)
-            await trio.sleep(0.25)
-            assert isinstance(engine.submit(request(1), buffer=9).error, ShuttingDown)
-        assert trio.current_time() - began == pytest.approx(max(took, 0.25))
-        errors = [one.error for one in asked]
-        assert errors.count(None) == num_whole
-        assert all(isinstance(error, ShuttingDown) for error in errors if error is not None)
-        assert cut == [3 - num_whole]
-
-    run(body, seed)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(drain)
+        await trio.sleep(0.25)
+        assert isinstance(engine.submit(request(1), buffer=9).error, ShuttingDown)
+    assert trio.current_time() - began == pytest.approx(max(took, 0.25))
+    errors = [one.error for one in asked]
+    assert errors.count(None) == num_whole
+    assert all(isinstance(error, ShuttingDown) for error in errors if error is not None)
+    assert cut == [3 - num_whole]
 
 
 @seeds
@@ -129,23 +132,23 @@ def test_a_worker_that_is_to_drain_finishes_what_it_can_and_logs_how_much_it_did
 
 
 @seeds
-def test_ending_twice_or_with_a_dead_worker_is_no_error(seed):
-
-    async def body(engine):
-        lost = engine.submit(request(9), buffer=9)
-        await lost.wait_closed()
-        assert isinstance(lost.error, WorkerLost)
-        for _ in range(2):
-            assert await engine.drain(1.0) == 0
-            await engine.drain_in_background(0.0)
-        assert isinstance(engine.submit(request(1), buffer=9).error, ShuttingDown)
-
-    run(body, seed, step_faults={1: WorkerLost("planted")}, max_worker_deaths=1)
+@in_engine(step_faults={1: WorkerLost("planted")}, max_worker_deaths=1)
+async def test_ending_twice_or_with_a_dead_worker_is_no_error(engine, *, seed):
+    lost = engine.submit(request(9), buffer=9)
+    await lost.wait_closed()
+    assert isinstance(lost.error, WorkerLost)
+    for _ in range(2):
+        assert await engine.drain(1.0) == 0
+        await engine.drain_in_background(0.0)
+    assert isinstance(engine.submit(request(1), buffer=9).error, ShuttingDown)
 
 
 @seeds
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(seed, is_busy, monkeypatch):
+@in_engine()
+async def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(
+    engine, *, seed, is_busy, monkeypatch
+):
     """At once if it is idle, otherwise after the step in flight."""
     turns, turn = [], EngineLoop._turn
 
@@ -154,17 +157,13 @@ def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(seed, is_busy, m
         return await turn(loop, began)
 
     monkeypatch.setattr(EngineLoop, "_turn", counted)
-
-    async def body(engine):
-        began = trio.current_time()
-        asked = engine.submit(request(1000 if is_busy else 1), buffer=2000)
-        await trio.sleep(2.5)
-        before = len(turns)
-        await engine.unload_model("fake", 0.0)
-        assert trio.current_time() - began == (3.0 if is_busy else 2.5)
-        assert isinstance(asked.error, RequestAborted) is is_busy
-        assert len(turns) <= before + 1
-        await trio.sleep(100)
-        assert len(turns) <= before + 1
-
-    run(body, seed)
+    began = trio.current_time()
+    asked = engine.submit(request(1000 if is_busy else 1), buffer=2000)
+    await trio.sleep(2.5)
+    before = len(turns)
+    await engine.unload_model("fake", 0.0)
+    assert trio.current_time() - began == (3.0 if is_busy else 2.5)
+    assert isinstance(asked.error, RequestAborted) is is_busy
+    assert len(turns) <= before + 1
+    await trio.sleep(100)
+    assert len(turns) <= before + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import trio
@@ -24,6 +25,7 @@ from engine.status import Capability
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
+from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
 from tests.support.virtual_engine import fake_engine
 
@@ -31,21 +33,19 @@ STEP_S = 0.01
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_prompt_in_and_its_text_out(seed):
-    async def main():
-        async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
-            want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
-            assert await engine.complete("ab", max_tokens=5) == want
-            request = GenerateRequest(text="ab", sampling={"max_tokens": 5})
-            assert await engine.complete(request) == want
-            async with engine.generate("ab") as stream:
-                assert (await anext(stream)).prompt_tokens == 2
-            with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
-                await engine.complete("ab", top_p=7)
-            with pytest.raises(ModelNotFound):
-                await engine.complete(GenerateRequest(text="ab", model="nobody"))
-
-    run_deterministically(main, seed)
+@run_by(run_deterministically)
+async def test_a_prompt_in_and_its_text_out(*, seed):
+    async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
+        want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
+        assert await engine.complete("ab", max_tokens=5) == want
+        request = GenerateRequest(text="ab", sampling={"max_tokens": 5})
+        assert await engine.complete(request) == want
+        async with engine.generate("ab") as stream:
+            assert (await anext(stream)).prompt_tokens == 2
+        with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
+            await engine.complete("ab", top_p=7)
+        with pytest.raises(ModelNotFound):
+            await engine.complete(GenerateRequest(text="ab", model="nobody"))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -78,7 +78,8 @@ def test_a_reader_that_reads_on_after_the_block_gets_the_end(seed, lived_s):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("encodes", [False, True], ids=["text", "encoder"])
-def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
+@run_by(run_deterministically)
+async def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(*, seed, encodes):
     """Steps that follow one another leave the loop no moment in which it waits."""
     capability = Capability.TEXT_EMBEDDING if encodes else Capability.TEXT_TO_TEXT
     model = ModelConfig("fake", capability=capability)
@@ -90,17 +91,14 @@ def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
             return EmbedRequest(inputs=((1, 2),) * count)
         return GenerateRequest(token_ids=(1, 2), sampling=SamplingParams(max_tokens=count))
 
-    async def main():
-        async with fake_engine(FakeScript(step_s=STEP_S), make, **config) as engine:
-            stalled = engine.submit(request(500), buffer=2)
-            with trio.move_on_after(2.0):
-                while True:  # another request always has something to compute
-                    busy = engine.submit(request(20), buffer=500)
-                    await trio.sleep(5 * STEP_S)
-            assert not busy.is_closed or busy.error is None
-            assert isinstance(stalled.error, ReaderStalled)
-
-    run_deterministically(main, seed)
+    async with fake_engine(FakeScript(step_s=STEP_S), make, **config) as engine:
+        stalled = engine.submit(request(500), buffer=2)
+        with trio.move_on_after(2.0):
+            while True:  # another request always has something to compute
+                busy = engine.submit(request(20), buffer=500)
+                await trio.sleep(5 * STEP_S)
+        assert not busy.is_closed or busy.error is None
+        assert isinstance(stalled.error, ReaderStalled)
 
 
 def run(body, seed=0, *, instruments=(), **settings):
@@ -115,28 +113,28 @@ def run(body, seed=0, *, instruments=(), **settings):
     run_deterministically(main, seed)
 
 
+in_engine = partial(run_by, run)
+
+
 def asked(max_tokens=20, **fields):
     """Return a request with this many tokens."""
     sampling = SamplingParams(max_tokens=max_tokens)
     return GenerateRequest(token_ids=(1, 2), sampling=sampling, **fields)
 
 
-def test_a_stream_is_for_one_request_and_is_read_inside_its_block():
+@in_engine()
+async def test_a_stream_is_for_one_request_and_is_read_inside_its_block(engine):
     """It is single-use."""
-
-    async def body(engine):
-        stream = engine.generate(asked(3))
-        with pytest.raises(RuntimeError, match="inside its block"):
-            await anext(stream)
-        async with stream:
-            with pytest.raises(RuntimeError, match="entered once"):
-                await stream.__aenter__()
-            assert len([event async for event in stream]) == 5
+    stream = engine.generate(asked(3))
+    with pytest.raises(RuntimeError, match="inside its block"):
+        await anext(stream)
+    async with stream:
         with pytest.raises(RuntimeError, match="entered once"):
             await stream.__aenter__()
-        assert engine.statistics().totals.requests_total.finished == 1
-
-    run(body)
+        assert len([event async for event in stream]) == 5
+    with pytest.raises(RuntimeError, match="entered once"):
+        await stream.__aenter__()
+    assert engine.statistics().totals.requests_total.finished == 1
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -195,19 +193,16 @@ def test_a_token_wakes_its_own_reader_alone(seed):
     run(body, seed, instruments=[steps], max_num_seqs=1)
 
 
-def test_what_is_ready_is_taken_without_waiting():
+@in_engine()
+async def test_what_is_ready_is_taken_without_waiting(engine):
     """All events of a request that is over are taken at one instant."""
-
-    async def body(engine):
-        stream = engine.submit(asked(20), buffer=99)
-        await stream.wait_closed()
-        await trio.sleep(1.0)
-        now = trio.current_time()
-        for _ in range(22):
-            await stream.receive()
-        assert trio.current_time() == now
-
-    run(body)
+    stream = engine.submit(asked(20), buffer=99)
+    await stream.wait_closed()
+    await trio.sleep(1.0)
+    now = trio.current_time()
+    for _ in range(22):
+        await stream.receive()
+    assert trio.current_time() == now
 
 
 ENDS = {
@@ -220,19 +215,16 @@ ENDS = {
 
 @pytest.mark.parametrize("later", ENDS)
 @pytest.mark.parametrize("first", ENDS)
-def test_the_first_reason_for_an_end_decides_its_error_and_its_count(first, later):
-
-    async def body(engine):
-        stream = engine.submit(asked(1000), buffer=2000)
-        await trio.sleep(3.5 * STEP_S)
-        stream.cancel(first)
-        stream.cancel(later)
-        await stream.wait_closed()
-        assert type(stream.error) is ENDS[first]
-        await engine.wait_idle()
-        ends = engine.statistics().totals.requests_total
-        counted = {name: getattr(ends, name) for name in ends.__slots__}
-        assert {name for name, count in counted.items() if count} == {first.value}
-        assert sum(counted.values()) == 1
-
-    run(body)
+@in_engine()
+async def test_the_first_reason_for_an_end_decides_its_error_and_its_count(engine, *, first, later):
+    stream = engine.submit(asked(1000), buffer=2000)
+    await trio.sleep(3.5 * STEP_S)
+    stream.cancel(first)
+    stream.cancel(later)
+    await stream.wait_closed()
+    assert type(stream.error) is ENDS[first]
+    await engine.wait_idle()
+    ends = engine.statistics().totals.requests_total
+    counted = {name: getattr(ends, name) for name in ends.__slots__}
+    assert {name for name, count in counted.items() if count} == {first.value}
+    assert sum(counted.values()) == 1

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -23,6 +24,7 @@ from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tests.support.bodies import run_by
 from tools.regen_faces import without_waiting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +151,7 @@ async def opened(facade, **config):
     return await facade(lambda module: open_fake(module, **config))
 
 
-def run(facade, body, **config):
+def run(body, facade, **config):
     """Run ``body(eng)`` in a loop of its own, and close the engine after it."""
 
     async def main():
@@ -157,6 +159,9 @@ def run(facade, body, **config):
             await body(eng)
 
     run_loop(main)
+
+
+in_engine = partial(run_by, run)
 
 
 async def until(condition):

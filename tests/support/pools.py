@@ -22,6 +22,7 @@ from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind, MemoryEstimate
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.support.bodies import run_by
 
 GB = 1 << 30
 ENCODERS = {
@@ -109,7 +110,8 @@ class World:
     """A pool, and a record of what happened in it."""
 
     def __init__(self, *models, limit=100 * GB, **config):
-        self.models = {model.name: model for model in models}
+        copies = [replace(one, load_errors=list(one.load_errors)) for one in models]
+        self.models = {model.name: model for model in copies}
         self.threads = VirtualThreads()
         self.workers = []
         self.loads = []  # (model, time) of each load that began
@@ -213,3 +215,8 @@ class World:
     @staticmethod
     def _break(now):
         raise AssertionError("planted")
+
+
+def in_world(*models, **settings):
+    """Make a test of an async function (`run_by`) that gets a `World` of these models."""
+    return run_by(lambda body, seed=0: World(*models, **settings).run(body, seed))

@@ -260,30 +260,27 @@ def write(request, monkeypatch):
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
 @pytest.mark.usefixtures("write")
-def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
-    async def main():
-        threads = WorkerThreads()
-        before = open_files()
-        for _ in range(10):
-            jobs = [threads.start(lambda: None, reports_begin=True) for _ in range(4)]
-            for job in jobs:
-                await job.wait()
-            assert open_files() == before + 4
+async def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
+    threads = WorkerThreads()
+    before = open_files()
+    for _ in range(10):
+        jobs = [threads.start(lambda: None, reports_begin=True) for _ in range(4)]
+        for job in jobs:
+            await job.wait()
+        assert open_files() == before + 4
 
-        def fail():
-            raise LookupError("gone")
+    def fail():
+        raise LookupError("gone")
 
-        gc.disable()  # the exception refers to its job, which must not keep the descriptor
-        try:
-            with pytest.raises(LookupError):
-                await threads.start(fail, reports_begin=False).wait()
-            threads.close()
-            # Not at once: the thread of the last job may not have left its last write yet.
-            wait_until(lambda: count_files() == before, LIMIT_S, "the descriptors' end")
-        finally:
-            gc.enable()
-
-    trio.run(main)
+    gc.disable()  # the exception refers to its job, which must not keep the descriptor
+    try:
+        with pytest.raises(LookupError):
+            await threads.start(fail, reports_begin=False).wait()
+        threads.close()
+        # Not at once: the thread of the last job may not have left its last write yet.
+        wait_until(lambda: count_files() == before, LIMIT_S, "the descriptors' end")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="without eventfds each job has a thread of its own")
@@ -306,7 +303,7 @@ async def test_one_thread_runs_job_after_job_and_goes_back_to_trio_with_close(mo
 
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
-def test_a_descriptor_is_closed_when_its_thread_has_left_and_not_before(monkeypatch):
+async def test_a_descriptor_is_closed_when_its_thread_has_left_and_not_before(monkeypatch):
     has_written, go = threading.Event(), threading.Event()
     eventfd_write = os.eventfd_write
 
@@ -315,21 +312,18 @@ def test_a_descriptor_is_closed_when_its_thread_has_left_and_not_before(monkeypa
         has_written.set()
         assert go.wait(LIMIT_S)
 
-    async def main():
-        threads = WorkerThreads()
-        before = open_files()
-        assert await threads.start(lambda: 5, reports_begin=False).wait() == 5
-        assert has_written.is_set()
-        threads.close()
-        others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(4)]
-        assert open_files() == before + 1 + len(others), "the thread owns the descriptor now"
-        go.set()
-        wait_until(lambda: open_files() == before + len(others), LIMIT_S, "the thread's end")
-        for other in others:
-            os.close(other)
-
     monkeypatch.setattr(os, "eventfd_write", write)
-    trio.run(main)
+    threads = WorkerThreads()
+    before = open_files()
+    assert await threads.start(lambda: 5, reports_begin=False).wait() == 5
+    assert has_written.is_set()
+    threads.close()
+    others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(4)]
+    assert open_files() == before + 1 + len(others), "the thread owns the descriptor now"
+    go.set()
+    wait_until(lambda: open_files() == before + len(others), LIMIT_S, "the thread's end")
+    for other in others:
+        os.close(other)
 
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
