@@ -2,6 +2,7 @@
 has."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -76,6 +77,18 @@ def leave_out(cases, most, mark):
         if number not in kept:
             case.add_marker(mark)
     return [cases[number] for number in sorted(kept)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Take away the log handlers that a command has set. They write to the test's standard error,
+    which is closed after it, and later tests would log that."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        return (yield)
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
 
 
 def pytest_collection_finish(session):

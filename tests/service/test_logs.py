@@ -235,14 +235,9 @@ def test_a_terminal_gets_lines_for_a_person(monkeypatch, style, is_terminal, is_
         def isatty(self):
             return is_terminal
 
-    handlers, level = logging.root.handlers[:], logging.root.level
     out = Terminal()
     monkeypatch.setattr("sys.stderr", out)
-    try:
-        logs.configure("INFO", style)
-        logging.getLogger("here").info("said", extra={"request_id": "r1"})
-    finally:
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
+    logs.configure("INFO", style)
+    logging.getLogger("here").info("said", extra={"request_id": "r1"})
     assert out.getvalue().startswith("{") == is_json
     assert "r1" in out.getvalue()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 CONFTEST = """
-from tests.conftest import pytest_addoption, pytest_configure
+from tests.conftest import pytest_addoption, pytest_configure, pytest_runtest_call
 """
 
 FILES = {
@@ -32,6 +32,13 @@ def shared():
 
 def test_one(shared): pass
 def test_two(shared): assert LIVES == [os.getpid()]
+def test_configures_logs(capsys):
+    from engine import logs
+    logs.configure()
+def test_logs_to_no_closed_stream(capsys):
+    import logging
+    logging.getLogger("here").info("said")
+    assert capsys.readouterr().err == ""
 def test_fails(shared):
     print("what it printed")
     assert 1 == 2
@@ -90,7 +97,7 @@ def test_results_are_those_of_one_process_and_a_death_fails_its_file(tmp_path):
         "what it printed",
     ):
         assert line in out, out
-    assert "1 failed, 25 passed, 1 skipped, 3 errors" in out
+    assert "1 failed, 27 passed, 1 skipped, 3 errors" in out
 
 
 def test_workers_take_the_longest_files_first():
