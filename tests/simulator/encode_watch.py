@@ -109,10 +109,11 @@ class EncodeWatch(KindWatch[LiveInputs]):
     ) -> str:
         """Check that nobody starves.
 
-        A step follows the queue's order among the requests whose readers have room and that have
-        inputs of its kind: one that got fewer rows than it could comes after all that got some. Of
-        a request, the longest inputs are taken. No kind has two steps in turn while such a request
-        has inputs of another. A row of a failed step that is run alone has a step of its own.
+        A step follows the queue's order, to which aging is applied late, among the requests whose
+        readers have room and that have inputs of its kind: one that got fewer rows than it could
+        comes after all that got some. Of a request, the longest inputs are taken. No kind has two
+        steps in turn while such a request has inputs of another. A row of a failed step that is run
+        alone has a step of its own.
         """
         last = self.kind
         self.kind = self.step[0][2].input.kind if self.step else last
@@ -140,15 +141,15 @@ class EncodeWatch(KindWatch[LiveInputs]):
             return f"{others[0].name} waits for a second step of another kind"
         if able and not self.step:
             return f"{able[0].name} could go on, and nobody does"
-        behind = ""
-        for live in sorted(able, key=lambda one: self.key(one, now)):
+        behind = [live for live in able if live.lengths(self.kind) and live.submit.credit.free]
+        late_s = self.scheduler.aging_late_s
+        first = min(behind, key=lambda one: self.key(one, now - late_s), default=None)
+        for live in able:
             rows, left = taken.get(live, []), live.lengths(self.kind)
-            if rows and behind:
-                return f"{live.name} overtakes {behind}"
+            if rows and first and self.key(live, now) > self.key(first, now - late_s):
+                return f"{live.name} overtakes {first.name}"
             if rows and left and max(left) > min(rows):
                 return f"{live.name}: an input of {min(rows)} tokens goes before {max(left)}"
-            if left and live.submit.credit.free:
-                behind = live.name
         return ""
 
     def _is_free(self, live: LiveInputs) -> bool:

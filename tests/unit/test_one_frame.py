@@ -11,12 +11,14 @@ from engine.config import EncoderConfig, ImageConfig, SchedulerConfig
 from engine.core.common.core import Core
 from engine.core.common.one_choice import OneChoiceCore
 from engine.core.common.waiting_queue import WaitingQueue
+from engine.core.encode.live_request import LiveEncode
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.image.scheduler import ImageScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.settings import QueueLimits
 from tests.simulator import counting
 from tests.support import counting_calls
+from tests.support.encode_driver import EncodeDriver
 from tools.rooms import modules
 
 CORES = [
@@ -62,6 +64,20 @@ def test_there_is_one_waiting_queue_and_one_table_of_live_requests():
     assert ledger.parked.unread is text._parked
     assert encode._inputs.queue is encode._waiting
     assert image._deadlines._queue is image._waiting
+
+
+def test_the_steps_of_an_encoder_seldom_sort_its_queue(monkeypatch):
+    """The queue is sorted again after `aging_late_s`, and not for each plan."""
+    driver, keys = EncodeDriver(max_num_seqs=4), []
+    own = LiveEncode.key_in_queue
+    monkeypatch.setattr(LiveEncode, "key_in_queue", lambda *args: keys.append(1) or own(*args))
+    for number in range(300):
+        driver.add(driver.request([8], request_id=f"{number}", arrival=0.0), buffer=1)
+    keys.clear()
+    for _ in range(20):
+        driver.begin_step()
+        driver.end_step()
+    assert len(keys) <= 300
 
 
 def test_a_new_kind_takes_at_most_200_lines():

@@ -47,6 +47,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     config: EncoderConfig
     live_type = LiveEncode
+    aging_late_s = 1.0  # guess: aging moves in steps of 10 s
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
