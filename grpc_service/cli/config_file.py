@@ -9,14 +9,16 @@ import difflib
 import re
 import tomllib
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.config import AdapterConfig, ModelConfig, WorkerConfig
 from engine.errors import ConfigError
-from grpc_service.cli.values import Kind, kinds_of
+from grpc_service.cli.values import kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from grpc_service.cli.values import Kind
 
 NESTED = {"workers": WorkerConfig, "adapters": AdapterConfig}  # fields of a model that are tables
 TABLES = {
@@ -25,18 +27,9 @@ TABLES = {
 }
 
 
-class Setting(Protocol):
-    """A setting that the file may have."""
-
-    @property
-    def kind(self) -> Kind:
-        """How its value is read."""
-
-
-def read_file(
-    path: str, known: Mapping[str, Setting]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the file's settings by key, and its models as fields of ModelConfig.
+def read_file(path: str, kinds: Mapping[str, Kind]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the file's settings by key, and its models as fields of ModelConfig. ``kinds`` are
+    those of the settings that it may have.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; the message names the
@@ -50,13 +43,13 @@ def read_file(
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     try:
-        return read_table(table, known)
+        return read_table(table, kinds)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def read_table(
-    table: Mapping[str, Any], known: Mapping[str, Setting]
+    table: Mapping[str, Any], kinds: Mapping[str, Kind]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the settings of a table as `read_file` does.
 
@@ -68,7 +61,6 @@ def read_table(
         _given(ModelConfig, dict(entry), f"models[{index}].")
         for index, entry in enumerate(_tables(settings.pop("models", []), "models"))
     ]
-    kinds = {key: setting.kind for key, setting in known.items()}
     return _read(settings, kinds, ""), models
 
 

@@ -6,16 +6,13 @@ texts. Without it, the output is a table for people.
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import sys
 from typing import TYPE_CHECKING
 
-from google.protobuf import json_format
-
 from grpc_service.cli.client import run_client
-from grpc_service.cli.query import print_table
+from grpc_service.cli.query import print_json, print_table
 from grpc_service.cli.texts import (
     ImageFile,
     fitted,
@@ -60,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
                 named(results_of(inputs, ask, args.timeout, advance))
             )
             if args.json:
-                print_json(found)
+                for vector in found:
+                    print_json(vector)
                 return
             vectors = list(found)
         print_vectors(inputs, vectors)
@@ -93,15 +91,6 @@ def named(vectors: Iterable[Response]) -> Iterator[Response]:
     for vector in vectors:
         model = vector.model = vector.model or model
         yield vector
-
-
-def print_json(vectors: Iterable[Response]) -> None:
-    """Print one line of JSON per vector, in protobuf's JSON mapping."""
-    for vector in vectors:
-        fields = json_format.MessageToDict(
-            vector, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
 def print_vectors(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:

@@ -71,6 +71,7 @@ def flags_of(target: Target) -> Iterator[Flag]:
 
 FLAGS = (*flags_of(ModelConfig), *flags_of(ServerConfig), *flags_of(EngineConfig))
 BY_KEY = {flag.key: flag for flag in FLAGS}
+KINDS = {flag.key: flag.kind for flag in FLAGS}
 
 
 def configs_of(
@@ -82,7 +83,7 @@ def configs_of(
     Raises:
         ConfigError: the message names the setting and what to change.
     """
-    settings, models = ({}, []) if args.config is None else read_file(args.config, BY_KEY)
+    settings, models = ({}, []) if args.config is None else read_file(args.config, KINDS)
     settings |= {key: value for key, value in vars(args).items() if key in BY_KEY}
     engine = _fields(EngineConfig, settings)
     engine["models"] = _models(args, models, _fields(ModelConfig, settings))
@@ -98,8 +99,8 @@ def engine_config_of(table: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: the message names the key and what to change.
     """
-    known = {key: flag for key, flag in BY_KEY.items() if flag.target is not ServerConfig}
-    settings, tables = read_table(table, known)
+    kinds = {one.key: one.kind for one in FLAGS if one.target is not ServerConfig}
+    settings, tables = read_table(table, kinds)
     common = _fields(ModelConfig, settings)
     tables = tables or [{"model": model} for model in DEMO_MODELS]
     models = tuple(ModelConfig(**common | one) for one in tables)

@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         stream = client.generate(request, timeout=args.timeout, on_break=on_break)
         with naming_files([turn]), stream:
             if args.json:
-                print_json(stream)
+                for event in stream:
+                    print(json_line(event), flush=True)
             elif request.n > 1:
                 print_choices(stream, request.n)
             else:
@@ -158,12 +159,6 @@ def request_of(args: argparse.Namespace, turn: Turn) -> messages.GenerateRequest
 def sampling_of(args: argparse.Namespace) -> messages.SamplingParams:
     """Return the sampling parameters that the flags give (`grpc_service.cli.main`)."""
     return message_from(messages.SamplingParams, args)
-
-
-def print_json(events: Events) -> None:
-    """Print one line of JSON per event, in protobuf's JSON mapping."""
-    for event in events:
-        print(json_line(event), flush=True)
 
 
 def json_line(event: messages.GenerateResponse) -> str:

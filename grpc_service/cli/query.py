@@ -147,7 +147,8 @@ def print_json(message: Message) -> None:
                 always_print_fields_with_no_presence=True,
             ),
             ensure_ascii=False,
-        )
+        ),
+        flush=True,
     )
 
 
