@@ -239,7 +239,7 @@ def _call_of(text: str, name: str, call_id: str, needs_arguments: bool) -> ToolC
     if isinstance(arguments, str):  # some models write the object as a string
         written = arguments
         try:
-            arguments = json.loads(written, parse_constant=_refuse)
+            arguments = json.loads(written, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             return None
     own_id, _ = fields.get("id", ("", ""))
@@ -265,7 +265,7 @@ def _fields_of(text: str) -> dict[str, tuple[Any, str]]:
     Raises:
         ValueError: The text is not a JSON object.
     """
-    json.loads(text, parse_constant=_refuse)
+    json.loads(text, parse_constant=refuse_constant)
     fields: dict[str, tuple[Any, str]] = {}
     at = _after_space(text, 1)
     while text[at] != "}":
@@ -285,5 +285,6 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """Raise ValueError: Python's parser takes such a constant, and JSON has none."""
     raise ValueError(f"{constant} is not JSON")

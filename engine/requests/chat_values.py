@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import FieldViolation
+from engine.requests.answer_reader import refuse_constant
 from engine.requests.field_types import MAPPING, MESSAGES, NAME, SWITCH, TOOLS, convert_fields
 
 if TYPE_CHECKING:
@@ -200,14 +201,10 @@ def _is_object(arguments: object) -> bool:
         if not arguments.lstrip().startswith("{"):  # ten times as fast as the parser's refusal
             return False
         try:
-            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+            arguments = json.loads(arguments, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             return False
     return isinstance(arguments, Mapping)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
