@@ -9,7 +9,7 @@ Rule: a loop here ends after `FIELDS_MAX` fields, whatever the bytes say.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.requests.encode_values import MAX_INPUTS
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
@@ -19,30 +19,28 @@ from grpc_service.services.value_counts import FIXED32, FIXED64, LENGTH_DELIMITE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from google.protobuf.message import Message
+
 FIELDS_MAX = 2 * MAX_INPUTS  # of a message; those beyond it count as no images
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
-# The fields that lead to an image, from the request on: a message for each, and the bytes.
-EMBED = tuple(
-    descriptor.fields_by_name[name].number
-    for descriptor, name in (
-        (inference_pb2.EmbedRequest.DESCRIPTOR, "inputs"),
-        (inference_pb2.EmbedInput.DESCRIPTOR, "image"),
-    )
-)
-DRAW = (
-    images_pb2.GenerateImageRequest.DESCRIPTOR.fields_by_name["source"].number,
-    images_pb2.ImageSource.DESCRIPTOR.fields_by_name["image"].number,
-)
-CHAT = tuple(
-    descriptor.fields_by_name[name].number
-    for descriptor, name in (
-        (inference_pb2.Chat.DESCRIPTOR, "messages"),
-        (inference_pb2.Message.DESCRIPTOR, "parts"),
-        (inference_pb2.MessagePart.DESCRIPTOR, "image"),
-    )
-)
-GENERATE = (inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number, *CHAT)
-TOKENIZE = (inference_pb2.TokenizeRequest.DESCRIPTOR.fields_by_name["chat"].number, *CHAT)
+
+
+def _path(request: type[Message], *names: str) -> tuple[int, ...]:
+    """Return the numbers of the fields that lead to an image, from the request on: a message for
+    each, and the bytes."""
+    message: Any = request.DESCRIPTOR
+    path: list[int] = []
+    for name in names:
+        field = message.fields_by_name[name]
+        message = field.message_type
+        path.append(field.number)
+    return tuple(path)
+
+
+EMBED = _path(inference_pb2.EmbedRequest, "inputs", "image")
+DRAW = _path(images_pb2.GenerateImageRequest, "source", "image")
+GENERATE = _path(inference_pb2.GenerateRequest, "chat", "messages", "parts", "image")
+TOKENIZE = _path(inference_pb2.TokenizeRequest, "chat", "messages", "parts", "image")
 
 
 def judge_of(path: tuple[int, ...], max_bytes: int) -> Callable[[bytes], None]:

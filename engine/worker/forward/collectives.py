@@ -115,7 +115,7 @@ def connect(module: torch.nn.Module, architecture: str, ranks: Ranks) -> None:
     hook.
     """
     if isinstance(module, NativeDecoder):
-        module.add_up_by(_SumCall(ranks), has_logits=ranks.rank == 0)
+        module.add_up_by(SumCall(ranks), has_logits=ranks.rank == 0)
         return
     for name, child in list(module.named_modules()):
         style = style_of(name, architecture)
@@ -137,7 +137,7 @@ def _add_up_output(ranks: Ranks) -> Any:
     return hook
 
 
-class _SumCall:
+class SumCall:
     """The function that a compiled decoder calls to add up a branch. What it raises cannot pass
     through compiled code, so it is kept; the decoder then stops calling, and its forward raises
     it."""

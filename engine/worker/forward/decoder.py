@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.worker.forward.adapters import AdapterGroup
+    from engine.worker.forward.collectives import SumCall
     from engine.worker.forward.kv_cache import KvCache, PoolSize
     from engine.worker.forward.native_attention import NativeBackend
     from engine.worker.forward.rewrites import ConvolutionParts, DecoderParts, LayerParts
@@ -47,17 +48,6 @@ class Output:
     float32; the next forward overwrites them."""
 
     logits: torch.Tensor
-
-
-class SumCall(Protocol):
-    """Adds up what the ranks of a divided model computed (`engine.worker.forward.collectives`)."""
-
-    @property
-    def function(self) -> Any:
-        """The function that compiled code calls, with an address and a count of float32."""
-
-    def raise_error(self) -> None:
-        """Raise what the function has raised, which could not pass through compiled code."""
 
 
 class Packer:
