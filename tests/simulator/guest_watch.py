@@ -10,7 +10,7 @@ from engine.requests.text_stream import TextStream
 if TYPE_CHECKING:
     from engine.core.text.plan import StepPlan
     from engine.core.text.scheduler import Scheduler
-    from engine.core.text.sequence import LiveRequest
+    from engine.core.text.sequence import LiveText
     from engine.requests.stream import RequestStream
 
 
@@ -41,8 +41,8 @@ class GuestWatch:
     def _judge(
         self,
         scheduler: Scheduler,
-        guests: list[LiveRequest],
-        computed: list[LiveRequest],
+        guests: list[LiveText],
+        computed: list[LiveText],
         now: float,
     ) -> str:
         config = scheduler.config

@@ -623,7 +623,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stream that waits stalls like any other",
-        live_requests.Live.stalls_at,
+        live_requests.LiveRequest.stalls_at,
         "max(self.parked_since, self.credit.waits_until)",
         "self.parked_since",
         seed=151,

@@ -30,7 +30,7 @@ HELD_WHILE_RUNNING: Set[PauseMode] = frozenset({PauseMode.KEEP})
 HELD_WHILE_WAITING: Set[PauseMode] = frozenset({PauseMode.KEEP, PauseMode.WAIT})
 
 
-class Live(ABC, Generic[RequestT]):
+class LiveRequest(ABC, Generic[RequestT]):
     """A request that was accepted. ``credit`` counts the message slots of its stream, and
     ``parked_since`` is set while it is parked, in seconds of the engine's clock."""
 
@@ -66,7 +66,7 @@ class Live(ABC, Generic[RequestT]):
         return max(self.parked_since, self.credit.waits_until) + timeout_s
 
 
-LiveT = TypeVar("LiveT", bound=Live[Any])
+LiveT = TypeVar("LiveT", bound=LiveRequest[Any])
 
 
 class Places(NamedTuple):
@@ -115,7 +115,7 @@ class LiveRequests(ABC, Generic[LiveT]):
         return None if live is None else live.phase
 
     def has_begun(self, request_id: RequestId) -> bool:
-        """Return whether the worker knows of a live request (`Live.has_begun`)."""
+        """Return whether the worker knows of a live request (`LiveRequest.has_begun`)."""
         live = self._requests.get(request_id)
         return live is not None and live.has_begun
 
@@ -136,8 +136,8 @@ class LiveRequests(ABC, Generic[LiveT]):
         """Return what a live request does, what it waits for unless the model is paused, and the
         pauses that hold it up."""
 
-    # Both compare with `Live.stalls_at`. If one of them computed a difference instead, it would
-    # round differently: the loop would wake up when nothing is stalled yet, again and again.
+    # Both compare with `LiveRequest.stalls_at`. If one of them computed a difference instead, it
+    # would round differently: the loop would wake up when nothing is stalled yet, again and again.
 
     def next_wakeup(self, now: float) -> float | None:
         """Return the time, at least ``now``, at which a `Tick` will have something to do if nothing

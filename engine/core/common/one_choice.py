@@ -17,7 +17,7 @@ from engine.core.common.live_requests import (
     HELD_WHILE_RUNNING,
     HELD_WHILE_WAITING,
     NOT_READ,
-    Live,
+    LiveRequest,
     Places,
 )
 from engine.core.common.phases import Phase
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.settings import QueueLimits
 
 
-class OneChoice(Live[RequestT]):
+class OneChoice(LiveRequest[RequestT]):
     """A live request of one choice, which starts once, has its parts computed, and ends as a whole.
 
     ``rank`` is its priority, its arrival and its number. ``num_done`` of its parts are done, and

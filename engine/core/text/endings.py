@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
     from engine.core.common.types import EndReason
     from engine.core.text.ledger import Ledger
-    from engine.core.text.sequence import LiveRequest, Sequence
+    from engine.core.text.sequence import LiveText, Sequence
     from engine.errors import FieldViolation
 
 RUN_SMOOTHING = 0.05  # guess: the last twenty ends have two thirds of the weight
@@ -63,7 +63,7 @@ class Endings:
 
     def end_request(
         self,
-        live: LiveRequest,
+        live: LiveText,
         reason: EndReason,
         now: float,
         detail: str = "",

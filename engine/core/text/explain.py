@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.core.text.guests import Guests
     from engine.core.text.ledger import Ledger
     from engine.core.text.planned_step import PlannedStep
-    from engine.core.text.sequence import LiveRequest, Sequence
+    from engine.core.text.sequence import LiveText, Sequence
 
 # The states of a choice, from the furthest behind to the furthest ahead.
 _BEHIND = (State.PARKED, State.WAITING, State.RUNNING, State.ENDING)
@@ -44,7 +44,7 @@ class Explainer:
 
     def explain(
         self,
-        live: LiveRequest,
+        live: LiveText,
         now: float,
         *,
         tokens_per_s: float,
@@ -80,7 +80,7 @@ class Explainer:
         )
         return explained, _held_by(seq)
 
-    def _furthest_behind(self, live: LiveRequest) -> Sequence:
+    def _furthest_behind(self, live: LiveText) -> Sequence:
         there = [seq for seq in live.sequences if seq.state is not State.FINISHED]
         return min(there, key=lambda seq: (_BEHIND.index(seq.state), seq.num_computed, seq.choice))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.types import RequestId
     from engine.core.text.ledger import Ledger
-    from engine.core.text.sequence import LiveRequest, Sequence
+    from engine.core.text.sequence import LiveText, Sequence
 
 # All are guesses: enough for the few that come back after a second, and nothing that others miss.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
@@ -36,7 +36,7 @@ class Guests:
         self._num_seats = max(1, ledger.config.max_num_seqs // SEATS_SHARE)
         self._num_blocks = ledger.config.num_blocks // BLOCKS_SHARE
         # Those that were not parked when `settle` looked, or have become guests since.
-        self._going: dict[RequestId, LiveRequest] = {}
+        self._going: dict[RequestId, LiveText] = {}
         self._quiet_from = -math.inf
 
     # ---- what happens to them
@@ -79,7 +79,7 @@ class Guests:
             if seq.state is State.WAITING and not seq.is_attached
         ]
 
-    def reason(self, live: LiveRequest, now: float) -> str:
+    def reason(self, live: LiveText, now: float) -> str:
         """Return what a parked guest waits for."""
         if not _has_room(live):
             return "its client: its stream has no room for what comes next"
@@ -149,7 +149,7 @@ class Guests:
             self._ledger.unpark(live, now)
             self._going[live.request.request_id] = live
 
-    def _first_ready(self) -> LiveRequest | None:
+    def _first_ready(self) -> LiveText | None:
         """Return the guest that has been parked longest, of those whose streams have room for a
         message of each choice."""
         return next(filter(_has_room, self._ledger.parked.guests.values()), None)
@@ -162,9 +162,9 @@ class Guests:
         return len(self._ledger.running) + len(self._ledger.waiting) > own
 
 
-def _has_room(live: LiveRequest) -> bool:
+def _has_room(live: LiveText) -> bool:
     return live.credit.free >= len(live.sequences)
 
 
-def _seats(lives: Iterable[LiveRequest]) -> int:
+def _seats(lives: Iterable[LiveText]) -> int:
     return sum([live.request.num_choices for live in lives])

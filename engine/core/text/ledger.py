@@ -21,7 +21,7 @@ from engine.core.text.blocks import BlockPool, blocks_for
 from engine.core.text.lifecycle import Event, State
 from engine.core.text.parked import Parked
 from engine.core.text.prefix import PrefixCache
-from engine.core.text.sequence import LiveRequest, Sequence
+from engine.core.text.sequence import LiveText, Sequence
 from engine.core.text.sequence_keys import SequenceKeys
 from engine.core.text.states import States
 
@@ -43,9 +43,9 @@ class Ledger:
     def __init__(
         self,
         config: SchedulerConfig,
-        requests: dict[RequestId, LiveRequest],
+        requests: dict[RequestId, LiveText],
         waiting: WaitingQueue[Sequence],
-        unread: dict[RequestId, LiveRequest],
+        unread: dict[RequestId, LiveText],
     ) -> None:
         self.config = config
         self.requests = requests
@@ -62,9 +62,9 @@ class Ledger:
 
     # ---- places
 
-    def admit(self, request: Request, credit: Credit, now: float) -> LiveRequest:
+    def admit(self, request: Request, credit: Credit, now: float) -> LiveText:
         """Put a new request into the queue, all its choices WAITING, and return its record."""
-        live = LiveRequest(request, credit, self.keys.root_of(request))
+        live = LiveText(request, credit, self.keys.root_of(request))
         since = min(now, request.arrival)  # it has been waiting since it arrived
         for choice in request.choices:
             live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
@@ -106,7 +106,7 @@ class Ledger:
         child.is_attached = True
         child.enter(Phase.QUEUED, now)
 
-    def park(self, live: LiveRequest, now: float) -> None:
+    def park(self, live: LiveText, now: float) -> None:
         """Park every choice of a request whose stream is full, or whose client is away: no step
         computes them."""
         live.parked_since = now
@@ -121,7 +121,7 @@ class Ledger:
             seq.advance(Event.PARK)
             seq.enter(Phase.PARKED, now)
 
-    def unpark(self, live: LiveRequest, now: float) -> None:
+    def unpark(self, live: LiveText, now: float) -> None:
         """End a request's parking, since its reader has drained its stream, or its client is back.
         Choices that still hold blocks run on if there are seats for them; the others wait, with the
         arrival they had."""

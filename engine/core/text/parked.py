@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.core.common.types import RequestId
-    from engine.core.text.sequence import LiveRequest, Sequence
+    from engine.core.text.sequence import LiveText, Sequence
 
 
 class Parked:
@@ -23,18 +23,18 @@ class Parked:
     clients are away, and ``holders`` the guests with blocks. All are read-only outside.
     """
 
-    def __init__(self, unread: dict[RequestId, LiveRequest]) -> None:
+    def __init__(self, unread: dict[RequestId, LiveText]) -> None:
         self.unread = unread
-        self.guests: dict[RequestId, LiveRequest] = {}
-        self.holders: dict[RequestId, LiveRequest] = {}
+        self.guests: dict[RequestId, LiveText] = {}
+        self.holders: dict[RequestId, LiveText] = {}
 
     def __len__(self) -> int:
         return len(self.unread) + len(self.guests)
 
-    def __contains__(self, live: LiveRequest) -> bool:
+    def __contains__(self, live: LiveText) -> bool:
         return live.request.request_id in (self.guests if live.is_guest else self.unread)
 
-    def add(self, live: LiveRequest) -> None:
+    def add(self, live: LiveText) -> None:
         """Keep a request that is parked from now on."""
         name = live.request.request_id
         if not live.is_guest:
@@ -44,12 +44,12 @@ class Parked:
         if live.num_blocks:
             self.holders[name] = live
 
-    def remove(self, live: LiveRequest) -> None:
+    def remove(self, live: LiveText) -> None:
         """Forget a request, which need not be parked."""
         for place in (self.unread, self.guests, self.holders):
             place.pop(live.request.request_id, None)
 
-    def note_loss(self, live: LiveRequest) -> None:
+    def note_loss(self, live: LiveText) -> None:
         """Take note that a sequence of a parked request has lost its blocks."""
         if not live.num_blocks:
             self.holders.pop(live.request.request_id, None)

@@ -29,7 +29,7 @@ from engine.core.text.lifecycle import State
 from engine.core.text.plan import StepPlan, StepResult
 from engine.core.text.planned_step import PlannedStep
 from engine.core.text.recovery import Recovery
-from engine.core.text.sequence import LiveRequest, Sequence
+from engine.core.text.sequence import LiveText, Sequence
 from engine.core.text.speeds import Speeds
 from engine.core.text.step_builder import StepBuilder
 from engine.core.text.types import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from engine.errors import FieldViolation, TrioletError
 
 
-class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
+class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     """One text model replica's scheduler."""
 
     config: SchedulerConfig
@@ -172,7 +172,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
     def _infeasible(self, request: Request, now: float) -> TrioletError | None:
         return self._intake.infeasible(request, now)
 
-    def _admit(self, request: Request, credit: Credit, now: float) -> LiveRequest:
+    def _admit(self, request: Request, credit: Credit, now: float) -> LiveText:
         live = self._ledger.admit(request, credit, now)
         if self._ledger.running and live.parent.rank < self._ledger.running[-1].rank:
             self._discard_prepared(now)  # the request outranks a running row (D9)
@@ -180,7 +180,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
 
     def _end(
         self,
-        live: LiveRequest,
+        live: LiveText,
         reason: EndReason,
         now: float,
         detail: str = "",
@@ -188,7 +188,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
     ) -> None:
         self._endings.end_request(live, reason, now, detail, violation)
 
-    def _reader_drained(self, live: LiveRequest, now: float) -> None:
+    def _reader_drained(self, live: LiveText, now: float) -> None:
         self._ledger.unpark(live, now)
 
     def _commit(self, step: PlannedStep, result: StepResult, now: float) -> None:
@@ -216,7 +216,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
         guests = None if self._pause is PauseMode.KEEP else self._guests.next_wakeup(now)
         return guests if stall is None or (guests is not None and guests < stall) else stall
 
-    def _explain(self, live: LiveRequest, now: float) -> tuple[Explanation, Set[PauseMode]]:
+    def _explain(self, live: LiveText, now: float) -> tuple[Explanation, Set[PauseMode]]:
         return Explainer(self._ledger, self._guests).explain(
             live,
             now,
@@ -274,7 +274,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveRequest, PlannedStep]):
         rows.update(seq for step in steps for forks in step.forks.values() for seq in forks)
         for seq in self._ledger.live_sequences():
             assert seq.in_step == rows[seq], f"{seq} is in {rows[seq]} steps, not {seq.in_step}"
-        promised: Counter[LiveRequest] = Counter()
+        promised: Counter[LiveText] = Counter()
         for step in steps:
             for seq, row in zip(step.sequences, step.rows, strict=True):
                 forks = step.forks.get(seq.sequence_id, ())

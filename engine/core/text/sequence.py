@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from engine.core.common.live_requests import Live
+from engine.core.common.live_requests import LiveRequest
 from engine.core.common.phases import Phase
 from engine.core.common.types import BlockId, SequenceId, Timings, Usage
 from engine.core.common.waiting_queue import aged_priority
@@ -87,7 +87,7 @@ class Sequence:
         "wants_scores",
     )
 
-    def __init__(self, sequence_id: SequenceId, live: LiveRequest, choice: int, now: float) -> None:
+    def __init__(self, sequence_id: SequenceId, live: LiveText, choice: int, now: float) -> None:
         self.sequence_id = sequence_id
         self.live = live
         self.choice = choice
@@ -235,7 +235,7 @@ class Sequence:
         )
 
 
-class LiveRequest(Live["Request"]):
+class LiveText(LiveRequest["Request"]):
     """A request between its admission and its last choice's end.
 
     ``is_guest``: its client has lost the connection, and may come back. ``root`` is the parent key
