@@ -67,8 +67,8 @@ class TextKind:
         return Scheduler(limits)
 
     def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
-        """Return what the preparer uses of a loaded runner: its compiled constraints."""
-        return TextTools(CompiledConstraints(runner, threads))
+        """Return what is used of a loaded runner: its compiled constraints and its adapters."""
+        return TextTools(CompiledConstraints(runner, threads), getattr(runner, "adapters", None))
 
 
 @dataclass(frozen=True, slots=True)

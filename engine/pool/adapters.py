@@ -132,7 +132,7 @@ class Adapters:
             SpawnFailed, MemoryExhausted: it does not load, or there is no memory.
             WorkerLost, ShuttingDown: the replica ends.
         """
-        store, directory = replica.adapter_store, version.config.directory
+        store, directory = getattr(replica.tools, "adapters", None), version.config.directory
         if store is None:
             raise InvalidRequest.of("model", f"{entry.config.name}: {NO_TEXT_MODEL}")
         reservation: Any = replica.reservation
@@ -198,7 +198,8 @@ class Adapters:
     async def _drop(self, entry: Entry, version: AdapterVersion) -> None:
         """Give back what a version takes on each replica."""
         for replica in list(entry.replicas):
-            info, store = replica.adapters.pop(version, None), replica.adapter_store
+            info = replica.adapters.pop(version, None)
+            store = getattr(replica.tools, "adapters", None)
             if info is None or store is None:
                 continue
             reservation: Any = replica.reservation

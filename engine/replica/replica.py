@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.replica.loop import OnEvent
     from engine.replica.threads import Threads
     from engine.replica.watchdog import Watchdog
-    from engine.worker.interface import AdapterInfo, Adapters, Runner, Tokenizer
+    from engine.worker.interface import AdapterInfo, Runner, Tokenizer
 
 
 InfoT = TypeVar("InfoT", bound=WorkerInfo)
@@ -128,7 +128,6 @@ class Replica(Generic[InfoT, ToolsT]):
     reservation: ReservedMemory
     on_idle: Callable[[Replica[Any, Any]], None]
     process: ProcessWorker | None = None
-    adapter_store: Adapters | None = None  # of the runner; None for one that takes no adapters
     adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded, by the pool's keys
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
@@ -296,5 +295,4 @@ class ReplicaMaker:
             reservation,
             self.on_idle,
             process=runner if isinstance(runner, ProcessWorker) else None,
-            adapter_store=getattr(runner, "adapters", None),
         )

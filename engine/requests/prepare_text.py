@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.requests.tasks import RequestTasks
     from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams
     from engine.requests.tokenizing import Tokenizing
-    from engine.worker.interface import ModelInfo, Tokenizer
+    from engine.worker.interface import Adapters, ModelInfo, Tokenizer
 
     TextReplica = Replica[ModelInfo, "TextTools"]
     TextAssignment = Assignment[GenerateRequest, TextReplica]
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextTools:
-    """The parts of a text model's runner that requests use, beside its tokenizer."""
+    """The parts of a text model's runner that are used beside its tokenizer and its steps:
+    constraints by requests, and adapters by those who load them; None: it takes none."""
 
     constraints: CompiledConstraints
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True, slots=True)

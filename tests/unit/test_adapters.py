@@ -150,8 +150,8 @@ async def adapters_of(registry, replicas=()):
 def replica_with(store, **adapters):
     """Return a replica that serves."""
     return SimpleNamespace(
-        adapter_store=store, adapters=dict(adapters), reservation=Mock(), is_retired=False,
-        loop=SimpleNamespace(is_hung=False), is_ready=True,
+        tools=SimpleNamespace(adapters=store), adapters=dict(adapters), reservation=Mock(),
+        is_retired=False, loop=SimpleNamespace(is_hung=False), is_ready=True,
     )  # fmt: skip
 
 
