@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.errors import EngineBug, ShuttingDown, SpawnFailed
 from engine.worker.failures import is_out_of_memory
 from engine.worker.forward.adapters import AdapterGroup
@@ -128,7 +128,7 @@ class LoadedAdapters:
                 continue
             adapter = found[row.sequence] = self.find(state.admission.adapter)
             if adapter is None:
-                state.verdict = RowFailure(row.sequence, "adapter", "it was unloaded")
+                state.verdict = RowFailure(row.sequence, RowPhase.ADAPTER, "it was unloaded")
         return found
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.core.text.plan import RowResult
 from engine.core.text.types import Sampling
 from engine.errors import EngineBug
@@ -99,7 +99,7 @@ class FollowingRunner(LeadingRunner):
         if STEP_FAILED in shared:
             raise EngineBug("the first rank could not sample")
         return {
-            sequence: RowFailure(sequence, "sample", "") if token == NO_TOKEN else (token,)
+            sequence: RowFailure(sequence, RowPhase.SAMPLE, "") if token == NO_TOKEN else (token,)
             for sequence, token in zip(sampled, shared, strict=True)
         }
 

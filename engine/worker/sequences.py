@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.core.text.plan import DRAFTED_TOKENS_MAX, Logits, RowResult
 from engine.core.text.types import TokenLogprob
 from engine.errors import EngineBug, FieldViolation
@@ -93,7 +93,7 @@ class SequenceState:
             try:
                 step = self.advance(token, tokenizer)
             except Exception as error:
-                return RowFailure(new.sequence, "text", describe(error))
+                return RowFailure(new.sequence, RowPhase.TEXT, describe(error))
             texts.append(step.text)
             if step.finish is not None:
                 end = RowResult(new.sequence, finish=step.finish, matched=step.matched)
@@ -333,7 +333,7 @@ def _sample_row(
 def _misfit(new: AdmittedSequence, index: int, what: str) -> RowFailure:
     """Return the failure of a continued choice whose tokens its request cannot have made."""
     path = f"continuation.choices[{new.sampling.choice}].token_ids[{index}]"
-    return RowFailure(new.sequence, "replay", what, FieldViolation(path, what))
+    return RowFailure(new.sequence, RowPhase.REPLAY, what, FieldViolation(path, what))
 
 
 def offer_of(state: SequenceState) -> int:

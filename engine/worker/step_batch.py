@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.worker.failures import describe
 from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, refusal
 from engine.worker.sampling.sampler import NothingToSample
@@ -96,4 +96,4 @@ def failure_of(choice: Choice, logits: torch.Tensor, error: Exception) -> RowFai
     is_left_none = isinstance(error, NothingToSample) and error.is_empty
     if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
         return refusal(choice.sequence, choice.row.mask, LEAVES_NOTHING)
-    return RowFailure(choice.sequence, "sample", describe(error))
+    return RowFailure(choice.sequence, RowPhase.SAMPLE, describe(error))

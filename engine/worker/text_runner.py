@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResult
 from engine.errors import EngineBug, ShuttingDown
 from engine.gc_tuning import collect_after_close
@@ -490,7 +490,7 @@ class TorchRunner:
                 if step.finish is not None:
                     break
         except Exception as error:
-            return RowFailure(sequence, "text", describe(error))
+            return RowFailure(sequence, RowPhase.TEXT, describe(error))
         self._sequences[sequence] = state
         own, replayed = scored[:count], state.take_replayed()
         offered, has_model = 0, False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import (
     DRAFTING_STEP_MAX,
@@ -67,7 +67,8 @@ def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
 def _check(result: StepResult) -> None:
     for row in result.rows:
         if isinstance(row, RowFailure):
-            what = "its results are not finite numbers" if row.phase == "sample" else row.phase
+            phase = row.phase
+            what = "its results are not finite numbers" if phase is RowPhase.SAMPLE else phase
             raise Refusal(f"its first step gave no token ({what})", detail=row.detail)
 
 

@@ -6,7 +6,7 @@ Rule: every class here is a value that pickles without torch (D8).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,16 +14,28 @@ if TYPE_CHECKING:
     from engine.errors import FieldViolation
 
 
+class RowPhase(StrEnum):
+    """What a worker did for a row when that failed. The value is for the log."""
+
+    ENCODE = "encode"
+    DENOISE = "denoise"
+    DECODE = "decode"
+    SAMPLE = "sample"
+    TEXT = "text"  # making text of tokens
+    REPLAY = "replay"  # following a constraint through tokens of an earlier stream
+    ADAPTER = "adapter"  # finding it
+
+
 @dataclass(frozen=True, slots=True)
 class RowFailure:
     """The failure of a single row: its sequence got nothing from the step.
 
-    ``phase`` is prefill, decode, sample or text. ``detail`` is for the log only.
+    ``phase`` is what was done then. ``detail`` is for the log only.
     ``violation`` names the field of the request that is the cause, if one is.
     """
 
     sequence: SequenceId
-    phase: str
+    phase: RowPhase
     detail: str
     violation: FieldViolation | None = None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageResult, ImageRowResult, ImageVerb
 from engine.errors import EngineBug, InvalidRequest
@@ -194,9 +194,11 @@ class DiffusionRunner:
         try:
             row: ImageRowResult | RowFailure = ImageRowResult(plan.sequence, self._compute(plan))
         except FloatingPointError as error:
-            row = RowFailure(plan.sequence, plan.verb.value, str(error))
+            row = RowFailure(plan.sequence, RowPhase(plan.verb.value), str(error))
         except InvalidRequest as error:  # of the second encoder's tokenizer, which requests lack
-            row = RowFailure(plan.sequence, plan.verb.value, str(error), error.violations[0])
+            row = RowFailure(
+                plan.sequence, RowPhase(plan.verb.value), str(error), error.violations[0]
+            )
         return ImageResult(plan.plan_id, row, StepTimings(forward_s=perf_counter() - started))
 
     def _compute(self, plan: ImagePlan) -> RawImage | None:

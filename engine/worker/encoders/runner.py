@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.encode.types import (
     EncodeInput,
@@ -331,7 +331,7 @@ class EncoderRunner:
             features = module(features)
         for row, numbers in zip(rows, self._finish(features, rows), strict=True):
             if not np.isfinite(numbers).all():
-                yield RowFailure(row.sequence, "encode", "its values are not finite")
+                yield RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
                 continue
             made = array("f")
             made.frombytes(numbers.tobytes())

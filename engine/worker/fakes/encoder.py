@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.encode.types import (
     AnyInput,
     EncodeInput,
@@ -200,7 +200,7 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
     def _encode(self, row: EncodeRow) -> EncodeRowResult | RowFailure:
         fault = self.script.row_faults.get(row.sequence)
         if fault is not None:
-            return RowFailure(row.sequence, fault[1], "scripted")
+            return RowFailure(row.sequence, RowPhase(fault[1]), "scripted")
         drawn = self._row_fault(row.sequence)
         own = row.input
         return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import LoadProgress
 
@@ -75,7 +75,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         """Return the failure that the script draws for a row, or None."""
         draw = self.script.sample_fault
         phase = None if draw is None else draw()
-        return None if phase is None else RowFailure(sequence, phase, "drawn")
+        return None if phase is None else RowFailure(sequence, RowPhase(phase), "drawn")
 
     def _fail(self, plan: PlanT, fault_of: Callable[[PlanT], BaseException | None] | None) -> None:
         """Raise the script's fault of the step that `_spend` counted, or else that of the plan."""

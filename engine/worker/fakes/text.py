@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
 from engine.core.text.types import TokenLogprob
@@ -320,7 +320,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         ids = [row.sequence, *(fork.sequence for fork in row.children)]
         adapter = parent.admitted.adapter
         if adapter and adapter not in self.adapters.loaded:
-            return [RowFailure(one, "adapter", "it was unloaded") for one in ids]
+            return [RowFailure(one, RowPhase.ADAPTER, "it was unloaded") for one in ids]
         return [self._sample_row_of(self._sequences[i], row) for i in ids]
 
     def _sample_row_of(self, seq: _FakeSequence, row: Row) -> RowResult | RowFailure:
@@ -361,10 +361,10 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     def _sample(self, seq: _FakeSequence) -> RowResult | RowFailure:
         fault = self.script.row_faults.get(seq.admitted.sequence)
         if fault is not None and seq.num_output >= fault[0]:
-            return RowFailure(seq.admitted.sequence, fault[1], "scripted")
+            return RowFailure(seq.admitted.sequence, RowPhase(fault[1]), "scripted")
         phase = self.script.sample_fault() if self.script.sample_fault is not None else None
         if phase is not None:
-            return RowFailure(seq.admitted.sequence, phase, "drawn")
+            return RowFailure(seq.admitted.sequence, RowPhase(phase), "drawn")
         digest = self._kv[self._slot(seq, len(seq.tokens) - 1)]
         sampling = seq.admitted.sampling
         token_id = next_token(digest, sampling.seed, sampling.choice)

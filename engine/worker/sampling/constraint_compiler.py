@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, RowPhase
 from engine.core.common.vocabulary import first_outside
 from engine.core.text.types import TOOLS_KIND
 from engine.errors import EngineBug, FieldViolation, InvalidRequest, Unsupported
@@ -244,7 +244,7 @@ class ConstraintCompiler:
 
 def refusal(sequence: SequenceId, mask: Mask, why: str) -> RowFailure:
     """Return the failure of a row whose constraint cannot be followed further."""
-    return RowFailure(sequence, "sample", why, FieldViolation(mask.field, why))
+    return RowFailure(sequence, RowPhase.SAMPLE, why, FieldViolation(mask.field, why))
 
 
 def grammar_of(constraint: Constraint) -> str:
