@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,24 +39,16 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 5.0  # guess: until the base's unload has ended
 
 
+@dataclass(eq=False)
 class Adapters:
     """Loads and unloads adapters. Belongs to the Trio thread."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        leases: Leases,
-        governor: Governor,
-        jobs: RunnerJobs,
-        start_task: StartTask,
-        drain_timeout_s: float,
-    ) -> None:
-        self._drain_timeout_s = drain_timeout_s
-        self._registry = registry
-        self._leases = leases
-        self._governor = governor
-        self._jobs = jobs
-        self._start_task = start_task
+    _registry: Registry
+    _leases: Leases
+    _governor: Governor
+    _jobs: RunnerJobs
+    _start_task: StartTask
+    _drain_timeout_s: float
 
     # ---- the operator's commands
 

@@ -46,24 +46,16 @@ class _Candidate:
     estimate: MemoryEstimate
 
 
+@dataclass(eq=False)
 class ReplicaLoader:
     """Loads replicas and hands each to `Serving`."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        make_runner: RunnerFactory,
-        registry: Registry,
-        governor: Governor,
-        serving: Serving,
-        jobs: RunnerJobs,
-    ) -> None:
-        self._config = config
-        self._make_runner = make_runner
-        self._registry = registry
-        self._governor = governor
-        self._serving = serving
-        self._jobs = jobs
+    _config: EngineConfig
+    _make_runner: RunnerFactory
+    _registry: Registry
+    _governor: Governor
+    _serving: Serving
+    _jobs: RunnerJobs
 
     async def load_replicas(self, entry: Entry, load: Load) -> None:
         """Load as many of the wanted replicas as find memory. Each serves as soon as it has loaded,

@@ -8,6 +8,7 @@ belongs to the pool, so that the request which began it may leave.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -28,20 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Loads:
     """Begins the loads of all models and runs each in a task of the pool's."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        loader: ReplicaLoader,
-        revival: Revival,
-        start_task: StartTask,
-    ) -> None:
-        self._registry = registry
-        self._loader = loader
-        self._revival = revival
-        self._start_task = start_task
+    _registry: Registry
+    _loader: ReplicaLoader
+    _revival: Revival
+    _start_task: StartTask
 
     def ensure(
         self,

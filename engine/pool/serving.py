@@ -7,6 +7,7 @@ the loop has ended.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import trio
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Serving:
     """Runs each loaded replica in a task of the pool's.
 
@@ -40,23 +42,13 @@ class Serving:
     was not retired, before any of its requests ends.
     """
 
-    def __init__(
-        self,
-        step_timeout_s: float,
-        registry: Registry,
-        maker: ReplicaMaker,
-        governor: Governor,
-        jobs: RunnerJobs,
-        start_task: StartTask,
-        on_death: OnReplicaDeath,
-    ) -> None:
-        self._step_timeout_s = step_timeout_s
-        self._registry = registry
-        self._maker = maker
-        self._governor = governor
-        self._jobs = jobs
-        self._start_task = start_task
-        self._on_death = on_death
+    _step_timeout_s: float
+    _registry: Registry
+    _maker: ReplicaMaker
+    _governor: Governor
+    _jobs: RunnerJobs
+    _start_task: StartTask
+    _on_death: OnReplicaDeath
 
     def start(
         self,

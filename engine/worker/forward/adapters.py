@@ -226,23 +226,16 @@ class PlacedAdapter:
         self.width = max(len(shrink) for shrink, _, _ in self.parts.values())
 
 
+@dataclass(eq=False)
 class StockAdapters:
     """Implements `AdapterHost` for a stock module. The hooks that add the adapters are on its
     layers only while a step with adapters runs."""
 
-    def __init__(
-        self,
-        module: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        places: Mapping[str, tuple[int, int]],
-        head: str,
-    ) -> None:
-        self.places = places
-        self.head = head
-        self._module = module
-        self._dtype = dtype
-        self._device = device
+    _module: Any
+    _dtype: torch.dtype
+    _device: torch.device
+    places: Mapping[str, tuple[int, int]]
+    head: str
 
     def place(self, stored: StoredAdapter) -> PlacedAdapter:
         """Return the adapter on the model's device."""

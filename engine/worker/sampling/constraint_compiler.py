@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -72,25 +73,16 @@ LEAVES_NOTHING = (
 )
 
 
+@dataclass(eq=False, slots=True)
 class Matching:
     """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
     sampled token with `push`."""
 
-    __slots__ = ("_field", "_matcher", "_num_words", "_vocab", "ends")
-
-    def __init__(
-        self,
-        matcher: LLMatcher | None,
-        ends: tuple[int, ...],
-        num_words: int,
-        field: str,
-        vocab: int,
-    ) -> None:
-        self._vocab = vocab
-        self._matcher = matcher  # None if the constraint is not compiled, which fails the row
-        self._num_words = num_words
-        self._field = field
-        self.ends = ends
+    _matcher: LLMatcher | None  # None if the constraint is not compiled, which fails the row
+    ends: tuple[int, ...]
+    _num_words: int
+    _field: str
+    _vocab: int
 
     def new_mask(self) -> Mask:
         """Return an empty mask for `fill`."""
