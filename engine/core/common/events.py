@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
@@ -84,14 +84,15 @@ RequestT = TypeVar("RequestT", bound=CoreRequest)
 ResultT = TypeVar("ResultT", bound=CoreResult)
 
 
-class _Event:
-    """An event without anything to add to its name."""
+class Event:
+    """An event. ``LINE`` is the format of its line; without one, the line is its name."""
 
     __slots__ = ()
+    LINE: ClassVar[str] = ""
 
     def journal_line(self) -> str:
         """Return the event in one stable line."""
-        return type(self).__name__.lower()
+        return self.LINE.format(self) or type(self).__name__.lower()
 
 
 class PauseMode(Enum):
@@ -118,73 +119,58 @@ class Submit(Generic[RequestT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Event):
     """End a request early. An unknown id is ignored, because the request has ended by itself in
     the meantime."""
 
+    LINE = "cancel {0.request_id} {0.reason.value}"
     request_id: RequestId
     reason: EndReason
 
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"cancel {self.request_id} {self.reason.value}"
-
 
 @dataclass(frozen=True, slots=True)
-class ReaderDrained:
+class ReaderDrained(Event):
     """A stream whose credit was starved (`Credit.mark_starved`) has free slots again."""
 
+    LINE = "drained {0.request_id}"
     request_id: RequestId
 
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"drained {self.request_id}"
-
 
 @dataclass(frozen=True, slots=True)
-class StepDone(Generic[ResultT]):
+class StepDone(Event, Generic[ResultT]):
     """The plan in flight was executed, with this result."""
 
+    LINE = "done {0.result.plan_id}"
     result: ResultT
 
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"done {self.result.plan_id}"
-
 
 @dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(Event):
     """The execution of the plan in flight raised an error."""
 
+    LINE = "failed {0.failure.plan_id} {0.failure.kind.value}"
     failure: StepFailure
 
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"failed {self.failure.plan_id} {self.failure.kind.value}"
-
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(Event):
     """Start no more steps, or no more requests, as ``mode`` says."""
 
+    LINE = "pause {0.mode.value}"
     mode: PauseMode
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"pause {self.mode.value}"
 
 
 @dataclass(frozen=True, slots=True)
-class Resume(_Event):
+class Resume(Event):
     """End a pause."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tick(_Event):
+class Tick(Event):
     """Act on what is due now (`Core.next_wakeup`)."""
 
 
-class KindEvent(_Event):
+class KindEvent(Event):
     """An input that only some kinds of work know; the others ignore it."""
 
     __slots__ = ()
@@ -207,15 +193,12 @@ class OutputEvent(Journaled, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Event):
     """The request is in the queue."""
 
+    LINE = "  admitted {0.request_id} {0.prompt_tokens}"
     request_id: RequestId
     prompt_tokens: int
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"  admitted {self.request_id} {self.prompt_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +228,9 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Event):
     """The request was not accepted, because of ``error``."""
 
+    LINE = "  refused {0.request_id} {0.error.reason}"
     request_id: RequestId
     error: TrioletError
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"  refused {self.request_id} {self.error.reason}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.core.common.events import KindEvent
+from engine.core.common.events import Event, KindEvent
 from engine.core.common.types import CoreStatistics
 
 if TYPE_CHECKING:
@@ -227,30 +227,24 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(Event):
     """A continued choice has the text state that it had before. ``text`` is what its client has
     received of it: the next `Tokens` go on behind it."""
 
+    LINE = "  replayed {0.request_id}/{0.choice}"
     request_id: RequestId
     choice: int
     text: str
 
-    def journal_line(self) -> str:
-        """Return the event in one stable line, without the text."""
-        return f"  replayed {self.request_id}/{self.choice}"
-
 
 @dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(Event):
     """A sequence lost its blocks and will be recomputed; what it has sent stays as it is."""
 
+    LINE = "  preempted {0.request_id}/{0.choice} {0.sequence}"
     request_id: RequestId
     sequence: SequenceId
     choice: int
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"  preempted {self.request_id}/{self.choice} {self.sequence}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,22 +297,16 @@ class PrefixObserver(Protocol):
 class ClientLeft(KindEvent):
     """The client of a request has lost its connection, and may come back."""
 
+    LINE = "left {0.request_id}"
     request_id: RequestId
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"left {self.request_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCame(KindEvent):
     """The client of a request that had lost its connection is back."""
 
+    LINE = "came {0.request_id}"
     request_id: RequestId
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"came {self.request_id}"
 
 
 @dataclass(frozen=True, slots=True)
