@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from engine.images.decode import decode
 from engine.images.errors import BadImage
 from engine.images.fit import FittedImage
-from engine.images.sight import SeenImage, squares_of
+from engine.images.sight import ResizedSight, SeenImage, squares_of
 
 if TYPE_CHECKING:
     from PIL import Image
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresSight:
+class AnyresSight(ResizedSight):
     """Reads an image twice: as one square of ``side`` pixels, which loses its shape, and as a
     larger copy in the middle of a black frame. The frame has the one of ``sizes`` (height, width)
     that fits the image best, and is cut into squares of ``side`` pixels.
@@ -29,20 +28,10 @@ class AnyresSight:
     its own.
     """
 
-    max_pixels: int
     side: int
     sizes: tuple[tuple[int, int], ...]
     per_side: int
     tile_cost: int
-    resample: int
-    token: str
-    token_id: int
-    is_whole: bool = False
-
-    @property
-    def marker(self) -> str:
-        """What the chat template writes for an image."""
-        return self.token
 
     @property
     def max_tiles(self) -> int:
@@ -65,20 +54,16 @@ class AnyresSight:
         """Return the most patches that are encoded at once: those of all squares."""
         return self.tile_cost * self.max_tiles
 
-    def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Sight.read`."""
-        return self._seen(decode(data, self.max_pixels))
-
     def blank(self) -> SeenImage:
         """Return a black image, to warm up with."""
         from PIL import Image
 
-        return self._seen(Image.new("RGB", (self.side, self.side)))
+        return self._fit(Image.new("RGB", (self.side, self.side)))
 
-    def _seen(self, image: Image.Image) -> SeenImage:
+    def _fit(self, image: Image.Image) -> SeenImage:
         height, width = self._best_size(image.height, image.width)
         side = self.side
-        whole = image.resize((side, side), resample=self.resample)
+        whole = self._resize(image, side, side)
         tiles = [whole, *squares_of(self._framed(image, height, width), side)]
         count = self.per_side**2 + self._unpadded(image, height, width)
         fitted = tuple(FittedImage(side, side, one.tobytes()) for one in tiles)
@@ -113,7 +98,7 @@ class AnyresSight:
         else:
             own = height, min(ceil(image.width * down), width)
         framed = Image.new("RGB", (width, height))
-        resized = image.resize((own[1], own[0]), resample=self.resample)
+        resized = self._resize(image, *own)
         framed.paste(resized, ((width - own[1]) // 2, (height - own[0]) // 2))
         return framed
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from math import ceil, floor, sqrt
 from typing import TYPE_CHECKING
 
-from engine.images.decode import decode
 from engine.images.errors import BadImage
 from engine.images.fit import FittedImage
-from engine.images.sight import SeenImage
+from engine.images.sight import ResizedSight, SeenImage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -21,25 +20,15 @@ RATIO_MAX = 200  # of transformers' Qwen2-VL: how many times longer one side may
 
 
 @dataclass(frozen=True, slots=True)
-class GridSight:
+class GridSight(ResizedSight):
     """Reads an image as one tile of about its own size, in whole squares of ``factor`` pixels. Each
     square is one token and costs ``patches``. The tile has from ``least`` to ``most`` pixels, as
     far as whole squares allow that."""
 
-    max_pixels: int
     factor: int
     patches: int
     least: int
     most: int
-    resample: int
-    token: str
-    token_id: int
-    is_whole: bool = False
-
-    @property
-    def marker(self) -> str:
-        """What the chat template writes for an image."""
-        return self.token
 
     @property
     def max_tokens(self) -> int:
@@ -58,11 +47,8 @@ class GridSight:
         """Return the most patches that are encoded at once, of images with that many tokens."""
         return self.patches * min(max_tokens, self.max_tokens)
 
-    def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Sight.read`."""
-        image = decode(data, self.max_pixels)
-        height, width = self._size(image.height, image.width)
-        return self._seen(image.resize((width, height), resample=self.resample))
+    def _fit(self, image: Image.Image) -> SeenImage:
+        return self._seen(self._resize(image, *self._size(image.height, image.width)))
 
     def blank(self) -> SeenImage:
         """Return a black image, to warm up with."""

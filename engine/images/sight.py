@@ -166,28 +166,47 @@ class SquareSight:
 
 
 @dataclass(frozen=True, slots=True)
-class TiledSight:
-    """An image is cut into square tiles, beside a small copy of the whole: Idefics 3 and SmolVLM.
-    ``longest_edge`` is what its longer side is resized to first. Without ``splits`` it is one
-    tile."""
+class ResizedSight:
+    """The base of those that read images of any shape. A file may have ``max_pixels``, and
+    ``resample`` is Pillow's number of the filter with which it is resized. The chat template writes
+    the token itself for an image."""
 
     max_pixels: int
-    longest_edge: int
-    side: int  # of a tile, in pixels
-    tile_tokens: int
-    tile_cost: int
-    splits: bool
     resample: int
     token: str
     token_id: int
-    fence: str = "<fake_token_around_image>"
-    whole_tag: str = "<global-img>"
-    is_whole: bool = False
+
+    is_whole = False
 
     @property
     def marker(self) -> str:
         """What the chat template writes for an image."""
         return self.token
+
+    def read(self, data: bytes) -> SeenImage:
+        """Decode an image file and fit it, as `Sight.read`."""
+        return self._fit(decode(data, self.max_pixels))
+
+    def _fit(self, image: Image.Image) -> SeenImage:
+        raise NotImplementedError
+
+    def _resize(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        return image.resize((width, height), resample=self.resample)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledSight(ResizedSight):
+    """An image is cut into square tiles, beside a small copy of the whole: Idefics 3 and SmolVLM.
+    ``longest_edge`` is what its longer side is resized to first. Without ``splits`` it is one
+    tile."""
+
+    longest_edge: int
+    side: int  # of a tile, in pixels
+    tile_tokens: int
+    tile_cost: int
+    splits: bool
+    fence: str = "<fake_token_around_image>"
+    whole_tag: str = "<global-img>"
 
     @property
     def max_tiles(self) -> int:
@@ -208,9 +227,7 @@ class TiledSight:
         """Return the most patches that are encoded at once: those of one tile."""
         return self.tile_cost
 
-    def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Sight.read`."""
-        image = decode(data, self.max_pixels)
+    def _fit(self, image: Image.Image) -> SeenImage:
         image = self._resize(image, *self._first_size(image.height, image.width))
         if not self.splits:
             return self._seen([self._resize(image, self.side, self.side)], 0, 0)
@@ -259,9 +276,6 @@ class TiledSight:
         if not height or not width:
             raise BadImage("is too long and narrow for the model; send a part of it")
         return height, width
-
-    def _resize(self, image: Image.Image, height: int, width: int) -> Image.Image:
-        return image.resize((width, height), resample=self.resample)
 
     def _seen(self, tiles: list[Image.Image], rows: int, columns: int) -> SeenImage:
         fitted = tuple(FittedImage(one.height, one.width, one.tobytes()) for one in tiles)

@@ -145,9 +145,9 @@ def test_every_reader_takes_the_upper_half_of_16_bit_grey():
     grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 64 + 17
     scan = encoded(Image.fromarray(grey))
     plain = encoded(Image.fromarray((grey >> 8).astype(np.uint8)))
-    grid = GridSight(MOST, 2, 1, 16, 1024, 3, "i", 1)
-    anyres = AnyresSight(MOST, 16, ((32, 32),), 4, 16, 3, "i", 1)
-    tiled = TiledSight(MOST, 32, 16, 4, 16, True, 3, "i", 1)
+    grid = GridSight(MOST, 3, "i", 1, 2, 1, 16, 1024)
+    anyres = AnyresSight(MOST, 3, "i", 1, 16, ((32, 32),), 4, 16)
+    tiled = TiledSight(MOST, 3, "i", 1, 32, 16, 4, 16, True)
     for read in (
         SQUARE.read,
         lambda data: read_as(data, (32, 32), MOST),
