@@ -8,7 +8,7 @@ belongs to one stream.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -21,7 +21,7 @@ from engine.requests.text_values import AnswerTokens, Started, StreamEvent, Tool
 from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine.worker.interface import TokenSpan
 
@@ -150,22 +150,16 @@ def _halves(parts: Sequence[Tokens]) -> tuple[Sequence[Tokens], Sequence[Tokens]
     if len(parts) > 1:
         return parts[: len(parts) // 2], parts[len(parts) // 2 :]
     [part] = parts
-    text, ids, logprobs = len(part.text) // 2, len(part.token_ids) // 2, len(part.logprobs) // 2
-    first = (part.token_ids[:ids], part.text[:text], part.logprobs[:logprobs])
-    second = (part.token_ids[ids:], part.text[text:], part.logprobs[logprobs:])
     reasoning, calls = _beside(part)
-    at, (calls_first, calls_second) = len(reasoning) // 2, _halves_of_calls(calls)
-    return (
-        [
-            AnswerTokens.of(
-                Tokens(part.request_id, part.choice, *first), reasoning[:at], calls_first
-            )
-        ],
-        [
-            AnswerTokens.of(
-                Tokens(part.request_id, part.choice, *second), reasoning[at:], calls_second
-            )
-        ],
+
+    def half(cut: Callable[[Any], Any], calls: tuple[ToolCallDelta, ...]) -> list[Tokens]:
+        own = map(cut, (part.token_ids, part.text, part.logprobs))
+        tokens = Tokens(part.request_id, part.choice, *own)
+        return [AnswerTokens.of(tokens, cut(reasoning), calls)]
+
+    first, second = _halves_of_calls(calls)
+    return half(lambda one: one[: len(one) // 2], first), half(
+        lambda one: one[len(one) // 2 :], second
     )
 
 
