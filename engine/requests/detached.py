@@ -21,7 +21,7 @@ from engine.core.common.types import EndReason, Explanation
 from engine.errors import RequestNotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from engine.core.common.types import RequestId
     from engine.requests.kept_events import ReceivedChoice
@@ -97,22 +97,25 @@ class DetachedStreams:
     def make_place(self) -> bool:
         """Give a request up, so that a new one has its place. Return whether one of those that have
         not ended waited."""
-        return self._give_up_one([one for one in self._waits.values() if not one.stream.is_closed])
+        return self._give_up_one(lambda stream: True) is not None
 
-    def spare_images(self, holders: Container[RequestId]) -> None:
+    def spare_images(self, holders: Container[RequestId]) -> RequestId | None:
         """Give up one of the requests that hold images' memory, if one waits, because another one
-        lacks it."""
-        live = [one for one in self._waits.values() if not one.stream.is_closed]
-        self._give_up_one([one for one in live if one.stream.core_id in holders])
+        lacks it. Return which one."""
+        return self._give_up_one(lambda stream: stream.core_id in holders)
 
-    def _give_up_one(self, waits: list[_Wait]) -> bool:
-        """Give up the oldest stream of the party that has the most; return whether there is one."""
+    def _give_up_one(self, is_meant: Callable[[TextStream], bool]) -> RequestId | None:
+        """Give up the oldest stream of the party that has the most, of those that are meant and
+        whose requests have not ended. Return which one; None if there is none."""
+        waits = [
+            one for one in self._waits.values() if not one.stream.is_closed and is_meant(one.stream)
+        ]
         if not waits:
-            return False
+            return None
         [(most, _)] = Counter([one.stream.party for one in waits]).most_common(1)
         oldest = next(one for one in waits if one.stream.party == most)
         self._give_up(oldest, EndReason.CANCELLED)
-        return True
+        return oldest.stream.core_id
 
     def abort(self, request_id: str) -> None:
         """Count the streams that wait under an id no more, because the operator ends their

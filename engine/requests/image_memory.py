@@ -86,6 +86,7 @@ class ImageMemory:
         self.num_bytes = 0
         self.holders: set[RequestId] = set()
         self._max_bytes = max_bytes
+        self._leaving: RequestId | None = None  # the last one that was to give its memory back
         self._waiting: deque[_Waiter] = deque()
 
     @property
@@ -98,11 +99,12 @@ class ImageMemory:
         num_bytes: int,
         held: ExitStack,
         request_id: RequestId,
-        on_short: Callable[[Set[RequestId]], None] = lambda holders: None,
+        on_short: Callable[[Set[RequestId]], RequestId | None] = lambda holders: None,
     ) -> None:
         """Wait for so many bytes, at most `request_bytes_max`. ``held`` gives them back.
         ``on_short`` may be called with ``holders`` while memory is lacking, so that one of the
-        holders gives its memory back.
+        holders gives its memory back; it returns which one, or None. It is not called again before
+        that one has.
 
         Cancellation: nothing is held.
         """
@@ -131,8 +133,8 @@ class ImageMemory:
             self.num_bytes += waiter.num_bytes
             self.holders.add(waiter.request_id)
             waiter.granted.set()
-        if self._waiting:
-            self._waiting[0].on_short(self.holders)
+        if self._waiting and self._leaving not in self.holders:
+            self._leaving = self._waiting[0].on_short(self.holders)
 
 
 class _Waiter(NamedTuple):
@@ -140,5 +142,5 @@ class _Waiter(NamedTuple):
 
     num_bytes: int
     request_id: RequestId
-    on_short: Callable[[Set[RequestId]], None]
+    on_short: Callable[[Set[RequestId]], RequestId | None]
     granted: trio.Event

@@ -36,7 +36,7 @@ class Assignment(Generic[AskedT, ReplicaT]):
     ``adapter`` is the digest of the adapter that it is computed with; "": none. Whatever is taken
     for the request is entered in ``held``, which gives it back when the request has ended.
     ``report`` is called with the request's phase when that changes. ``spare_images`` gives up
-    one of the requests that hold images' memory, if its client is away.
+    one of the requests that hold images' memory, if its client is away, and returns which one.
     """
 
     request: AskedT
@@ -49,7 +49,7 @@ class Assignment(Generic[AskedT, ReplicaT]):
     adapter: str
     held: ExitStack
     report: Callable[[Phase], None]
-    spare_images: Callable[[Set[RequestId]], None]
+    spare_images: Callable[[Set[RequestId]], RequestId | None]
 
     @property
     def deadline(self) -> float | None:

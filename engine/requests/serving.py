@@ -37,7 +37,7 @@ class Serving:
     kind: RequestKind
     preparer: Preparer
     pool: Pool
-    spare_images: Callable[[Set[RequestId]], None]
+    spare_images: Callable[[Set[RequestId]], RequestId | None]
 
     async def serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
         """Serve a request until its stream is closed.

@@ -83,7 +83,8 @@ async def test_the_first_that_waits_asks_others_for_theirs_until_it_has_enough()
 
             def spare(holders):
                 asked.append(set(holders))
-                nursery.start_soon(give_back, hoards[left.pop(0)])
+                nursery.start_soon(give_back, hoards[left[0]])
+                return left.pop(0)
 
             async def give_back(held):
                 held.close()
@@ -95,6 +96,27 @@ async def test_the_first_that_waits_asks_others_for_theirs_until_it_has_enough()
     own.close()
     hoards["c"].close()
     assert (memory.num_bytes, set(memory.holders)) == (0, set())
+
+
+async def test_nobody_else_is_given_up_while_the_memory_of_one_is_not_back():
+    """Each further request that waited gave up another one before the first was free."""
+    memory, hoards, asked = ImageMemory(100), {name: ExitStack() for name in "abc"}, []
+    for name, held in hoards.items():
+        await memory.take(30, held, name)
+    async with trio.open_nursery() as nursery:
+        for name in ("first", "second"):
+
+            def spare(holders):
+                asked.append(min(holders))
+                return asked[-1]
+
+            nursery.start_soon(memory.take, 40, ExitStack(), name, spare)
+            await wait_all_tasks_blocked()
+        assert asked == ["a"]
+        hoards["a"].close()
+        await wait_all_tasks_blocked()
+        assert asked == ["a", "b"], "the second lacks memory, too"
+        nursery.cancel_scope.cancel()
 
 
 def test_files_of_requests_whose_clients_are_away_take_no_room_from_others():
