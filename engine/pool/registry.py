@@ -94,11 +94,9 @@ class Registry:
         return entry
 
     def _not_found(self, name: str) -> ModelNotFound:
-        known = ", ".join((*self.entries, *(one.name for one in self._versions())))
+        adapters = [one.name for entry in self.entries.values() for one in entry.adapters.values()]
+        known = ", ".join((*self.entries, *adapters))
         return ModelNotFound(f"no model is named {name!r}; the configured models are: {known}")
-
-    def _versions(self) -> list[AdapterVersion]:
-        return [one for entry in self.entries.values() for one in entry.adapters.values()]
 
     # ---- adapters
 

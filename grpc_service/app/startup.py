@@ -126,7 +126,8 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
                 f"{_context(model)}, {_memory(model)}"
             )
         else:
-            lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
+            why = f" ({model.error})" if model.error else ""
+            lines.append(f"  {model.name}: {model.state.value}{why}")
     lines += [
         f"  {_threads(engine)}",
         "Try:",
@@ -198,10 +199,6 @@ def _needs(config: ServerConfig) -> str:
     needs = " --tls-ca FILE" if config.tls_cert else ""
     needs += " --tls-cert FILE --tls-key FILE" if config.client_ca else ""
     return needs + (" --api-key-file FILE" if config.api_key_file and not config.uds else "")
-
-
-def _because(error: str) -> str:
-    return f" ({error})" if error else ""
 
 
 def _seconds_since_start() -> float:

@@ -90,7 +90,7 @@ def examine(host: str, port: int, tls_cert: str) -> Iterator[Finding]:
     yield _python()
     yield from map(_package, PACKAGES)
     yield from _bytecode()
-    yield _cores()
+    yield Finding("cores", str(cpu_limit()))  # how many threads compute, and what limits them
     yield _memory()
     yield _processor(_cpu_flags(Path("/proc/cpuinfo")))
     yield _temporary_folder()
@@ -129,11 +129,6 @@ def _bytecode() -> Iterator[Finding]:
             "and transformers for seconds; unset it, or run python -m compileall on site-packages"
         )
         yield Finding("bytecode", "none is kept", advice=advice)
-
-
-def _cores() -> Finding:
-    """Report how many threads compute by default, and what limits them."""
-    return Finding("cores", str(cpu_limit()))
 
 
 def _memory() -> Finding:

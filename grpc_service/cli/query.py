@@ -42,7 +42,12 @@ def tokenize(args: argparse.Namespace) -> int:
 
 def stats(args: argparse.Namespace) -> int:
     """Print the server's figures. Return the exit code."""
-    return _ask(args, lambda client: client.control.get_stats, None, print_stats)
+    return _ask(
+        args,
+        lambda client: client.control.get_stats,
+        None,
+        lambda answer: print("\n".join(lines_of(answer))),
+    )
 
 
 def pause(args: argparse.Namespace) -> int:
@@ -160,11 +165,6 @@ def print_tokens(answer: messages.TokenizeResponse) -> None:
     ]
     print_table(("ID", "PLACE", "TEXT"), rows)
     print(f"{len(answer.tokens)} of at most {answer.max_model_len} tokens")
-
-
-def print_stats(answer: messages.GetStatsResponse) -> None:
-    """Print the figures in words."""
-    print("\n".join(lines_of(answer)))
 
 
 OUTCOMES = {

@@ -33,13 +33,10 @@ def keys_of(request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
     data = b"".join(_parts(request, kind))[: CHUNKS_MAX * CHUNK_BYTES]
     key, keys = origin.encode(), []
     for end in range(CHUNK_BYTES, len(data) + 1, CHUNK_BYTES):
-        key = blake2b(data[end - CHUNK_BYTES : end], digest_size=8, key=_fit(key)).digest()
+        key = key if len(key) <= 64 else blake2b(key).digest()
+        key = blake2b(data[end - CHUNK_BYTES : end], digest_size=8, key=key).digest()
         keys.append(int.from_bytes(key, "little"))
     return tuple(keys)
-
-
-def _fit(key: bytes) -> bytes:
-    return key if len(key) <= 64 else blake2b(key).digest()
 
 
 def _parts(request: inference_pb2.GenerateRequest, kind: str) -> Iterator[bytes]:

@@ -115,7 +115,10 @@ def _deltas(
             delta.logprobs.extend([_encode_logprob(entry) for entry in part.logprobs])
         if isinstance(part, AnswerTokens):
             delta.reasoning += part.reasoning
-            delta.tool_calls.extend([_encode_call(call) for call in part.tool_calls])
+            for position, call_id, name, arguments in part.tool_calls:
+                delta.tool_calls.add(
+                    position=position, id=call_id, name=name, arguments_json=arguments
+                )
     if not (delta.text or delta.token_ids or delta.logprobs or delta.reasoning or delta.tool_calls):
         return
     if message.ByteSize() <= MESSAGE_BYTES_MAX or not _can_halve(parts):
@@ -123,12 +126,6 @@ def _deltas(
         return
     for half in _halves(parts):
         yield from _deltas(half, token_ids=token_ids)
-
-
-def _encode_call(call: ToolCallDelta) -> inference_pb2.ToolCallDelta:
-    return inference_pb2.ToolCallDelta(
-        position=call.position, id=call.call_id, name=call.name, arguments_json=call.arguments_json
-    )
 
 
 def _can_halve(parts: Sequence[Tokens]) -> bool:

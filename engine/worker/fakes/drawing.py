@@ -61,7 +61,9 @@ def image_of(drawing: Drawing, num_steps: int, index: int) -> RawImage:
     digest = digest_of_drawing(drawing)
     for step in range(num_steps):
         digest = digest_after(digest, step)
-    return _painted(digest_after(digest, index), drawing.width, drawing.height)
+    width, height = drawing.width, drawing.height
+    noise = Random(digest_after(digest, index))  # which no format makes smaller
+    return RawImage(width, height, noise.randbytes(3 * width * height))
 
 
 def preview_of(drawing: Drawing, num_steps: int) -> RawImage:
@@ -69,11 +71,6 @@ def preview_of(drawing: Drawing, num_steps: int) -> RawImage:
     whole = image_of(drawing, num_steps, 0)
     width, height = (max(1, side // PREVIEW_SHARE) for side in (drawing.width, drawing.height))
     return RawImage(width, height, whole.pixels[: 3 * width * height])
-
-
-def _painted(digest: int, width: int, height: int) -> RawImage:
-    """Return an image of noise, which no format makes smaller."""
-    return RawImage(width, height, Random(digest).randbytes(3 * width * height))
 
 
 @dataclass(slots=True)

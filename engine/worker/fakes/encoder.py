@@ -74,11 +74,6 @@ class FakeFit(ImageFit):
         return ImageFit.read(self, data)
 
 
-def image_ids(pixels: bytes) -> tuple[int, ...]:
-    """Return the tokens whose vector a fitted image has."""
-    return tuple(pixels)
-
-
 def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
     """Return the score of a pair. A raw score is a 16-bit fraction; the activation halves it."""
     score = (digest_of(token_ids) & 0xFFFF) / 2**16
@@ -87,7 +82,7 @@ def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
 
 def ids_of(one: AnyInput) -> tuple[int, ...]:
     """Return the tokens whose vector an input has."""
-    return image_ids(one.image.pixels) if isinstance(one, ImageInput) else one.token_ids
+    return tuple(one.image.pixels) if isinstance(one, ImageInput) else one.token_ids
 
 
 class FakeInputTokenizer:

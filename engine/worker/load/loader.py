@@ -148,7 +148,9 @@ def load_model(
     _compute_buffers(module, device)
     for name, stored in deferred.items():
         defer(_owner(module, name), stored, dtype)
-    _refuse_unfilled(module)
+    for name, tensor in _named_tensors(module):
+        if tensor.is_meta:
+            raise Refusal(f"its tensor {name} could not be filled")
     module.eval()
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     form = checkpoint.quantization if quantization == "none" else quantization
@@ -389,12 +391,6 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             module._init_weights(owner)
     if not isinstance(module, Outline):  # Falcon-H1's base model computes buffers of its layers
         module._init_weights(module.base_model)
-
-
-def _refuse_unfilled(module: Any) -> None:
-    for name, tensor in _named_tensors(module):
-        if tensor.is_meta:
-            raise Refusal(f"its tensor {name} could not be filled")
 
 
 def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:

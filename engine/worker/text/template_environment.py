@@ -152,7 +152,7 @@ def variables_of(
         TypeError: ``args`` has ``documents`` that are not a list of objects.
     """
     documents = args.get("documents")
-    if documents is not None and not _are_objects(documents):
+    if documents is not None and not all(isinstance(one, dict) for one in documents):
         raise TypeError("documents must be a list of objects")
     plain: dict[str, Any] = {"documents": None, **{key: _plain(args[key]) for key in args}}
     return plain | {
@@ -160,10 +160,6 @@ def variables_of(
         "tools": _plain(tools),
         "add_generation_prompt": add_generation_prompt,
     }
-
-
-def _are_objects(documents: Any) -> bool:
-    return all(isinstance(document, dict) for document in documents)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

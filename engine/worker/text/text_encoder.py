@@ -119,7 +119,7 @@ class TextEncoder(ABC):
             return found
         except Exception as error:
             # A lone surrogate raises TypeError; a model without an unknown token raises Exception.
-            if _has_surrogate(text):
+            if any("\ud800" <= character <= "\udfff" for character in text):
                 what = "contains a lone surrogate, which no Unicode text can"
             else:
                 what = "contains something this model's tokenizer cannot encode"
@@ -141,7 +141,3 @@ class _PackedSpans(Sequence[TokenSpan]):
     def __getitem__(self, at: Any) -> Any:  # an index alone
         token_id = self._ids[at]
         return TokenSpan(token_id, self._text_of(token_id), self._starts[at], self._ends[at])
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
