@@ -247,5 +247,4 @@ def compute(
     if change is not None:
         inputs = change(inputs)
     output = module(**inputs) if forward is None else forward(groups, inputs)
-    logits: torch.Tensor = output.logits[0].to(torch.float32)
-    return logits
+    return output.logits[0].to(torch.float32)

@@ -72,8 +72,7 @@ class Ranks:
         self.num_calls += 1
         tensor = torch.tensor(numbers or [0] * count, dtype=torch.int64, device=self._device)
         self._group.broadcast([tensor]).wait()
-        shared: list[int] = tensor.tolist()
-        return shared
+        return tensor.tolist()
 
 
 class ReducedNorm(torch.nn.Module):

@@ -88,8 +88,7 @@ class _Group:
     def _tokens(self) -> Ints:
         offsets = self.rows.offsets
         queries = offsets[self.members[0] + 1] - offsets[self.members[0]]
-        tokens: Ints = offsets[self.members][:, None] + np.arange(queries)
-        return tokens
+        return offsets[self.members][:, None] + np.arange(queries)
 
     def context(self, window: int | None) -> Context:
         """Return the group's context for a window, which is computed once per step."""

@@ -123,8 +123,7 @@ class Checkpoint:
         return self._joining.take(self._view(whole, file), piece)
 
     def _view(self, name: str, file: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[file].get_tensor(self._older.get(name, name))
-        return tensor
+        return self._files[file].get_tensor(self._older.get(name, name))
 
     def without_copies(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all tensors, by their names in the files, for a library that would read

@@ -190,8 +190,7 @@ class ProcessRunner:
             WorkerLost, ShuttingDown: as `execute`.
         """
         request = Compile(constraint, next(self._numbers), tuple(self._take_forgets()))
-        size: int = _ask_beside(self, "compile", request)
-        return size
+        return _ask_beside(self, "compile", request)
 
     @property
     def adapters(self) -> ProcessAdapters:
@@ -384,8 +383,7 @@ class ProcessAdapters:
         Raises:
             SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.interface.Adapters`.
         """
-        num_bytes: int = self._ask("adapter", AdapterCall("measure", directory))
-        return num_bytes
+        return self._ask("adapter", AdapterCall("measure", directory))
 
     def load(self, directory: str) -> AdapterInfo:
         """Have the process load an adapter.
@@ -393,8 +391,7 @@ class ProcessAdapters:
         Raises:
             SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.interface.Adapters`.
         """
-        info: AdapterInfo = self._ask("adapter", AdapterCall("load", directory))
-        return info
+        return self._ask("adapter", AdapterCall("load", directory))
 
     def unload(self, digest: str) -> None:
         """Have the process drop an adapter.

@@ -170,8 +170,7 @@ class _SandboxProcess:
             line = b""
         if not line:
             raise Overloaded("the process that compiles constraints was ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def close(self) -> None:
         """Kill and reap the process, and close its pipes."""

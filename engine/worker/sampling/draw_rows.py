@@ -199,8 +199,7 @@ def _typical(scores: Floats, mass: float) -> Ids:
     order = distance.argsort(kind="stable")
     reached = weights[order].cumsum()
     last = min(int(np.count_nonzero(reached < mass * total)), len(alive) - 1)
-    found: Ids = alive[distance <= distance[order[last]]]
-    return found
+    return alive[distance <= distance[order[last]]]
 
 
 def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
@@ -268,8 +267,7 @@ def _bar(scores: Floats, count: int) -> np.float32:
         num_blocks = vocab // size
         whole = scores[: num_blocks * size].reshape(size, num_blocks)
         maxima = np.concatenate((whole.max(0), scores[num_blocks * size :]))
-    bar: np.float32 = np.partition(maxima, len(maxima) - count)[len(maxima) - count]
-    return bar
+    return np.partition(maxima, len(maxima) - count)[len(maxima) - count]
 
 
 @lru_cache(maxsize=8)

@@ -161,8 +161,7 @@ class Edits:
                 new = np.where(old < 0, old * penalty, old / penalty)
             new = np.where(np.isfinite(old), np.clip(new, -LOGIT_BOUND, LOGIT_BOUND), old)
         taken = np.float32(self.frequency) * counts + np.float32(self.presence) * (counts > 0)
-        penalised: Floats = (new - taken).astype(np.float32, copy=False)
-        return penalised
+        return (new - taken).astype(np.float32, copy=False)
 
 
 def make_edits(sampling: Sampling, prompt: Sequence[int]) -> Edits | None:

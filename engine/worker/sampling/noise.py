@@ -80,8 +80,7 @@ def exponentials(key: int, ids: NDArray[np.integer]) -> NDArray[np.float64]:
     Gumbel noise."""
     places = walk(ids) + np.uint64(key)
     uniform = (mix(places, np.empty_like(places)) + 0.5) * 2.0**-BITS
-    noise: NDArray[np.float64] = -np.log1p(-uniform)
-    return noise
+    return -np.log1p(-uniform)
 
 
 # --- torch ----------------------------------------------------------------------------------

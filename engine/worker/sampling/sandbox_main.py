@@ -72,8 +72,7 @@ def try_in_fork(tokenizer: LLTokenizer, grammar: str, setup: dict[str, Any]) -> 
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         return {"signal": os.WTERMSIG(status)}
-    fields: dict[str, Any] = json.loads(text) if text else {"signal": 0}
-    return fields
+    return json.loads(text) if text else {"signal": 0}
 
 
 def limit(setup: dict[str, Any]) -> None:

@@ -115,8 +115,7 @@ class HfTokenizer(TextEncoder):
         """Return the text of token ids. Ids outside the vocabulary, which a padded output layer
         has, give no text."""
         if len(token_ids) < LONG_IDS:
-            text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            return text
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         [text] = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
@@ -222,8 +221,7 @@ class HfTokenizer(TextEncoder):
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
-        id_: int | None = None if token is None else self.backend.token_to_id(token)
-        return id_
+        return None if token is None else self.backend.token_to_id(token)
 
     def _template(self, *, has_tools: bool) -> str:
         """Return the template that transformers would choose: the one called tool_use if there are

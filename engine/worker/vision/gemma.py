@@ -57,7 +57,6 @@ class Reader:
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
         """Return an image's embeddings, [1, num_tokens, hidden]."""
         pixels = self._reader.features(image.tiles, base.device)["pixel_values"]
-        found: torch.Tensor = base.get_image_features(
+        return base.get_image_features(
             pixel_values=pixels.to(base.dtype), return_dict=True
         ).pooler_output
-        return found
