@@ -7,6 +7,7 @@ an extra.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,23 +84,18 @@ def ports_by_model(engine_config: EngineConfig, config: ServerConfig) -> dict[st
     return found
 
 
+@dataclass(eq=False)
 class GatewayPorts:
     """Serves models to gateways. ``make_server`` returns the RPC server of methods.
 
     ``ports`` has the ports that are served, by the model's name.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        backend: Backend,
-        make_server: Callable[[Iterable[Method]], RpcServer],
-    ) -> None:
-        self._config = config
-        self._backend = backend
-        self._make_server = make_server
-        self._open: dict[str, _Port] = {}
-        self.ports: dict[str, int] = {}
+    _config: ServerConfig
+    _backend: Backend
+    _make_server: Callable[[Iterable[Method]], RpcServer]
+    _open: dict[str, _Port] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
 
     def start(self, nursery: trio.Nursery) -> None:
         """Listen, and serve in tasks of ``nursery`` until `stop`.

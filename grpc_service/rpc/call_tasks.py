@@ -6,6 +6,7 @@ what the client owes for it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -31,25 +32,19 @@ CLIENTS_FAULTS = {
 UNFINISHED = {None, StatusCode.CANCELLED, StatusCode.DEADLINE_EXCEEDED}
 
 
+@dataclass(eq=False)
 class CallTasks:
     """The tasks of one connection's calls, in ``nursery``. ``serve_call`` serves a call from its
     start to its end. ``on_end`` is called when a call's task ends. ``num_running`` tasks have not
     ended."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        start_limiter: StartLimiter,
-        serve_call: ServeCall,
-        on_end: Callable[[], None],
-    ) -> None:
-        self._nursery = nursery
-        self._start_limiter = start_limiter
-        self._serve_call = serve_call
-        self._on_end = on_end
-        self._num_useless = 0  # tasks that wait to refuse their calls
-        self._has_room = trio.Event()  # a call has ended or started
-        self.num_running = 0
+    _nursery: trio.Nursery
+    _start_limiter: StartLimiter
+    _serve_call: ServeCall
+    _on_end: Callable[[], None]
+    _num_useless: int = 0  # tasks that wait to refuse their calls
+    _has_room: trio.Event = field(default_factory=trio.Event)  # a call has ended or started
+    num_running: int = 0
 
     def start(self, call: Call) -> None:
         """Serve a call in a task of its own."""

@@ -6,6 +6,7 @@ message (`Tokens`), or goes back.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
@@ -28,24 +29,17 @@ if TYPE_CHECKING:
     from engine.core.text.sequence import Sequence
 
 
+@dataclass(eq=False)
 class Committer:
     """Commits steps and appends their events to ``events``. ``completion_tokens`` count
     since the start."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        endings: Endings,
-        drafts: Drafts,
-        events: list[OutputEvent],
-        counters: Counters,
-    ) -> None:
-        self._ledger = ledger
-        self._drafts = drafts
-        self._endings = endings
-        self._events = events
-        self._counters = counters
-        self.completion_tokens = 0
+    _ledger: Ledger
+    _endings: Endings
+    _drafts: Drafts
+    _events: list[OutputEvent]
+    _counters: Counters
+    completion_tokens: int = 0
 
     def commit(self, step: PlannedStep, result: StepResult, now: float) -> None:
         """Take the results of a step that succeeded.

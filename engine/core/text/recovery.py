@@ -8,6 +8,7 @@ run again, each alone and without drafts, so that only the request that causes t
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.core.common.steps import FailureKind
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 MAX_OOM_RETRIES = 3  # D17
 
 
+@dataclass(eq=False)
 class Recovery:
     """Decides after each step how to go on.
 
@@ -35,19 +37,12 @@ class Recovery:
     have run out of memory. Both are read-only outside.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        budget: StepBudget,
-        endings: Endings,
-        on_preempt: Callable[[Sequence], None],
-    ) -> None:
-        self._ledger = ledger
-        self._budget = budget
-        self._endings = endings
-        self._on_preempt = on_preempt
-        self.suspects: deque[Sequence] = deque()
-        self.oom_retries = 0
+    _ledger: Ledger
+    _budget: StepBudget
+    _endings: Endings
+    _on_preempt: Callable[[Sequence], None]
+    suspects: deque[Sequence] = field(default_factory=deque)
+    oom_retries: int = 0
 
     @property
     def is_under_way(self) -> bool:
