@@ -151,7 +151,7 @@ def variables_of(
     Raises:
         TypeError: ``args`` has ``documents`` that are not a list of objects.
     """
-    documents = args.get("documents")
+    documents: Any = args.get("documents")
     if documents is not None and not all(isinstance(one, dict) for one in documents):
         raise TypeError("documents must be a list of objects")
     plain: dict[str, Any] = {"documents": None, **{key: _plain(args[key]) for key in args}}
