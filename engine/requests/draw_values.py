@@ -85,7 +85,9 @@ class DrawRequest(CheckedFields):
         if not self.prompt:
             yield FieldViolation("prompt", "is empty")
         for name in ("prompt", "negative_prompt"):
-            yield from _text_violations(name, getattr(self, name))
+            size = len(getattr(self, name).encode("utf-8", "surrogatepass"))
+            if size > MAX_PROMPT_BYTES:
+                yield FieldViolation(name, f"has {size} bytes, of at most {MAX_PROMPT_BYTES}")
         for name, low, high in (
             ("steps", 1, MAX_STEPS),
             ("seed", 0, MAX_SEED),
@@ -137,12 +139,6 @@ def pixel_violations(
     if pixels > most:
         what = f"of {width} × {height} have {pixels} pixels, of at most {most}"
         yield FieldViolation("n", f"is {count}, and so many images {what}")
-
-
-def _text_violations(name: str, text: str) -> Iterator[FieldViolation]:
-    size = len(text.encode("utf-8", "surrogatepass"))
-    if size > MAX_PROMPT_BYTES:
-        yield FieldViolation(name, f"has {size} bytes, of at most {MAX_PROMPT_BYTES}")
 
 
 def _range_violations(

@@ -37,7 +37,7 @@ from engine.worker.outline.modules import Outline
 from engine.worker.small_weights import GROUP, ROUNDED, Form, RoundedLater, defer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from engine.worker.load.architectures import Architecture
@@ -148,7 +148,8 @@ def load_model(
     _compute_buffers(module, device)
     for name, stored in deferred.items():
         defer(_owner(module, name), stored, dtype)
-    for name, tensor in _named_tensors(module):
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *module.named_buffers()):
         if tensor.is_meta:
             raise Refusal(f"its tensor {name} could not be filled")
     module.eval()
@@ -391,11 +392,6 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             module._init_weights(owner)
     if not isinstance(module, Outline):  # Falcon-H1's base model computes buffers of its layers
         module._init_weights(module.base_model)
-
-
-def _named_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers()
 
 
 def first_line(error: BaseException) -> str:
