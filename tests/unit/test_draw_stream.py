@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from contextlib import asynccontextmanager
+import math
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
 import trio
+import trio.testing
 
 from engine import DrawingFinished, DrawingStarted, DrawRequest, GeneratedImage, Progress, blocking
 from engine import aio as engine_aio
@@ -19,6 +20,7 @@ from engine.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ReaderStalled,
+    RequestNotFound,
     RequestTooLarge,
     WorkerLost,
 )
@@ -39,10 +41,10 @@ def config(**fields):
 
 
 @asynccontextmanager
-async def opened(runner=None, **fields):
+async def opened(runner=None, limit_s=LIMIT_S, **fields):
     """Open an engine with a fake image model."""
     runner = runner or FakeImageRunner()
-    with trio.fail_after(LIMIT_S):
+    with trio.fail_after(limit_s):
         async with open_engine(config(**fields), make_runner=lambda *_: runner) as engine:
             yield engine
 
@@ -126,31 +128,46 @@ async def test_leaving_the_block_ends_the_drawing_within_a_step():
         assert runner.steps <= before + 1
 
 
-async def test_time_in_which_files_are_made_is_not_the_readers(monkeypatch):
+async def test_time_in_which_files_are_made_is_not_the_readers(monkeypatch, mock_clock):
     """Red if the stall timeout counts while previews become files."""
     real = draw_stream.encode
 
     def slow(*given):
-        time.sleep(0.3)
+        trio.from_thread.run_sync(mock_clock.jump, 3)
         return real(*given)
 
     monkeypatch.setattr(draw_stream, "encode", slow)
-    async with opened(stall_timeout_s=0.2, in_process_buffer=1) as engine:
+    async with opened(stall_timeout_s=2, in_process_buffer=1) as engine:
         asked = replace(ASKED, preview_every=1, n=1)
         check(await drawn(engine, asked), asked)
 
 
-async def test_a_reader_that_takes_no_image_is_ended():
-    async with opened(stall_timeout_s=0.2) as engine, engine.draw(ASKED) as stream:
-        await trio.sleep(1.0)
+async def end_late(engine, clock):
+    """Let time pass when the steps of the request "late" are done, until it has ended."""
+    while "has not taken" not in engine.explain("late").waiting_for:
+        await trio.lowlevel.checkpoint()
+    with suppress(RequestNotFound):
+        while engine.explain("late"):
+            clock.jump(1)
+            await trio.testing.wait_all_tasks_blocked()
+
+
+LATE = replace(ASKED, request_id="late")
+
+
+async def test_a_reader_that_takes_no_image_is_ended(mock_clock):
+    settings = {"limit_s": math.inf, "stall_timeout_s": 2}
+    async with opened(**settings) as engine, engine.draw(LATE) as stream:
+        await end_late(engine, mock_clock)
         with pytest.raises(ReaderStalled, match="after 4 of 4 steps"):
             async for _ in stream:
                 pass
 
 
-async def test_a_deadline_counts_until_the_images_are_taken():
-    async with opened() as engine, engine.draw(replace(ASKED, timeout_s=0.5)) as stream:
-        await trio.sleep(1.0)
+async def test_a_deadline_counts_until_the_images_are_taken(mock_clock):
+    asked = replace(LATE, timeout_s=2)
+    async with opened(limit_s=math.inf) as engine, engine.draw(asked) as stream:
+        await end_late(engine, mock_clock)
         with pytest.raises(DeadlineExceeded) as caught:
             async for _ in stream:
                 pass

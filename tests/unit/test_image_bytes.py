@@ -59,10 +59,10 @@ def test_a_request_within_the_limit_is_not_looked_at_and_images_come_on_top():
 
 def test_millions_of_fields_cost_no_more_than_thousands():
     data = embed({"image": b""}) * 2_000_000
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(MessageTooLarge):
         judge_of(EMBED, 4 * 2**20)(data)
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.5
     assert image_bytes_of(embed({"image": b"a"}) * (FIELDS_MAX + 100)) == FIELDS_MAX
 
 
