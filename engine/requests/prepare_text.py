@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from engine.core.common.vocabulary import check_ids, check_text
 from engine.core.text.types import Request
@@ -62,6 +62,11 @@ class PreparedText(Prepared[Request]):
     form: AnswerFormat | None = None
     echo: str = ""
     dropped: tuple[int, ...] = ()
+
+    def with_adapter(self, digest: str) -> Self:
+        if digest == self.request.adapter:
+            return self
+        return replace(self, request=replace(self.request, adapter=digest))
 
 
 class TextPreparer:

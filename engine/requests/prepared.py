@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Set
@@ -71,3 +71,8 @@ class Prepared(Generic[CoreRequestT_co]):
 
     request: CoreRequestT_co
     hold: Callable[[Replica[Any, Any]], AbstractAsyncContextManager[None]] | None = None
+
+    def with_adapter(self, digest: str) -> Self:
+        """Return it for a lease with this version of its adapter, which may have been replaced
+        since; "": none."""
+        return self

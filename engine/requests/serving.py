@@ -1,7 +1,9 @@
 """Serves the requests of one kind of work: takes each from the pool to its end.
 
 Rule 1: a request whose replica dies before it has begun to compute the request goes to another
-replica. Rule 2: blocks belong to the core. A request's task only waits; it forwards no token.
+replica, as it was prepared. Rule 2: blocks belong to the core. A request's task only waits; it
+forwards no token. Rule 3: while a request runs, its stream alone keeps it, and drops a large input:
+a prompt of megabytes may have been cut to a few tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.common.phases import Phase
 from engine.core.common.types import EndReason
 from engine.errors import ShuttingDown, WorkerLost
-from engine.requests.prepared import Assignment
+from engine.requests.prepared import Assignment, Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from engine.core.common.types import RequestId
     from engine.pool.leases import Lease
     from engine.pool.pool import Pool
-    from engine.requests.kind import ClientRequest, Preparer, RequestKind
+    from engine.requests.kind import Preparer, RequestKind
     from engine.requests.stream import RequestStream
 
 log = logging.getLogger(__name__)
@@ -39,28 +41,29 @@ class Serving:
     pool: Pool
     spare_images: Callable[[Set[RequestId]], RequestId | None]
 
-    async def serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
-        """Serve a request until its stream is closed.
+    async def serve(self, stream: RequestStream[Any]) -> None:
+        """Serve a stream's request until the stream is closed.
 
         Raises:
             TrioletError: the request cannot run; its stream is not closed.
         Cancellation: ends the request at its replica.
         """
-        await self._serve_once(request, stream)
-        while stream.take_moving():
-            log.info("the request joins another queue, because its worker was lost")
-            await self._serve_once(request, stream)
+        with ExitStack() as held:
+            await self._serve_once(stream, held)
+            while stream.take_moving():
+                log.info("the request joins another queue, because its worker was lost")
+                await self._serve_once(stream, held)
 
-    async def _serve_once(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
+    async def _serve_once(self, stream: RequestStream[Any], held: ExitStack) -> None:
         """Serve a request on one replica, until its stream is closed or has to change its
-        replica. Raises and cancellation as `serve`."""
+        replica. ``held`` gives back what is taken for it. Raises and cancellation as `serve`."""
         stream.enter(Phase.LOAD)
         cut = partial(stream.cancel, EndReason.ABORTED)
         async with self.pool.leases.lease(
-            request.model, request.capability, cut, lambda: stream.tokens_done
+            stream.request.model, stream.request.capability, cut, lambda: stream.tokens_done
         ) as lease:
             try:
-                await self._serve_at(lease, request, stream)
+                await self._serve_at(lease, stream, held)
             except WorkerLost as error:  # the replica died before the request was in its queue
                 stream.lose_replica(error, has_begun=False)
             except ShuttingDown:  # by a runner that was closed after its worker's death
@@ -69,13 +72,22 @@ class Serving:
                     raise
                 stream.lose_replica(cause, has_begun=False)
 
-    async def _serve_at(
-        self, lease: Lease, request: ClientRequest, stream: RequestStream[Any]
-    ) -> None:
+    async def _serve_at(self, lease: Lease, stream: RequestStream[Any], held: ExitStack) -> None:
         stream.enter(Phase.TOKENIZE, lease.model)
-        with ExitStack() as held:
+        prepared = stream.prepared
+        if prepared is None:
+            prepared = await self._prepare(lease, stream, held)
+        prepared = prepared.with_adapter(lease.adapter)
+        with self.pool.leases.reroute(lease, prepared.request) as replica:
+            await stream.run(prepared, replica)
+
+    async def _prepare(
+        self, lease: Lease, stream: RequestStream[Any], held: ExitStack
+    ) -> Prepared[Any]:
+        """Prepare a request; what was taken for it is held only if that succeeds."""
+        with ExitStack() as taken:
             assignment = Assignment(
-                request,
+                stream.request,
                 lease.replica,
                 core_id=stream.core_id,
                 arrival=stream.started_at,
@@ -83,10 +95,10 @@ class Serving:
                 party=stream.party,
                 seed=stream.seed,
                 adapter=lease.adapter,
-                held=held,
+                held=taken,
                 report=stream.enter,
                 spare_images=self.spare_images,
             )
             prepared = await self.preparer.prepare(assignment)
-            replica = held.enter_context(self.pool.leases.reroute(lease, prepared.request))
-            await stream.run(prepared, replica)
+            held.push(taken.pop_all())
+            return prepared

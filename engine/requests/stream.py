@@ -103,6 +103,7 @@ class RequestStream(Generic[EventT]):
     that hold a slot of it; at most ``num_beside`` other events come. A reader on another thread
     gives credit back when it has taken ``num_per_release`` credited events, or after a while.
 
+    ``request`` is the client's, as far as it is still needed; a kind of work sets it.
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.
     ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
@@ -111,6 +112,7 @@ class RequestStream(Generic[EventT]):
     request's draws; 0 for a kind of work that draws nothing.
     """
 
+    request: Any
     attach_token = ""
     seed = 0
 
@@ -127,6 +129,7 @@ class RequestStream(Generic[EventT]):
         self.started_at = trio.current_time()
         self.load_s = 0.0
         self.replica: Replica[Any, Any] | None = None
+        self.prepared: Prepared[Any] | None = None  # from `run` on
         self.ahead: TokensAhead | None = None  # from the queue on
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call
@@ -183,7 +186,9 @@ class RequestStream(Generic[EventT]):
         Cancellation: ends the request at the replica.
         """
         request, self.replica = prepared.request, replica
-        self._take(prepared)
+        if self.prepared is None:
+            self._take(prepared)
+        self.prepared = prepared
         if prepared.hold is not None:
             self.phase = Phase.COMPILE
         async with nullcontext() if prepared.hold is None else prepared.hold(replica):
@@ -202,7 +207,7 @@ class RequestStream(Generic[EventT]):
                     replica.loop.cancel(self.core_id, reason, self.phase, since)
 
     def _take(self, prepared: Any) -> None:
-        """Keep what the stream's events are made with. It comes again after a change of replica."""
+        """Keep what the stream's events are made with."""
 
     async def wait_turn(self) -> None:
         """Wait for `close`, or until the replica has died and the request has to run at another.

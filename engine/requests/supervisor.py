@@ -173,7 +173,9 @@ class Supervisor:
         if stream.attach_token:
             self.detached.register(stream)
         log.debug("registered", extra={"request_id": logs.printable(request_id)})
-        self._tasks.start(self._supervise, request, stream, name=f"request {request_id}")
+        self._tasks.start(
+            self._supervise, stream, request.image_bytes, name=f"request {request_id}"
+        )
         return stream
 
     def _refusal(self, request: ClientRequest, request_id: str) -> TrioletError | None:
@@ -241,11 +243,11 @@ class Supervisor:
 
     # ---- one request's task
 
-    async def _supervise(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
+    async def _supervise(self, stream: RequestStream[Any], image_bytes: int) -> None:
         logs.request_id.set(logs.printable(stream.request_id))
         try:
             with stream.scope:
-                await self._servings[type(request)].serve(request, stream)
+                await self._servings[type(stream.request)].serve(stream)
             stream.close(stream.early_end())  # without effect if the request has ended by itself
         except TrioletError as error:
             stream.close(error)
@@ -256,7 +258,7 @@ class Supervisor:
             if not stream.is_closed:  # the whole engine is being cancelled
                 stream.cancel(EndReason.SHUTDOWN)
                 stream.close(stream.early_end(EndReason.SHUTDOWN))
-            self.image_files.remove(request.image_bytes)
+            self.image_files.remove(image_bytes)
             self._end(stream)
 
     def _end(self, stream: RequestStream[Any]) -> None:

@@ -16,7 +16,7 @@ from engine.requests.choice_parser import ChoiceParser
 from engine.requests.kept_events import KeptEvents
 from engine.requests.quota import QuotaCount
 from engine.requests.stream import RequestStream, server_deadline
-from engine.requests.text_values import AnswerTokens, Started, StreamEvent
+from engine.requests.text_values import TOKEN_ID_BYTES, AnswerTokens, Started, StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 ATTACH_TOKEN_BYTES = 16  # nobody finds one by trying
+KEPT_BYTES = 2**14  # guess: dropping less costs more than it saves
 SEED_BITS = 53  # of a seed that is drawn here: JavaScript's numbers have no more
 
 
@@ -39,6 +40,8 @@ class TextStream(RequestStream[StreamEvent]):
 
     ``seed`` is the client's, that of the stream which this one continues, or drawn here.
     """
+
+    request: GenerateRequest
 
     def __init__(self, request: GenerateRequest, options: StreamOptions[StreamEvent]) -> None:
         self.request = request
@@ -56,6 +59,7 @@ class TextStream(RequestStream[StreamEvent]):
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
+        self._prompt_bytes = 0  # of its tokens, once the text is dropped
         self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
         self.resume_window_s = request.resume_window_s
         self.counted = QuotaCount(options.origin.quota)
@@ -79,7 +83,9 @@ class TextStream(RequestStream[StreamEvent]):
     @property
     def kept_bytes(self) -> int:
         """About how much memory the request takes, and the events that a client may need again."""
-        return 0 if self._kept is None else self._kept.num_bytes + self.request.num_bytes
+        if self._kept is None:
+            return 0
+        return self._kept.num_bytes + self.request.num_bytes + self._prompt_bytes
 
     def leave(self, reader: Reader[StreamEvent], left_at: float, *, is_lost: bool = False) -> None:
         """Let the stream wait for a client that lost its connection; any other leave is an end."""
@@ -153,13 +159,23 @@ class TextStream(RequestStream[StreamEvent]):
         """Keep the echo, which is sent in one message with a choice's first token, so that a client
         without a token of a choice has nothing of it; and how the answers are parsed."""
         self._echo, self.dropped = prepared.echo, prepared.dropped
-        if prepared.form is None:
+        chat = self.request.chat
+        if prepared.form is not None:
+            names = [f"{self.core_id}/{choice}" for choice in range(self._num_choices)]
+            self._parsers = tuple([ChoiceParser(prepared.form, name) for name in names])
+            if chat is not None and (begun := chat.answer_begun):
+                for parser in self._parsers:
+                    parser.skip(begun)
+        self._drop_input(prepared)
+
+    def _drop_input(self, prepared: PreparedText) -> None:
+        """Drop a large input, of which few tokens may be left. Images are counted by their files
+        until the end, and a caller in this process keeps a chat that is truncated."""
+        request, chat = self.request, self.request.chat
+        if request.num_bytes <= KEPT_BYTES or request.has_images or (chat and chat.truncates):
             return
-        names = [f"{self.core_id}/{choice}" for choice in range(self._num_choices)]
-        self._parsers = tuple([ChoiceParser(prepared.form, name) for name in names])
-        if self.request.chat is not None and (begun := self.request.chat.answer_begun):
-            for parser in self._parsers:
-                parser.skip(begun)
+        self.request = replace(request, text=None, token_ids=None, chat=None, check=False)
+        self._prompt_bytes = TOKEN_ID_BYTES * len(prepared.request.prompt)
 
     # ---- the loop's side
 

@@ -162,6 +162,7 @@ class CallWriter:
             arrived_at=self._rpc.arrived_at,
             origin=self._rpc.origin,
         )
+        del request  # the stream drops its input when it is not needed any more
         await self.run(stream)
 
     async def run(self, stream: RequestStream[Any]) -> None:

@@ -9,6 +9,7 @@ import gc
 import pytest
 import trio
 
+from engine.requests import text_stream
 from engine.requests.draw_stream import DrawStream
 from engine.requests.draw_values import DrawRequest
 from engine.requests.encode_stream import EncodeStream
@@ -106,3 +107,36 @@ def test_a_request_that_has_ended_is_freed_without_the_collector(way):
     finally:
         gc.enable()
     assert left == []
+
+
+INPUTS = {
+    "text": {"text": "a " * 50},
+    "chat": {"chat": {"messages": [{"role": "user", "content": "a " * 50}]}},
+    "ids": {"token_ids": {"ids": [1] * 50}},
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_prompt_that_was_cut_is_let_go_while_its_request_runs(name, monkeypatch):
+    """Red while the request's task, its call's task or its stream kept it: some thousand requests
+    of 4 MiB may be under way at once."""
+    monkeypatch.setattr(text_stream, "KEPT_BYTES", 50)
+    large = []
+    message = pb.GenerateRequest(
+        prompt={"truncate_to": 9}, sampling={"max_tokens": 100}, **INPUTS[name]
+    )
+
+    async def main():
+        async with fake_engine(FakeScript(step_s=0.1)) as engine:
+            served = methods(Backend(engine, UnreadCalls(trio.current_time)), 2**22)
+            async with open_server(Interceptor(served, None, status_of).serve) as server:
+                client = await server.connect()
+                call = client.call(message.SerializeToString(), path=f"/{SERVICE}Generate")
+                while len(client.messages[call]) < 5:
+                    await client.settle()
+                    await trio.sleep(0.1)
+                large.extend(one.num_bytes for one in alive() if type(one) is GenerateRequest)
+                assert call not in client.ends
+
+    run_deterministically(main, 0)
+    assert large == [0]

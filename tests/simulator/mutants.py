@@ -575,7 +575,7 @@ MUTANTS = (
     Mutant(
         "the files of an ended request are counted on",
         supervisor.Supervisor._supervise,
-        "self.image_files.remove(request.image_bytes)",
+        "self.image_files.remove(image_bytes)",
         "pass",
         seed=1,
     ),
