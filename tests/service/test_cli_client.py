@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 
 import pytest
 
@@ -378,7 +377,7 @@ def test_a_server_that_stops_is_one_line():
 
 
 def test_a_client_command_starts_without_the_heavy_packages():
-    """What is imported decides the time. Imports are exact; a time on a busy machine is not."""
+    """What is imported decides how long a command takes to start."""
 
     async def command(channel):
         code = (
@@ -386,15 +385,12 @@ def test_a_client_command_starts_without_the_heavy_packages():
             "heavy = {'torch', 'transformers', 'numpy', 'rich'} & sys.modules.keys();"
             "print(sorted(heavy), file=sys.stderr); sys.exit(code)"
         )
-        started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", code, "generate", "x", "--server", channel.address),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
         out, err = await process.communicate()
-        return process.returncode, out, err, time.monotonic() - started
+        return process.returncode, out, err
 
-    *ended, seconds = run(FakeBackend(*STORY), command)
-    assert ended == [0, b"Once more\n", b"[]\n"]
-    assert seconds < 5  # 0.3 s on the author's machine; a busy one may take longer
+    assert run(FakeBackend(*STORY), command) == (0, b"Once more\n", b"[]\n")
