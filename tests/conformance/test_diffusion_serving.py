@@ -49,6 +49,20 @@ def load(runner, started):
     return runner.load(lambda progress: None)
 
 
+@pytest.fixture(scope="module")
+def loaded(directory):
+    """Return a runner in a thread and one in a process, each with its info. The last test of those
+    that use it kills the process."""
+    found = {}
+    for where in ("thread", "process"):
+        one = model(directory, runner=where)
+        runner = make_runner(one, EngineConfig(models=(one,)))
+        found[where] = runner, runner.load(lambda progress: None)
+    yield found
+    for runner, _ in found.values():
+        runner.close()
+
+
 def plans(info, drawing=DRAWING):
     """Yield the plans of one drawing."""
     yield ImagePlan(PlanId(1), SEQUENCE, ImageVerb.ENCODE, drawing=drawing)
@@ -65,27 +79,22 @@ def images(runner, info):
 
 
 @pytest.mark.slow
-def test_the_bytes_are_the_same_in_a_thread_and_in_a_process(directory, started):
-    infos, drawn = {}, {}
-    for where in ("thread", "process"):
-        one = model(directory, runner=where)
-        runner = make_runner(one, EngineConfig(models=(one,)))
-        infos[where] = load(runner, started)
-        drawn[where] = images(runner, infos[where])
+def test_the_bytes_are_the_same_in_a_thread_and_in_a_process(loaded):
+    infos = {where: info for where, (_, info) in loaded.items()}
+    drawn = {where: images(*one) for where, one in loaded.items()}
     assert len(drawn["thread"]) == 3
     assert drawn["thread"] == drawn["process"]
     apart = infos["process"].memory_bytes - infos["thread"].memory_bytes
     assert 20 << 20 < apart < 1000 << 20, "torch in a process of its own"
     assert replace(infos["process"], memory_bytes=infos["thread"].memory_bytes) == infos["thread"]
     assert pickle.loads(pickle.dumps(infos["thread"])) == infos["thread"]
-    texts = [one.tokenizer.encode("a red circle") for one in started]
+    texts = [runner.tokenizer.encode("a red circle") for runner, _ in loaded.values()]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
-def test_an_image_of_many_tiles_crosses_the_channel(directory, started):
-    runner = make_process_runner(model(directory), EngineConfig(models=(model(directory),)))
-    info = load(runner, started)
+def test_an_image_of_many_tiles_crosses_the_channel(loaded):
+    runner, info = loaded["process"]
     large = replace(DRAWING, width=512, height=256, num_images=1, steps=1, source=None)
     from_image = replace(large, source=bytes(range(256)) * (512 * 256 * 3 // 256))
     for drawing in (large, from_image):
@@ -95,9 +104,8 @@ def test_an_image_of_many_tiles_crosses_the_channel(directory, started):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_loses_the_drawing_and_nothing_hangs(directory, started):
-    runner = make_process_runner(model(directory), EngineConfig(models=(model(directory),)))
-    info = load(runner, started)
+def test_a_process_that_dies_loses_the_drawing_and_nothing_hangs(loaded):
+    runner, info = loaded["process"]
     first, *others = plans(info)
     runner.execute(first)
     os.kill(runner.process.pid, signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,7 @@ def pipelines(tmp_path_factory):
     return {arch: make(folder / arch, arch, scheduler="DDIMScheduler") for arch in ("sd", "sdxl")}
 
 
+@cache
 def images_of_diffusers(directory, prompt, count):
     """Return the pixels that diffusers' own pipeline draws."""
     import torch

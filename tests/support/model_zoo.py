@@ -6,10 +6,13 @@ soft caps and limits low enough that dropping one shows.
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+from engine.worker import text_runner
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
 from engine.worker.outline.families import LISTED
@@ -206,6 +209,8 @@ class Zoo:
         return self._oracles[name]
 
     def close(self) -> None:
-        """Close all runners."""
-        for loaded in self._loaded.values():
-            loaded.runner.close()
+        """Close all runners, and collect once for all of them."""
+        with mock.patch.object(text_runner, "collect_after_close"):
+            for loaded in self._loaded.values():
+                loaded.runner.close()
+        gc.collect()
