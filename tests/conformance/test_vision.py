@@ -223,7 +223,7 @@ def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
     monkeypatch.setitem(vision_checkpoint.TEXT, "max_position_embeddings", 2048)
     monkeypatch.setitem(vision_checkpoint.GRID_SIZE, "longest_edge", GRID_TOKENS * 16**2)
     directory = vision_checkpoint.make(tmp_path, arch)
-    check_estimate("vision_memory.py", directory)
+    check_estimate("vision_memory", directory)
 
 
 def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path):

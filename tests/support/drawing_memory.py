@@ -1,5 +1,5 @@
-"""`python drawing_memory.py DIR`: loads an image model, draws the largest drawings that it takes,
-and prints the estimate of its memory and what was taken, in bytes.
+"""`python -m tests.support.drawing_memory DIR`: loads an image model, draws the largest
+drawings that it takes, and prints the estimate of its memory and what was taken, in bytes.
 
 It is a program because memory that something before it freed would hide what a drawing takes.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageVerb

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 
-SUPPORT = Path(__file__).parent
+from tests.support import prestarted
+from tests.support.server import SERVING_IMPORTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LIMIT_S = 240
 
 
 def check_estimate(program: str, directory: Path) -> None:
-    """Run a program of this folder on a model; it ends with the estimate and what was taken, in
-    bytes. Check that the estimate holds that, and is at most four times as much."""
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / program), str(directory)],
-        capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd=SUPPORT.parents[1],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    estimate, taken = map(int, done.stdout.split()[-2:])
+    """Run a module of this folder on a model, in a process of its own that has imported what a
+    server imports; it ends with the estimate and what was taken, in bytes. Check that the estimate
+    holds that, and is at most four times as much."""
+    module, imports = f"tests.support.{program}", SERVING_IMPORTS
+    with TemporaryFile() as out, TemporaryFile() as err:
+        process = prestarted.start(module, [str(directory)], out, err, imports=imports)
+        with process.stdin:
+            code = process.wait(LIMIT_S)
+        printed, complaints = (file.seek(0) or file.read().decode() for file in (out, err))
+    assert code == 0, complaints
+    estimate, taken = map(int, printed.split()[-2:])
     assert taken <= estimate <= 4 * taken, (estimate, taken)

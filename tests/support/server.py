@@ -31,6 +31,7 @@ TEXT_IMPORTS = (
 SERVING_IMPORTS = (
     *TEXT_IMPORTS,
     *("engine.worker.encoders.runner", "transformers.modeling_utils"),
+    "engine.worker.diffusion.loading",
 )
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "engine" / "demo" / "stories"

@@ -1,5 +1,5 @@
-"""`python vision_memory.py DIR`: loads a model that sees, and prints the estimate of its memory and
-what was taken, in bytes.
+"""`python -m tests.support.vision_memory DIR`: loads a model that sees, and prints the
+estimate of its memory and what was taken, in bytes.
 
 In between it reads as many images as are kept decoded, and computes prompts with large ones. It is
 a program because memory that something before it freed would hide what images take.
@@ -11,8 +11,6 @@ import importlib
 import io
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from PIL import Image
