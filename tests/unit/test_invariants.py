@@ -39,136 +39,43 @@ def sequence(driver, name):
     return ledger(driver).requests[name].sequences[0]
 
 
-DAMAGES = []
+DAMAGES = {  # statements about the ledger, its pool and its cache, and a sequence in each state
+    "drop from the queue": "ledger.waiting.items.clear()",
+    "drop from running": "ledger.running.clear()",
+    "unpark by hand": "ledger.parked.unread.clear()",
+    "lose a block": "running.blocks.pop()",
+    "invent a block": "running.blocks.append(pool.num_blocks - 1)",
+    "share a block silently": "running.blocks[0] = parked.blocks[0]",
+    "hold while waiting": """
+pair.blocks, running.blocks = running.blocks, []
+running.num_computed = 0""",
+    "compute more than there is": "running.num_computed = running.num_tokens + 1",
+    "compute beyond the blocks": "pool.release([running.blocks.pop()])",
+    "miscount tokens": "running.num_tokens += 1",
+    "miscount seats": "ledger.num_seats += 1",
+    "miscount the queue": "ledger.waiting.num_tokens -= 1",
+    "too many seats": "object.__setattr__(ledger.config, 'max_num_seqs', 0)",
+    "jump the queue": """
+driver.submit(make_request("last", range(50, 55), arrival=1.0))
+ledger.waiting.items.reverse()""",
+    "keep a step": "running.num_chunks = 1",
+    "keep a token": "running.num_pending, running.num_tokens = 1, running.num_tokens + 1",
+    "keep a slot": "driver.credits['running'].try_reserve()",
+    "keep a reservation": "pool.open()",
+    "forget a cached block": "pool._cached.pop()",
+    "cross two keys": """
+one, other = list(cache._block_of)[:2]
+cache._block_of[one], cache._block_of[other] = cache._block_of[other], cache._block_of[one]""",
+    "misfile a free block": "pool._free[running.blocks[0]] = None",
+    "lose a free block": "pool._free.popitem()",
+}
 
 
-def damage(function):
-    """Add a function to the damages that the test tries."""
-    DAMAGES.append(function)
-    return function
-
-
-@damage
-def drop_from_queue(driver):
-    ledger(driver).waiting.items.clear()
-
-
-@damage
-def drop_from_running(driver):
-    ledger(driver).running.clear()
-
-
-@damage
-def unpark_by_hand(driver):
-    ledger(driver).parked.unread.clear()
-
-
-@damage
-def lose_a_block(driver):
-    sequence(driver, "running").blocks.pop()
-
-
-@damage
-def invent_a_block(driver):
-    sequence(driver, "running").blocks.append(ledger(driver).pool.num_blocks - 1)
-
-
-@damage
-def share_a_block_silently(driver):
-    sequence(driver, "running").blocks[0] = sequence(driver, "parked").blocks[0]
-
-
-@damage
-def hold_while_waiting(driver):
-    waiting, running = sequence(driver, "pair"), sequence(driver, "running")
-    waiting.blocks, running.blocks = running.blocks, []
-    running.num_computed = 0
-
-
-@damage
-def compute_more_than_there_is(driver):
-    sequence(driver, "running").num_computed = sequence(driver, "running").num_tokens + 1
-
-
-@damage
-def compute_beyond_the_blocks(driver):
-    seq = sequence(driver, "running")
-    ledger(driver).pool.release([seq.blocks.pop()])
-
-
-@damage
-def miscount_tokens(driver):
-    sequence(driver, "running").num_tokens += 1
-
-
-@damage
-def miscount_seats(driver):
-    ledger(driver).num_seats += 1
-
-
-@damage
-def miscount_the_queue(driver):
-    ledger(driver).waiting.num_tokens -= 1
-
-
-@damage
-def too_many_seats(driver):
-    object.__setattr__(ledger(driver).config, "max_num_seqs", 0)
-
-
-@damage
-def jump_the_queue(driver):
-    driver.submit(make_request("last", range(50, 55), arrival=1.0))
-    ledger(driver).waiting.items.reverse()
-
-
-@damage
-def keep_a_step(driver):
-    sequence(driver, "running").num_chunks = 1
-
-
-@damage
-def keep_a_token(driver):
-    seq = sequence(driver, "running")
-    seq.num_pending, seq.num_tokens = 1, seq.num_tokens + 1
-
-
-@damage
-def keep_a_slot(driver):
-    driver.credits["running"].try_reserve()
-
-
-@damage
-def keep_a_reservation(driver):
-    ledger(driver).pool.open()
-
-
-@damage
-def forget_a_cached_block(driver):
-    ledger(driver).pool._cached.pop()
-
-
-@damage
-def cross_two_keys(driver):
-    cache = ledger(driver).cache
-    one, other = list(cache._block_of)[:2]
-    cache._block_of[one], cache._block_of[other] = cache._block_of[other], cache._block_of[one]
-
-
-@damage
-def misfile_a_free_block(driver):
-    pool = ledger(driver).pool
-    pool._free[sequence(driver, "running").blocks[0]] = None
-
-
-@damage
-def lose_a_free_block(driver):
-    ledger(driver).pool._free.popitem()
-
-
-@pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("harm", DAMAGES)
 def test_damage_is_noticed(driver, harm):
-    harm(driver)
+    names = {name: sequence(driver, name) for name in ("parked", "running", "pair")}
+    names |= {"driver": driver, "make_request": make_request, "ledger": ledger(driver)}
+    exec(DAMAGES[harm], names | {"pool": ledger(driver).pool, "cache": ledger(driver).cache})
     with pytest.raises(AssertionError):
         driver.scheduler.check()
 
