@@ -177,7 +177,7 @@ def is_listening(server):
 
 
 def test_the_watchdog_sleeps_while_the_server_is_idle():
-    with fake(engine={"step_timeout_s": 0.2}) as server:
+    with fake(engine={"step_timeout_s": 0.2}, may_log=HUNG_LOG) as server:
         wait_serving(server.channel)
         assert "triolet-watchdog" not in server.ask()["switches"]
         assert generate(server.channel, max_tokens=5).error is None
