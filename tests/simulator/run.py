@@ -375,7 +375,7 @@ class Simulation:
         """Check that an abort finds that the last request which succeeded has ended."""
         ended = [one for one in self._generations if one.closed_at and one.error is None]
         last = max(ended, key=lambda one: one.closed_at or 0.0, default=None)
-        if last is None or trio.current_time() > (last.closed_at or 0.0) + ABORT_MEMORY_S:
+        if last is None or trio.current_time() >= (last.closed_at or 0.0) + ABORT_MEMORY_S:
             return
         if (outcome := engine.abort(last.request_id)) is not AbortOutcome.ALREADY_ENDED:
             raise Violation(f"{last}: after its end, an abort found it {outcome}")
