@@ -45,6 +45,7 @@ class TextStream(RequestStream[StreamEvent]):
 
     def __init__(self, request: GenerateRequest, options: StreamOptions[StreamEvent]) -> None:
         self.request = request
+        self._is_large = request.num_bytes > KEPT_BYTES
         self._num_choices = max(1, request.n or 1)  # n may be out of range, and about to be refused
         continued = request.continuation.choices if request.continuation is not None else ()
         self._num_left = self._num_choices - sum([choice.finished for choice in continued])
@@ -166,13 +167,14 @@ class TextStream(RequestStream[StreamEvent]):
             if chat is not None and (begun := chat.answer_begun):
                 for parser in self._parsers:
                     parser.skip(begun)
-        self._drop_input(prepared)
+        if self._is_large:
+            self._drop_input(prepared)
 
     def _drop_input(self, prepared: PreparedText) -> None:
-        """Drop a large input, of which few tokens may be left. Images are counted by their files
-        until the end, and a caller in this process keeps a chat that is truncated."""
+        """Drop the input, of which few tokens may be left. Images are counted by their files until
+        the end, and a caller in this process keeps a chat that is truncated."""
         request, chat = self.request, self.request.chat
-        if request.num_bytes <= KEPT_BYTES or request.has_images or (chat and chat.truncates):
+        if request.has_images or (chat is not None and chat.truncates):
             return
         self.request = replace(request, text=None, token_ids=None, chat=None, check=False)
         self._prompt_bytes = TOKEN_ID_BYTES * len(prepared.request.prompt)

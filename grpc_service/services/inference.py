@@ -16,7 +16,7 @@ from grpc_service.services import draw_codec, encode_codec, text_codec, text_enc
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from engine.requests.draw_values import DrawRequest
     from engine.requests.encode_values import EmbedRequest, RerankRequest
@@ -34,9 +34,8 @@ class Inference:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def Generate(self, asked: GenerateRequest, rpc: Rpc) -> Awaitable[None]:
-        """Stream what the model generates. Raises as `CallWriter.serve`. Nothing here keeps the
-        request while it runs.
+    async def Generate(self, asked: GenerateRequest, rpc: Rpc) -> None:
+        """Stream what the model generates. Raises as `CallWriter.serve`.
 
         Cancellation: ends the request.
         """
@@ -46,7 +45,9 @@ class Inference:
             is_large=asked.output.prompt_logprobs is not None,
             is_kept=asked.resume_window_s is not None,
         )
-        return writer.serve(self._backend.engine, asked)
+        serving = writer.serve(self._backend.engine, asked)
+        del asked  # the stream alone keeps the request
+        await serving
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
         """Stream the rest of what a Generate request generates, after its call was lost.

@@ -31,7 +31,7 @@ from grpc_service.vllm_engine.model_info import encode_info, tokenizer_chunks
 from grpc_service.vllm_engine.request_codec import DEADLINE_S, decode_embed, decode_generate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
     from google.protobuf.descriptor import ServiceDescriptor
@@ -114,7 +114,7 @@ class VllmEngine:
         timeout_s = self._timeout_s(call)
         return lambda message: decode_embed(message, self._name, timeout_s)
 
-    def Generate(self, asked: AskedGenerate, rpc: Rpc) -> Awaitable[None]:
+    async def Generate(self, asked: AskedGenerate, rpc: Rpc) -> None:
         """Stream the tokens that the model generates, or send them all at the end. Raises as
         `CallWriter.serve`.
 
@@ -130,7 +130,9 @@ class VllmEngine:
             is_large=output.prompt_logprobs is not None,
         )
         self._last_receive = time.time()
-        return writer.serve(self._engine, asked.request)
+        serving = writer.serve(self._engine, asked.request)
+        del asked  # the stream alone keeps the request
+        await serving
 
     async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
         """Send the vector of one input. Raises as `CallWriter.serve`.
