@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # hop to a thread and back takes 0.2 ms. tests/unit/test_value_counts.py measures the first.
 SMALL_BYTES = 2**10
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
-DECODED_BYTES = 2**21  # guess: enough to keep the tokenizer busy
+DECODED_BYTES = 2**20  # guess: enough to keep the tokenizer busy
 ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: another owner has room beside one
 DECODED_S = 5.0  # guess: a text of that size is tokenised in a second
 
