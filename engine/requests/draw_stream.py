@@ -50,10 +50,9 @@ class DrawStream(RequestStream[DrawEvent]):
 
     def __init__(self, request: DrawRequest, options: StreamOptions[DrawEvent]) -> None:
         # Started and Finished have no credit.
-        super().__init__(options, num_beside=2, credited=(Progress, GeneratedImage))
+        super().__init__(request, options, num_beside=2, credited=(Progress, GeneratedImage))
         # The end waits for the reader, and a step takes far longer than waking the Trio thread.
         self.num_per_release = 1
-        self.request = request
         self.seed = SystemRandom().randrange(DRAWN_SEEDS) if request.seed is None else request.seed
         self._prepared: PreparedDrawing | None = None
         self._waiting: deque[Stepped | Drawn] = deque()  # for a thread, or behind one that does

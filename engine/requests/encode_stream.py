@@ -38,7 +38,6 @@ class EncodeStream(RequestStream[EncodeEvent]):
     """An Embed or a Rerank request's life on the Trio thread."""
 
     def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
-        self.request = request
         if isinstance(request, EmbedRequest):
             self.num_inputs, self._top_n = len(request.inputs), None
         else:
@@ -47,7 +46,8 @@ class EncodeStream(RequestStream[EncodeEvent]):
         self._scores: list[Score] = []
         num_kept = min(self.num_inputs, self._top_n or 0)
         # Started, Finished, and the results that are kept until the end, have no credit.
-        super().__init__(options, num_beside=2 + max(0, num_kept), credited=credited_by(request))
+        num_beside = 2 + max(0, num_kept)
+        super().__init__(request, options, num_beside=num_beside, credited=credited_by(request))
 
     # ---- the loop's side
 

@@ -103,7 +103,7 @@ class RequestStream(Generic[EventT]):
     that hold a slot of it; at most ``num_beside`` other events come. A reader on another thread
     gives credit back when it has taken ``num_per_release`` credited events, or after a while.
 
-    ``request`` is the client's, as far as it is still needed; a kind of work sets it.
+    ``request`` is the client's, as far as it is still needed.
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.
     ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
@@ -112,13 +112,18 @@ class RequestStream(Generic[EventT]):
     request's draws; 0 for a kind of work that draws nothing.
     """
 
-    request: Any
     attach_token = ""
     seed = 0
 
     def __init__(
-        self, options: StreamOptions[EventT], *, num_beside: int, credited: tuple[type, ...]
+        self,
+        request: Any,
+        options: StreamOptions[EventT],
+        *,
+        num_beside: int,
+        credited: tuple[type, ...],
     ) -> None:
+        self.request = request
         self.request_id = options.request_id
         self.core_id = options.core_id
         self.scope = trio.CancelScope()

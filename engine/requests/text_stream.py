@@ -44,7 +44,6 @@ class TextStream(RequestStream[StreamEvent]):
     request: GenerateRequest
 
     def __init__(self, request: GenerateRequest, options: StreamOptions[StreamEvent]) -> None:
-        self.request = request
         self._is_large = request.num_bytes > KEPT_BYTES
         self._num_choices = max(1, request.n or 1)  # n may be out of range, and about to be refused
         continued = request.continuation.choices if request.continuation is not None else ()
@@ -70,7 +69,7 @@ class TextStream(RequestStream[StreamEvent]):
             self._kept = KeptEvents(options.reader, continued)
             options = replace(options, reader=self._kept)
         # Started, and the end of each choice, have no credit.
-        super().__init__(options, num_beside=self._num_choices + 1, credited=(Tokens,))
+        super().__init__(request, options, num_beside=self._num_choices + 1, credited=(Tokens,))
         if self._kept is not None:
             self.attach_token = secrets.token_urlsafe(ATTACH_TOKEN_BYTES)
 

@@ -92,8 +92,7 @@ class CountRunner(FakeImageRunner):
 
 class CountStream(RequestStream):
     def __init__(self, request, options):
-        self.request = request
-        super().__init__(options, num_beside=0, credited=(int,))
+        super().__init__(request, options, num_beside=0, credited=(int,))
 
     def push(self, event):
         if not isinstance(event, Counted):
