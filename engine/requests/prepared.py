@@ -73,6 +73,6 @@ class Prepared(Generic[CoreRequestT_co]):
     hold: Callable[[Replica[Any, Any]], AbstractAsyncContextManager[None]] | None = None
 
     def with_adapter(self, digest: str) -> Self:
-        """Return it for a lease with this version of its adapter, which may have been replaced
-        since; "": none."""
+        """Return this request as it is computed with the adapter of this digest; "": with none. A
+        request that moves to another replica gets the adapter's newest version there."""
         return self

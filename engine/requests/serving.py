@@ -84,7 +84,8 @@ class Serving:
     async def _prepare(
         self, lease: Lease, stream: RequestStream[Any], held: ExitStack
     ) -> Prepared[Any]:
-        """Prepare a request; what was taken for it is held only if that succeeds."""
+        """Return the stream's request, prepared. ``held`` gives back the memory that was taken for
+        it; if preparing fails, that is given back at once. Raises and cancellation as `serve`."""
         with ExitStack() as taken:
             assignment = Assignment(
                 stream.request,

@@ -134,7 +134,7 @@ class RequestStream(Generic[EventT]):
         self.started_at = trio.current_time()
         self.load_s = 0.0
         self.replica: Replica[Any, Any] | None = None
-        self.prepared: Prepared[Any] | None = None  # from `run` on
+        self.prepared: Prepared[Any] | None = None  # set by the first `run`
         self.ahead: TokensAhead | None = None  # from the queue on
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call

@@ -78,7 +78,8 @@ class Interceptor(Dispatcher):
             with self._accounting(rpc) if is_counted else contextlib.nullcontext():
                 await super().serve(call)
         finally:
-            call.record = None  # a cycle, with the request in it, that only the collector frees
+            # The record has the call: the two, and the request, would be left to the collector.
+            call.record = None
 
     @contextlib.contextmanager
     def _accounting(self, rpc: Rpc) -> Iterator[None]:
