@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 
 from engine.config import EncoderConfig, ImageConfig, SchedulerConfig
 from engine.core.encode.scheduler import EncodeScheduler
-from engine.core.image.scheduler import ImageScheduler
+from engine.core.image_generation.scheduler import ImageScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Tokens
-from engine.requests.compiled_constraints import CompiledConstraints
-from engine.requests.draw_stream import DrawStream
-from engine.requests.draw_values import DrawRequest
-from engine.requests.encode_stream import EncodeStream
-from engine.requests.encode_values import EmbedRequest, RerankRequest
-from engine.requests.prepare_drawing import DrawPreparer
-from engine.requests.prepare_inputs import EncodeTools, InputPreparer
-from engine.requests.prepare_text import TextPreparer, TextTools
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import GenerateRequest
+from engine.requests.encode.prepare import EncodeTools, InputPreparer
+from engine.requests.encode.stream import EncodeStream
+from engine.requests.encode.values import EmbedRequest, RerankRequest
+from engine.requests.image_generation.prepare import DrawPreparer
+from engine.requests.image_generation.stream import DrawStream
+from engine.requests.image_generation.values import DrawRequest
+from engine.requests.text.compiled_constraints import CompiledConstraints
+from engine.requests.text.prepare import TextPreparer, TextTools
+from engine.requests.text.stream import TextStream
+from engine.requests.text.values import GenerateRequest
 from engine.settings import share
 from engine.status import Capability
 
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from engine.replica.threads import Threads
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
-    from engine.worker.image_interface import ImageModelInfo, ImageRunner
-    from engine.worker.interface import EncoderInfo, EncodeRunner, ModelInfo, TextRunner
+    from engine.worker.encode.interface import EncoderInfo, EncodeRunner
+    from engine.worker.image_generation.interface import ImageModelInfo, ImageRunner
+    from engine.worker.text.interface import ModelInfo, TextRunner
 
 
 @dataclass(frozen=True, slots=True)

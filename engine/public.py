@@ -9,17 +9,17 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import TrioletError
-from engine.requests.chat_values import Chat
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.draw_values import (
+from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.image_generation.values import (
     DrawingFinished,
     DrawingStarted,
     DrawRequest,
     GeneratedImage,
     Progress,
 )
-from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
-from engine.requests.text_values import (
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.values import (
     AnswerTokens,
     GenerateRequest,
     OutputOptions,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from engine.worker.load.architectures import SERVED, UNPAGED_TYPES
 from engine.worker.load.vision_architectures import VISION
-from engine.worker.outline.division_plans import PLANS
-from engine.worker.outline.families import LISTED
+from engine.worker.skeleton.division_plans import PLANS
+from engine.worker.skeleton.families import LISTED
 from tools.shown import Shown
 
 FEATURES = Path(__file__).parent.parent / "docs" / "features.md"

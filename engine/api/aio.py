@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
-    from engine.requests.chat_values import Chat as ChatMessages
-    from engine.requests.draw_values import DrawEvent, DrawRequest
-    from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
+    from engine.requests.encode.values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
+    from engine.requests.image_generation.values import DrawEvent, DrawRequest
     from engine.requests.kind import ClientRequest
-    from engine.requests.text_values import GenerateRequest, SamplingParams, StreamEvent
+    from engine.requests.text.chat_values import Chat as ChatMessages
+    from engine.requests.text.values import GenerateRequest, SamplingParams, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
 

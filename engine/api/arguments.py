@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
-from engine.requests.draw_values import DrawRequest
-from engine.requests.encode_values import EmbedRequest, RerankRequest
+from engine.requests.encode.values import EmbedRequest, RerankRequest
 from engine.requests.field_types import options, wrong_type
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.image_generation.values import DrawRequest
+from engine.requests.text.values import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -31,10 +31,10 @@ from engine.replica.replica import ReplicaKind
 from engine.replica.threads import Threads, WorkerThreads
 from engine.replica.watchdog import Watchdog
 from engine.requests.kind import RequestKind
-from engine.requests.prepare_chat import Seeing
 from engine.requests.quota import NOWHERE, Origin
 from engine.requests.supervisor import Supervisor
-from engine.requests.text_values import validate_tokenize
+from engine.requests.text.prepare_chat import Seeing
+from engine.requests.text.values import validate_tokenize
 from engine.status import Capability, ModelState
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from engine.replica.loop import OnEvent, WriteBatch
     from engine.replica.replica import AnyRunner
     from engine.replica.telemetry import EngineTelemetry
-    from engine.requests.chat_values import Chat
-    from engine.requests.draw_values import DrawEvent, DrawRequest
-    from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
-    from engine.requests.text_values import GenerateRequest, StreamEvent
+    from engine.requests.encode.values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
+    from engine.requests.image_generation.values import DrawEvent, DrawRequest
+    from engine.requests.text.chat_values import Chat
+    from engine.requests.text.values import GenerateRequest, StreamEvent
     from engine.status import EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
 

@@ -31,11 +31,11 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, RequestCancelled
-from engine.requests.chat_values import Chat as ChatMessages
-from engine.requests.context_truncation import without_messages
-from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import AnswerTokens, GenerateRequest
+from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text.chat_values import Chat as ChatMessages
+from engine.requests.text.stream import TextStream
+from engine.requests.text.truncation import without_messages
+from engine.requests.text.values import AnswerTokens, GenerateRequest
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from engine.api.engine import Engine
     from engine.errors import TrioletError
     from engine.requests.readers import Reader
-    from engine.requests.text_values import SamplingParams, StreamEvent
+    from engine.requests.text.values import SamplingParams, StreamEvent
 
     Inputs = Sequence[str | bytes]  # texts, and files of images
 
@@ -106,7 +106,7 @@ class Chat(Handle):
     answer at a time.
 
     When the conversation leaves too little room for an answer, turns are left out for good: never
-    the system prompt, and the first turn last (`engine.requests.context_truncation`).
+    the system prompt, and the first turn last (`engine.requests.text.truncation`).
     `Answer.dropped` and `Started` say which. Whatever was computed for the turn before is reused as
     far as the new prompt begins alike; ``usage.cached_tokens`` says how many tokens that saved.
 

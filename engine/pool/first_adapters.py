@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.pool.entry import Entry
     from engine.pool.runner_jobs import RunnerJobs
     from engine.replica.replica import AnyRunner
-    from engine.worker.interface import AdapterInfo
+    from engine.worker.text.interface import AdapterInfo
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from engine.pool.runner_jobs import RunnerJobs
     from engine.pool.serving import Serving
     from engine.replica.replica import AnyReplica, AnyRunner
-    from engine.worker.interface import AdapterInfo, MemoryEstimate, WorkerInfo
+    from engine.worker.interface import MemoryEstimate, WorkerInfo
+    from engine.worker.text.interface import AdapterInfo
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from engine.replica.loop import OnEvent
     from engine.replica.threads import Threads
     from engine.replica.watchdog import Watchdog
-    from engine.worker.interface import AdapterInfo, Runner, Tokenizer
+    from engine.worker.interface import Runner, Tokenizer
+    from engine.worker.text.interface import AdapterInfo
 
 
 InfoT = TypeVar("InfoT", bound=WorkerInfo)

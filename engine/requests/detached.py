@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from engine.core.common.types import RequestId
-    from engine.requests.kept_events import ReceivedChoice
     from engine.requests.quota import Quota
     from engine.requests.readers import Reader
     from engine.requests.stream import RequestStream
     from engine.requests.tasks import RequestTasks
-    from engine.requests.text_stream import TextStream
+    from engine.requests.text.kept_events import ReceivedChoice
+    from engine.requests.text.stream import TextStream
 
 # All are guesses. When the loss of the server's own network cuts all streams at once, these wait.
 DETACHED_MAX = 1024

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from engine.images.decoder import DecodeImage
     from engine.replica.replica import Replica
     from engine.replica.threads import Threads
-    from engine.requests.chat_values import Chat
     from engine.requests.tasks import RequestTasks
+    from engine.requests.text.chat_values import Chat
     from engine.worker.interface import Tokenizer, TokenSpan
 
     AnyReplica = Replica[Any, Any]

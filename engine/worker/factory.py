@@ -14,7 +14,7 @@ from engine.limits.cpu import cpu_limit
 from engine.limits.memory import default_limit
 from engine.settings import share
 from engine.status import Capability
-from engine.worker.diffusion import pipelines
+from engine.worker.image_generation import pipelines
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.config import EngineConfig, ModelConfig
-    from engine.worker.image_interface import ImageRunner
-    from engine.worker.interface import EncodeRunner, TextRunner
+    from engine.worker.encode.interface import EncodeRunner
+    from engine.worker.image_generation.interface import ImageRunner
+    from engine.worker.text.interface import TextRunner
 
     # Spelled out: the values of kinds of work have no common name that says more.
     AnyRunner = TextRunner | EncodeRunner | ImageRunner
@@ -166,7 +167,7 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
         directory = source.directory
         kind = capability.fitting(directory, kind)
         if kind in ENCODERS:
-            from engine.worker.encoders.files import check
+            from engine.worker.encode.files import check
 
             check(directory, kind)
         elif kind is Capability.TEXT_TO_IMAGE:
@@ -203,21 +204,21 @@ def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> 
 @holds_import_lock
 def _import_runner(spec: RunnerSpec, kind: Capability) -> AnyRunner:
     if kind is Capability.TEXT_TO_IMAGE:
-        from engine.worker.diffusion.runner import DiffusionRunner
+        from engine.worker.image_generation.runner import DiffusionRunner
 
         return DiffusionRunner(spec)
     if kind in ENCODERS:
-        from engine.worker.encoders.runner import EncoderRunner
+        from engine.worker.encode.runner import EncoderRunner
 
         return EncoderRunner(spec, kind)
     if kind is Capability.VISION:
-        from engine.worker.vision.runner import VisionRunner
+        from engine.worker.text.vision.runner import VisionRunner
 
         return VisionRunner(spec)
     if spec.tp > 1:
-        from engine.worker.rank_runners import rank_runner
+        from engine.worker.text.rank_runners import rank_runner
 
         return rank_runner(spec)
-    from engine.worker.text_runner import TorchRunner
+    from engine.worker.text.runner import TorchRunner
 
     return TorchRunner(spec)

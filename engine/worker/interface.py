@@ -5,27 +5,22 @@ load, execute a plan, close. Each kind adds what it alone can do: a `TextRunner`
 constraints, an `EncodeRunner` has a tokenizer for inputs. A new kind of work is a new plan, a new
 result, a new info and a protocol beside these two.
 
-Rule 1: every value here pickles without torch, so that a runner can live in a process of its own.
-Rule 2: this file imports no torch; the rest of `engine.worker` does.
+Rule 1: every value here and in the kinds' interfaces pickles without torch, so that a runner can
+live in a process of its own. Rule 2: these files import no torch; other parts of `engine.worker`
+do.
 """
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field, replace
-from enum import Enum
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from engine.core.encode.types import EncodePlan, EncodeResult, TokenizedInput
-from engine.core.text.plan import StepPlan, StepResult
 from engine.settings import ImageLimits, ModelChoices, ModelMemory, TextSteps
-from engine.status import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engine.core.text.types import Constraint
-    from engine.images.fit import ImageFit
-    from engine.images.sight import Sight
+    from engine.status import Capability
 
 
 # ---- what a runner is made from, and what it reports while it loads
@@ -239,179 +234,3 @@ class Tokenizer(Protocol):
     def added_id_of(self, text: str) -> int | None:
         """Return the id of a text that is one token beside the vocabulary, special or not; None for
         any other text."""
-
-
-# ---- runners of text models
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """The sampling values of the model's generation_config; None where it has no value."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo(WorkerInfo):
-    """Describes a text model once it is loaded; ``max_model_len`` is of prompt and output
-    together."""
-
-    num_blocks: int
-    block_size: int
-    eos_token_ids: frozenset[int]
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    images: Sight | None = None  # how it reads images; None: it reads none
-    num_states: int = 0  # slots for states of recurrent layers, snapshots included; 0: it has none
-
-    @property
-    def capability(self) -> Capability:
-        """What the model can do."""
-        return Capability.TEXT_TO_TEXT if self.images is None else Capability.VISION
-
-    @property
-    def full_sequences(self) -> int:
-        """How many sequences of ``max_model_len`` the KV pool holds at once."""
-        return self.num_blocks // -(-self.max_model_len // self.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """Describes a loaded adapter. Adapters of one ``digest`` have the same content, and so give the
-    same answers. ``num_bytes`` are those of the device that it takes."""
-
-    digest: str
-    num_bytes: int
-    rank: int = 0  # the largest of its layers
-    num_layers: int = 0  # linear layers that it changes
-
-
-class Adapters(Protocol):
-    """The adapters (LoRA) of one loaded text model. Each method is called from any thread, several
-    at once, and during steps."""
-
-    def measure(self, directory: str) -> int:
-        """Return how many bytes of the device loading an adapter takes at most. May be called
-        before the model has loaded.
-
-        Raises:
-            SpawnFailed: as `load`, as far as the adapter's small files show.
-        """
-
-    def load(self, directory: str) -> AdapterInfo:
-        """Load the adapter in a directory. A step may use it, by its digest, as soon as this
-        returns. Loading the same content again counts, and takes no more memory.
-
-        Raises:
-            SpawnFailed: it cannot be served with this model; one sentence says why.
-            ShuttingDown, WorkerLost: the model is gone.
-        """
-
-    def unload(self, digest: str) -> None:
-        """Drop an adapter, once this was called for its digest as often as `load` returned it."""
-
-
-class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
-    """A runner of a model that generates text. Its steps run the model, sample, turn tokens into
-    text and match stop strings. It owns the KV pool, too."""
-
-    @property
-    def adapters(self) -> Adapters:
-        """The model's adapters."""
-
-    def compile(self, constraint: Constraint) -> int:
-        """Make a constraint ready for sequences that will be admitted with it; return about how
-        many bytes the compiled form takes. Unlike the other methods, this one is called from
-        several threads at once, and during steps.
-
-        Raises:
-            InvalidRequest: the constraint cannot be followed; the violation names the field.
-            Unsupported: this model cannot follow any constraint.
-        """
-
-    def forget(self, constraint: Constraint) -> None:
-        """Drop a compiled constraint. No sequence will be admitted with it unless it is compiled
-        again. A constraint that is not compiled is ignored."""
-
-
-@runtime_checkable
-class RankRunner(Protocol):
-    """A runner of one rank of a divided model."""
-
-    @property
-    def num_collectives(self) -> int:
-        """How many operations of all ranks together this one has begun. After a step that failed,
-        the ranks can go on if they have begun equally many."""
-
-
-# ---- runners of encoders
-
-
-class EncoderKind(Enum):
-    """What an encoder computes: a vector for each text, a vector for each text or image, or a score
-    for each pair of texts."""
-
-    EMBEDDING = "embedding"
-    IMAGE_EMBEDDING = "image-embedding"
-    RERANK = "rerank"
-
-
-_CAPABILITIES = {
-    EncoderKind.EMBEDDING: Capability.TEXT_EMBEDDING,
-    EncoderKind.IMAGE_EMBEDDING: Capability.IMAGE_EMBEDDING,
-    EncoderKind.RERANK: Capability.RERANK,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderInfo(WorkerInfo):
-    """Describes an encoder once it is loaded. For a cross-encoder, ``max_model_len`` is of query
-    and document together."""
-
-    kind: EncoderKind
-    dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
-    prompt_names: tuple[str, ...] = ()
-    text_width: int = 0  # tokens to which the model pads each text, alone as in a batch; 0: none
-    images: ImageFit | None = None  # how its images are fitted; None: it reads none
-
-    @property
-    def capability(self) -> Capability:
-        """What the encoder can do."""
-        return _CAPABILITIES[self.kind]
-
-
-class EncoderTokenizer(Protocol):
-    """Turns texts into inputs, and cuts those that are too long. Safe to call from any thread."""
-
-    def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
-        """Return one input for each text, with the named prompt before it. An empty name stands for
-        the model's default prompt.
-
-        Raises:
-            InvalidRequest: a text cannot be encoded; the violation's field is its index.
-        """
-
-    def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
-        """Return one input for each document, the query first. Where both together are too long,
-        the longer one is cut.
-
-        Raises:
-            InvalidRequest: as `encode_texts`; the field of the query is ``query``.
-        """
-
-
-class EncodeRunner(Runner[EncodePlan, EncodeResult, EncoderInfo], Protocol):
-    """A runner of an encoder. It keeps nothing between steps. Except for the noise of float
-    arithmetic, the result of a row does not depend on the other rows."""
-
-    @property
-    def encoder_tokenizer(self) -> EncoderTokenizer:
-        """The tokenizer that makes the inputs of plans. Valid after `load`."""

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
+from engine.requests.text.truncation import choose_dropped, truncation_limits, without_messages
 from grpc_service.cli.client import break_note, explain, run_client
 from grpc_service.cli.generate import json_line, sampling_of
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn

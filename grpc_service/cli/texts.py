@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from engine.errors import ConfigError
-from engine.requests.encode_values import MAX_INPUTS
+from engine.requests.encode.values import MAX_INPUTS
 from grpc_service.cli.bars import bar
 from grpc_service.client import CallError
 

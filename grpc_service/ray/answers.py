@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestNotFound, Unsupported
 from engine.status import ModelState
-from grpc_service.services import draw_codec, encode_codec, text_codec, text_encoder
+from grpc_service.services import encode_codec, text_codec, text_encoder
+from grpc_service.services import image_generation_codec as draw_codec
 from grpc_service.services.inference import clients_timeout
 
 if TYPE_CHECKING:

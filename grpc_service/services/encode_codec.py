@@ -7,20 +7,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.errors import FieldViolation, InvalidRequest
-from engine.requests.encode_values import (
-    Embedding,
-    EmbedRequest,
-    RerankRequest,
-    Score,
-)
-from engine.requests.text_values import Started
+from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text.values import Started
 from grpc_service._generated.triolet.v1 import inference_pb2
 from grpc_service.services.text_codec import given, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.requests.encode_values import EncodeEvent
+    from engine.requests.encode.values import EncodeEvent
 
 VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.requests.encode_values import MAX_INPUTS
+from engine.requests.encode.values import MAX_INPUTS
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
 from grpc_service.rpc.errors import MessageTooLarge
 from grpc_service.services.value_counts import FIXED32, FIXED64, LENGTH_DELIMITED, varint

@@ -12,15 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from grpc_service.rpc.receipt import wait_received
-from grpc_service.services import draw_codec, encode_codec, text_codec, text_encoder
+from grpc_service.services import encode_codec, text_codec, text_encoder
+from grpc_service.services import image_generation_codec as draw_codec
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.requests.draw_values import DrawRequest
-    from engine.requests.encode_values import EmbedRequest, RerankRequest
-    from engine.requests.text_values import GenerateRequest
+    from engine.requests.encode.values import EmbedRequest, RerankRequest
+    from engine.requests.image_generation.values import DrawRequest
+    from engine.requests.text.values import GenerateRequest
     from grpc_service._generated.triolet.v1 import common_pb2
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.rpc.call import Call

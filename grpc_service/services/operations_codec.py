@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ADAPTER_FILES, REPLICAS_MAX
 from engine.core.common.events import PauseMode
 from engine.errors import InvalidRequest
-from engine.requests.text_values import MAX_REQUEST_ID_CHARS
+from engine.requests.text.values import MAX_REQUEST_ID_CHARS
 from grpc_service._generated.triolet.v1 import control_pb2, models_pb2
 from grpc_service.services.snapshots_codec import shared_fields
 from grpc_service.services.text_encoder import encode_duration

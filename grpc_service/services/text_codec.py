@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
 from engine.errors import FieldViolation, InvalidRequest
-from engine.requests.chat_values import VIOLATIONS_MAX, Chat
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.kept_events import ReceivedChoice
-from engine.requests.text_values import (
+from engine.requests.text.chat_values import VIOLATIONS_MAX, Chat
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.kept_events import ReceivedChoice
+from engine.requests.text.values import (
     GenerateRequest,
     OutputOptions,
     PromptOptions,

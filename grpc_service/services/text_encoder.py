@@ -17,7 +17,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings
 from engine.core.text.types import TokenLogprob, Tokens
 from engine.errors import RequestTooLarge
-from engine.requests.text_values import AnswerTokens, Started, StreamEvent, ToolCallDelta
+from engine.requests.text.values import AnswerTokens, Started, StreamEvent, ToolCallDelta
 from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:

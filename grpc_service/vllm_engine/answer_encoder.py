@@ -15,16 +15,16 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from engine.core.common.events import Finished
 from engine.core.text.types import Tokens
 from engine.errors import RequestTooLarge
-from engine.requests.encode_values import Embedding
-from engine.requests.text_values import Started
+from engine.requests.encode.values import Embedding
+from engine.requests.text.values import Started
 from grpc_service.services.text_encoder import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.core.text.types import TokenLogprob
-    from engine.requests.encode_values import EncodeEvent
-    from engine.requests.text_values import StreamEvent
+    from engine.requests.encode.values import EncodeEvent
+    from engine.requests.text.values import StreamEvent
 
 # Upper bounds of a token's bytes in a message: its id, and with log-probabilities its id, its
 # number and the bytes of their tags, and as much for each alternative.

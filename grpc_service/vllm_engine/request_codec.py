@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
-from engine.requests.encode_values import EmbedRequest
-from engine.requests.text_values import (
+from engine.requests.encode.values import EmbedRequest
+from engine.requests.text.values import (
     GenerateRequest,
     OutputOptions,
     PromptOptions,

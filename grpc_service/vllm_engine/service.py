@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import ServiceDescriptor
 
-    from engine.requests.encode_values import EmbedRequest
-    from engine.requests.text_values import GenerateRequest
+    from engine.requests.encode.values import EmbedRequest
+    from engine.requests.text.values import GenerateRequest
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.rpc.call import Call
     from grpc_service.rpc.methods import Method

@@ -27,7 +27,7 @@ def plain(zoo):
 def scales_in_halves(monkeypatch):
     """Have small weights expanded with scales and offsets in half precision, as kernels take
     them."""
-    from engine.worker.small_weights import SmallWeight
+    from engine.worker.quantized.weight import SmallWeight
 
     expand = SmallWeight.expand
     monkeypatch.setattr(SmallWeight, "expand", lambda self: expand(self.in_halves()))

@@ -20,17 +20,12 @@ import trio  # noqa: E402
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.draft_lengths import StepCosts  # noqa: E402
+from engine.core.text.drafting.draft_lengths import StepCosts  # noqa: E402
 from engine.core.text.types import Tokens  # noqa: E402
-from engine.requests.text_values import (  # noqa: E402
-    GenerateRequest,
-    OutputOptions,
-    SamplingParams,
-    Started,
-)
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started  # noqa: E402
 from engine.status import ModelState  # noqa: E402
-from engine.worker import sequences  # noqa: E402
 from engine.worker.load.adapter_config import read_form  # noqa: E402
+from engine.worker.text import sequences  # noqa: E402
 from tests.conformance.test_adapter_serving import (  # noqa: E402
     NEW,
     prompts,

@@ -21,7 +21,7 @@ from engine.config import AdapterConfig, EngineConfig, ModelConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
 from engine.core.text.types import Tokens  # noqa: E402
 from engine.errors import InvalidRequest, MemoryExhausted, ModelNotFound, SpawnFailed  # noqa: E402
-from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
+from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.status import ModelState  # noqa: E402
 from grpc_service.client import messages as pb  # noqa: E402
 from grpc_service.client import stubs  # noqa: E402

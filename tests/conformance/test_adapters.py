@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 
 
 from engine.config import ADAPTER_FILES  # noqa: E402
-from engine.worker.adapters import LoadedAdapters, group_rows  # noqa: E402
 from engine.worker.forward.attention import KEYWORD  # noqa: E402
 from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
 from engine.worker.forward.kv_cache import KvCache  # noqa: E402
@@ -34,6 +33,7 @@ from engine.worker.load.architectures import layer_shapes  # noqa: E402
 from engine.worker.load.foreign import ADAPTER_NAME  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.text.adapters import LoadedAdapters, group_rows  # noqa: E402
 from tests.conformance.test_rewrites import CPU, load  # noqa: E402
 from tests.support.adapter_files import files_in  # noqa: E402
 from tests.support.adapters import (  # noqa: E402

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.requests.prepare_chat import _in_parts
-from engine.worker.text.call_turns import form_of
-from engine.worker.text.tokenizer import HfTokenizer
+from engine.requests.text.prepare_chat import _in_parts
+from engine.worker.tokenizing.call_turns import form_of
+from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 
 pytestmark = pytest.mark.model
@@ -144,7 +144,7 @@ def test_a_template_is_tried_once(monkeypatch):
         count += 1
         return stock(*args, **options)
 
-    from engine.worker.text import call_turns
+    from engine.worker.tokenizing import call_turns
 
     stock = call_turns.render
     monkeypatch.setattr(call_turns, "render", render)

@@ -31,12 +31,12 @@ from engine.core.common.events import Finished, PauseMode  # noqa: E402
 from engine.core.common.types import EndReason  # noqa: E402
 from engine.core.text.types import Constraint, Sampling, Tokens  # noqa: E402
 from engine.errors import InvalidRequest, Unsupported  # noqa: E402
-from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams  # noqa: E402
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams  # noqa: E402
 from engine.worker.sampling import sampler  # noqa: E402
 from engine.worker.sampling.constraint_compiler import WHITESPACE, ConstraintCompiler  # noqa: E402
 from engine.worker.sampling.masks import Mask, apply_batch  # noqa: E402
 from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample  # noqa: E402
-from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
+from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 from tests.support.forms import drawn, regexes, schema_constraint, schemas  # noqa: E402
 from tests.support.wire import wait_until  # noqa: E402

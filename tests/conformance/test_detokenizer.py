@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from engine.core.common.types import EndReason
 from engine.core.text.types import Stops
-from engine.worker.text.detokenizer import IncrementalDecoder, StopMatcher, TextState
-from engine.worker.text.tokenizer import HfTokenizer
+from engine.worker.tokenizing.detokenizer import IncrementalDecoder, StopMatcher, TextState
+from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 
 pytestmark = pytest.mark.model

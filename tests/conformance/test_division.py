@@ -26,7 +26,7 @@ from engine.worker.load import division  # noqa: E402
 from engine.worker.load.architectures import SERVED  # noqa: E402
 from engine.worker.load.division import DividedCheckpoint, Division  # noqa: E402
 from engine.worker.load.recurrent import RECURRENT  # noqa: E402
-from engine.worker.outline.division_plans import PLANS, Style, style_of  # noqa: E402
+from engine.worker.skeleton.division_plans import PLANS, Style, style_of  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_parity import run_alone, run_packed  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402

@@ -19,14 +19,14 @@ torch = pytest.importorskip("torch")
 
 from engine.api._generated.blocking import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.text.draft_lengths import Lengths  # noqa: E402
+from engine.core.text.drafting.draft_lengths import Lengths  # noqa: E402
 from engine.core.text.types import Constraint, Tokens  # noqa: E402
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker import draft_model, sequences  # noqa: E402
-from engine.worker.draft_model import DraftModel  # noqa: E402
-from engine.worker.drafting.draft_cache import Resident  # noqa: E402
+from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker.factory import runner_of, runner_spec  # noqa: E402
+from engine.worker.text import draft_model, sequences  # noqa: E402
+from engine.worker.text.draft_cache import Resident  # noqa: E402
+from engine.worker.text.draft_model import DraftModel  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.simulator.mutants import Mutant, planted  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402

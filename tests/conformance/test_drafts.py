@@ -29,11 +29,12 @@ from engine.core.text.plan import (  # noqa: E402
     StepPlan,
 )
 from engine.core.text.types import Constraint, Sampling, Stops  # noqa: E402
-from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker import sequences, text_runner  # noqa: E402
-from engine.worker.drafting.look_up import REST_MAX, LookUp  # noqa: E402
+from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
-from engine.worker.text_runner import NO_SCORES, TorchRunner  # noqa: E402
+from engine.worker.text import runner as text_runner  # noqa: E402
+from engine.worker.text import sequences  # noqa: E402
+from engine.worker.text.ngram_drafter import REST_MAX, LookUp  # noqa: E402
+from engine.worker.text.runner import NO_SCORES, TorchRunner  # noqa: E402
 from tests.simulator.mutants import Mutant, planted  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402
     PROMPT,

@@ -37,11 +37,11 @@ from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.common.types import SequenceId  # noqa: E402
 from engine.core.text.plan import AdmittedSequence  # noqa: E402
 from engine.core.text.types import Sampling, Stops, Tokens  # noqa: E402
-from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
+from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker.sampling import candidates, draw_batch, draw_rows, sampler  # noqa: E402
 from engine.worker.sampling.edits import TokenCounts, make_edits  # noqa: E402
 from engine.worker.sampling.sampler import SampleRow, sample  # noqa: E402
-from engine.worker.sequences import SequenceState  # noqa: E402
+from engine.worker.text.sequences import SequenceState  # noqa: E402
 
 pytestmark = pytest.mark.model
 VOCAB = 60

@@ -12,9 +12,9 @@ import pytest
 
 from engine.core.encode.types import EncodeInput, EncodeOptions
 from engine.errors import InvalidRequest, SpawnFailed
-from engine.worker.encoders.input_template import InputTemplate
-from engine.worker.encoders.tokenizer import TEXTS_AT_ONCE
-from engine.worker.interface import EncoderKind
+from engine.worker.encode.input_template import InputTemplate
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.encode.tokenizer import TEXTS_AT_ONCE
 from tests.conformance.test_encoders import PAIRS, QUERY, TEXTS, drop_tensor, embed, execute, load
 from tests.support import encoder_zoo as zoo
 

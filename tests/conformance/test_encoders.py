@@ -15,10 +15,10 @@ from engine.core.common.steps import RowFailure
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.encode.types import EncodeInput, EncodeOptions, EncodePlan, EncodeRow
 from engine.errors import InvalidRequest, SpawnFailed
-from engine.worker.encoders.runner import groups
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.encode.runner import groups
 from engine.worker.factory import make_runner
-from engine.worker.interface import EncoderKind
-from tests.checkpoints.encoder import make_embedder, make_reranker
+from tests.checkpoints.encode import make_embedder, make_reranker
 
 pytestmark = pytest.mark.model
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Sampling, Tokens
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.factory import runner_spec
 from engine.worker.load.architectures import layer_shapes
 from engine.worker.load.loader import read_config

@@ -18,20 +18,22 @@ torch = pytest.importorskip("torch")
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.status import Capability  # noqa: E402
-from engine.worker.diffusion import pipelines  # noqa: E402
-from engine.worker.encoders import files as encoder_files  # noqa: E402
+from engine.worker.encode import files as encoder_files  # noqa: E402
 from engine.worker.factory import make_runner  # noqa: E402
+from engine.worker.image_generation import pipelines  # noqa: E402
 from engine.worker.load.adapter import measure_adapter, read_adapter  # noqa: E402
 from engine.worker.load.capability import find  # noqa: E402
 from engine.worker.load.checkpoint import Checkpoint  # noqa: E402
 from engine.worker.load.generation_config import read_generation  # noqa: E402
-from engine.worker.load.gguf_file import GgufFile  # noqa: E402
+from engine.worker.load.gguf.file import GgufFile  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.load.resolve import WANTED_FILES, Source  # noqa: E402
-from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
-from engine.worker.vision.processors import read_processor  # noqa: E402
-from tests.checkpoints import diffusion, encoder, text, vision  # noqa: E402
+from engine.worker.text.vision.processors import read_processor  # noqa: E402
+from engine.worker.tokenizing.tokenizer import load_tokenizer  # noqa: E402
+from tests.checkpoints import encode as encoder  # noqa: E402
+from tests.checkpoints import image_generation as diffusion  # noqa: E402
+from tests.checkpoints import text, vision  # noqa: E402
 from tests.support.adapters import write_by_hand  # noqa: E402
 from tests.support.gguf_files import write_model  # noqa: E402
 from tests.support.unreadable import FAULTS, as_nobody, broken, open_folder, reason  # noqa: E402

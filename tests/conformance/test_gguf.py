@@ -11,21 +11,21 @@ import transformers.integrations.gguf  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker import model_files  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load import gguf_file  # noqa: E402
 from engine.worker.load.generation_config import read_generation  # noqa: E402
-from engine.worker.load.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
-from engine.worker.load.gguf_file import GgufFile  # noqa: E402
-from engine.worker.load.gguf_models import LLAMA3_ROPE, MODELS  # noqa: E402
-from engine.worker.load.gguf_vocabulary import TOKENS  # noqa: E402
+from engine.worker.load.gguf import file as gguf_file  # noqa: E402
+from engine.worker.load.gguf.file import GgufFile  # noqa: E402
+from engine.worker.load.gguf.models import LLAMA3_ROPE, MODELS  # noqa: E402
+from engine.worker.load.gguf.vocabulary import TOKENS  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.model_files import open_files  # noqa: E402
-from engine.worker.outline.config import OutlineConfig  # noqa: E402
-from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
+from engine.worker.skeleton.config import OutlineConfig  # noqa: E402
+from engine.worker.text import files as model_files  # noqa: E402
+from engine.worker.text.files import open_files  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
+from engine.worker.tokenizing.tokenizer import load_tokenizer  # noqa: E402
 from tests.checkpoints.text import PRESETS, Shape, make  # noqa: E402
 from tests.conformance.test_rewrites import (  # noqa: E402
     Built,

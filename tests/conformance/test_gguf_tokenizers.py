@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from engine.errors import SpawnFailed
-from engine.worker.load.gguf_vocabulary import read_vocabulary
+from engine.worker.load.gguf.vocabulary import read_vocabulary
 from engine.worker.load.refusal import Refusal
-from engine.worker.text import text_pieces
-from engine.worker.text.gguf_splits import SPLITS
-from engine.worker.text.gguf_tokenizer import write_tokenizer
-from engine.worker.text.tokenizer import load_tokenizer
+from engine.worker.tokenizing import text_pieces
+from engine.worker.tokenizing.gguf_splits import SPLITS
+from engine.worker.tokenizing.gguf_tokenizer import write_tokenizer
+from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tests.support.gguf_vocabularies import (
     MARKERS,
     NORMAL,

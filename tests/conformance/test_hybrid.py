@@ -18,12 +18,12 @@ from engine.config import SchedulerConfig  # noqa: E402
 from engine.core.common.credit import Credit  # noqa: E402
 from engine.core.common.events import ReaderDrained, StepDone, Submit  # noqa: E402
 from engine.core.common.types import RequestId  # noqa: E402
-from engine.core.text import snapshots  # noqa: E402
+from engine.core.text.memory import snapshots  # noqa: E402
 from engine.core.text.scheduler import Scheduler  # noqa: E402
 from engine.core.text.types import Request, Sampling, Stops, Tokens  # noqa: E402
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.forward.recurrent import CompiledStates, RecurrentLayers  # noqa: E402
-from engine.worker.sequences import SequenceState  # noqa: E402
+from engine.worker.text.sequences import SequenceState  # noqa: E402
 from tests.support.adapters import places_of, write_by_hand  # noqa: E402
 from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of  # noqa: E402
 from tests.support.parity import Tally  # noqa: E402

@@ -28,10 +28,10 @@ from engine.errors import SpawnFailed
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.images.fit import FittedImage
 from engine.status import Capability
-from engine.worker.encoders.images import ImageReader
 from engine.worker.factory import make_runner
+from engine.worker.image_reader import ImageReader
 from engine.worker.load.capability import capability_of
-from tests.checkpoints.encoder import IMAGE_ARCHS, make_embedder, make_image_embedder
+from tests.checkpoints.encode import IMAGE_ARCHS, make_embedder, make_image_embedder
 from tests.support.images import encoded, picture, pixels
 
 pytestmark = pytest.mark.model

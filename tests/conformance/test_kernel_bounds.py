@@ -34,7 +34,7 @@ from engine.worker.load.adapter import LowRank, StoredAdapter  # noqa: E402
 from engine.worker.load.architectures import layer_shapes  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.small_weights import quantise  # noqa: E402
+from engine.worker.quantized.weight import quantise  # noqa: E402
 from tests.conformance import test_native_attention as attention  # noqa: E402
 from tests.conformance.test_rewrites import Built, load  # noqa: E402
 from tests.support.model_zoo import TINY, load_runner  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import seeded_prompt  # noqa: E402
 

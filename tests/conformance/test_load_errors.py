@@ -15,10 +15,10 @@ from safetensors import safe_open  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker import factory, failures  # noqa: E402
-from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.text import placed_model as runner_module  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import make  # noqa: E402
 from tests.support.adapters import change_tensors  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402

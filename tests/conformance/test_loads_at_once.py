@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.worker import import_lock
-from engine.worker.text import gguf_tokenizer
-from tests.checkpoints import diffusion, encoder, text, vision
+from engine.worker.tokenizing import gguf_tokenizer
+from tests.checkpoints import encode as encoder
+from tests.checkpoints import image_generation as diffusion
+from tests.checkpoints import text, vision
 from tests.support.gguf_files import write_model
 
 pytestmark = pytest.mark.model

@@ -21,7 +21,7 @@ from engine.core.common.events import Finished  # noqa: E402
 from engine.core.text.plan import Logits  # noqa: E402
 from engine.core.text.types import Sampling, Tokens  # noqa: E402
 from engine.errors import EngineBug  # noqa: E402
-from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started  # noqa: E402
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started  # noqa: E402
 from engine.worker.sampling import logprobs as logprobs_module  # noqa: E402
 from engine.worker.sampling.logprobs import Wanted, score  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402

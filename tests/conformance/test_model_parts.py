@@ -21,7 +21,7 @@ from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape, layer_shapes  # noqa: E402
 from engine.worker.load.devices import pick_device  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
+from engine.worker.tokenizing.tokenizer import load_tokenizer  # noqa: E402
 from tests.checkpoints.text import PRESETS, Shape, main, make, make_config  # noqa: E402
 from tools.lab.bench.coldstart import resident  # noqa: E402
 

@@ -18,11 +18,11 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load import mxfp4_checkpoint  # noqa: E402
 from engine.worker.load.joined_experts import Joining  # noqa: E402
 from engine.worker.load.loader import read_config, weight_bytes  # noqa: E402
-from engine.worker.load.mxfp4_checkpoint import Mxfp4Checkpoint  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.quantized import mxfp4_checkpoint  # noqa: E402
+from engine.worker.quantized.mxfp4_checkpoint import Mxfp4Checkpoint  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_parity import ALONE_LENGTHS, assert_red, run_alone, run_packed  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402

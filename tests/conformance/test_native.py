@@ -22,7 +22,7 @@ from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: 
 from engine.worker.forward.variants import VARIANTS, features_of  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance import test_native_attention as attention  # noqa: E402
 from tests.conformance import test_native_products as products  # noqa: E402

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.load import packed_checkpoint  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
-from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout  # noqa: E402
-from engine.worker.outline.config import OutlineConfig  # noqa: E402
+from engine.worker.quantized import packed_checkpoint  # noqa: E402
+from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_layout  # noqa: E402
+from engine.worker.skeleton.config import OutlineConfig  # noqa: E402
 from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402

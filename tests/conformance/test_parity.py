@@ -23,13 +23,13 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.text.types import Tokens  # noqa: E402
-from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
+from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker.forward import packing, reference_attention, rewrites  # noqa: E402
 from engine.worker.forward.attention import AttentionCall  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.native_attention import NativeBackend, NativeStep  # noqa: E402
 from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
-from engine.worker.outline.families import LISTED  # noqa: E402
+from engine.worker.skeleton.families import LISTED  # noqa: E402
 from tests.checkpoints.text import make_config  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner, Planned  # noqa: E402
 from tests.support.model_zoo import (  # noqa: E402

@@ -7,7 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.forward.attention import (  # noqa: E402
     HARMLESS,
     Mask,
@@ -33,8 +32,9 @@ from engine.worker.load.vision_architectures import (  # noqa: E402
     find_vision,
     has_vision,
 )
-from engine.worker.outline.config import OutlineConfig  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.skeleton.config import OutlineConfig  # noqa: E402
+from engine.worker.text import placed_model as runner_module  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import PRESETS, make  # noqa: E402
 from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
 

@@ -22,14 +22,10 @@ from engine.config import AdapterConfig, EngineConfig, ModelConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
 from engine.core.text.types import Constraint, Tokens  # noqa: E402
 from engine.errors import InvalidRequest, StepFailed  # noqa: E402
-from engine.requests import prepare_text  # noqa: E402
-from engine.requests.chat_values import Chat  # noqa: E402
-from engine.requests.continuation import Continuation, ContinuedChoice  # noqa: E402
-from engine.requests.text_values import (  # noqa: E402
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    GenerateRequest,
-)
+from engine.requests.text import prepare as prepare_text  # noqa: E402
+from engine.requests.text.chat_values import Chat  # noqa: E402
+from engine.requests.text.continuation import Continuation, ContinuedChoice  # noqa: E402
+from engine.requests.text.values import MAX_CHOICES, MAX_LOGPROBS, GenerateRequest  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.support.adapters import write_by_hand  # noqa: E402
 from tests.support.added_tokens import add_token  # noqa: E402

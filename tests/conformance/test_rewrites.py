@@ -30,12 +30,12 @@ from engine.worker.load.loader import load_model, read_config, weight_bytes  # n
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.recurrent import RECURRENT, state_shapes  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.outline.families import LISTED  # noqa: E402
-from engine.worker.outline.modules import Outline  # noqa: E402
-from engine.worker.small_weights import ROUNDED, quantise  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.quantized.weight import ROUNDED, quantise  # noqa: E402
+from engine.worker.skeleton.families import LISTED  # noqa: E402
+from engine.worker.skeleton.modules import Outline  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.conformance.test_small_weights import round_row_blocks  # noqa: E402
+from tests.conformance.test_quantized_weights import round_row_blocks  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import COMPILED_ROWS  # noqa: E402
 

@@ -26,10 +26,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.core.text.types import TOOLS_KIND, Constraint
 from engine.errors import InvalidRequest
-from engine.requests.text_values import MAX_CONSTRAINT_CHARS
+from engine.requests.text.values import MAX_CONSTRAINT_CHARS
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
 from engine.worker.sampling.json_schemas import exact_schema
-from engine.worker.text.tokenizer import HfTokenizer
+from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 from tests.support.forms import drawn, schema_constraint
 from tests.support.schemas import every_schema

@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import SpawnFailed
-from engine.worker.diffusion.runner import DiffusionRunner
 from engine.worker.factory import make_runner
+from engine.worker.image_generation.runner import DiffusionRunner
 from engine.worker.interface import RunnerSpec
-from tests.checkpoints import diffusion, encoder, text, vision
+from tests.checkpoints import encode as encoder
+from tests.checkpoints import image_generation as diffusion
+from tests.checkpoints import text, vision
 from tests.support.images import picture
 from tests.support.mini_planner import MiniPlanner
 from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of

@@ -11,8 +11,8 @@ from transformers import ProcessorMixin
 
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.load.resolve import WANTED_FILES
-from engine.worker.model_files import open_files
-from engine.worker.text.tokenizer import load_tokenizer
+from engine.worker.text.files import open_files
+from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tests.support import toy_tokenizers
 from tests.support.gguf_files import write_model
 from tests.support.model_zoo import Zoo

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import engine
-from engine.worker.text import text_pieces
-from engine.worker.text.text_pieces import TextDivider
-from engine.worker.text.tokenizer import HfTokenizer
-from tests.checkpoints.encoder import words_tokenizer
+from engine.worker.tokenizing import text_pieces
+from engine.worker.tokenizing.text_pieces import TextDivider
+from engine.worker.tokenizing.tokenizer import HfTokenizer
+from tests.checkpoints.encode import words_tokenizer
 from tests.support import toy_tokenizers
 
 pytestmark = pytest.mark.model

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from engine.worker.text import token_sizes
-from engine.worker.text.token_sizes import BYTES, max_chars_per_token
-from tests.checkpoints.encoder import words_tokenizer
+from engine.worker.tokenizing import token_sizes
+from engine.worker.tokenizing.token_sizes import BYTES, max_chars_per_token
+from tests.checkpoints.encode import words_tokenizer
 from tests.support import toy_tokenizers
 
 pytestmark = pytest.mark.model

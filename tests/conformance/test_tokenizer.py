@@ -23,10 +23,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 from engine.core.text.types import Stops  # noqa: E402
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
-from engine.worker.encoders.tokenizer import InputTokenizer  # noqa: E402
+from engine.worker.encode.tokenizer import InputTokenizer  # noqa: E402
 from engine.worker.interface import Tokenizer  # noqa: E402
-from engine.worker.text.detokenizer import TextState  # noqa: E402
-from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
+from engine.worker.tokenizing.detokenizer import TextState  # noqa: E402
+from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.checkpoints.text import write_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 from tests.support.wire import wait_until  # noqa: E402
@@ -261,7 +261,7 @@ def test_a_sentencepiece_model_is_converted_as_in_transformers(tmp_path):
 
 def test_a_sentencepiece_model_without_the_package_names_it(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setattr("engine.worker.text.tokenizer.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.worker.tokenizing.tokenizer.find_spec", lambda name: None)
     with pytest.raises(SpawnFailed) as caught:
         load_tokenizer(tmp_path)
     assert str(caught.value) == (
@@ -351,7 +351,7 @@ def test_tokens_that_only_the_config_names_are_added_as_transformers_does(direct
 
 def test_neither_loading_nor_a_chat_imports_torch_or_transformers(directory):
     code = (
-        "import sys; from engine.worker.text.tokenizer import load_tokenizer;"
+        "import sys; from engine.worker.tokenizing.tokenizer import load_tokenizer;"
         f"made = load_tokenizer({str(directory)!r}); made.encode('hi');"
         "made.render_chat([{'role': 'user', 'content': 'hi'}]);"
         "banned = {'torch', 'transformers', 'grpc', 'asyncio'};"
@@ -701,14 +701,14 @@ LOOPS = "{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %
     ],
 )
 def test_an_endless_template_is_ended(directory, template, monkeypatch):
-    monkeypatch.setattr("engine.worker.text.templates.SECONDS_MAX", 0.2)
+    monkeypatch.setattr("engine.worker.tokenizing.templates.SECONDS_MAX", 0.2)
     with pytest.raises(InvalidRequest, match=r"chat: takes .* longer than 0\.2 s"):
         write_template(directory, template).render_chat(MESSAGES)
     assert write_template(directory, "ok").render_chat(MESSAGES) == "ok"
 
 
 def test_a_template_writes_no_more_than_it_may(directory, monkeypatch):
-    monkeypatch.setattr("engine.worker.text.templates.CHARS_MAX", 1000)
+    monkeypatch.setattr("engine.worker.tokenizing.templates.CHARS_MAX", 1000)
     template = "{% for i in range(1001) %}x{% endfor %}"
     with pytest.raises(RequestTooLarge, match="becomes 1001 characters, of at most 1000"):
         write_template(directory, template).render_chat(MESSAGES)

@@ -25,13 +25,13 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
-from engine.requests.answer_format import detect_format
-from engine.requests.chat_values import Chat
-from engine.requests.choice_parser import parser_of
-from engine.requests.text_values import AnswerTokens, GenerateRequest, Tokens
-from engine.requests.tool_grammar import tool_constraint
+from engine.requests.text.answers.choice_parser import parser_of
+from engine.requests.text.answers.format import detect_format
+from engine.requests.text.answers.tool_grammar import tool_constraint
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.values import AnswerTokens, GenerateRequest, Tokens
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
-from engine.worker.text.tokenizer import HfTokenizer
+from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.checkpoints.text import EOS
 from tests.support import toy_tokenizers
 from tests.support.model_zoo import Zoo

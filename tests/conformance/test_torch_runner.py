@@ -25,10 +25,10 @@ from engine.core.text.plan import (  # noqa: E402
 )
 from engine.core.text.types import Sampling, Stops  # noqa: E402
 from engine.errors import EngineBug  # noqa: E402
-from engine.worker import sequences  # noqa: E402
-from engine.worker import text_runner as runner_module  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.text_runner import TorchRunner, is_out_of_memory  # noqa: E402
+from engine.worker.text import runner as runner_module  # noqa: E402
+from engine.worker.text import sequences  # noqa: E402
+from engine.worker.text.runner import TorchRunner, is_out_of_memory  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
 from tests.support.model_zoo import WAYS, load_runner, seeded_prompt  # noqa: E402

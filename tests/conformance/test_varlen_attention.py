@@ -26,7 +26,7 @@ from engine.worker.forward.varlen_attention import VarlenBackend, VarlenStep, va
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.text_runner import TorchRunner  # noqa: E402
+from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.support.attention_rows import caches, lay_out, numbers  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import REFERENCE, ZOO  # noqa: E402

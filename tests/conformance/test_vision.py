@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.text.types import Sampling  # noqa: E402
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
-from engine.requests import image_prompts  # noqa: E402
+from engine.requests.text import image_prompts  # noqa: E402
 from engine.worker.factory import runner_spec  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
 from engine.worker.load.vision_architectures import VISION  # noqa: E402
-from engine.worker.sequences import SequenceState  # noqa: E402
-from engine.worker.vision import runner as runner_module  # noqa: E402
-from engine.worker.vision.positions import positions_of  # noqa: E402
+from engine.worker.text.sequences import SequenceState  # noqa: E402
+from engine.worker.text.vision import runner as runner_module  # noqa: E402
+from engine.worker.text.vision.positions import positions_of  # noqa: E402
 from tests.checkpoints import vision as vision_checkpoint  # noqa: E402
 from tests.checkpoints.vision import RECIPES  # noqa: E402
 from tests.support.estimates import check_estimate  # noqa: E402

@@ -21,15 +21,17 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, SpawnFailed
-from engine.requests.chat_values import Chat
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.draw_values import DrawRequest
-from engine.requests.encode_values import EmbedRequest, RerankRequest
-from engine.requests.text_values import GenerateRequest
+from engine.requests.encode.values import EmbedRequest, RerankRequest
+from engine.requests.image_generation.values import DrawRequest
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.values import GenerateRequest
 from engine.worker.factory import make_runner
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
-from engine.worker.text.tokenizer import load_tokenizer
-from tests.checkpoints import diffusion, encoder, text, vision
+from engine.worker.tokenizing.tokenizer import load_tokenizer
+from tests.checkpoints import encode as encoder
+from tests.checkpoints import image_generation as diffusion
+from tests.checkpoints import text, vision
 from tests.support import encoder_zoo
 from tests.support.added_tokens import add_token, rows_of
 from tests.support.images import picture

@@ -7,7 +7,7 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.checkpoints.encoder import make_embedder, make_reranker
+from tests.checkpoints.encode import make_embedder, make_reranker
 from tests.support import encode_wire
 from tests.support.server import real
 from tests.support.wire import SERVING, ended, generate, health, wait_idle, wait_until

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.api import aio, portal
 from engine.core.common.events import Finished
 from engine.core.text.types import Tokens
-from engine.requests.text_values import SamplingParams
+from engine.requests.text.values import SamplingParams
 from engine.worker.fakes.text import FakeScript
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import ids_of, open_fake, request

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.requests.answer_format import (
+from engine.requests.text.answers.format import (
     ANSWERS,
     REASONING,
     AnswerFormat,
     ToolFormat,
     detect_format,
 )
-from engine.requests.answer_parser import AnswerParser
-from engine.requests.answer_reader import DEPTH_MAX, ToolCall
+from engine.requests.text.answers.parser import AnswerParser
+from engine.requests.text.answers.reader import DEPTH_MAX, ToolCall
 from tests.support.examples import examples
 
 MARKS = [marker for pair in (*REASONING, *ANSWERS) for marker in pair[:2]]

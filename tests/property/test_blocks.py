@@ -13,8 +13,8 @@ from hypothesis.stateful import (
 
 from engine.config import SchedulerConfig
 from engine.core.common.credit import Credit
-from engine.core.text.blocks import BlockPool
-from engine.core.text.prefix import PrefixCache, extend_keys, root_key
+from engine.core.text.memory.blocks import BlockPool
+from engine.core.text.memory.prefix import PrefixCache, extend_keys, root_key
 from engine.core.text.scheduler import Scheduler
 from engine.errors import EngineBug
 from tests.support.core_driver import make_request

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.requests.answer_format import RECIPIENT, AnswerFormat, ToolFormat, detect_format
-from engine.requests.answer_reader import ToolCall
-from engine.requests.channel_parser import ChannelParser
-from engine.requests.choice_parser import parser_of
+from engine.requests.text.answers.channel_parser import ChannelParser
+from engine.requests.text.answers.choice_parser import parser_of
+from engine.requests.text.answers.format import RECIPIENT, AnswerFormat, ToolFormat, detect_format
+from engine.requests.text.answers.reader import ToolCall
 from tests.support.examples import examples
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

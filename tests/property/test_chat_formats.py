@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.requests.answer_format import detect_format
-from engine.requests.choice_parser import parser_of
+from engine.requests.text.answers.choice_parser import parser_of
+from engine.requests.text.answers.format import detect_format
 from engine.worker.load.architectures import SERVED
 from engine.worker.load.vision_architectures import VISION
-from engine.worker.text.templates import render
+from engine.worker.tokenizing.templates import render
 from tests.support.chat_formats import ROWS
 from tests.support.examples import examples
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
+from engine.requests.text.truncation import choose_dropped, truncation_limits, without_messages
 
 roles = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=14)
 

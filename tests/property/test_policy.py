@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from engine.core.common.refusals import retry_after
 from engine.core.text.admission import order_victims
-from engine.core.text.blocks import blocks_for
+from engine.core.text.memory.blocks import blocks_for
 from engine.core.text.plan import Logits
 from engine.core.text.sequence import waiting_key
 from tests.support.core_driver import Driver, make_request

@@ -15,7 +15,7 @@ from engine.config import SchedulerConfig
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone
 from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
-from engine.core.text.prefix import extend_keys, root_key
+from engine.core.text.memory.prefix import extend_keys, root_key
 from engine.core.text.prompt_images import contents_of_blocks
 from engine.core.text.types import (
     ClientCame,
@@ -30,7 +30,7 @@ from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tests.support.encode_driver import EncodeDriver, Picture
 from tests.support.examples import examples
-from tests.support.image_driver import SIZES, ImageDriver
+from tests.support.image_generation_driver import SIZES, ImageDriver
 
 BUFFERS = st.sampled_from([1, 2, 5, 1000])
 QUEUES = st.sampled_from([2, 20])

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from engine.config import SchedulerConfig
 from engine.core.common.rate import RecentRate
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.text.best_rate import BestRate
-from engine.core.text.decode_pace import DecodePace
-from engine.core.text.draft_lengths import Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import Purse, StepCosts
+from engine.core.text.pace.best_rate import BestRate
+from engine.core.text.pace.decode_pace import DecodePace
+from engine.core.text.pace.speeds import UNREAD_MAX, Speeds
 from engine.core.text.plan import Logits, Row, StepPlan
-from engine.core.text.speeds import UNREAD_MAX, Speeds
 
 CONFIG = SchedulerConfig(
     max_num_batched_tokens=256,

@@ -15,7 +15,7 @@ import trio
 from engine.core.common.types import DraftCounts, Explanation
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestNotFound
-from engine.requests.text_values import validate_tokenize
+from engine.requests.text.values import validate_tokenize
 from engine.status import (
     AbortOutcome,
     Counts,

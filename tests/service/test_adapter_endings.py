@@ -16,8 +16,8 @@ from engine.errors import (
     ShuttingDown,
     TrioletError,
 )
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.adapters import ADAPTER_BYTES
 from grpc_service.client import (
     Aborted,

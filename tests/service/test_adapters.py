@@ -17,7 +17,7 @@ from engine.errors import (
     SpawnFailed,
     TrioletError,
 )
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import ModelState
 from engine.worker.fakes.adapters import ADAPTER_BYTES, digest_of_adapter
 from tests.service.test_workers import Fleet, states, wait_for

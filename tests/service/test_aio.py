@@ -21,7 +21,7 @@ from engine.core.common.events import PauseMode
 from engine.errors import (
     RequestCancelled,
 )
-from engine.requests.text_values import SamplingParams
+from engine.requests.text.values import SamplingParams
 from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (

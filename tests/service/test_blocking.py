@@ -15,7 +15,7 @@ from engine.api._generated import blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
-from engine.requests.text_values import SamplingParams, Started
+from engine.requests.text.values import SamplingParams, Started
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.facades import (
     LIMIT_S,

@@ -17,7 +17,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge
-from engine.requests.text_values import AnswerTokens, Started
+from engine.requests.text.values import AnswerTokens, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
 from tests.service import fake_backend

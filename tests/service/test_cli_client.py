@@ -15,7 +15,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, Overloaded
-from engine.requests.text_values import OutputOptions, SamplingParams, Started
+from engine.requests.text.values import OutputOptions, SamplingParams, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import main
 from tests.service import fake_backend

@@ -22,8 +22,8 @@ import pytest
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import FieldViolation, InvalidRequest, Overloaded
-from engine.requests.encode_values import Embedding, EmbedRequest, Score
-from engine.requests.text_values import Started
+from engine.requests.encode.values import Embedding, EmbedRequest, Score
+from engine.requests.text.values import Started
 from grpc_service.cli import embed
 from grpc_service.cli import texts as cli_texts
 from grpc_service.cli.main import main

@@ -13,12 +13,12 @@ from engine.api.handles import CrossEncoder, Encoder
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, ShuttingDown
-from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
-from engine.requests.text_values import Started
+from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text.values import Started
 from engine.status import Capability
-from engine.worker.fakes.encoder import SEPARATOR, FakeEncoder, score_of, vector_of
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.fakes.encode import SEPARATOR, FakeEncoder, score_of, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from engine.worker.interface import EncoderKind
 from tests.support.bodies import run_by
 from tests.support.facades import in_asyncio, in_threads
 

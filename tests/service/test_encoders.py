@@ -8,8 +8,8 @@ import time
 import grpc
 import pytest
 
-from engine.requests.encode_values import MAX_INPUTS
-from engine.worker.fakes.encoder import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
+from engine.requests.encode.values import MAX_INPUTS
+from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
 from grpc_service.client import messages as pb
 from tests.simulator.encode_oracle import image_file, pixels_in
 from tests.support.encode_wire import (

@@ -31,8 +31,8 @@ from engine.errors import (
     SpawnFailed,
     StepFailed,
 )
-from engine.requests.encode_values import EmbedRequest, RerankRequest
-from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
+from engine.requests.encode.values import EmbedRequest, RerankRequest
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started
 from engine.worker.fakes.digests import VOCAB_SIZE  # X
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.bodies import run_by

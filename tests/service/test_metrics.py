@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.core.text.draft_counts import DRAFTERS
+from engine.core.text.drafting.draft_counts import DRAFTERS
 from grpc_service.app.metrics import METRICS, PREFIX
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs

@@ -36,8 +36,8 @@ from engine.errors import (
     WorkerLost,
 )
 from engine.processes import child
-from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import RunnerSpec

@@ -24,7 +24,8 @@ from grpc_service._generated.triolet.v1 import (
 )
 from grpc_service.ray.answers import Answers
 from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
-from grpc_service.services import draw_codec, encode_codec, text_codec
+from grpc_service.services import encode_codec, text_codec
+from grpc_service.services import image_generation_codec as draw_codec
 from grpc_service.services.error_status import status_of
 from tests.support.bodies import run_by
 from tests.support.facades import open_fake

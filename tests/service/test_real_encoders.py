@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.checkpoints.encoder import make_embedder, make_reranker
+from tests.checkpoints.encode import make_embedder, make_reranker
 from tests.support.encode_wire import embed, rerank, wait_all_idle
 from tests.support.server import real
 from tests.support.wire import SERVING, generate, health, list_models, wait_until

@@ -12,7 +12,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
 from engine.errors import DeadlineExceeded, ModelNotFound, Overloaded, ReaderStalled
-from engine.requests.text_values import Started
+from engine.requests.text.values import Started
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from grpc_service.services.methods import CONTROL, INFERENCE, MODELS

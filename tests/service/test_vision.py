@@ -19,7 +19,7 @@ from engine import (  # noqa: E402
     ModelConfig,
     open_engine,
 )
-from engine.core.text import sequence_keys  # noqa: E402
+from engine.core.text.memory import sequence_keys  # noqa: E402
 from engine.errors import InvalidRequest  # noqa: E402
 from tests.checkpoints.text import make as make_text  # noqa: E402
 from tests.support.images import picture  # noqa: E402

@@ -22,7 +22,7 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ShuttingDown, WorkerLost
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import ModelState
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.process.answers import GRACE_S

@@ -21,7 +21,7 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
 from engine.errors import TrioletError, WorkerLost
 from engine.replica.watchdog import Watchdog
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import ModelState
 from grpc_service.app.health import model_states
 from tests.support.core_driver import expected_tokens

@@ -19,7 +19,7 @@ from engine.config import EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Tokens
 from engine.replica.loop import EngineLoop
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 

@@ -14,10 +14,10 @@ from engine.api.handles import Chat
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
-from engine.requests import prepare_text
-from engine.requests.chat_values import Chat as Messages
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.text_values import (
+from engine.requests.text import prepare as prepare_text
+from engine.requests.text.chat_values import Chat as Messages
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.values import (
     AnswerTokens,
     GenerateRequest,
     OutputOptions,

@@ -21,10 +21,10 @@ from engine.errors import (
     ShuttingDown,
     Unsupported,
 )
-from engine.requests import compiled_constraints as constraints_module
-from engine.requests.compiled_constraints import CompiledConstraints
 from engine.requests.tasks import RequestTasks
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text import compiled_constraints as constraints_module
+from engine.requests.text.compiled_constraints import CompiledConstraints
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.bodies import run_by

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from engine.errors import DeadlineExceeded
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeScript
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.access.unread_calls import UnreadCalls

@@ -9,7 +9,7 @@ import trio
 
 from engine.core.text.types import Constraint
 from engine.errors import ShuttingDown, WorkerLost
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import LEVELS, Counts
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically

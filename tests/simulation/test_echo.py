@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.text.types import Tokens
-from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams
 from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.virtual_engine import fake_engine, read_all

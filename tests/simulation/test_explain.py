@@ -13,8 +13,8 @@ import trio
 from engine.core.common.events import Finished, PauseMode
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import RequestNotFound
-from engine.requests.chat_values import Chat
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.bodies import run_by

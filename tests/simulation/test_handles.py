@@ -15,7 +15,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestCancelled, ShuttingDown, StepFailed
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.simulator.determinism import VirtualThreads, run_deterministically

@@ -14,15 +14,15 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import EndReason
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletError
 from engine.requests import image_memory
-from engine.requests.chat_values import Chat
-from engine.requests.encode_values import Embedding, EmbedRequest
+from engine.requests.encode.prepare import InputPreparer
+from engine.requests.encode.values import Embedding, EmbedRequest
 from engine.requests.image_memory import ImageMemory
-from engine.requests.prepare_inputs import InputPreparer
-from engine.requests.text_values import GenerateRequest
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.values import GenerateRequest
 from engine.status import Capability
-from engine.worker.fakes.encoder import IMAGE_TOKENS, FakeEncoder, vector_of
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.fakes.encode import IMAGE_TOKENS, FakeEncoder, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from engine.worker.interface import EncoderKind
 from tests.simulator.determinism import run_deterministically
 from tests.simulator.encode_oracle import image_file
 from tests.simulator.mutants import Mutant, planted

@@ -18,7 +18,7 @@ from engine.errors import (
     Overloaded,
     ShuttingDown,
 )
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import run_deterministically

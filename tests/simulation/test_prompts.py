@@ -12,7 +12,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.text.plan import RowResult
 from engine.errors import EngineBug, RequestTooLarge, ShuttingDown, TrioletError
 from engine.requests.quota import Origin
-from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams
+from engine.requests.text.values import GenerateRequest, PromptOptions, SamplingParams
 from engine.requests.tokenizing import (
     INLINE_TOKENIZE_CHARS,
     LONG_TEXT_CHARS,

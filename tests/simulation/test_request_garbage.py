@@ -9,13 +9,13 @@ import gc
 import pytest
 import trio
 
-from engine.requests import text_stream
-from engine.requests.draw_stream import DrawStream
-from engine.requests.draw_values import DrawRequest
-from engine.requests.encode_stream import EncodeStream
-from engine.requests.encode_values import EmbedRequest
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import GenerateRequest
+from engine.requests.encode.stream import EncodeStream
+from engine.requests.encode.values import EmbedRequest
+from engine.requests.image_generation.stream import DrawStream
+from engine.requests.image_generation.values import DrawRequest
+from engine.requests.text import stream as text_stream
+from engine.requests.text.stream import TextStream
+from engine.requests.text.values import GenerateRequest
 from engine.worker.fakes.text import FakeScript
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.access.rpc_record import Rpc

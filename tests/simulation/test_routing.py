@@ -10,7 +10,7 @@ import trio
 
 from engine.config import ModelConfig, WorkerConfig
 from engine.core.common.types import SequenceId
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.virtual_engine import fake_engine

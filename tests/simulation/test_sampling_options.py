@@ -12,8 +12,8 @@ import pytest
 from engine.core.common.events import Finished
 from engine.core.text.types import Sampling, Stops, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.text_values import (
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.values import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
     OutputOptions,
@@ -21,7 +21,7 @@ from engine.requests.text_values import (
     Started,
 )
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from engine.worker.interface import SamplingDefaults
+from engine.worker.text.interface import SamplingDefaults
 from tests.simulator.determinism import run_deterministically
 from tests.support.virtual_engine import fake_engine, read_all
 

@@ -12,7 +12,7 @@ import trio
 
 from engine.errors import RequestAborted, ShuttingDown, WorkerLost
 from engine.replica.loop import EngineLoop
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.bodies import run_by

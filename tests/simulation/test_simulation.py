@@ -18,7 +18,8 @@ import pytest
 import trio._core._run as trio_run
 
 from engine.core.text.lifecycle import TRANSITIONS as LIFECYCLE
-from tests.simulator import counting, drawings
+from tests.simulator import counting
+from tests.simulator import image_generation_clients as drawings
 from tests.simulator.run import simulate
 from tests.simulator.workload import draw_world
 from tools.simulate import RARE, Table, listed_transitions, main

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from engine.core.text.scheduler import Scheduler
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.virtual_engine import fake_engine

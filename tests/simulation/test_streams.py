@@ -19,10 +19,10 @@ from engine.errors import (
     RequestAborted,
     RequestCancelled,
 )
-from engine.requests.encode_values import EmbedRequest
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.encode.values import EmbedRequest
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import Capability
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.bodies import run_by

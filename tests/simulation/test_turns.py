@@ -11,7 +11,7 @@ from engine.core.common.events import PauseMode, StepDone
 from engine.core.common.types import EndReason
 from engine.core.text.scheduler import Scheduler
 from engine.replica.loop import EVENTS_TO_SEND_FIRST, EngineLoop, Unbatched
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.virtual_engine import fake_engine

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.config import AdapterConfig
-from engine.requests.text_values import GenerateRequest
+from engine.requests.text.values import GenerateRequest
 from tests.simulator.clients import MODEL
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
-from engine.requests.chat_values import Chat
-from engine.requests.text_values import (
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.values import (
     GenerateRequest,
     OutputOptions,
     PromptOptions,
@@ -20,8 +20,8 @@ from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.requests.draw_values import DrawRequest
-    from engine.requests.encode_values import AnyRequest
+    from engine.requests.encode.values import EmbedRequest, RerankRequest
+    from engine.requests.image_generation.values import DrawRequest
 
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Client:
     """
 
     arrival_s: float
-    request: AnyRequest | DrawRequest
+    request: GenerateRequest | EmbedRequest | RerankRequest | DrawRequest
     buffer: int
     delay_s: float = 0.0
     leave_after: int | None = None

@@ -13,7 +13,7 @@ from engine.kinds import ImageKind
 from engine.requests.prepared import Prepared
 from engine.requests.stream import RequestStream
 from engine.settings import QueueLimits
-from engine.worker.fakes.drawing import FakeImageRunner
+from engine.worker.fakes.image_generation import FakeImageRunner
 from tests.simulator.kind_watch import TurnsWatch
 from tests.simulator.watch import WATCHES
 from tests.support.step_driver import OneChoiceDriver

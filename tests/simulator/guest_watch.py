@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.core.text.lifecycle import State
-from engine.requests.text_stream import TextStream
+from engine.requests.text.stream import TextStream
 
 if TYPE_CHECKING:
     from engine.core.text.plan import StepPlan

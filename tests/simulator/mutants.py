@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 from engine.core.common import core, credit, live_requests, one_choice, turns
 from engine.core.encode import batch, live_request, waiting_inputs
 from engine.core.encode import scheduler as encode_scheduler
-from engine.core.image import deadlines, least_times, live_drawing
-from engine.core.image import scheduler as image_scheduler
+from engine.core.image_generation import deadlines, least_times
+from engine.core.image_generation import live_request as live_drawing
+from engine.core.image_generation import scheduler as image_scheduler
 from engine.core.text import (
     admission,
-    best_rate,
-    blocks,
     commit,
-    drafts,
     endings,
     guests,
     ledger,
@@ -35,25 +33,19 @@ from engine.core.text import (
     prompt_images,
     scheduler,
     sequence,
-    sequence_keys,
-    snapshots,
-    states,
     step_builder,
 )
+from engine.core.text.drafting import drafts
+from engine.core.text.memory import blocks, sequence_keys, snapshots, states
+from engine.core.text.pace import best_rate
 from engine.pool import adapter_version, loads
 from engine.replica import loop
-from engine.requests import (
-    detached,
-    draw_stream,
-    encode_stream,
-    image_memory,
-    kept_events,
-    prepare_chat,
-    prepare_inputs,
-    stream,
-    supervisor,
-    text_stream,
-)
+from engine.requests import detached, image_memory, stream, supervisor
+from engine.requests.encode import prepare as prepare_inputs
+from engine.requests.encode import stream as encode_stream
+from engine.requests.image_generation import stream as draw_stream
+from engine.requests.text import kept_events, prepare_chat
+from engine.requests.text import stream as text_stream
 from engine.worker.process import answers, group
 from grpc_service.access import interceptor
 from grpc_service.rpc import connection, http2, server

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.common.types import EndReason
-from engine.images.sight import digest_of
+from engine.images.preprocessor import digest_of
 from engine.worker.fakes.digests import digest_after, first_digest, next_token
-from engine.worker.fakes.sight import num_tokens_of
+from engine.worker.fakes.preprocessor import num_tokens_of
 from engine.worker.fakes.tokenizer import EOS, IMAGE_ID, FakeTokenizer
 from tests.simulator.encode_oracle import pixels_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.requests.chat_values import Chat
-    from engine.requests.text_values import GenerateRequest
+    from engine.requests.text.chat_values import Chat
+    from engine.requests.text.values import GenerateRequest
 
 MAX_MODEL_LEN = 160
 

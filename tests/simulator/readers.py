@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from engine.core.common.events import Finished
-from engine.requests.encode_values import EmbedRequest, Score
-from engine.requests.text_values import GenerateRequest, Started
+from engine.requests.encode.values import EmbedRequest, Score
+from engine.requests.text.values import GenerateRequest, Started
 from grpc_service.access.unread_calls import UNREAD_AGE_S
 from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.errors import TrioletError
-    from engine.requests.encode_values import EncodeEvent
+    from engine.requests.encode.values import EncodeEvent
     from engine.requests.stream import RequestStream
-    from engine.requests.text_values import StreamEvent
+    from engine.requests.text.values import StreamEvent
     from grpc_service.access.unread_calls import UnreadCalls
     from grpc_service.services.call_writer import CallWriter
     from tests.simulator.clients import Client

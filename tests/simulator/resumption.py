@@ -10,9 +10,9 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.requests.continuation import Continuation, ContinuedChoice
-from engine.requests.kept_events import ReceivedChoice
-from engine.requests.text_values import GenerateRequest
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.kept_events import ReceivedChoice
+from engine.requests.text.values import GenerateRequest
 from tests.simulator.readers import TextReader
 
 if TYPE_CHECKING:

@@ -32,23 +32,24 @@ from engine.errors import (
     WorkerLost,
 )
 from engine.replica.replica import ProcessWorker
-from engine.requests.chat_values import Chat
 from engine.requests.detached import DetachedStreams
-from engine.requests.draw_values import DrawRequest
-from engine.requests.prepare_drawing import DrawPreparer
-from engine.requests.prepare_inputs import InputPreparer
-from engine.requests.prepare_text import TextPreparer
+from engine.requests.encode.prepare import InputPreparer
+from engine.requests.image_generation.prepare import DrawPreparer
+from engine.requests.image_generation.values import DrawRequest
 from engine.requests.quota import Origin, Quota
 from engine.requests.supervisor import ABORT_MEMORY_S
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import GenerateRequest
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.prepare import TextPreparer
+from engine.requests.text.stream import TextStream
+from engine.requests.text.values import GenerateRequest
 from engine.status import AbortOutcome
+from engine.worker.encode.interface import EncoderKind
 from engine.worker.fakes.text import FakeScript
-from engine.worker.interface import EncoderKind
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tests.simulator import adapters, counting, drawings, pool_faults, resumption, seeing
+from tests.simulator import adapters, counting, pool_faults, resumption, seeing
+from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.drafters import drafter_of_world, model_of_world

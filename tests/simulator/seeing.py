@@ -9,8 +9,8 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.requests.chat_values import Chat
-from engine.requests.text_values import GenerateRequest
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.values import GenerateRequest
 from engine.status import Capability
 from tests.simulator.clients import MODEL
 from tests.simulator.encode_oracle import image_file

@@ -17,14 +17,14 @@ import trio
 from engine.core.common.events import Admitted, Finished, Refused, StepFailed, Submit
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
-from engine.core.image.scheduler import ImageScheduler
-from engine.core.image.types import Drawn, Stepped
+from engine.core.image_generation.scheduler import ImageScheduler
+from engine.core.image_generation.types import Drawn, Stepped
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
 from engine.core.text.types import Tokens
 from tests.simulator.encode_watch import EncodeWatch
 from tests.simulator.guest_watch import AwayWatch
-from tests.simulator.image_watch import ImageWatch
+from tests.simulator.image_generation_watch import ImageWatch
 from tests.simulator.text_watch import TextWatch
 
 if TYPE_CHECKING:

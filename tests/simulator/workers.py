@@ -16,8 +16,8 @@ import trio
 from engine.core.common.types import PlanId
 from engine.errors import WorkerLost
 from engine.replica.watchdog import StepWatch, Watchdog
-from engine.worker.fakes.drawing import FakeImageRunner
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.encode import FakeEncoder
+from engine.worker.fakes.image_generation import FakeImageRunner
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
 from engine.worker.process.group import WorkerGroup

@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tests.simulator import adapters, counting, drawings, pool_faults, resumption, seeing, states
+from tests.simulator import adapters, counting, pool_faults, resumption, seeing, states
+from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_beside, draw_client
 from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
 from tests.simulator.oracle import MAX_MODEL_LEN

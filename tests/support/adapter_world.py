@@ -7,7 +7,7 @@ from __future__ import annotations
 from engine.api.engine import open_engine
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.types import Tokens
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.adapters import digest_of_adapter
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.oracle import expected_output

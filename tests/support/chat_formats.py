@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.requests.answer_format import ANSWERS, REASONING, Pair
+from engine.requests.text.answers.format import ANSWERS, REASONING, Pair
 
 THINK, BRACKETS, SEED, COHERE_THINK = REASONING
 ANSWER, RESPONSE, COHERE_RESPONSE = ANSWERS

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import Lengths, Purse, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest
-from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker import draft_model, sequences
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.text import draft_model, sequences
 
 TOLERANCE = 1e-4
 END = 0

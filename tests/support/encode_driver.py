@@ -11,7 +11,7 @@ from engine.config import EncoderConfig
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import EncodeInput, EncodeRequest, ImageInput
 from engine.images.fit import FittedImage
-from engine.worker.fakes.encoder import FakeEncoder, ids_of, vector_of
+from engine.worker.fakes.encode import FakeEncoder, ids_of, vector_of
 from tests.simulator.encode_watch import EncodeWatch
 from tests.support.step_driver import OneChoiceDriver
 

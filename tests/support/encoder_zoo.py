@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints.encoder import words_tokenizer
+from tests.checkpoints.encode import words_tokenizer
 
 LENGTH = 64
 SIZES: dict[str, Any] = {

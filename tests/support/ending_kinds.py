@@ -14,13 +14,14 @@ from io import BytesIO
 from PIL import Image
 
 from engine.core.text.types import PromptImage
-from engine.images.sight import digest_of
-from engine.worker.fakes.encoder import SEPARATOR, score_of, vector_of
-from engine.worker.fakes.sight import num_tokens_of
+from engine.images.preprocessor import digest_of
+from engine.worker.fakes.encode import SEPARATOR, score_of, vector_of
+from engine.worker.fakes.preprocessor import num_tokens_of
 from engine.worker.fakes.tokenizer import IMAGE_ID, FakeTokenizer
 from grpc_service.client import messages as pb
 from tests.simulator.encode_oracle import image_file, pixels_in
-from tests.support import draw_wire, encode_wire
+from tests.support import encode_wire
+from tests.support import image_generation_wire as draw_wire
 from tests.support.core_driver import expected_tokens
 from tests.support.wire import SMALL_WINDOW, Generation
 

@@ -22,7 +22,7 @@ from engine.api._generated import blocking
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.bodies import run_by
 from tools.regen_faces import without_waiting

@@ -28,10 +28,10 @@ from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.plan import RowResult
 from engine.requests.supervisor import Supervisor
 from engine.status import Capability
-from engine.worker.fakes.drawing import FakeImageRunner
-from engine.worker.fakes.encoder import FakeEncoder, ids_of
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.fakes.encode import FakeEncoder, ids_of
+from engine.worker.fakes.image_generation import FakeImageRunner
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from engine.worker.interface import EncoderKind
 from grpc_service.app.application import serve, serve_forever
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.rpc.call_tasks import CallTasks

@@ -1,7 +1,7 @@
 """Records cases of the kernels, and builds and runs the driver in C++ that replays them.
 
 A case has its inputs and what comes out: for weights of 8 and 4 bits, the bits of the references in
-`tests.conformance.test_small_weights`; for the others, numbers in float64 and the tolerance of
+`tests.conformance.test_quantized_weights`; for the others, numbers in float64 and the tolerance of
 their tests. The driver (tests/support/kernel_replay.cpp) needs no Python, so that it also runs
 where only an emulator is.
 """
@@ -23,7 +23,7 @@ from engine.worker.forward.attention import AttentionCall
 from engine.worker.forward.native_attention import NativeStep
 from tests.conformance import test_native_attention as attention
 from tests.conformance import test_native_products as products
-from tests.conformance import test_small_weights as small
+from tests.conformance import test_quantized_weights as small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

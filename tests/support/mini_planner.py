@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.core.text.plan import StepResult
     from engine.core.text.types import PromptImage, TokenLogprob
-    from engine.worker.interface import ModelInfo, TextRunner
+    from engine.worker.text.interface import ModelInfo, TextRunner
 
 GREEDY = Sampling(temperature=0.0)
 

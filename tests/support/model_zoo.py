@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from engine.worker import text_runner
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
-from engine.worker.outline.families import LISTED
-from engine.worker.text_runner import TorchRunner
+from engine.worker.skeleton.families import LISTED
+from engine.worker.text import runner as text_runner
+from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import PRESETS, Shape, make
 from tests.support.parity import Oracle
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.worker.interface import ModelInfo
+    from engine.worker.text.interface import ModelInfo
 
 TINY = PRESETS["tiny"]
 

@@ -17,10 +17,11 @@ from engine.errors import TrioletError
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
 from engine.status import Capability
-from engine.worker.fakes.drawing import FAKE_INFO, FakeImageRunner
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.fakes.encode import FakeEncoder
+from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageRunner
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from engine.worker.interface import EncoderKind, MemoryEstimate
+from engine.worker.interface import MemoryEstimate
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.bodies import run_by
 

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
-from engine.worker.rank_runners import rank_runner
+from engine.worker.text.rank_runners import rank_runner
 from tests.support.model_zoo import REFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from engine.worker.interface import MemoryEstimate, ModelInfo
-    from engine.worker.rank_runners import LeadingRunner
+    from engine.worker.interface import MemoryEstimate
+    from engine.worker.text.interface import ModelInfo
+    from engine.worker.text.rank_runners import LeadingRunner
 
 
 class RankThreads:

@@ -25,13 +25,13 @@ from tests.support.wire import SERVING, connect, health, wait_until
 
 # What `triolet serve` imports for text models, and for models of every kind.
 TEXT_IMPORTS = (
-    *("engine.public", "engine.worker.text_runner"),
+    *("engine.public", "engine.worker.text.runner"),
     *("grpc_service.app.application", "grpc_service.cli.main"),
 )
 SERVING_IMPORTS = (
     *TEXT_IMPORTS,
-    *("engine.worker.encoders.runner", "transformers.modeling_utils"),
-    "engine.worker.diffusion.loading",
+    *("engine.worker.encode.runner", "transformers.modeling_utils"),
+    "engine.worker.image_generation.loading",
 )
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "engine" / "demo" / "stories"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from engine.config import EngineConfig, ModelConfig
-from engine.images.sight import digest_of
-from engine.requests.chat_values import Chat
-from engine.requests.image_prompts import ReadImage, hide, place, show
+from engine.images.preprocessor import digest_of
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.image_prompts import ReadImage, hide, place, show
 from engine.worker.factory import make_runner
 from tests.checkpoints.vision import make
 from tests.support.images import picture

@@ -16,10 +16,10 @@ import numpy as np
 from PIL import Image
 
 from engine.config import EngineConfig, ModelConfig
-from engine.requests.kept_images import KEPT_BYTES_MAX, KeptImages
+from engine.requests.text.kept_images import KEPT_BYTES_MAX, KeptImages
 from engine.worker.factory import make_runner
-from engine.worker.vision.parts import read_parts, text_part
-from tests.support.drawing_memory import Peak, own_bytes
+from engine.worker.text.vision.parts import read_parts, text_part
+from tests.support.image_generation_memory import Peak, own_bytes
 from tests.support.mini_planner import MiniPlanner
 from tests.support.vision import FILES, Seeing
 

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from engine.errors import FieldViolation, InvalidRequest, Unsupported
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.encode.interface import EncoderKind
+from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from engine.worker.interface import EncoderKind
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
 HANG_S = 600.0

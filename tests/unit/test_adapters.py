@@ -18,9 +18,9 @@ from engine.pool.adapters import Adapters
 from engine.pool.first_adapters import load_all
 from engine.pool.registry import Registry
 from engine.status import Capability, ModelState
-from engine.worker.interface import AdapterInfo
 from engine.worker.load.adapter_config import read_form
 from engine.worker.load.refusal import Refusal
+from engine.worker.text.interface import AdapterInfo
 from grpc_service.app import application
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.client import messages

@@ -15,8 +15,8 @@ from engine.core.common.types import RequestId
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
 from engine.requests.stream import StreamOptions
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import GenerateRequest, Started
+from engine.requests.text.stream import TextStream
+from engine.requests.text.values import GenerateRequest, Started
 from grpc_service.access.rpc_record import Rpc
 from grpc_service.access.unread_calls import (
     UNREAD_AGE_S,

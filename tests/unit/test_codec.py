@@ -15,7 +15,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Alternative, Constraint, TokenLogprob, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge, TrioletError
-from engine.requests.text_values import (
+from engine.requests.text.values import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
     OutputOptions,

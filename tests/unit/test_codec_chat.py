@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
-from engine.requests.text_values import AnswerTokens, ToolCallDelta, validate_tokenize
+from engine.requests.text.values import AnswerTokens, ToolCallDelta, validate_tokenize
 from grpc_service.client import messages as pb
 from grpc_service.services import text_codec, text_encoder
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.text.decode_pace import CHUNK_MIN, TOKENS_EACH, DecodePace
+from engine.core.text.pace.decode_pace import CHUNK_MIN, TOKENS_EACH, DecodePace
 from tests.support.core_driver import Driver, make_request
 
 MAX_TOKENS = 2048

@@ -10,15 +10,16 @@ from engine.core.common.events import Admitted, Finished
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import ClientCame, ClientLeft, TokenLogprob, Tokens
 from engine.errors import InvalidRequest, Overloaded, RequestNotFound
-from engine.requests import detached, kept_events
-from engine.requests.chat_values import Chat
-from engine.requests.continuation import ContinuedChoice
+from engine.requests import detached
 from engine.requests.detached import DetachedStreams
-from engine.requests.kept_events import KeptEvents, ReceivedChoice
 from engine.requests.quota import Origin, Quota
 from engine.requests.stream import StreamOptions
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import GenerateRequest, Started
+from engine.requests.text import kept_events
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.continuation import ContinuedChoice
+from engine.requests.text.kept_events import KeptEvents, ReceivedChoice
+from engine.requests.text.stream import TextStream
+from engine.requests.text.values import GenerateRequest, Started
 
 EARLY = "is before what the server keeps; send the request again with a continuation"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.worker.drafting.draft_cache import RESIDENTS_MAX, DraftCache, num_common
+from engine.worker.text.draft_cache import RESIDENTS_MAX, DraftCache, num_common
 from tests.support.examples import examples
 
 

@@ -12,9 +12,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason
-from engine.core.text.blocks import blocks_for
-from engine.core.text.draft_counts import DRAFTERS, DraftCounter
-from engine.core.text.draft_lengths import (
+from engine.core.text.drafting.draft_counts import DRAFTERS, DraftCounter
+from engine.core.text.drafting.draft_lengths import (
     EARNED,
     EARNED_LEAST,
     PLAIN_EVERY,
@@ -28,6 +27,7 @@ from engine.core.text.draft_lengths import (
     StepCosts,
     Trials,
 )
+from engine.core.text.memory.blocks import blocks_for
 from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX
 from engine.core.text.types import Sampling, Tokens
 from engine.errors import ConfigError, EngineBug

@@ -17,7 +17,7 @@ from engine.errors import (
     Paused,
     RequestTooLarge,
 )
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.encode import FakeEncoder
 from tests.support.encode_driver import EncodeDriver, Picture
 
 

@@ -12,7 +12,7 @@ from engine import Chat, EmbedRequest, GenerateRequest, ModelConfig, RerankReque
 from engine.api import arguments
 from engine.config import DEMO_MODELS, EngineConfig, engine_config
 from engine.errors import InvalidRequest
-from engine.requests.text_values import validate_tokenize
+from engine.requests.text.values import validate_tokenize
 
 USER = {"role": "user", "content": "hi"}
 

@@ -20,8 +20,8 @@ from engine.images.decoder import DecoderProcess
 from engine.images.decoder_main import NICENESS
 from engine.images.errors import BadImage
 from engine.images.fit import ImageFit, read_as
-from tests.support import image_tasks
-from tests.support.image_tasks import (
+from tests.support import image_generation_tasks as image_tasks
+from tests.support.image_generation_tasks import (
     LONG_S,
     about_the_process,
     end_by,
@@ -217,7 +217,7 @@ def test_the_process_ends_with_its_server_even_while_it_decodes():
     program = (
         "import sys, threading, time\n"
         "from engine.images.decoder import DecoderProcess\n"
-        "from tests.support.image_tasks import about_the_process, slow\n"
+        "from tests.support.image_generation_tasks import about_the_process, slow\n"
         "one = DecoderProcess()\n"
         "print(one(about_the_process, b'x')[0], flush=True)\n"
         "threading.Thread(target=one, args=(slow, b'x'), daemon=True).start()\n"

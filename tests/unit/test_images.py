@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from engine.images.anyres_sight import AnyresSight
+from engine.images.anyres_preprocessor import AnyresSight
 from engine.images.decode import decode, to_rgb
 from engine.images.errors import BadImage
 from engine.images.fit import ImageFit, read_as
-from engine.images.grid_sight import GridSight
-from engine.images.sight import SquareSight, TiledSight
+from engine.images.grid_preprocessor import GridSight
+from engine.images.preprocessor import SquareSight, TiledSight
 from tests.support.images import (
     BOMBS,
     FORMATS,

@@ -8,7 +8,8 @@ from engine.errors import ShuttingDown
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.rpc.testing import open_server
-from grpc_service.services import draw_codec, encode_codec, text_codec
+from grpc_service.services import encode_codec, text_codec
+from grpc_service.services import image_generation_codec as draw_codec
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.images.errors import BadImage
-from engine.images.sight import digest_of
-from engine.requests.kept_images import KeptImages
-from engine.worker.fakes.sight import FakeSight
+from engine.images.preprocessor import digest_of
+from engine.requests.text.kept_images import KeptImages
+from engine.worker.fakes.preprocessor import FakeSight
 from tests.simulator.encode_oracle import image_file
 
 FILES = [image_file(bytes([number, 1, 2] * 16)) for number in range(5)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from engine.errors import InvalidRequest, ShuttingDown
-from engine.requests.chat_values import VIOLATIONS_MAX
+from engine.requests.text.chat_values import VIOLATIONS_MAX
 from grpc_service.access import decoding
 from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.access.interceptor import Interceptor

@@ -57,9 +57,13 @@ LAZY = {
         *("engine.worker.factory", "engine.worker.load.capability", "engine.worker.load.resolve"),
     },
     "engine.worker.factory": {
-        *("engine.worker.text_runner", "engine.worker.rank_runners", "engine.worker.vision.runner"),
-        *("engine.worker.diffusion.runner", "engine.worker.encoders.runner"),
-        "engine.worker.encoders.files",
+        *(
+            "engine.worker.text.runner",
+            "engine.worker.text.rank_runners",
+            "engine.worker.text.vision.runner",
+        ),
+        *("engine.worker.image_generation.runner", "engine.worker.encode.runner"),
+        "engine.worker.encode.files",
     },
 }
 
@@ -363,7 +367,11 @@ def test_importing_brings_no_torch(module):
 # Protocols, codecs and policies that a test drives without a loop, as h11 and h2 are written.
 SANS_IO = (
     *("grpc_service.rpc.http2", "grpc_service.rpc.framing", "grpc_service.services.text_codec"),
-    *("engine.requests.choice_parser", "engine.requests.text_values", "engine.pool.routing"),
+    *(
+        "engine.requests.text.answers.choice_parser",
+        "engine.requests.text.values",
+        "engine.pool.routing",
+    ),
 )
 
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from engine.core.common.types import RequestId
 from engine.core.text.types import Tokens
 from engine.errors import WorkerLost
-from engine.requests.answer_format import REASONING, AnswerFormat
-from engine.requests.chat_values import Chat
-from engine.requests.prepare_text import PreparedText
 from engine.requests.stream import StreamOptions
-from engine.requests.text_stream import TextStream
-from engine.requests.text_values import GenerateRequest
+from engine.requests.text.answers.format import REASONING, AnswerFormat
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.prepare import PreparedText
+from engine.requests.text.stream import TextStream
+from engine.requests.text.values import GenerateRequest
 
 
 class Seen(list):

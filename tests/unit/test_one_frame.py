@@ -13,7 +13,7 @@ from engine.core.common.one_choice import OneChoiceCore
 from engine.core.common.waiting_queue import WaitingQueue
 from engine.core.encode.live_request import LiveEncode
 from engine.core.encode.scheduler import EncodeScheduler
-from engine.core.image.scheduler import ImageScheduler
+from engine.core.image_generation.scheduler import ImageScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.settings import QueueLimits
 from tests.simulator import counting

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.text.blocks import BlockPool
-from engine.core.text.prefix import PrefixCache, extend_keys, root_key
+from engine.core.text.memory.blocks import BlockPool
+from engine.core.text.memory.prefix import PrefixCache, extend_keys, root_key
 
 
 def keys_of(tokens, *, size=4, salt=""):

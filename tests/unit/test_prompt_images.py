@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.text.prefix import extend_keys
+from engine.core.text.memory.prefix import extend_keys
 from engine.core.text.prompt_images import contents_of_blocks, cut_chunk
 from engine.core.text.types import PromptImage
-from engine.images.sight import TiledSight, digest_of
-from engine.requests.image_prompts import ImageText, ReadImage, place
+from engine.images.preprocessor import TiledSight, digest_of
+from engine.requests.text.image_prompts import ImageText, ReadImage, place
 from tests.support.images import picture
 
 SIZE = 4

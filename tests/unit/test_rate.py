@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.text.best_rate import BestRate
+from engine.core.text.pace.best_rate import BestRate
 from engine.errors import DeadlineInfeasible
 from tests.support.core_driver import Driver, make_request
 

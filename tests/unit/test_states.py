@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.config import SchedulerConfig
+from engine.core.text.memory.snapshots import end_of_chunk
+from engine.core.text.memory.states import States, StepStates
 from engine.core.text.plan import StateDelta
-from engine.core.text.snapshots import end_of_chunk
-from engine.core.text.states import States, StepStates
 from engine.core.text.types import PromptImage, Sampling
 from engine.errors import ConfigError
 from tests.support.core_driver import Driver, make_request

@@ -15,6 +15,8 @@ from engine.core.text import plan as p
 from engine.core.text.types import Alternative, Constraint, Sampling, Stops, TokenLogprob
 from engine.images.fit import FittedImage, ImageFit
 from engine.worker import interface as w
+from engine.worker.encode import interface as encode
+from engine.worker.text import interface as text
 
 SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)
 STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
@@ -59,10 +61,14 @@ VALUES = [
     e.EncodePlan(PlanId(8), (e.EncodeRow(SequenceId(1), INPUT, OPTIONS),)),
     e.EncodeResult(PlanId(8), (e.EncodeRowResult(SequenceId(1), array("f", [0.5])),)),
     e.Encoded(RequestId("r"), 0, array("f", [0.5]), 2),
-    w.EncoderInfo("bert", "float32", "cpu", 10, 20, 30, w.EncoderKind.EMBEDDING, 4, ("query",)),
-    w.EncoderInfo("clip", "", "cpu", 10, 20, 30, w.EncoderKind.IMAGE_EMBEDDING, images=FIT),
+    encode.EncoderInfo(
+        "bert", "float32", "cpu", 10, 20, 30, encode.EncoderKind.EMBEDDING, 4, ("query",)
+    ),
+    encode.EncoderInfo(
+        "clip", "", "cpu", 10, 20, 30, encode.EncoderKind.IMAGE_EMBEDDING, images=FIT
+    ),
     w.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
-    w.ModelInfo("llama", "float32", "cpu", 10, 20, 99, 30, 16, frozenset({1})),
+    text.ModelInfo("llama", "float32", "cpu", 10, 20, 99, 30, 16, frozenset({1})),
     w.LoadProgress("weights", 1, 2, 3, 4),
     w.MemoryEstimate(1 << 30, "cuda:0", 1 << 33),
     w.TokenSpan(1, "x", 0, 1),
@@ -101,7 +107,7 @@ def test_every_value_class_of_the_plan_is_in_the_list():
         and cls.__module__ == module.__name__
         and not getattr(cls, "_is_protocol", False)
     }
-    assert declared - seen == {w.SamplingDefaults, e.InputKind} - seen
+    assert declared - seen == {text.SamplingDefaults, e.InputKind} - seen
 
 
 def test_a_plan_is_unpickled_by_a_process_without_torch():

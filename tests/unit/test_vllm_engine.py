@@ -14,8 +14,9 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import Alternative, Constraint, TokenLogprob, Tokens
 from engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unsupported
-from engine.requests.text_values import OutputOptions, SamplingParams, Started
-from engine.worker.interface import EncoderInfo, EncoderKind, ModelInfo, SamplingDefaults
+from engine.requests.text.values import OutputOptions, SamplingParams, Started
+from engine.worker.encode.interface import EncoderInfo, EncoderKind
+from engine.worker.text.interface import ModelInfo, SamplingDefaults
 from grpc_service.app import gateway_ports
 from grpc_service.app.gateway_ports import check_gateways, ports_by_model
 from grpc_service.app.server_config import ServerConfig

@@ -23,10 +23,10 @@ import torch
 from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import AdmittedSequence, BlockDelta, Logits, Row, StepPlan
 from engine.core.text.types import Sampling, Stops
-from engine.requests.text_values import SamplingParams
+from engine.requests.text.values import SamplingParams
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
-from engine.worker.text_runner import TorchRunner
+from engine.worker.text.runner import TorchRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,8 +26,8 @@ from engine.worker.forward import native
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import SampleRow, sample
-from engine.worker.text.detokenizer import TextState
-from engine.worker.text.tokenizer import HfTokenizer
+from engine.worker.tokenizing.detokenizer import TextState
+from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 
 if TYPE_CHECKING:

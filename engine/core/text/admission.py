@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from engine.core.text.blocks import blocks_for
 from engine.core.text.lifecycle import State
+from engine.core.text.memory.blocks import blocks_for
 from engine.core.text.plan import SCORED_TOKENS_MAX
 
 if TYPE_CHECKING:

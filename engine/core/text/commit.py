@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from engine.core.common.phases import Phase
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason
-from engine.core.text import snapshots
 from engine.core.text.lifecycle import State
+from engine.core.text.memory import snapshots
 from engine.core.text.plan import RowResult
 from engine.core.text.types import Replayed, Tokens
 from engine.errors import EngineBug
@@ -21,7 +21,7 @@ from engine.errors import EngineBug
 if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
     from engine.core.common.live_requests import Counters
-    from engine.core.text.drafts import Drafts
+    from engine.core.text.drafting.drafts import Drafts
     from engine.core.text.endings import Endings
     from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row, StepResult

@@ -19,7 +19,7 @@ from engine.core.common.live_requests import (
 from engine.core.common.phases import Phase
 from engine.core.common.types import Explanation
 from engine.core.text import admission
-from engine.core.text.draft_counts import summed
+from engine.core.text.drafting.draft_counts import summed
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
-from engine.core.text.blocks import blocks_for
+from engine.core.text.memory.blocks import blocks_for
 from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 
 if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
-    from engine.core.text.speeds import Speeds
+    from engine.core.text.pace.speeds import Speeds
     from engine.core.text.types import Request
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
 from engine.core.common.types import SequenceId
-from engine.core.text.blocks import BlockPool, blocks_for
 from engine.core.text.lifecycle import Event, State
+from engine.core.text.memory.blocks import BlockPool, blocks_for
+from engine.core.text.memory.prefix import PrefixCache
+from engine.core.text.memory.sequence_keys import SequenceKeys
+from engine.core.text.memory.states import States
 from engine.core.text.parked import Parked
-from engine.core.text.prefix import PrefixCache
 from engine.core.text.sequence import LiveText, Sequence
-from engine.core.text.sequence_keys import SequenceKeys
-from engine.core.text.states import States
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.common.types import BlockId, RequestId
     from engine.core.common.waiting_queue import WaitingQueue
-    from engine.core.text.blocks import Reservation
+    from engine.core.text.memory.blocks import Reservation
     from engine.core.text.types import Request
 
 

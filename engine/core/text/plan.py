@@ -75,7 +75,7 @@ class BlockDelta(NamedTuple):
 
 class StateDelta(NamedTuple):
     """Where the worker keeps a sequence's state from this step on, for models with recurrent layers
-    (`engine.core.text.states`).
+    (`engine.core.text.memory.states`).
 
     The row's last state goes to ``slot``, and a copy of it to ``snapshot``. The row begins from the
     state in ``source``; None: from that in ``slot``. A row from position 0 begins from nothing. A

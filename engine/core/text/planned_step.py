@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from engine.core.common.phases import Phase
 from engine.core.common.types import PlanId
 from engine.core.text.lifecycle import State
+from engine.core.text.memory.states import StepStates
 from engine.core.text.plan import AdmittedSequence, StepPlan
-from engine.core.text.states import StepStates
 
 if TYPE_CHECKING:
     from engine.core.common.types import BlockId, SequenceId

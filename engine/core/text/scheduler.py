@@ -19,18 +19,18 @@ from engine.core.common.events import PauseMode
 from engine.core.common.live_requests import Places
 from engine.core.common.step_budget import StepBudget
 from engine.core.text.commit import Committer
-from engine.core.text.drafts import Drafts
+from engine.core.text.drafting.drafts import Drafts
 from engine.core.text.endings import Endings
 from engine.core.text.explain import Explainer
 from engine.core.text.guests import Guests
 from engine.core.text.intake import Intake
 from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
+from engine.core.text.pace.speeds import Speeds
 from engine.core.text.plan import StepPlan, StepResult
 from engine.core.text.planned_step import PlannedStep
 from engine.core.text.recovery import Recovery
 from engine.core.text.sequence import LiveText, Sequence
-from engine.core.text.speeds import Speeds
 from engine.core.text.step_builder import StepBuilder
 from engine.core.text.types import (
     ClientCame,

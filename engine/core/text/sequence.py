@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.common.events import CoreRequest
     from engine.core.common.waiting_queue import Key
-    from engine.core.text.draft_lengths import Drafting
+    from engine.core.text.drafting.draft_lengths import Drafting
     from engine.core.text.types import Request
 
 Rank = tuple[int, float, int]

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.text import admission, snapshots
-from engine.core.text.blocks import blocks_for
+from engine.core.text import admission
 from engine.core.text.lifecycle import State
+from engine.core.text.memory import snapshots
+from engine.core.text.memory.blocks import blocks_for
 from engine.core.text.plan import SCORED_TOKENS_MAX, BlockDelta, ChildFork, Logits, Row
 from engine.core.text.planned_step import PlannedStep
 from engine.core.text.prompt_images import cut_chunk

@@ -1,7 +1,7 @@
 """The values of generated text: a request with its sampling and stops, and what its steps report.
 
 Rule 1: everything here is a frozen value that pickles without torch, except `ObservePrefixes`.
-Rule 2: fields that a client left unset are resolved before (`engine.requests.text_values`). In a
+Rule 2: fields that a client left unset are resolved before (`engine.requests.text.values`). In a
 `Request`, None only means that there is no deadline, or no constraint.
 """
 
@@ -98,7 +98,7 @@ class PromptImage:
     Encoding it costs a step as much as ``cost`` tokens. ``digest`` is that of its content: images
     of one digest have the same encoding. ``is_whole``: one step computes all of its tokens, which
     attend to each other. ``content`` is what the worker encodes, a
-    `engine.images.sight.SeenImage`; nothing here looks into it.
+    `engine.images.preprocessor.SeenImage`; nothing here looks into it.
     """
 
     start: int

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from engine.errors import SpawnFailed
-from engine.worker.interface import AdapterInfo
+from engine.worker.text.interface import AdapterInfo
 
 if TYPE_CHECKING:
     from engine.worker.fakes.text import FakeScript
@@ -20,7 +20,7 @@ def digest_of_adapter(content: str) -> str:
 
 
 class FakeAdapters:
-    """Implements `engine.worker.interface.Adapters`. ``loaded`` counts by digest."""
+    """Implements `engine.worker.text.interface.Adapters`. ``loaded`` counts by digest."""
 
     def __init__(self, script: FakeScript) -> None:
         self._script = script

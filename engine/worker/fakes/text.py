@@ -30,17 +30,18 @@ from engine.worker.fakes.digests import (
     held_back,
     next_token,
 )
+from engine.worker.fakes.preprocessor import FakeSight, FakeTower, met_by
 from engine.worker.fakes.scripted import ScriptedRunner
-from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
 from engine.worker.fakes.states import FakeStates
 from engine.worker.fakes.tokenizer import EOS
-from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
+from engine.worker.interface import LoadProgress, MemoryEstimate
+from engine.worker.text.interface import ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.core.encode.types import EncodePlan
-    from engine.core.image.types import ImagePlan
+    from engine.core.image_generation.types import ImagePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint
 
@@ -128,12 +129,12 @@ class _FakeSequence:
 
 
 class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
-    """Implements `engine.worker.interface.TextRunner` without a model.
+    """Implements `engine.worker.text.interface.TextRunner` without a model.
 
     ``compiled`` are the constraints that were compiled; the fake does not follow them. With
-    ``sees`` it reads images (`engine.worker.fakes.sight`), and ``tower`` counts those that it has
-    encoded. With ``num_states`` it keeps states in that many slots, and drafts nothing. `execute`
-    also raises `KvMismatch` if a row reads another prefix than its own.
+    ``sees`` it reads images (`engine.worker.fakes.preprocessor`), and ``tower`` counts those that
+    it has encoded. With ``num_states`` it keeps states in that many slots, and drafts nothing.
+    `execute` also raises `KvMismatch` if a row reads another prefix than its own.
     """
 
     def __init__(
@@ -398,7 +399,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
 
     def _say(self, seq: _FakeSequence, token_id: int) -> RowResult:
         """Return the text of a token and whether it ends the sequence, by the simplest rules that
-        agree with those of `engine.worker.text.detokenizer`."""
+        agree with those of `engine.worker.tokenizing.detokenizer`."""
         stops = seq.admitted.stops
         if not (token_id == EOS and stops.skip_special):
             words, at = self.script.words, seq.num_output - 1

@@ -25,8 +25,8 @@ from engine.worker.forward.native_attention import NativeBackend
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
 from engine.worker.load.refusal import Refusal
-from engine.worker.outline.families import LISTED
-from engine.worker.small_weights import expand_deferred
+from engine.worker.quantized.weight import expand_deferred
+from engine.worker.skeleton.families import LISTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

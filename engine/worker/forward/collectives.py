@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.kernel_structs import SumFunction
-from engine.worker.outline.division_plans import Style, style_of
+from engine.worker.skeleton.division_plans import Style, style_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

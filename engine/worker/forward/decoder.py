@@ -24,7 +24,7 @@ from engine.worker.forward.native_attention import NativeStep, native_call
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
 from engine.worker.load.refusal import Refusal
-from engine.worker.small_weights import SmallWeight, join, release, weight_of
+from engine.worker.quantized.weight import SmallWeight, join, release, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

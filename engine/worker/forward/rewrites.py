@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.worker.outline.families import LISTED, is_convolution, is_rotated
-from engine.worker.outline.modules import Linear, Outline
+from engine.worker.skeleton.families import LISTED, is_convolution, is_rotated
+from engine.worker.skeleton.modules import Linear, Outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.worker.forward.attention import AttentionCall
-    from engine.worker.outline.families import Family, ModuleNames
+    from engine.worker.skeleton.families import Family, ModuleNames
 
 # GPT-OSS' stock experts are one module, which computes the activation itself and has its numbers.
 # LFM2's stock MLPs compute theirs too.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.worker.load.joined_experts import Piece
-    from engine.worker.small_weights import Form, SmallWeight
+    from engine.worker.quantized.weight import Form, SmallWeight
 
 # Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
 # floats) are quantised and are refused.

@@ -20,7 +20,7 @@ from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.devices import pick_device
 from engine.worker.load.loader import read_config
 from engine.worker.load.refusal import Refusal
-from engine.worker.outline.division_plans import PLANS, Style, is_one_expert, style_of
+from engine.worker.skeleton.division_plans import PLANS, Style, is_one_expert, style_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +102,7 @@ class Division:
 
     def complete(self, model: LoadedModel, directory: Path) -> None:
         """Give a loaded model what it has beyond its class: nothing, but for models that see
-        (`engine.worker.vision.parts`)."""
+        (`engine.worker.text.vision.parts`)."""
 
     def objection_to_decoder(self, architecture: Architecture) -> str:
         """Return why a rank's part of an architecture cannot run compiled; empty if it can."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from engine.worker.interface import SamplingDefaults
 from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
+from engine.worker.text.interface import SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,9 @@ global state changes (default dtype, init functions, progress bars), because oth
 load in other threads. This is why `from_pretrained` is not used.
 
 The model is transformers' own, or, where it will run compiled, its outline
-(`engine.worker.outline`), which has the same parameters. Importing transformers takes several times
-as long as torch, so it is imported only for the former. Both are built on torch's meta device,
-which allocates no memory. Then the weights are assigned one by one. Buffers such as rotary
+(`engine.worker.skeleton`), which has the same parameters. Importing transformers takes several
+times as long as torch, so it is imported only for the former. Both are built on torch's meta
+device, which allocates no memory. Then the weights are assigned one by one. Buffers such as rotary
 frequencies are computed by the model's own `_init_weights`, as in `from_pretrained`.
 """
 
@@ -31,10 +31,10 @@ from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
 from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
-from engine.worker.outline.config import OutlineConfig, Unusual, read_outline
-from engine.worker.outline.division_plans import is_one_expert
-from engine.worker.outline.modules import Outline
-from engine.worker.small_weights import GROUP, ROUNDED, Form, RoundedLater, defer
+from engine.worker.quantized.weight import GROUP, ROUNDED, Form, RoundedLater, defer
+from engine.worker.skeleton.config import OutlineConfig, Unusual, read_outline
+from engine.worker.skeleton.division_plans import is_one_expert
+from engine.worker.skeleton.modules import Outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import Checkpoint, StoredTensor
     from engine.worker.load.joined_experts import Joining
-    from engine.worker.small_weights import SmallWeight
+    from engine.worker.quantized.weight import SmallWeight
 
 GROUPED_BYTES = 16  # of a row, for torch.nn.functional.grouped_mm
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
@@ -76,7 +76,7 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     architecture = find(raw)
     for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
         raw.pop(unsafe, None)  # they name code or files to load
-    raw.pop("quantization_config", None)  # for `engine.worker.load.packed_checkpoint`
+    raw.pop("quantization_config", None)  # for `engine.worker.quantized.packed_checkpoint`
     why = ""
     if not is_stock:
         try:

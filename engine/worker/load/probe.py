@@ -4,7 +4,7 @@ Rule: the config is not trusted. One small forward records every attention call.
 refused by name if a layer was not called exactly once, has another shape than the cache, or passes
 a keyword outside the closed list of `engine.worker.forward.attention`. So it fails when it is
 loaded, and not in a user's answer. An outline cannot run; its calls are known
-(`engine.worker.outline.modules`).
+(`engine.worker.skeleton.modules`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.architectures import NO_KEYS, LayerShape
 from engine.worker.load.loader import first_line
 from engine.worker.load.refusal import Refusal
-from engine.worker.outline.modules import Outline
+from engine.worker.skeleton.modules import Outline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class VisionArchitecture:
     """The served classes of one of transformers' families whose models read images: how their names
-    begin, their module, a name for people, and the module of `engine.worker.vision` that knows
+    begin, their module, a name for people, and the module of `engine.worker.text.vision` that knows
     them.
 
     A text model that has no class of its own is that of ``text``, a name in

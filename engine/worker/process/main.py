@@ -26,9 +26,10 @@ from engine import logs
 from engine.gc_tuning import freeze_after_load
 from engine.processes.channel import BadMessage, Channel, ChannelClosed
 from engine.processes.inside import EXIT_LOST, leave, live_with_the_server, own_socket
-from engine.worker.interface import EncoderInfo, RankRunner
+from engine.worker.encode.interface import EncoderInfo
 from engine.worker.process import messages
 from engine.worker.process.messages import Estimated, Loaded, raised
+from engine.worker.text.interface import RankRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,15 +27,10 @@ from engine.processes.channel import PROTOCOL
 if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.status import Capability
-    from engine.worker.image_interface import ImageModelInfo
-    from engine.worker.interface import (
-        EncoderInfo,
-        EncoderTokenizer,
-        MemoryEstimate,
-        ModelInfo,
-        RunnerSpec,
-        Tokenizer,
-    )
+    from engine.worker.encode.interface import EncoderInfo, EncoderTokenizer
+    from engine.worker.image_generation.interface import ImageModelInfo
+    from engine.worker.interface import MemoryEstimate, RunnerSpec, Tokenizer
+    from engine.worker.text.interface import ModelInfo
 
 TEXT_CHARS = 2000  # of an error's message; a guess
 

@@ -52,15 +52,10 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.processes.channel import Channel
     from engine.status import Capability
-    from engine.worker.interface import (
-        AdapterInfo,
-        EncoderTokenizer,
-        LoadProgress,
-        MemoryEstimate,
-        RunnerSpec,
-        Tokenizer,
-    )
+    from engine.worker.encode.interface import EncoderTokenizer
+    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec, Tokenizer
     from engine.worker.process.group import GroupChannel
+    from engine.worker.text.interface import AdapterInfo
 
 RETRY_AFTER_S = 1.0
 PATIENCE_S = 60.0  # the default of --step-timeout
@@ -372,7 +367,8 @@ def _ask_beside(runner: ProcessRunner, request: str, value: object) -> Any:
 
 
 class ProcessAdapters:
-    """`engine.worker.interface.Adapters` in the process. ``ask`` sends a request beside steps."""
+    """`engine.worker.text.interface.Adapters` in the process. ``ask`` sends a request beside
+    steps."""
 
     def __init__(self, ask: Callable[[str, object], Any]) -> None:
         self._ask = ask
@@ -381,7 +377,7 @@ class ProcessAdapters:
         """Return how many bytes loading the adapter takes at most.
 
         Raises:
-            SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.interface.Adapters`.
+            SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.text.interface.Adapters`.
         """
         return self._ask("adapter", AdapterCall("measure", directory))
 
@@ -389,7 +385,7 @@ class ProcessAdapters:
         """Have the process load an adapter.
 
         Raises:
-            SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.interface.Adapters`.
+            SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.text.interface.Adapters`.
         """
         return self._ask("adapter", AdapterCall("load", directory))
 

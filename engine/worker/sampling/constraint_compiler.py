@@ -40,7 +40,7 @@ from engine.worker.sampling.masks import Mask
 if TYPE_CHECKING:
     from engine.core.common.types import SequenceId
     from engine.core.text.types import Constraint
-    from engine.worker.text.tokenizer import HfTokenizer
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 # llguidance's limits. The first is a tenth of its default, which lets `((a{100}){100}){100}` take
 # 200 MB and a second (here 6 MB, 0.1 s); schemas of a thousand properties with patterns stay below.

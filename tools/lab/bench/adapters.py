@@ -45,7 +45,7 @@ class Decoder:
     """A loaded runner, and the adapters that it may load."""
 
     def __init__(self, directory: Path, adapters: Sequence[Path]) -> None:
-        from engine.worker.text_runner import TorchRunner
+        from engine.worker.text.runner import TorchRunner
 
         spec = RunnerSpec(
             str(directory),

@@ -27,7 +27,8 @@ from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.worker.interface import LoadProgress, ModelInfo
+    from engine.worker.interface import LoadProgress
+    from engine.worker.text.interface import ModelInfo
 
 MEASURES = ("engine/pool", "engine/requests")
 

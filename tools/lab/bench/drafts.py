@@ -41,11 +41,11 @@ from typing import TYPE_CHECKING, Any
 from engine.api._generated.blocking import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import Lengths, Purse, StepCosts
 from engine.core.text.types import Constraint, Tokens
-from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker import sequences
-from engine.worker.text.tokenizer import load_tokenizer
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.text import sequences
+from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tools.lab.bench.checkpoints import checkpoint, story_gguf
 from tools.lab.bench.frame import REPEATS, ROOT, Row, repeat_in_turn, row_of
 from tools.lab.peers.environments import PEERS
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
 MEASURES = (
     "engine/core/text",
-    "engine/worker/drafting",
-    "engine/worker/sequences.py",
-    "engine/worker/draft_model.py",
-    "engine/worker/text_runner.py",
+    "engine/worker/text",
+    "engine/worker/text/sequences.py",
+    "engine/worker/text/draft_model.py",
+    "engine/worker/text/runner.py",
     "engine/kernels",
 )
 

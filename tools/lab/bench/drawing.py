@@ -24,24 +24,24 @@ from engine import DrawRequest, GeneratedImage
 from engine.api._generated.blocking import open_engine
 from engine.config import ModelConfig
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.image.types import Drawing, ImagePlan, ImageVerb
-from tests.checkpoints.diffusion import ARCHS, make
+from engine.core.image_generation.types import Drawing, ImagePlan, ImageVerb
+from tests.checkpoints.image_generation import ARCHS, make
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine.api._generated.blocking import Engine
-    from engine.worker.diffusion.runner import DiffusionRunner
-    from engine.worker.image_interface import ImageModelInfo
+    from engine.worker.image_generation.interface import ImageModelInfo
+    from engine.worker.image_generation.runner import DiffusionRunner
 
 MEASURES = (
     "engine/api",
     "engine/core/common",
-    "engine/core/image",
+    "engine/core/image_generation",
     "engine/replica",
     "engine/requests",
-    "engine/worker/diffusion",
+    "engine/worker/image_generation",
     "engine/worker/forward",
 )
 
@@ -135,7 +135,7 @@ def their_pipeline(directory: Path, arch: str, runner: DiffusionRunner) -> Any:
 
 def measure(directory: Path, arch: str) -> list[Row]:
     """Return the rows of one kind of pipeline."""
-    from engine.worker.diffusion.runner import DiffusionRunner
+    from engine.worker.image_generation.runner import DiffusionRunner
     from engine.worker.interface import RunnerSpec
 
     runner = DiffusionRunner(RunnerSpec(str(directory), threads=THREADS))

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from grpc_service.client import messages as pb
-from tests.checkpoints.diffusion import make
+from tests.checkpoints.image_generation import make
 from tools.lab.bench.frame import REPEATS, Row, percentile, row_of
 from tools.lab.bench.served import served
 from tools.lab.bench.wire import GENERATE, NO_PROXY

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from grpc_service.client import messages as pb
-from tests.checkpoints.encoder import PRESETS, WORDS, make_embedder
+from tests.checkpoints.encode import PRESETS, WORDS, make_embedder
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 from tools.lab.bench.served import served
 from tools.lab.bench.wire import NO_PROXY

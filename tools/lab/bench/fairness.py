@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from grpc_service.client import messages as pb
-from tests.checkpoints.encoder import PRESETS, make_embedder
+from tests.checkpoints.encode import PRESETS, make_embedder
 from tools.lab.bench.embed import EMBED, texts
 from tools.lab.bench.frame import REPEATS, Row, percentile, row_of
 from tools.lab.bench.served import served

@@ -26,7 +26,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 from tools.lab.bench.wire import ENDLESS, PacedRunner, Peer, peer
 

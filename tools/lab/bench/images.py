@@ -54,7 +54,7 @@ import grpc
 
 from grpc_service.client import messages as pb
 from tests.checkpoints import vision as vision_checkpoint
-from tests.checkpoints.encoder import PRESETS, Shape, make_embedder, make_image_embedder
+from tests.checkpoints.encode import PRESETS, Shape, make_embedder, make_image_embedder
 from tools.lab.bench.embed import EMBED, Client, texts
 from tools.lab.bench.frame import REPEATS, Row, percentile, repeat_in_turn, row_of
 from tools.lab.bench.image_loads import (

@@ -17,7 +17,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.load.devices import pick_device
 from tools.lab.bench.checkpoints import MODELS, checkpoint
 from tools.lab.bench.frame import REPEATS, Row, row_of

@@ -113,8 +113,8 @@ def load_once(directory: str, quantization: str) -> dict[str, float]:
     bytes of its weights, and the seconds."""
     from engine.worker.forward import native
     from engine.worker.interface import RunnerSpec
-    from engine.worker.text.tokenizer import load_tokenizer
-    from engine.worker.text_runner import TorchRunner
+    from engine.worker.text.runner import TorchRunner
+    from engine.worker.tokenizing.tokenizer import load_tokenizer
 
     native.load()
     spec = RunnerSpec(

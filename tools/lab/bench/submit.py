@@ -19,7 +19,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tools.lab.bench.frame import Row, percentile, repeat, row_of

@@ -27,7 +27,7 @@ import trio
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.types import Tokens
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from tools.lab.bench.checkpoints import checkpoint
 from tools.lab.bench.frame import Row, percentile, repeat_in_turn, row_of
 from tools.lab.bench.simulated import Device, HoldingDevice, LockedDevice

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.requests.text_values import SamplingParams
+from engine.requests.text.values import SamplingParams
 from tools.lab.demo.corpus import named_prompt, request_and_story, training_stories
 from tools.lab.demo.figures import Figures, report, share, size_of
 from tools.lab.demo.grammar import count_derivations

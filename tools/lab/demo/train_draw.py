@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextConfig, CLIPTextModel
 from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
-from tests.checkpoints.diffusion import END, SCHEDULER, START
+from tests.checkpoints.image_generation import END, SCHEDULER, START
 from tools.lab.demo.drawing_words import describe_plainly
 from tools.lab.demo.drawings import SIDE, draw_scene, paint, place_plainly
 from tools.lab.demo.encoder_parts import begin_training, save_facts

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from engine.worker.outline.config import read_outline
-from engine.worker.outline.modules import Outline
+from engine.worker.skeleton.config import read_outline
+from engine.worker.skeleton.modules import Outline
 from tests.checkpoints.text import PRESETS, Shape, write_tokenizer
 
 if TYPE_CHECKING:

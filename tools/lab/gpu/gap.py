@@ -12,9 +12,9 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.factory import runner_spec
-from engine.worker.text_runner import TorchRunner
+from engine.worker.text.runner import TorchRunner
 from tools.lab.bench.frame import row_of
 from tools.lab.gpu.checkpoints import REAL, TINY, write
 

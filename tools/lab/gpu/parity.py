@@ -10,7 +10,7 @@ import random
 from typing import TYPE_CHECKING
 
 from engine.worker.interface import RunnerSpec
-from engine.worker.text_runner import TorchRunner
+from engine.worker.text.runner import TorchRunner
 from tests.support.mini_planner import MiniPlanner
 from tests.support.model_zoo import ZOO, Zoo
 from tests.support.parity import Oracle, Tally

@@ -1,0 +1,91 @@
+"""The shortest times that steps have taken. From them follows which drawings cannot be done by
+their deadlines (D18).
+
+Rule: an estimate never exceeds the time that the drawing will take, as far as that was measured;
+without a measurement it is 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.core.image_generation.types import ImageVerb
+
+if TYPE_CHECKING:
+    from engine.core.image_generation.types import ImageRequest
+
+DISCOUNT = 1.1  # guess: the eighth refusal halves an estimate, the 25th divides it by ten
+SHAPES_MAX = 64  # guess: far more than the sizes that clients of one model ask for
+
+
+class Shape(NamedTuple):
+    """What decides how long a step takes. ``rows`` are the latents that it computes together: one
+    for each image, and with guidance two."""
+
+    verb: ImageVerb
+    pixels: int
+    rows: int
+
+    def covers(self, other: Shape) -> bool:
+        """Return whether a step of this shape takes at least as long as one of ``other``."""
+        return self.verb is other.verb and self.pixels >= other.pixels and self.rows >= other.rows
+
+
+def shape_of(request: ImageRequest, verb: ImageVerb) -> Shape:
+    """Return the shape of a drawing's steps of one verb."""
+    drawing = request.drawing
+    pixels = drawing.width * drawing.height
+    if verb is ImageVerb.ENCODE:
+        return Shape(verb, pixels if drawing.source else 0, drawing.num_images)
+    guided = 1 + (drawing.guidance_scale > 1.0)
+    return Shape(verb, pixels, drawing.num_images * guided if verb is ImageVerb.DENOISE else 1)
+
+
+class LeastTimes:
+    """The shortest time of each shape of step, of at most `SHAPES_MAX` shapes.
+
+    A step takes at least as long as a smaller one. So the estimate of a shape is the longest among
+    the shortest times of the shapes that it covers. One measurement may have been slow by chance,
+    and a refused drawing is not measured. So each refusal (`note_refusal`) lowers the estimates of
+    this shape a little, until a step of this shape is measured.
+    """
+
+    def __init__(self) -> None:
+        self._shortest: dict[Shape, float] = {}
+        self._discounts: dict[Shape, float] = {}
+        self._estimates: dict[Shape, float] = {}  # derived from the others
+
+    def note(self, shape: Shape, seconds: float) -> None:
+        """Count a step that took ``seconds``."""
+        known = self._shortest.pop(shape, None)
+        self._shortest[shape] = seconds if known is None else min(known, seconds)
+        is_new = self._shortest[shape] != known or self._discounts.pop(shape, None) is not None
+        if len(self._shortest) > SHAPES_MAX:
+            del self._shortest[next(iter(self._shortest))]  # measured longest ago
+        if is_new:
+            self._estimates.clear()
+
+    def seconds_for(self, request: ImageRequest) -> float:
+        """Return the least time that a drawing takes, from its first step to its last."""
+        encode, denoise, decode = (self._estimate(shape_of(request, verb)) for verb in ImageVerb)
+        tiles = request.drawing.num_images * request.num_tiles
+        return encode + request.num_steps * denoise + tiles * decode
+
+    def note_refusal(self, request: ImageRequest) -> None:
+        """Count a drawing that was refused because of `seconds_for`."""
+        for verb in ImageVerb:
+            shape = shape_of(request, verb)
+            if len(self._discounts) >= SHAPES_MAX and shape not in self._discounts:
+                del self._discounts[next(iter(self._discounts))]
+            self._discounts[shape] = self._discounts.get(shape, 1.0) * DISCOUNT
+            self._estimates.pop(shape, None)
+
+    def _estimate(self, shape: Shape) -> float:
+        known = self._estimates.get(shape)
+        if known is None:
+            smaller = [one for one in self._shortest if shape.covers(one)]
+            least = max((self._shortest[one] for one in smaller), default=0.0)
+            if len(self._estimates) >= SHAPES_MAX:
+                self._estimates.clear()
+            known = self._estimates[shape] = least / self._discounts.get(shape, 1.0)
+        return known

@@ -1,0 +1,1 @@
+"""Decides how many drafted tokens a step verifies (D27)."""

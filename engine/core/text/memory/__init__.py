@@ -1,0 +1,1 @@
+"""The KV pool and the prefix cache, and the slots of states."""

@@ -1,0 +1,1 @@
+"""Estimates how long steps take."""

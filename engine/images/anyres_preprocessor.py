@@ -1,0 +1,115 @@
+"""Fits images to models that read them at one of several sizes: LLaVA-Next ("anyres").
+
+Rules as in `engine.images.preprocessor`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from engine.images.errors import BadImage
+from engine.images.fit import FittedImage
+from engine.images.preprocessor import ResizedSight, SeenImage, squares_of
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class AnyresSight(ResizedSight):
+    """Reads an image twice: as one square of ``side`` pixels, which loses its shape, and as a
+    larger copy in the middle of a black frame. The frame has the one of ``sizes`` (height, width)
+    that fits the image best, and is cut into squares of ``side`` pixels.
+
+    A square has ``per_side`` rows of ``per_side`` tokens each, and costs ``tile_cost``. In the
+    larger copy, the tokens of black rows or columns are left out, and each row ends with a token of
+    its own.
+    """
+
+    side: int
+    sizes: tuple[tuple[int, int], ...]
+    per_side: int
+    tile_cost: int
+
+    @property
+    def max_tiles(self) -> int:
+        """The most squares of one image."""
+        return 1 + max(height * width for height, width in self.sizes) // self.side**2
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one image."""
+        patch = self.side // self.per_side
+        most = max(height // patch * (width // patch + 1) for height, width in self.sizes)
+        return self.per_side**2 + most
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of one image's pixels, as they are kept."""
+        return 3 * self.side**2 * self.max_tiles
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once: those of all squares."""
+        return self.tile_cost * self.max_tiles
+
+    def blank(self) -> SeenImage:
+        """Return a black image, to warm up with."""
+        from PIL import Image
+
+        return self._fit(Image.new("RGB", (self.side, self.side)))
+
+    def _fit(self, image: Image.Image) -> SeenImage:
+        height, width = self._best_size(image.height, image.width)
+        side = self.side
+        whole = self._resize(image, side, side)
+        tiles = [whole, *squares_of(self._framed(image, height, width), side)]
+        count = self.per_side**2 + self._unpadded(image, height, width)
+        fitted = tuple(FittedImage(side, side, one.tobytes()) for one in tiles)
+        cost = len(fitted) * self.tile_cost
+        size = image.height, image.width
+        return SeenImage(fitted, self.token * count, count, cost, size=size)
+
+    def _best_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size at which the image keeps most of its pixels, and of such sizes the one
+        with the least black.
+
+        Raises:
+            BadImage: the image keeps none at any size.
+        """
+        best, found = (0, 0), (0, 0)
+        for own_height, own_width in self.sizes:
+            scale = min(own_width / width, own_height / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            if (kept, kept - own_height * own_width) > best or not any(found):
+                best, found = (kept, kept - own_height * own_width), (own_height, own_width)
+        if not best[0]:
+            raise BadImage("is too long and narrow for the model; send a part of it")
+        return found
+
+    def _framed(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        """Return the image, as large as it fits into a black one of this size, in its middle."""
+        from PIL import Image
+
+        across, down = width / image.width, height / image.height
+        if across < down:
+            own = min(ceil(image.height * across), height), width
+        else:
+            own = height, min(ceil(image.width * down), width)
+        framed = Image.new("RGB", (width, height))
+        resized = self._resize(image, *own)
+        framed.paste(resized, ((width - own[1]) // 2, (height - own[0]) // 2))
+        return framed
+
+    def _unpadded(self, image: Image.Image, height: int, width: int) -> int:
+        """Return how many tokens the larger copy has, with those at the ends of rows."""
+        patch = self.side // self.per_side
+        rows, columns = height // patch, width // patch
+        if image.width / image.height > columns / rows:
+            own = int(round(image.height * (columns / image.width), 7))
+            rows -= (rows - own) // 2 * 2
+        else:
+            own = int(round(image.width * (rows / image.height), 7))
+            columns -= (columns - own) // 2 * 2
+        return rows * (columns + 1)

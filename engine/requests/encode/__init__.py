@@ -1,0 +1,1 @@
+"""Embed and Rerank requests: their values, inputs and streams."""

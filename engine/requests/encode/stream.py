@@ -1,0 +1,85 @@
+"""The stream of an Embed or a Rerank request: Started, a result for each input, and Finished.
+
+Rule: results are passed on as they come, each in a slot of the stream's credit. Those of a rerank
+with ``top_n`` are kept here, give their slots back at once, and are passed on sorted, at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.core.common.phases import Phase
+from engine.core.common.types import RequestId
+from engine.core.encode.types import Encoded
+from engine.requests.encode.values import (
+    Embedding,
+    EmbedRequest,
+    EncodeEvent,
+    EncodeRequests,
+    Score,
+)
+from engine.requests.stream import RequestStream
+from engine.requests.text.values import Started
+
+if TYPE_CHECKING:
+    from engine.core.common.events import Admitted, Finished, OutputEvent
+    from engine.requests.stream import StreamOptions
+
+
+def credited_by(request: EncodeRequests) -> tuple[type, ...]:
+    """Return the classes of a request's events that hold a slot of its stream's credit."""
+    if isinstance(request, EmbedRequest):
+        return (Embedding,)
+    return (Score,) if request.top_n is None else ()
+
+
+class EncodeStream(RequestStream[EncodeEvent]):
+    """An Embed or a Rerank request's life on the Trio thread."""
+
+    def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
+        if isinstance(request, EmbedRequest):
+            self.num_inputs, self._top_n = len(request.inputs), None
+        else:
+            self.num_inputs, self._top_n = len(request.documents), request.top_n
+        self._num_done = 0
+        self._scores: list[Score] = []
+        num_kept = min(self.num_inputs, self._top_n or 0)
+        # Started, Finished, and the results that are kept until the end, have no credit.
+        num_beside = 2 + max(0, num_kept)
+        super().__init__(request, options, num_beside=num_beside, credited=credited_by(request))
+
+    # ---- the loop's side
+
+    def push(self, event: OutputEvent) -> None:
+        """Take an event of the core; pass results on, or keep scores for the end."""
+        if event.__class__ is not Encoded:
+            super().push(event)
+            return
+        self._num_done += 1
+        self._note_result(Phase.ENCODE, self.tokens_done + event.tokens)
+        if isinstance(self.request, EmbedRequest):
+            self._reader.push(Embedding(event.index, event.values, event.tokens))
+            return
+        score = Score(event.index, event.values[0])
+        if self._top_n is None:
+            self._reader.push(score)
+        elif not self.is_closed:
+            self._scores.append(score)
+            self.release(1)
+
+    def _admit(self, event: Admitted) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            self._reader.push(Started(self.request_id, self.model, event.prompt_tokens))
+
+    def _finish(self, event: Finished) -> None:
+        best = sorted(self._scores, key=lambda one: (-one.score, one.index))
+        for score in best[: self._top_n]:
+            self._reader.push(score)
+        self._scores.clear()
+        self._reader.push(replace(event, request_id=RequestId(self.request_id)))
+        self.close(None)
+
+    def _progress(self) -> str:
+        return f"after {self._num_done} of {self.num_inputs} inputs"

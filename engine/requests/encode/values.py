@@ -1,0 +1,134 @@
+"""The public values of encoders: what a client asks for and what it receives.
+
+The rules of `engine.requests.text.values` hold: None means unset, `EmbedRequest.validate` and
+`RerankRequest.validate` are the one place for ranges that need no model, and a request calls its
+own when it is made. Ranges that need the model are checked by `engine.requests.encode.prepare`,
+before the first result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
+
+from engine.core.common.events import Finished
+from engine.errors import FieldViolation
+from engine.requests.field_types import INPUTS, CheckedFields
+from engine.requests.text.values import Started, common_violations
+from engine.status import Capability
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterator
+
+MAX_INPUTS = 2048  # OpenAI's
+MAX_PROMPT_NAME_CHARS = 128  # guess
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedRequest(CheckedFields):
+    """One Embed call. An input is a text, a tuple of token ids that are used unchanged, or the
+    bytes of an image file (JPEG, PNG, WebP or GIF), for models that embed images.
+
+    ``dimensions`` cuts each vector to that many numbers. ``normalize`` says whether to scale
+    vectors, after the cut, to length 1; unset: as the model does. ``truncate`` says whether inputs
+    that are too long lose their end (unset: True) or are refused. ``timeout_s``, ``request_id``,
+    ``check`` and what is raised are as in `GenerateRequest`.
+    """
+
+    TYPES: ClassVar = {"inputs": INPUTS}
+    model: str = ""
+    inputs: tuple[str | bytes | tuple[int, ...], ...] = ()
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str = ""
+    truncate: bool | None = None
+    request_id: str = ""
+    priority: int | None = None
+    timeout_s: float | None = None
+    check: InitVar[bool] = True
+
+    @property
+    def has_images(self) -> bool:
+        """Whether an input is an image."""
+        return bytes in map(type, self.inputs)
+
+    @property
+    def capability(self) -> Capability:
+        """What a model must be able to do for it."""
+        return Capability.IMAGE_EMBEDDING if self.has_images else Capability.TEXT_EMBEDDING
+
+    @property
+    def image_bytes(self) -> int:
+        """The bytes of the files of its images."""
+        return sum(len(one) for one in self.inputs if isinstance(one, bytes))
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        yield from count_violations("inputs", len(self.inputs))
+        yield from common_violations(self.priority, self.request_id, self.timeout_s)
+        for index, one in enumerate(self.inputs[:MAX_INPUTS]):
+            if not isinstance(one, str) and not one:
+                name = "image" if isinstance(one, bytes) else "token_ids.ids"
+                yield FieldViolation(f"inputs[{index}].{name}", "is empty")
+        if self.dimensions is not None and self.dimensions < 1:
+            yield FieldViolation("dimensions", "must be at least 1")
+        if len(self.prompt_name) > MAX_PROMPT_NAME_CHARS:
+            what = f"must have at most {MAX_PROMPT_NAME_CHARS} characters"
+            yield FieldViolation("prompt_name", what)
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest(CheckedFields):
+    """One Rerank call. ``raw_scores`` leaves out the model's activation function. With ``top_n``,
+    only that many of the best scores are sent, sorted, at the end. The other fields are as in
+    `EmbedRequest`."""
+
+    capability = Capability.RERANK
+    image_bytes = 0
+    model: str = ""
+    query: str = ""
+    documents: tuple[str, ...] = ()
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    top_n: int | None = None
+    request_id: str = ""
+    priority: int | None = None
+    timeout_s: float | None = None
+    check: InitVar[bool] = True
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        yield from count_violations("documents", len(self.documents))
+        yield from common_violations(self.priority, self.request_id, self.timeout_s)
+        if not self.query:
+            yield FieldViolation("query", "is empty")
+        if self.top_n is not None and self.top_n < 1:
+            yield FieldViolation("top_n", "must be at least 1")
+
+
+def count_violations(field: str, count: int) -> Iterator[FieldViolation]:
+    """Yield a violation unless a request has 1 to `MAX_INPUTS` inputs."""
+    if not 1 <= count <= MAX_INPUTS:
+        yield FieldViolation(field, f"has {count}, outside [1, {MAX_INPUTS}]")
+
+
+class Embedding(NamedTuple):
+    """The vector of the input ``index`` in float32, made from ``tokens`` tokens."""
+
+    index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
+    values: array[float]
+    tokens: int
+
+
+class Score(NamedTuple):
+    """How well the document ``index`` answers the query; higher is better."""
+
+    index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
+    score: float
+
+
+EncodeRequests: TypeAlias = EmbedRequest | RerankRequest
+EmbedEvent: TypeAlias = Started | Embedding | Finished
+RerankEvent: TypeAlias = Started | Score | Finished
+EncodeEvent: TypeAlias = Started | Embedding | Score | Finished

@@ -1,0 +1,1 @@
+"""GenerateImage requests: their values, preparation and streams."""

@@ -1,0 +1,1 @@
+"""Requests for text: their values, prompts and streams."""

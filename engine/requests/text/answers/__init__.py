@@ -1,0 +1,1 @@
+"""Parses a chat model's answers."""

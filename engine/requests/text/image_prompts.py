@@ -1,0 +1,202 @@
+"""Puts images into prompts: where the template writes its marker, each image's own text goes.
+
+Rule 1: the model's own chat template is rendered with markers and no images, never by transformers'
+``apply_chat_template``, which opens URLs and paths. Rule 2: only the markers that the template
+writes are images. The same characters in a client's text are hidden from the template and put back
+behind it, and their tokens are those of plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+from engine.core.text.types import PromptImage
+from engine.errors import InvalidRequest
+from engine.images.preprocessor import digest_of_piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from engine.images.preprocessor import SeenImage, Sight
+    from engine.requests.text.chat_values import Chat
+    from engine.worker.interface import Tokenizer, TokenSpan
+
+
+class ReadImage(NamedTuple):
+    """An image that was decoded, and the digest of its file."""
+
+    seen: SeenImage
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenChat:
+    """A chat for the template: without images, and with ``names`` in the place of what its texts
+    have of the model's image tokens."""
+
+    chat: Chat
+    images: tuple[ReadImage, ...]
+    names: Mapping[str, str]  # what a name stands for
+
+
+@dataclass(frozen=True, slots=True)
+class ImageText:
+    """A rendered chat with the text of its images. ``owners`` has, for each of the model's image
+    tokens in the text, the index of its image, None for one in a client's text."""
+
+    text: str
+    owners: tuple[int | None, ...]
+
+
+def hide(chat: Chat, sight: Sight) -> HiddenChat:
+    """Return a chat as the template gets it. Its images are `ReadImage`s already."""
+    key = uuid4().hex
+    words = sorted({sight.marker, sight.token}, key=len, reverse=True)
+    names = {f"{key}x{number}x": word for number, word in enumerate(words)}
+    name_of = {word: name for name, word in names.items()}
+    pattern = re.compile("|".join(map(re.escape, words)))
+    images: list[ReadImage] = []
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: name_of[found[0]], value)
+        if isinstance(value, ReadImage):
+            images.append(value)
+            return ""
+        if isinstance(value, Mapping):
+            if isinstance(value.get("image"), ReadImage):
+                images.append(value["image"])
+                return {"type": "image"}
+            return {key: hidden(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [hidden(item) for item in value]
+        return value
+
+    own = replace(
+        chat,
+        messages=tuple(hidden(message) for message in chat.messages),
+        tools=tuple(hidden(tool) for tool in chat.tools),
+        template_args=hidden(chat.template_args),
+    )
+    return HiddenChat(own, tuple(images), names)
+
+
+def show(text: str, hidden: HiddenChat, sight: Sight) -> ImageText:
+    """Return a rendered chat with its images' texts, and with what was hidden.
+
+    Raises:
+        InvalidRequest: the template did not write each image once.
+    """
+    pattern = re.compile("|".join(map(re.escape, (sight.marker, *hidden.names))))
+    owners: list[int | None] = []
+    num_images = 0
+    count = len(hidden.images)
+
+    def shown(found: re.Match[str]) -> str:
+        nonlocal num_images
+        literal = hidden.names.get(found[0])
+        if literal is not None:
+            owners.extend([None] * literal.count(sight.token))
+            return literal
+        if num_images < count:
+            own = hidden.images[num_images].seen.text
+            owners.extend([num_images] * own.count(sight.token))
+        else:
+            own = ""
+        num_images += 1
+        return own
+
+    text = pattern.sub(shown, text)
+    if num_images != count:
+        raise InvalidRequest.of(
+            "chat",
+            f"has {count} images, and the model's chat template wrote {num_images} of them",
+        )
+    return ImageText(text, tuple(owners))
+
+
+def place(
+    ids: Sequence[int],
+    shown: ImageText,
+    images: Sequence[ReadImage],
+    sight: Sight,
+    plain_ids: Callable[[str], Sequence[int]],
+) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    """Return the prompt and where its images are, or where each tile is of an image that is encoded
+    tile by tile. ``ids`` are the tokens of the shown text; ``plain_ids`` returns those of a text
+    without special tokens.
+
+    Raises:
+        InvalidRequest: the text has other image tokens than it should.
+    """
+    _check_found(ids, shown, sight)
+    prompt: list[int] = []
+    places: list[list[int]] = [[] for _ in images]
+    owners = iter(shown.owners)
+    for one in ids:
+        if one != sight.token_id:
+            prompt.append(one)
+            continue
+        owner = next(owners)
+        if owner is None:
+            prompt.extend(plain_ids(sight.token))
+        else:
+            places[owner].append(len(prompt))
+            prompt.append(one)
+    found = [
+        one
+        for own, image in zip(places, images, strict=True)
+        for one in _pieces(own, image, is_whole=sight.is_whole)
+    ]
+    return tuple(prompt), tuple(found)
+
+
+def _pieces(places: Sequence[int], image: ReadImage, *, is_whole: bool) -> Iterator[PromptImage]:
+    """Yield what is encoded of an image, each part by itself, so that a step need not encode all of
+    an image. ``places`` are the positions of its tokens."""
+    pieces = image.seen.pieces
+    left = iter(places)
+    for number, seen in enumerate(pieces):
+        own = tuple(islice(left, seen.num_tokens))
+        yield PromptImage(
+            start=own[0],
+            count=own[-1] + 1 - own[0],
+            cost=seen.cost,
+            digest=image.digest if len(pieces) == 1 else digest_of_piece(image.digest, number),
+            is_whole=is_whole,
+            content=seen,
+        )
+
+
+def place_spans(
+    spans: Sequence[TokenSpan], shown: ImageText, sight: Sight, tokenizer: Tokenizer
+) -> tuple[TokenSpan, ...]:
+    """Return the same prompt as `place`, as tokens with the characters of the shown text that they
+    came from. ``spans`` are the tokens of that text.
+
+    Raises:
+        InvalidRequest: as `place`.
+    """
+    _check_found([one.token_id for one in spans], shown, sight)
+    plain = [
+        (id_, tokenizer.decode((id_,), skip_special_tokens=False))
+        for id_ in tokenizer.plain_ids(sight.token)
+    ]
+    owners = iter(shown.owners)
+    found: list[TokenSpan] = []
+    for one in spans:
+        if one.token_id != sight.token_id or next(owners) is not None:
+            found.append(one)
+        else:
+            found += [replace(one, token_id=id_, text=text) for id_, text in plain]
+    return tuple(found)
+
+
+def _check_found(ids: Sequence[int], shown: ImageText, sight: Sight) -> None:
+    if sum(1 for one in ids if one == sight.token_id) != len(shown.owners):
+        raise InvalidRequest.of("chat", "has image tokens that the model's tokenizer does not find")

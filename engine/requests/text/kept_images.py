@@ -1,0 +1,57 @@
+"""Keeps images that were read, so that one which comes again is not decoded again.
+
+Rule: an image is found by the digest of its file, and by how the model reads it. What is kept is
+bounded by `KEPT_BYTES_MAX`, which each model that sees includes in the memory that it reserves. The
+images that were unused for the longest go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from engine.images.decoder import decode_here
+from engine.images.preprocessor import KEPT_BYTES_MAX, digest_of
+from engine.requests.text.image_prompts import ReadImage
+
+if TYPE_CHECKING:
+    from engine.images.decoder import DecodeImage
+    from engine.images.preprocessor import Sight
+
+
+class KeptImages:
+    """Reads images, each once while it is kept. Meant for threads."""
+
+    def __init__(self, max_bytes: int = KEPT_BYTES_MAX, decode: DecodeImage = decode_here) -> None:
+        """Keep up to ``max_bytes`` of pixels. ``decode`` is where images are decoded."""
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._decode = decode
+        self._kept: OrderedDict[tuple[Sight, bytes], ReadImage] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, sight: Sight, data: bytes) -> ReadImage:
+        """Return the image in a file as a model reads it.
+
+        Raises:
+            BadImage: as `Sight.read`.
+        """
+        key = (sight, digest_of(data))
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        found = ReadImage(self._decode(sight.read, data), key[1])
+        with self._lock:
+            self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[Sight, bytes], image: ReadImage) -> None:
+        before = self._kept.pop(key, None)
+        self.num_bytes += image.seen.num_bytes - (0 if before is None else before.seen.num_bytes)
+        self._kept[key] = image
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= oldest.seen.num_bytes

@@ -1,0 +1,341 @@
+"""Makes the core's request from a Generate request: prompt, sampling, stops.
+
+Rule: everything that depends on the loaded model is checked here and nowhere later. What needs no
+model is checked in `engine.requests.text.values`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from engine.core.common.vocabulary import check_ids, check_text
+from engine.core.text.types import Request
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.requests.prepared import Prepared
+from engine.requests.text.answers.format import PLAIN, AnswerFormat, detect_format
+from engine.requests.text.answers.tool_grammar import tool_constraint
+from engine.requests.text.chat_values import function_of
+from engine.requests.text.prepare_chat import Seeing, SeeingPrompt
+from engine.requests.text.resolve import resolve_sampling, resolve_stops
+from engine.requests.text.truncation import choose_dropped, truncation_limits, without_messages
+from engine.requests.text.values import MAX_PROMPT_LOGPROBS
+from engine.requests.tokenizing import TokenBound, of_field, too_long
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from engine.core.text.types import Constraint, PromptImage, Sampling, Stops
+    from engine.replica.replica import Replica
+    from engine.requests.prepared import Assignment
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.text.chat_values import Chat
+    from engine.requests.text.compiled_constraints import CompiledConstraints
+    from engine.requests.text.values import GenerateRequest, PromptOptions, SamplingParams
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.interface import Tokenizer
+    from engine.worker.text.interface import Adapters, ModelInfo
+
+    TextReplica = Replica[ModelInfo, "TextTools"]
+    TextAssignment = Assignment[GenerateRequest, TextReplica]
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """The parts of a text model's runner that are used beside its tokenizer and its steps:
+    constraints by requests, and adapters by those who load them; None: it takes none."""
+
+    constraints: CompiledConstraints
+    adapters: Adapters | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedText(Prepared[Request]):
+    """A Generate request that is ready to run.
+
+    ``form`` is the format of its answers; None: all of them is text. ``echo`` is the prompt's text,
+    to be sent before each choice. ``dropped`` are the indices of the chat's messages that were left
+    out.
+    """
+
+    form: AnswerFormat | None = None
+    echo: str = ""
+    dropped: tuple[int, ...] = ()
+
+    def with_adapter(self, digest: str) -> Self:
+        if digest == self.request.adapter:
+            return self
+        return replace(self, request=replace(self.request, adapter=digest))
+
+
+class TextPreparer:
+    """Makes the core's requests from Generate requests. Belongs to the Trio thread."""
+
+    def __init__(self, tokenizing: Tokenizing, tasks: RequestTasks) -> None:
+        self._tokenizing = tokenizing
+        self._tasks = tasks
+        self._seeing = Seeing(tokenizing)
+        self.image_memory = self._seeing.memory
+
+    async def prepare(self, assignment: TextAssignment) -> PreparedText:
+        """Return the core's request: prompt tokenised and cut, images decoded and placed, sampling
+        and stops resolved. The memory of the images is held.
+
+        Raises:
+            InvalidRequest: A field is wrong for this model.
+            RequestTooLarge: The prompt leaves no room for an answer.
+
+        Cancellation: at once. A thread that tokenises goes on to its end, and its result is
+            dropped.
+        """
+        asked, replica, party = assignment.request, assignment.replica, assignment.party
+        info = replica.info
+        (ids, images), form, dropped = await self._prompt_ids(assignment)
+        constraint = asked.constraint
+        if constraint is None and asked.chat is not None and asked.chat.must_call:
+            constraint = await self._tool_constraint(asked.chat, form, replica, party)
+        prompt = _truncate(asked.prompt, ids)
+        self._check_prompt(asked, prompt, images, replica)
+        bad_words = await self._check_sampling(asked.sampling, replica, party)
+        stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
+        stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
+        if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
+            raise InvalidRequest.of(
+                "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
+            )
+        sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
+        _check_choice_left(sampling, stops, info.vocab_size)
+        sampling = replace(sampling, drawn_seed=assignment.seed if sampling.seed is None else None)
+        outputs = _outputs(asked, stops, info)
+        if outputs:  # the client has the prompt's log-probabilities
+            sampling = replace(sampling, prompt_logprobs=None)
+        echo = ""
+        if asked.output.echo:
+            skips = asked.output.skip_special_tokens is not False
+            echo = await self._tokenizing.decode(
+                replica, prompt, skip_special_tokens=skips, party=party
+            )
+        request = Request(
+            request_id=assignment.core_id,
+            prompt=prompt,
+            sampling=sampling,
+            stops=stops,
+            arrival=assignment.arrival,
+            n=asked.n or 1,
+            priority=asked.priority or 0,
+            deadline=assignment.deadline,
+            constraint=constraint,
+            cache_salt=asked.prompt.cache_salt,
+            bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
+            outputs=outputs,
+            adapter=assignment.adapter,
+            speculates=asked.sampling.speculation is not False,
+            images=images,
+        )
+        hold = None if constraint is None else partial(self._hold_compiled, constraint)
+        return PreparedText(request, hold, None if form.is_plain else form, echo, dropped)
+
+    def _hold_compiled(
+        self, constraint: Constraint, replica: TextReplica
+    ) -> AbstractAsyncContextManager[None]:
+        return replica.tools.constraints.held(constraint, self._tasks)
+
+    async def _prompt_ids(
+        self, assignment: TextAssignment
+    ) -> tuple[SeeingPrompt, AnswerFormat, tuple[int, ...]]:
+        """Return the prompt before it is cut, with its images; the format of the answer; and the
+        indices of the messages that were left out."""
+        asked, replica, party = assignment.request, assignment.replica, assignment.party
+        add_special = asked.prompt.add_special_tokens
+        bound = _bound_of(asked.prompt, replica.info)
+        if asked.token_ids is not None:
+            return SeeingPrompt(asked.token_ids), PLAIN, ()
+        if asked.chat is None:
+            text, adds = asked.text or "", add_special is not False
+            ids = await self._tokenizing.tokenize(
+                replica, text, add_special_tokens=adds, party=party, bound=bound
+            )
+            return SeeingPrompt(ids), PLAIN, ()
+        chat = await self._seeing.read(assignment, asked.chat)
+        dropped: tuple[int, ...] = ()
+        if chat.truncates:
+            dropped = await self._messages_to_drop(replica, asked, chat, party)
+            chat = replace(chat, messages=without_messages(chat.messages, dropped))
+        text, prompt = await self._seeing.prompt_of(
+            replica, chat, bool(add_special), party=party, bound=bound
+        )
+        names = [function_of(tool)["name"] for tool in chat.offered_tools]
+        form = detect_format(
+            replica.tokenizer.chat_template(has_tools=bool(names)),
+            names=names,
+            # the answer's beginning, if the chat has it, is no part of what the template opened
+            prompt=text.removesuffix(chat.answer_begun.lstrip()),
+            constraint=None if asked.constraint is None else asked.constraint.source,
+        )
+        return prompt, form, dropped
+
+    async def _messages_to_drop(
+        self, replica: TextReplica, asked: GenerateRequest, chat: Chat, party: Hashable
+    ) -> tuple[int, ...]:
+        """Return the indices of the messages to leave out so that the chat fits the context."""
+        info = replica.info
+        most = asked.sampling.max_tokens or info.defaults.max_tokens
+        counts = choose_dropped(chat.messages, *truncation_limits(info.max_model_len, most))
+        messages = next(counts)
+        adds = bool(asked.prompt.add_special_tokens)
+        while True:
+            shorter = replace(chat, messages=messages)
+            _, prompt = await self._seeing.prompt_of(replica, shorter, adds, party=party)
+            try:
+                messages = counts.send(len(prompt.ids))
+            except StopIteration as done:
+                dropped: tuple[int, ...] = done.value
+                return dropped
+
+    async def _tool_constraint(
+        self, chat: Chat, form: AnswerFormat, replica: TextReplica, party: Hashable
+    ) -> Constraint:
+        """Return the constraint of an answer that must be a call of a tool."""
+        only = "" if chat.tool_choice == "required" else chat.tool_choice
+        tokenizer = replica.tokenizer
+        template = tokenizer.chat_template(has_tools=True)
+        return await self._tokenizing.run(
+            chat.num_bytes,
+            lambda: tool_constraint(chat.tools, only, template, form, tokenizer.added_id_of),
+            party,
+        )
+
+    def _check_prompt(
+        self,
+        asked: GenerateRequest,
+        prompt: tuple[int, ...],
+        images: tuple[PromptImage, ...],
+        replica: TextReplica,
+    ) -> None:
+        """Check the cut prompt against the model's limits."""
+        info = replica.info
+        if not prompt:
+            raise InvalidRequest.of("input", "has no tokens")
+        if len(prompt) >= info.max_model_len:
+            raise too_long(f"{len(prompt)}", info.max_model_len - 1)
+        if asked.output.prompt_logprobs is not None:
+            if any(image.is_whole for image in images):
+                raise InvalidRequest.of(
+                    "output.prompt_logprobs",
+                    "cannot be set beside images of this model, whose tokens see each other",
+                )
+            numbers = len(prompt) * (1 + asked.output.prompt_logprobs)
+            if numbers > MAX_PROMPT_LOGPROBS:
+                raise RequestTooLarge.of(
+                    "output.prompt_logprobs",
+                    f"asks for {numbers} numbers for {len(prompt)} tokens, of at most "
+                    f"{MAX_PROMPT_LOGPROBS}",
+                )
+        if asked.token_ids is not None:
+            cut_off = len(asked.token_ids) - len(prompt)
+            first = 0 if asked.prompt.truncate_left is False else cut_off
+            check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+            return
+        field = "text" if asked.chat is None else "chat"
+        check_text(field, prompt, info.vocab_size, replica.tokenizer)
+
+    async def _check_sampling(
+        self, sampling: SamplingParams, replica: TextReplica, party: Hashable
+    ) -> tuple[tuple[int, ...], ...]:
+        """Check every id against the vocabulary, and return the bad words as tokens."""
+        vocab = replica.info.vocab_size
+        check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            ids = getattr(sampling, name)
+            if len(ids) > vocab:
+                raise InvalidRequest.of(
+                    f"sampling.{name}", f"has {len(ids)} ids, of a vocabulary of {vocab}"
+                )
+            check_ids(f"sampling.{name}", ids, vocab)
+        for token_id in sampling.logit_bias:
+            if not 0 <= token_id < vocab:
+                raise InvalidRequest.of(
+                    f"sampling.logit_bias[{token_id}]", f"is outside the vocabulary of {vocab}"
+                )
+        if not sampling.bad_words:
+            return ()
+        words = await self._tokenizing.run(
+            sum(map(len, sampling.bad_words)),
+            lambda: _tokens_of_words(replica.tokenizer, sampling.bad_words),
+            party,
+        )
+        return tuple(word for word in words if max(word) < vocab)
+
+
+def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return each word as the tokenizer splits it at the beginning of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        for text in (word, f" {word}"):
+            with of_field(f"sampling.bad_words[{index}]"):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids:
+                found[tuple(ids)] = None
+    return tuple(found)
+
+
+def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:
+    """Raise InvalidRequest unless some token can be sampled after every possible output."""
+    if not (sampling.allowed_token_ids or sampling.banned_token_ids or sampling.bad_words):
+        return
+    never = {*sampling.banned_token_ids, *(word[-1] for word in sampling.bad_words)}
+    if stops.min_tokens > 0:
+        never |= stops.token_ids
+    if sampling.allowed_token_ids:
+        if never.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequest.of(
+                "sampling.allowed_token_ids",
+                "leaves no token: banned tokens, ends of bad words and, before min_tokens, stop "
+                "tokens are all that it has",
+            )
+    elif len(never) >= vocab_size:
+        raise InvalidRequest.of("sampling.banned_token_ids", "leaves no token to sample")
+
+
+def _outputs(
+    asked: GenerateRequest, stops: Stops, info: ModelInfo
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the tokens that each choice of a continued request has, None for one that has ended;
+    () for a request that is new, or whose stream was cut before anything of it came.
+
+    Raises:
+        InvalidRequest: a token is not of the vocabulary, or a choice has more than it may have.
+    """
+    continuation = asked.continuation
+    if continuation is None or not continuation.has_begun:
+        return ()
+    found: list[tuple[int, ...] | None] = [()] * (asked.n or 1)
+    for index, choice in enumerate(continuation.choices):
+        path = f"continuation.choices[{index}].token_ids"
+        if len(choice.token_ids) > stops.max_tokens:
+            what = (
+                f"has {len(choice.token_ids)} tokens, but a choice has at most {stops.max_tokens}"
+            )
+            raise InvalidRequest.of(path, what)
+        check_ids(path, choice.token_ids, info.vocab_size)
+        found[index] = None if choice.finished else choice.token_ids
+    return tuple(found)
+
+
+def _bound_of(options: PromptOptions, info: ModelInfo) -> TokenBound:
+    """Return how many tokens of a prompt's text are wanted."""
+    if options.truncate_to is None:
+        return TokenBound(info.max_model_len - 1)
+    return TokenBound(
+        options.truncate_to, is_cut=True, keeps_end=options.truncate_left is not False
+    )
+
+
+def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the prompt, cut as the request says."""
+    limit = options.truncate_to
+    if limit is None or len(prompt) <= limit:
+        return prompt
+    return prompt[:limit] if options.truncate_left is False else prompt[-limit:]

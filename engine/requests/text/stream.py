@@ -1,0 +1,249 @@
+"""The stream of a Generate request: Started, Tokens, and one Finished for each choice."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.core.common.phases import Phase
+from engine.core.common.types import RequestId
+from engine.core.text.types import ClientCame, ClientLeft, Replayed, Tokens
+from engine.errors import InvalidRequest
+from engine.requests.quota import QuotaCount
+from engine.requests.stream import RequestStream, server_deadline
+from engine.requests.text.answers.choice_parser import ChoiceParser
+from engine.requests.text.kept_events import KeptEvents
+from engine.requests.text.values import TOKEN_ID_BYTES, AnswerTokens, Started, StreamEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.core.common.events import Admitted, Finished, OutputEvent
+    from engine.core.text.types import TokenLogprob
+    from engine.requests.readers import Reader
+    from engine.requests.stream import StreamOptions
+    from engine.requests.text.kept_events import ReceivedChoice
+    from engine.requests.text.prepare import PreparedText
+    from engine.requests.text.values import GenerateRequest
+
+
+ATTACH_TOKEN_BYTES = 16  # nobody finds one by trying
+KEPT_BYTES = 2**14  # guess: dropping less costs more than it saves
+SEED_BITS = 53  # of a seed that is drawn here: JavaScript's numbers have no more
+
+
+class TextStream(RequestStream[StreamEvent]):
+    """A Generate request's life on the Trio thread.
+
+    ``seed`` is the client's, that of the stream which this one continues, or drawn here.
+    """
+
+    request: GenerateRequest
+
+    def __init__(self, request: GenerateRequest, options: StreamOptions[StreamEvent]) -> None:
+        self._is_large = request.num_bytes > KEPT_BYTES
+        self._num_choices = max(1, request.n or 1)  # n may be out of range, and about to be refused
+        continued = request.continuation.choices if request.continuation is not None else ()
+        self._num_left = self._num_choices - sum([choice.finished for choice in continued])
+        # Choices of which the client has something, and with that the echo.
+        self._echoed = {
+            index for index, choice in enumerate(continued) if choice.token_ids or choice.finished
+        }
+        self._echo = ""
+        seed = request.sampling.seed
+        if seed is None and request.continuation is not None:
+            seed = request.continuation.seed
+        self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
+        self._is_renamed = options.core_id != options.request_id
+        self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
+        self._prompt_bytes = 0  # of its tokens, once the text is dropped
+        self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
+        self.resume_window_s = request.resume_window_s
+        self.counted = QuotaCount(options.origin.quota)
+        self._on_loss, self._on_leave = options.on_loss, options.on_leave
+        self._kept: KeptEvents | None = None
+        if options.reader is not None and self.resume_window_s is not None:
+            self._kept = KeptEvents(options.reader, continued)
+            options = replace(options, reader=self._kept)
+        # Started, and the end of each choice, have no credit.
+        super().__init__(request, options, num_beside=self._num_choices + 1, credited=(Tokens,))
+        if self._kept is not None:
+            self.attach_token = secrets.token_urlsafe(ATTACH_TOKEN_BYTES)
+
+    # ---- a client that loses its connection and comes again
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a call has this stream, of those that can be attached to."""
+        return self._kept is not None and self._kept.is_read
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how much memory the request takes, and the events that a client may need again."""
+        if self._kept is None:
+            return 0
+        return self._kept.num_bytes + self.request.num_bytes + self._prompt_bytes
+
+    def leave(self, reader: Reader[StreamEvent], left_at: float, *, is_lost: bool = False) -> None:
+        """Let the stream wait for a client that lost its connection; any other leave is an end."""
+        kept = self._kept
+        if kept is not None:
+            if not kept.is_read_by(reader):
+                return  # the client has attached by another call
+            kept.detach()
+            if is_lost and self._on_loss(self):
+                return
+            self._on_leave(self)
+        super().leave(reader, left_at, is_lost=is_lost)
+
+    def has_dropped(self, received: Sequence[ReceivedChoice]) -> bool:
+        """Return whether the client lacks events that are not kept any more."""
+        return self._kept is not None and self._kept.has_dropped(received)
+
+    def check_kept(self, received: Sequence[ReceivedChoice]) -> None:
+        """Check what a client says to have received, and that all that it lacks is kept.
+
+        Raises:
+            InvalidRequest: it names what cannot be, or of what too little was received.
+        """
+        assert self._kept is not None
+        violations = tuple(self._kept.violations(received, self._num_choices))
+        if violations:
+            raise InvalidRequest(violations)
+
+    def wait_for_client(self, until: float) -> None:
+        """Take note that the client has lost its connection, and may come again ``until`` then. The
+        stream counts against its key's max_requests meanwhile."""
+        self.credit.waits_until = until
+        self.counted.hold()
+        self.report_client(is_there=False)
+
+    def attach(
+        self,
+        reader: Reader[StreamEvent],
+        received: Sequence[ReceivedChoice],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Let ``reader`` read from now on, after what its client lacks. `check_kept` was called.
+        The request's deadline becomes that of the client's new call, if that is earlier."""
+        assert self._kept is not None
+        now = trio.current_time()
+        if timeout_s is not None:
+            self.scope.deadline = min(self.scope.deadline, server_deadline(now, timeout_s))
+            self.client_deadline = now + timeout_s
+        self.credit.waits_until = now  # a stall counts from now on
+        self.counted.hold()
+        num_sent = self._kept.attach(reader, received)
+        loop = None if self.replica is None else self.replica.loop
+        num_undelivered = 0 if loop is None else loop.num_undelivered(self.core_id, Tokens)
+        if self.credit.send_again(num_sent, num_undelivered):
+            self.report_drained()
+
+    def report_client(self, *, is_there: bool) -> None:
+        """Let the core know whether the client has its connection. Others go before a request whose
+        client is away, so that it is no work of its replica then, and no waiting prompt of its key.
+        """
+        self.queued.note_client(is_there=is_there)
+        if self.replica is not None:
+            event = ClientCame if is_there else ClientLeft
+            self.replica.loop.post(event(self.core_id))
+        if self.ahead is not None:
+            self.ahead.count(is_there)
+
+    # ---- before the request is in the queue
+
+    def _take(self, prepared: PreparedText) -> None:
+        """Keep the echo, which is sent in one message with a choice's first token, so that a client
+        without a token of a choice has nothing of it; and how the answers are parsed."""
+        self._echo, self.dropped = prepared.echo, prepared.dropped
+        chat = self.request.chat
+        if prepared.form is not None:
+            names = [f"{self.core_id}/{choice}" for choice in range(self._num_choices)]
+            self._parsers = tuple([ChoiceParser(prepared.form, name) for name in names])
+            if chat is not None and (begun := chat.answer_begun):
+                for parser in self._parsers:
+                    parser.skip(begun)
+        if self._is_large:
+            self._drop_input(prepared)
+
+    def _drop_input(self, prepared: PreparedText) -> None:
+        """Drop the input, of which few tokens may be left. Images are counted by their files until
+        the end, and a caller in this process keeps a chat that is truncated."""
+        request, chat = self.request, self.request.chat
+        if request.has_images or (chat is not None and chat.truncates):
+            return
+        self.request = replace(request, text=None, token_ids=None, chat=None, check=False)
+        self._prompt_bytes = TOKEN_ID_BYTES * len(prepared.request.prompt)
+
+    # ---- the loop's side
+
+    def push(self, event: OutputEvent) -> None:
+        """Take an event of the core; pass tokens on, with the client's own id and parsed."""
+        if event.__class__ is not Tokens:
+            if isinstance(event, Replayed):
+                self._replay(event)
+            else:
+                super().push(event)
+            return
+        self.phase = Phase.DECODE
+        self.tokens_done += len(event.token_ids)
+        if self._first_result_at is None:
+            self._note_result(self.phase, self.tokens_done)
+        if not self._is_begun:
+            self._begin(event.prompt_logprobs)
+            event = event._replace(prompt_logprobs=())
+        if self._is_renamed:
+            event = tuple.__new__(Tokens, (self.request_id, *event[1:]))
+        if self._parsers:
+            event = self._parsers[event.choice].take(event)
+        if self._echo and event.choice not in self._echoed:
+            self._echoed.add(event.choice)
+            event = _behind(self._echo, event)
+        self._reader.push(event)
+
+    def _replay(self, event: Replayed) -> None:
+        if self._parsers:
+            self._parsers[event.choice].skip(event.text)
+
+    def _admit(self, event: Admitted) -> None:
+        if self._kept is not None and not self._kept.is_read:
+            self.report_client(is_there=False)  # it left before the core knew of the request
+        continuation = self.request.continuation
+        has_received = continuation is not None and continuation.has_begun
+        if (has_received or self.request.output.prompt_logprobs is None) and not self._is_begun:
+            self._begin(())
+
+    def _begin(self, prompt_logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Send the stream's first events: at admission or, where the prompt's log-probabilities
+        are asked for, with the first token."""
+        self._is_begun = True
+        chat = self.request.chat
+        dropped = tuple([chat.messages[index] for index in self.dropped]) if chat else ()
+        self._reader.push(
+            Started(
+                self.request_id,
+                self.model,
+                self._prompt_tokens,
+                prompt_logprobs,
+                dropped,
+                self.seed,
+                self.attach_token,
+            )
+        )
+
+    def _finish(self, event: Finished) -> None:
+        self._reader.push(replace(event, request_id=RequestId(self.request_id)))
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.close(None)
+
+
+def _behind(text: str, event: Tokens) -> Tokens:
+    """Return the event with ``text`` before its own."""
+    tokens = Tokens(*event)._replace(text=text + event.text)
+    if isinstance(event, AnswerTokens):
+        return AnswerTokens.of(tokens, event.reasoning, event.tool_calls)
+    return tokens

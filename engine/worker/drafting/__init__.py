@@ -1,1 +1,0 @@
-"""Guesses a sequence's next tokens, so that one step can verify several (D27)."""

@@ -1,0 +1,78 @@
+"""What the engine asks of a worker that encodes, beside `engine.worker.interface`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from engine.core.encode.types import EncodePlan, EncodeResult, TokenizedInput
+from engine.status import Capability
+from engine.worker.interface import Runner, WorkerInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.images.fit import ImageFit
+
+
+class EncoderKind(Enum):
+    """What an encoder computes: a vector for each text, a vector for each text or image, or a score
+    for each pair of texts."""
+
+    EMBEDDING = "embedding"
+    IMAGE_EMBEDDING = "image-embedding"
+    RERANK = "rerank"
+
+
+_CAPABILITIES = {
+    EncoderKind.EMBEDDING: Capability.TEXT_EMBEDDING,
+    EncoderKind.IMAGE_EMBEDDING: Capability.IMAGE_EMBEDDING,
+    EncoderKind.RERANK: Capability.RERANK,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo(WorkerInfo):
+    """Describes an encoder once it is loaded. For a cross-encoder, ``max_model_len`` is of query
+    and document together."""
+
+    kind: EncoderKind
+    dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
+    prompt_names: tuple[str, ...] = ()
+    text_width: int = 0  # tokens to which the model pads each text, alone as in a batch; 0: none
+    images: ImageFit | None = None  # how its images are fitted; None: it reads none
+
+    @property
+    def capability(self) -> Capability:
+        """What the encoder can do."""
+        return _CAPABILITIES[self.kind]
+
+
+class EncoderTokenizer(Protocol):
+    """Turns texts into inputs, and cuts those that are too long. Safe to call from any thread."""
+
+    def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
+        """Return one input for each text, with the named prompt before it. An empty name stands for
+        the model's default prompt.
+
+        Raises:
+            InvalidRequest: a text cannot be encoded; the violation's field is its index.
+        """
+
+    def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        """Return one input for each document, the query first. Where both together are too long,
+        the longer one is cut.
+
+        Raises:
+            InvalidRequest: as `encode_texts`; the field of the query is ``query``.
+        """
+
+
+class EncodeRunner(Runner[EncodePlan, EncodeResult, EncoderInfo], Protocol):
+    """A runner of an encoder. It keeps nothing between steps. Except for the noise of float
+    arithmetic, the result of a row does not depend on the other rows."""
+
+    @property
+    def encoder_tokenizer(self) -> EncoderTokenizer:
+        """The tokenizer that makes the inputs of plans. Valid after `load`."""

@@ -1,0 +1,176 @@
+"""Loads a model by sentence-transformers, and checks what the library made of its files.
+
+Rule: no code of a model's author is run, and no setting of its files is dropped silently.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.worker.encode.files import check_all_loaded
+from engine.worker.encode.input_template import InputTemplate
+from engine.worker.import_lock import holds_import_lock
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+# Model types that need code of their checkpoint, and what transformers calls the same model in the
+# form that its own class reads.
+OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
+# The parts of a model's processing_kwargs that change how the library reads texts.
+TEXT_SETTINGS = {"common", "text"}
+
+
+@holds_import_lock
+def check_model_type(config: dict[str, Any]) -> None:
+    """Check that transformers has a class for the model, because no code of a checkpoint is run.
+
+    Raises:
+        Refusal: It has none; the sentence says which form of the model to take.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    name = str(config.get("model_type"))[:200]
+    if name in CONFIG_MAPPING_NAMES:
+        return
+    form = f"is {OWN_FORMS[name]!r}" if name in OWN_FORMS else "transformers has"
+    raise Refusal(
+        f"its model type {name!r} is none of transformers' and needs the checkpoint's own code, "
+        f"which is never run; choose a checkpoint whose model type {form}"
+    )
+
+
+@holds_import_lock
+def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Tensor] | None) -> Any:
+    """Load a model by the library, on the CPU in float32, without the network, foreign code or
+    pickled files. ``weights``, where given, replace the transformer's: transformers takes the last
+    copy of a tensor that several files have, whatever the index says.
+
+    The library imports what a model's files name, up to the end, so the import lock is held for all
+    of it. That is short: `Checkpoint.check_finite` has read the weights before, and 0.7 GB of them
+    take 0.3 s here."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of transformers, for the whole process; the server has its own
+    make = CrossEncoder if is_rerank else SentenceTransformer
+    model = make(
+        str(directory),
+        device="cpu",
+        trust_remote_code=False,
+        local_files_only=True,
+        model_kwargs={"dtype": torch.float32, "use_safetensors": True},
+    )
+    if weights is not None:
+        inner = model[0].model
+        model[0].model = type(inner).from_pretrained(
+            None, config=inner.config, state_dict=weights, dtype=torch.float32
+        )
+    return model
+
+
+@holds_import_lock
+def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
+    """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
+    transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);
+    transformers says which.
+
+    Raises:
+        Refusal: The checkpoint lacks a parameter.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = [name for name, _ in model.named_parameters()]
+    if getattr(model, "_weight_conversions", None):
+        shapes = {name: one.to("meta") for name, one in model.named_parameters()}
+        names = list(revert_weight_conversion(model, shapes))
+    check_all_loaded(names, stored, unused)
+
+
+def is_causal(transformer: Any) -> bool:
+    """Return whether a model's scores are logits of its next token (Qwen3-Reranker), which
+    LogitScore reads at the last place."""
+    return getattr(transformer, "transformer_task", "") == "text-generation"
+
+
+def _learnt_positions(module: Any) -> int | None:
+    """Return how many tokens have positions in a model that counts them from behind its padding id,
+    as RoBERTa and its kin do: its first embeddings of positions belong to no token. None for any
+    other model."""
+    for name, part in module.named_modules():
+        padding = getattr(part, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            return len(part.weight) - padding - 1
+    return None
+
+
+def max_tokens_of(model: Any, asked: int | None) -> int:
+    """Return the most tokens of an input: the least of the tokenizer's limit, the model's
+    positions and what the operator ``asked`` for.
+
+    Raises:
+        Refusal: No limit is known.
+    """
+    module = model[0].model
+    config = getattr(module.config, "text_config", module.config)
+    limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
+    limits += [asked, _learnt_positions(module)]
+    known = [int(limit) for limit in limits if limit]
+    if not known or min(known) > 10**6:
+        raise Refusal("neither its tokenizer nor its config limits the length of an input")
+    return min(known)
+
+
+def padding_of(model: Any, *, is_rerank: bool) -> int:
+    """Return the id of the padding token. A classifier's is that of its config, because one that is
+    made of a decoder (Qwen3-Reranker, converted) finds the end of a text by it.
+
+    Raises:
+        Refusal: The config of a classifier names none.
+    """
+    transformer = model[0]
+    config = transformer.model.config
+    if not is_rerank or is_causal(transformer):
+        return int(model.tokenizer.pad_token_id or 0)
+    if config.pad_token_id is None:
+        raise Refusal(
+            "its config.json has no pad_token_id, by which a classifier finds the end of a text; "
+            "add its tokenizer's"
+        )
+    return int(config.pad_token_id)
+
+
+def input_template(transformer: Any, prompt: str, *, is_rerank: bool) -> InputTemplate | None:
+    """Return the chat template by which a model reads its inputs; None if it reads plain texts. The
+    library writes every text by the template of a model that can read messages.
+
+    Raises:
+        Refusal: The model reads messages and has not exactly one chat template, or one without a
+            place for its inputs; or its files change how texts are read.
+    """
+    settings = dict(transformer.processing_kwargs)
+    if unsupported := sorted(TEXT_SETTINGS & settings.keys()):
+        raise Refusal(
+            f"its sentence_bert_config.json sets processing_kwargs.{unsupported[0]}, which changes "
+            "how texts are read and is not supported; choose a checkpoint without that setting"
+        )
+    if "message" not in transformer.modality_config:
+        return None
+    tokenizer = transformer.tokenizer
+    if not isinstance(tokenizer.chat_template, str):
+        raise Refusal(
+            "it reads its inputs as chat messages, and its tokenizer does not have exactly one "
+            "chat template; choose a checkpoint with one in chat_template.jinja"
+        )
+    return InputTemplate(
+        tokenizer.chat_template,
+        has_pairs=is_rerank,
+        special_tokens=tokenizer.special_tokens_map,
+        settings=settings.get("chat_template", {}),
+        in_parts=transformer.input_formatter.message_format == "structured",
+        prompt=prompt,
+    )

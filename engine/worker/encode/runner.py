@@ -1,0 +1,438 @@
+"""Runs an encoder: one model of sentence-transformers (D3, D14).
+
+Rule 1: sentence-transformers interprets the model's files, and its modules compute. This file only
+groups and pads inputs and finishes results. Rule 2: the library is imported when an encoder is
+loaded, not before.
+Rule 3: thread-local state is set inside every call. Rule 4: except for rounding, an input's values
+do not depend on its batch: padding is masked, and it is on the right, or all texts have one length,
+or it is on the left because the score is read at the last place.
+
+The library loads the model in float32, whatever dtype the model computes in. While it loads in
+another dtype, that dtype is torch's default in every thread, also in those that run text models.
+"""
+
+from __future__ import annotations
+
+from array import array
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
+from engine.core.common.types import PlanId, SequenceId
+from engine.core.encode.types import (
+    EncodeInput,
+    EncodeOptions,
+    EncodePlan,
+    EncodeResult,
+    EncodeRow,
+    EncodeRowResult,
+    ImageInput,
+    InputKind,
+)
+from engine.errors import EngineBug
+from engine.gc_tuning import collect_after_close
+from engine.images.decode import BYTES_PER_PIXEL
+from engine.status import Capability
+from engine.worker.encode.files import check
+from engine.worker.encode.interface import EncoderInfo, EncoderKind
+from engine.worker.encode.library import (
+    check_model_type,
+    check_weights,
+    input_template,
+    is_causal,
+    load_model,
+    max_tokens_of,
+    padding_of,
+)
+from engine.worker.encode.tokenizer import InputTokenizer
+from engine.worker.failures import load_failures, step_failures
+from engine.worker.forward.thread_state import thread_state
+from engine.worker.image_reader import ImageReader, text_width
+from engine.worker.interface import LoadProgress
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json, resolve, short_name
+from engine.worker.tokenizing.tokenizer import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from engine.core.encode.types import AnyInput
+    from engine.worker.interface import MemoryEstimate, RunnerSpec
+
+KINDS = {
+    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
+    Capability.RERANK: EncoderKind.RERANK,
+}
+# The most padding in a group, in tokens; with more, another forward is cheaper. A guess at the cost
+# of a forward without its tokens.
+GROUP_COST_TOKENS = 48
+# The activations of a step, in numbers per token and unit of width: the widest layer's input and
+# output, four of the attention, and the residual. An estimate.
+ACTIVATIONS_PER_WIDTH = 16
+
+
+class EncoderRunner:
+    """An `engine.worker.encode.interface.EncodeRunner` for models of sentence-transformers.
+
+    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
+    times; 4. `close`, after which only `close` may be called.
+    """
+
+    def __init__(self, spec: RunnerSpec, capability: Capability) -> None:
+        self._spec = spec
+        self._capability = capability
+        self._device = torch.device("cpu")
+        self._model: Any = None  # SentenceTransformer or CrossEncoder
+        self._modules: list[Any] = []  # the model's, without a last Normalize
+        self._normalizes = False  # the model's last module was Normalize
+        self._splits_prompts = False  # the pooling leaves the prompt out
+        self._has_types = False
+        self._pad_id = 0
+        self._pads_left = False
+        self._modality = "text"  # the library's name of what its module reads
+        self._is_causal = False  # the scores are logits of the next token
+        self._images: ImageReader | None = None
+        self._tokenizer: HfTokenizer | None = None
+        self._input_tokenizer: InputTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """The model's tokenizer, for plain text."""
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
+        return self._tokenizer
+
+    @property
+    def encoder_tokenizer(self) -> InputTokenizer:
+        """The tokenizer of the model's inputs."""
+        if self._input_tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
+        return self._input_tokenizer
+
+    def estimate(self) -> MemoryEstimate:
+        """Estimate the memory of weights and activations from the files' headers.
+
+        Raises:
+            SpawnFailed: The model cannot be served.
+        """
+        with self._load_failures():
+            spec = self._spec
+            device = pick_device(spec.device)
+            directory = resolve(spec.model, spec.revision).directory
+            folder = check(directory, self._capability)
+            with Checkpoint(folder) as checkpoint:
+                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                num_bytes = checkpoint.num_values * dtype.itemsize
+            config = read_json(folder, "config.json")
+            length = int(config.get("max_position_embeddings") or 0)
+            num_bytes += _workspace(spec, config, length, dtype)
+            return estimate_on(device, num_bytes + self._decoding_bytes(device))
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        """Load the model and compute a first input.
+
+        Raises:
+            SpawnFailed: The model cannot be served.
+        """
+        with self._load_failures(), thread_state(self._spec.threads, self._device):
+            return self._load(progress)
+
+    def _decoding_bytes(self, device: torch.device) -> int:
+        """Return the bytes of ``device`` that decoding an image takes, one at a time."""
+        reads_images = self._capability is Capability.IMAGE_EMBEDDING and device.type == "cpu"
+        return BYTES_PER_PIXEL * self._spec.max_image_pixels if reads_images else 0
+
+    def _load_failures(self) -> AbstractContextManager[None]:
+        return load_failures(short_name(self._spec.model), self.close, needs="weights")
+
+    def execute(self, plan: EncodePlan) -> EncodeResult:
+        """Compute the inputs of a plan.
+
+        Raises:
+            MemoryError: There is no memory for the step.
+        """
+        with step_failures(), thread_state(self._spec.threads, self._device):
+            return self._execute(plan)
+
+    def close(self) -> None:
+        """Free the model's memory. Idempotent."""
+        for module in [] if self._model is None else self._model.modules():
+            for tensor in (*module.parameters(False), *module.buffers(False)):
+                tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
+        self._model = self._tokenizer = self._input_tokenizer = self._images = None
+        self._modules = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        collect_after_close()
+
+    # ---- loading
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        progress(LoadProgress("config"))
+        spec = self._spec
+        self._device = device = pick_device(spec.device)
+        source = resolve(spec.model, spec.revision)
+        folder = check(source.directory, self._capability)
+        with Checkpoint(folder) as checkpoint:
+            stored, main_dtype = list(checkpoint.tensors), checkpoint.main_dtype
+            for name in stored:
+                checkpoint.check_finite(name)
+            weights = checkpoint.without_copies()
+        dtype = pick_dtype(spec.dtype, main_dtype, device)
+        progress(LoadProgress("weights"))
+        is_rerank = self._capability is Capability.RERANK
+        check_model_type(read_json(folder, "config.json"))
+        self._model = model = load_model(source.directory, is_rerank=is_rerank, weights=weights)
+        transformer = model[0]
+        reads_texts = self._capability is Capability.TEXT_EMBEDDING
+        check_weights(transformer.model, stored, unused="pooler." if reads_texts else "")
+        model.to(device=device, dtype=dtype).eval()
+        model.requires_grad_(False)
+        max_tokens = max_tokens_of(model, spec.max_model_len)
+        self._take_tokenizer(model, max_tokens)
+        self._take_modules(model, is_rerank=is_rerank)
+        config = transformer.model.config
+        if self._capability is Capability.IMAGE_EMBEDDING:
+            self._images = _image_reader(transformer, spec.max_image_pixels)
+        texts = getattr(config, "text_config", config)
+        self._check_fixed_ids(texts)
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
+        info = EncoderInfo(
+            kind=KINDS[self._capability],
+            architecture=type(transformer.model).__name__,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            vocab_size=int(texts.vocab_size),
+            max_model_len=max_tokens,
+            memory_bytes=num_bytes + workspace + self._decoding_bytes(device),
+            dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
+            prompt_names=() if is_rerank else tuple(model.prompts),
+            is_demo=source.is_demo,
+            threads=spec.threads,
+            text_width=text_width(config),
+            images=None if self._images is None else self._images.fit,
+        )
+        progress(LoadProgress("warm-up"))
+        self._warm_up()
+        return info
+
+    def _take_tokenizer(self, model: Any, max_tokens: int) -> None:
+        tokenizer = model.tokenizer
+        if not getattr(tokenizer, "is_fast", False):
+            raise Refusal("its tokenizer is not one of the tokenizers library")
+        backend = tokenizer.backend_tokenizer
+        special_ids = frozenset(tokenizer.all_special_ids)
+        prompts = {name: text or "" for name, text in model.prompts.items()}
+        if model.default_prompt_name is not None:
+            prompts[""] = prompts.get(model.default_prompt_name, "")
+        reads_images = self._capability is Capability.IMAGE_EMBEDDING
+        is_rerank, template = self._capability is Capability.RERANK, None
+        if not reads_images:
+            template = input_template(model[0], prompts.get("", ""), is_rerank=is_rerank)
+        self._input_tokenizer = InputTokenizer(
+            backend,
+            max_tokens=max_tokens,
+            prompts=prompts,
+            special_ids=special_ids,
+            template=template,
+        )
+        self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
+        self._has_types = "token_type_ids" in tokenizer.model_input_names
+        self._pad_id = padding_of(model, is_rerank=is_rerank)
+        # SigLIP's vector of a text and the score of a model that generates are read at the last
+        # place, so that the side matters.
+        self._is_causal = is_causal(model[0])
+        kinds = list(model[0].modality_config)
+        self._modality = "text" if "text" in kinds else kinds[0]
+        is_padded = text_width(model[0].model.config) > 0
+        self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
+
+    def _check_fixed_ids(self, config: Any) -> None:
+        """Check the ids that no request brings: the padding's, and the types of a pair's tokens.
+
+        Raises:
+            Refusal: the model's embeddings have no rows for them.
+        """
+        if not 0 <= self._pad_id < config.vocab_size:
+            raise Refusal(
+                f"its padding token has the id {self._pad_id}, outside the vocabulary of "
+                f"{config.vocab_size}"
+            )
+        num_types = getattr(config, "type_vocab_size", None)
+        if self._has_types and num_types and self._capability is Capability.RERANK:
+            [pair] = self.encoder_tokenizer.encode_pairs("a", ["a"])
+            if (most := max(pair.input.type_ids, default=0)) >= num_types:
+                raise Refusal(
+                    f"its tokenizer gives a pair's tokens the type {most}, and the model has "
+                    f"{num_types}"
+                )
+
+    def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
+        self._modules = list(model)
+        if is_rerank:
+            return
+        last = self._modules[-1]
+        if type(last).__name__ == "Normalize" and last.module_output_name == "sentence_embedding":
+            self._normalizes = True
+            self._modules.pop()
+        self._splits_prompts = any(
+            not getattr(module, "include_prompt", True) for module in self._modules
+        )
+
+    def _warm_up(self) -> None:
+        """Compute a short input of each kind, so that lazy initialisation happens before the first
+        request."""
+        inputs: list[AnyInput] = [EncodeInput((self._pad_id,) * 4)]
+        if self._images is not None:
+            inputs.append(ImageInput(self._images.blank(), self._images.fit.num_tokens))
+        for one in inputs:
+            row = EncodeRow(SequenceId(0), one, EncodeOptions())
+            result = self._execute(EncodePlan(PlanId(0), (row,)))
+            if isinstance(result.rows[0], RowFailure):
+                raise Refusal("its results are not finite numbers")
+
+    # ---- one step
+
+    def _execute(self, plan: EncodePlan) -> EncodeResult:
+        started = perf_counter()
+        by_prompt: dict[int, list[int]] = {}
+        for place, row in enumerate(plan.rows):
+            text = row.input if isinstance(row.input, EncodeInput) else None
+            key = text.prompt_tokens if text is not None and self._splits_prompts else 0
+            by_prompt.setdefault(key, []).append(place)
+        values: dict[int, EncodeRowResult | RowFailure] = {}
+        for prompt_tokens, places in by_prompt.items():
+            lengths = [plan.rows[place].input.num_tokens for place in places]
+            for part in groups(lengths):
+                chosen = places[part]
+                rows = [plan.rows[place] for place in chosen]
+                values.update(zip(chosen, self._encode(rows, prompt_tokens), strict=True))
+        results = tuple(values[place] for place in range(len(plan.rows)))
+        return EncodeResult(plan.plan_id, results, StepTimings(forward_s=perf_counter() - started))
+
+    def _encode(
+        self, rows: Sequence[EncodeRow], prompt_tokens: int
+    ) -> Iterator[EncodeRowResult | RowFailure]:
+        """Compute rows of similar length in one forward and yield their results in order."""
+        if rows[0].input.kind is InputKind.IMAGE:
+            features = self._image_features([row.input for row in rows])
+        else:
+            features = self._features([row.input for row in rows])
+        if prompt_tokens and self._splits_prompts:
+            features["prompt_length"] = prompt_tokens
+        for module in self._modules:
+            features = module(features)
+        for row, numbers in zip(rows, self._finish(features, rows), strict=True):
+            if not np.isfinite(numbers).all():
+                yield RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
+                continue
+            made = array("f")
+            made.frombytes(numbers.tobytes())
+            yield EncodeRowResult(row.sequence, made)
+
+    def _image_features(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the forward's arguments for images."""
+        assert self._images is not None, "the model has no images, so no plan has any"
+        return self._images.features([one.image for one in inputs], self._device)
+
+    def _features(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the forward's arguments for texts, padded: [inputs, longest] int64 each."""
+        shape = (len(inputs), max(one.num_tokens for one in inputs))
+        ids = np.full(shape, self._pad_id, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        types = np.zeros(shape, dtype=np.int64)
+        for place, one in enumerate(inputs):
+            length = len(one.token_ids)
+            start = shape[1] - length if self._pads_left else 0
+            ids[place, start : start + length] = one.token_ids
+            mask[place, start : start + length] = 1
+            if one.type_ids:
+                types[place, start : start + length] = one.type_ids
+        arrays = {"input_ids": ids, "attention_mask": mask}
+        if self._has_types:
+            arrays["token_type_ids"] = types
+        if self._is_causal:  # positions count from an input's first token, whatever is before it
+            arrays["position_ids"] = np.maximum(mask.cumsum(axis=1) - 1, 0)
+        made: dict[str, Any] = {
+            name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()
+        }
+        if self._is_causal:
+            made["logits_to_keep"] = 1
+        return made | {"modality": self._modality}
+
+    def _finish(
+        self, features: dict[str, Any], rows: Sequence[EncodeRow]
+    ) -> np.ndarray[Any, Any] | list[np.ndarray[Any, Any]]:
+        """Return each row's numbers in float32. Nearly always all rows have the same options."""
+        is_rerank = self._capability is Capability.RERANK
+        raw = features["scores" if is_rerank else "sentence_embedding"].float().cpu()
+        finish = self._finish_scores if is_rerank else self._finish_vectors
+        by_options: dict[EncodeOptions, list[int]] = {}
+        for place, row in enumerate(rows):
+            by_options.setdefault(row.options, []).append(place)
+        if len(by_options) == 1:
+            return finish(raw, rows[0].options).numpy()
+        made: dict[int, np.ndarray[Any, Any]] = {}
+        for options, places in by_options.items():
+            made.update(zip(places, finish(raw[places], options).numpy(), strict=True))
+        return [made[place] for place in range(len(rows))]
+
+    def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
+        """Cut each vector, and then scale it to length 1, if the model or the request says so. The
+        library's ``truncate_dim`` alone leaves a model's vectors shorter than its Normalize
+        promises. Return [rows, dimensions] float32."""
+        raw = raw[:, : options.dimensions]
+        scales = self._normalizes if options.normalize is None else options.normalize
+        return torch.nn.functional.normalize(raw, p=2, dim=-1) if scales else raw
+
+    def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
+        """Apply the model's activation unless raw scores are requested. Return [rows, 1]
+        float32."""
+        return raw if options.raw_scores else self._model.activation_fn(raw)
+
+
+def _workspace(
+    spec: RunnerSpec, config: dict[str, Any], max_tokens: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes of the activations of the largest step."""
+    parts = (config, config.get("text_config") or {}, config.get("vision_config") or {})
+    width = max(int(part.get("hidden_size") or 0) for part in parts)
+    tokens = max(spec.max_num_batched_tokens, max_tokens)
+    return tokens * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize
+
+
+def groups(lengths: Sequence[int]) -> Iterator[slice]:
+    """Split rows, whose lengths ascend, into groups that pad less than another forward costs."""
+    end = len(lengths)
+    while end:
+        start, padding = end - 1, 0
+        while start and padding + lengths[end - 1] - lengths[start - 1] <= GROUP_COST_TOKENS:
+            padding += lengths[end - 1] - lengths[start - 1]
+            start -= 1
+        yield slice(start, end)
+        end = start
+
+
+def _image_reader(transformer: Any, max_pixels: int) -> ImageReader:
+    """Return the reader of a model's images.
+
+    Raises:
+        Refusal: The model's files change how texts and images are read in a way that is not
+            followed here.
+    """
+    methods = {kind: one["method"] for kind, one in transformer.modality_config.items()}
+    wanted = {"text": "get_text_features", "image": "get_image_features"}
+    if methods != wanted or transformer.module_output_name != "sentence_embedding":
+        raise Refusal("it does not turn texts and images into vectors as CLIP and SigLIP do")
+    if set(transformer.processing_kwargs) & {"common", "image"}:
+        raise Refusal("its sentence_bert_config.json changes how images are read")
+    processor = transformer.processor.image_processor
+    return ImageReader(processor, transformer.model.config, max_pixels)

@@ -1,0 +1,173 @@
+"""Tokenises an encoder's inputs as sentence-transformers does.
+
+Rule: no tokenizer is changed after it was made, so that every method may be called from any thread.
+Therefore there are two: one truncates and one does not. Neither pads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from engine.core.encode.types import EncodeInput, TokenizedInput
+from engine.errors import FieldViolation, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tokenizers import Encoding
+
+    from engine.worker.encode.input_template import InputTemplate
+
+# Texts passed to the library at once. It divides them among its threads and releases the GIL.
+TEXTS_AT_ONCE = 64  # guess: a millisecond or two
+# A long query is cut after this many times the tokens of a pair. The tokens of a text depend on the
+# text behind them, but not on text so far behind.
+QUERY_SHARE = 2
+
+
+class InputTokenizer:
+    """An `engine.worker.encode.interface.EncoderTokenizer` over a tokenizer of the tokenizers
+    library.
+
+    ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the most that
+    an input may have. ``template`` writes the inputs of a model that reads them as chats; None: the
+    prompt stands before the text or the query.
+    """
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        *,
+        max_tokens: int,
+        prompts: Mapping[str, str],
+        special_ids: frozenset[int],
+        template: InputTemplate | None = None,
+    ) -> None:
+        self._whole = Tokenizer.from_str(backend.to_str())
+        self._whole.no_padding()
+        self._whole.no_truncation()
+        self._cut = Tokenizer.from_str(self._whole.to_str())
+        self._cut.enable_truncation(max_tokens, strategy="longest_first")
+        self._max_tokens = max_tokens
+        self._template = template
+        self._prompts = dict(prompts)
+        # Pooling leaves no prompt out that a template wrote, as in sentence-transformers.
+        self._prompt_tokens = {
+            name: self._length_of(text, special_ids)
+            for name, text in self._prompts.items()
+            if template is None
+        }
+
+    def _length_of(self, prompt: str, special_ids: frozenset[int]) -> int:
+        """Count a prompt's tokens as sentence-transformers does: including the special tokens
+        before the prompt, but not the one after it."""
+        ids = self._cut.encode(prompt).ids if prompt else []
+        return len(ids) - (bool(ids) and ids[-1] in special_ids)
+
+    def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
+        """Return texts as inputs, each behind the named prompt."""
+        prompt = self._prompts.get(prompt_name, "")
+        count = self._prompt_tokens.get(prompt_name, 0)
+        _check_unicode(texts)
+        if self._template is not None:
+            return self._encode_chats(self._template, texts, prompt)
+        return self._encode([prompt + text for text in texts], count)
+
+    def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        """Return each document with the query as one input."""
+        _check_unicode([query], "query")
+        _check_unicode(documents)
+        prompt = self._prompts.get("", "")
+        if self._template is None:
+            query = prompt + query
+        if len(query) <= QUERY_SHARE * self._max_tokens:
+            return self._encode_pairs([(query, document) for document in documents])
+        return self._encode_long(query, documents)
+
+    def _encode_long(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        """Encode pairs with a long query, which is cut first to the tokens that matter in a pair.
+
+        Otherwise the whole query would be tokenised again for each document, and a query of 1 MiB
+        takes seconds and 100 MB. The cut leaves the longer text of a pair the longer one, because a
+        character has at most four tokens. ``full_tokens`` may be wrong by the tokens of the
+        character at the cut.
+        """
+        whole = self._whole.encode_batch([query], add_special_tokens=False)[0]
+        pairs, cut_off = [], []
+        for document in documents:
+            kept = max(QUERY_SHARE * self._max_tokens, 4 * len(document) + 1)
+            is_cut = kept < len(whole)
+            chars = whole.token_to_chars(kept) if is_cut else None
+            end = len(query) if chars is None else chars[0]
+            pairs.append((query[:end], document))
+            cut_off.append(len(whole) - kept if is_cut else 0)
+        found = self._encode_pairs(pairs)
+        return [
+            TokenizedInput(one.input, one.full_tokens + more)
+            for one, more in zip(found, cut_off, strict=True)
+        ]
+
+    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenizedInput]:
+        if self._template is None:
+            return self._encode(pairs, 0)
+        return self._encode_chats(self._template, pairs, self._prompts.get("", ""))
+
+    def _encode(
+        self, inputs: Sequence[str | tuple[str, str]], prompt_tokens: int
+    ) -> list[TokenizedInput]:
+        found: list[TokenizedInput] = []
+        for start in range(0, len(inputs), TEXTS_AT_ONCE):
+            part = inputs[start : start + TEXTS_AT_ONCE]
+            encodings = self._whole.encode_batch(list(part))
+            for one, encoding in zip(part, encodings, strict=True):
+                full = len(encoding.ids)
+                if full > self._max_tokens:
+                    encoding = self._cut.encode_batch([one])[0]
+                found.append(TokenizedInput(_input_of(encoding, prompt_tokens), full))
+        return found
+
+    def _encode_chats(
+        self, template: InputTemplate, inputs: Sequence[str | tuple[str, str]], prompt: str
+    ) -> list[TokenizedInput]:
+        """Return the tokens of inputs that the template writes. If an input is cut, the template's
+        end replaces its last tokens, as in sentence-transformers: values are read behind it."""
+        found: list[TokenizedInput] = []
+        for start in range(0, len(inputs), TEXTS_AT_ONCE):
+            part = enumerate(inputs[start : start + TEXTS_AT_ONCE], start)
+            texts = [_text_of(template, one, prompt, index) for index, one in part]
+            for encoding in self._whole.encode_batch(texts, add_special_tokens=False):
+                ids = tuple(encoding.ids)
+                if len(ids) > self._max_tokens:
+                    end = template.end(self._whole, prompt)[-self._max_tokens :]
+                    ids = ids[: self._max_tokens - len(end)] + end
+                found.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
+        return found
+
+
+def _text_of(template: InputTemplate, given: str | tuple[str, str], prompt: str, index: int) -> str:
+    """Return the text of the input with this index. The error of an input that the template
+    refuses names it."""
+    try:
+        return template.text_of(given, prompt)
+    except InvalidRequest as error:
+        raise error.renamed(lambda _field: str(index)) from error
+
+
+def _input_of(encoding: Encoding, prompt_tokens: int) -> EncodeInput:
+    types = tuple(encoding.type_ids)
+    return EncodeInput(tuple(encoding.ids), types if any(types) else (), prompt_tokens)
+
+
+def _check_unicode(texts: Sequence[str], field: str = "") -> None:
+    """Raise InvalidRequest for each text with half a surrogate pair, at which the library
+    panics."""
+    found = []
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            found.append(FieldViolation(field or str(index), "is not valid Unicode"))
+    if found:
+        raise InvalidRequest(found)

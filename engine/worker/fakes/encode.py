@@ -1,0 +1,211 @@
+"""An encoder without a model: its values are digests of the tokens, its costs and faults scripted.
+
+It is part of the product, as `engine.worker.fakes.text` is, whose script, tokenizer and digests it
+uses. Rule 1: this file imports no torch. Rule 2: an input's values depend on its own tokens and
+options alone and are exact in float32, so that a test sees when a request gets another's values.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
+from engine.core.encode.types import (
+    AnyInput,
+    EncodeInput,
+    EncodePlan,
+    EncodeResult,
+    EncodeRow,
+    EncodeRowResult,
+    ImageInput,
+    TokenizedInput,
+)
+from engine.errors import FieldViolation, InvalidRequest
+from engine.images.fit import FittedImage, ImageFit
+from engine.worker.encode.interface import EncoderInfo, EncoderKind
+from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.scripted import ScriptedRunner
+from engine.worker.fakes.text import FakeScript
+from engine.worker.fakes.tokenizer import FakeTokenizer
+from engine.worker.interface import LoadProgress, MemoryEstimate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.core.encode.types import EncodeOptions
+
+DIMENSIONS = 8
+IMAGE_TOKENS = 16
+SEPARATOR = 900  # the id between a query and its document
+PROMPTS = {"query": "<7><8>"}
+
+
+def digest_of(token_ids: Sequence[int]) -> int:
+    """Return a digest of the tokens, 32 bits."""
+    digest = 0
+    for token_id in token_ids:
+        digest = digest_after(digest, token_id)
+    return digest
+
+
+def vector_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[float]:
+    """Return the vector of some tokens, not normalised. Each number is a 16-bit fraction."""
+    digests = [digest_after(digest_of(token_ids), place) for place in range(DIMENSIONS)]
+    return [(digest & 0xFFFF) / 2**16 for digest in digests][:dimensions]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeFit(ImageFit):
+    """How a fake reads images: as 4 × 4 pixels. Decoding an image takes ``decode_s``, passed to
+    ``sleep``."""
+
+    num_tokens: int = IMAGE_TOKENS
+    max_pixels: int = 2**20
+    size: tuple[int, int] | None = (4, 4)
+    decode_s: float = 0.0
+    sleep: Callable[[float], None] = time.sleep
+
+    def read(self, data: bytes) -> FittedImage:
+        """Decode an image file and fit it, as `ImageFit.read` does."""
+        if self.decode_s:
+            self.sleep(self.decode_s)
+        return ImageFit.read(self, data)
+
+
+def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
+    """Return the score of a pair. A raw score is a 16-bit fraction; the activation halves it."""
+    score = (digest_of(token_ids) & 0xFFFF) / 2**16
+    return score if raw else score / 2
+
+
+def ids_of(one: AnyInput) -> tuple[int, ...]:
+    """Return the tokens whose vector an input has."""
+    return tuple(one.image.pixels) if isinstance(one, ImageInput) else one.token_ids
+
+
+class FakeInputTokenizer:
+    """Implements `engine.worker.encode.interface.EncoderTokenizer` with a `FakeTokenizer`."""
+
+    def __init__(self, script: FakeScript, max_tokens: int) -> None:
+        self._tokenizer = FakeTokenizer(script)
+        self._max_tokens = max_tokens
+
+    def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
+        """Return one input for each text, with the named prompt of `PROMPTS` before it.
+
+        Raises:
+            InvalidRequest: a text is not Unicode; the violation's field is its index.
+        """
+        prompt = self._tokenizer.encode(PROMPTS.get(prompt_name, ""))
+        return [
+            self._cut(prompt + self._ids(text, str(index)), len(prompt))
+            for index, text in enumerate(texts)
+        ]
+
+    def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        """Return one input for each document: the query, the `SEPARATOR`, the document.
+
+        Raises:
+            InvalidRequest: as `encode_texts`; the field of the query is ``query``.
+        """
+        head = (*self._ids(query, "query"), SEPARATOR)
+        return [self._cut(head + self._ids(one, str(i))) for i, one in enumerate(documents)]
+
+    def _ids(self, text: str, field: str) -> tuple[int, ...]:
+        try:
+            return self._tokenizer.encode(text)
+        except InvalidRequest as error:
+            [violation] = error.violations
+            raise InvalidRequest([FieldViolation(field, violation.description)]) from error
+
+    def _cut(self, ids: tuple[int, ...], prompt_tokens: int = 0) -> TokenizedInput:
+        return TokenizedInput(EncodeInput(ids[: self._max_tokens], (), prompt_tokens), len(ids))
+
+
+class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
+    """Implements `engine.worker.encode.interface.EncodeRunner` without a model.
+
+    `execute` also raises an AssertionError for rows that are not sorted by length, or not of one
+    kind.
+    """
+
+    def __init__(
+        self,
+        kind: EncoderKind = EncoderKind.EMBEDDING,
+        *,
+        max_model_len: int = 2048,
+        script: FakeScript | None = None,
+        memory_bytes: int = VOCAB_SIZE,
+    ) -> None:
+        super().__init__(script or FakeScript())
+        self._max_model_len = max_model_len
+        self._kind = kind
+        self._memory_bytes = memory_bytes
+
+    @property
+    def encoder_tokenizer(self) -> FakeInputTokenizer:
+        """A tokenizer for inputs, which cuts them to ``max_model_len`` tokens."""
+        return FakeInputTokenizer(self.script, self._max_model_len)
+
+    def estimate(self) -> MemoryEstimate:
+        """Return the ``memory_bytes`` that the fake was made with."""
+        return MemoryEstimate(self._memory_bytes)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        """Sleep as long as the script says, then return the info.
+
+        Raises:
+            BaseException: the script's ``load_error``.
+        """
+        self._sleep_for_load(progress)
+        is_embedding = self._kind is not EncoderKind.RERANK
+        reads_images = self._kind is EncoderKind.IMAGE_EMBEDDING
+        return EncoderInfo(
+            kind=self._kind,
+            architecture="fake",
+            dtype="none",
+            device="cpu",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self._max_model_len,
+            memory_bytes=self._memory_bytes,
+            dimensions=DIMENSIONS if is_embedding else 0,
+            prompt_names=tuple(PROMPTS) if is_embedding else (),
+            images=FakeFit(decode_s=self.script.decode_s, sleep=self.script.sleep)
+            if reads_images
+            else None,
+        )
+
+    def close(self) -> None:
+        """Do nothing, because the fake holds nothing."""
+
+    def _execute(self, plan: EncodePlan) -> EncodeResult:
+        cost = self._spend(plan.num_tokens)
+        self._fail(plan, self.script.encode_fault)
+        kinds = {row.input.kind for row in plan.rows}
+        if len(kinds) > 1:
+            raise AssertionError(f"the rows are of several kinds: {kinds}")
+        lengths = [row.input.num_tokens for row in plan.rows]
+        if lengths != sorted(lengths):
+            raise AssertionError(f"the rows are not sorted by length: {lengths}")
+        rows = tuple(self._encode(row) for row in plan.rows)
+        return EncodeResult(plan.plan_id, rows, StepTimings(forward_s=cost))
+
+    def _encode(self, row: EncodeRow) -> EncodeRowResult | RowFailure:
+        fault = self.script.row_faults.get(row.sequence)
+        if fault is not None:
+            return RowFailure(row.sequence, RowPhase(fault[1]), "scripted")
+        drawn = self._row_fault(row.sequence)
+        own = row.input
+        return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))
+
+    def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
+        if self._kind is EncoderKind.RERANK:
+            return array("f", [score_of(token_ids, raw=options.raw_scores)])
+        values = vector_of(token_ids, options.dimensions or DIMENSIONS)
+        if options.normalize:
+            length = sum(value * value for value in values) ** 0.5
+            values = [value / length for value in values]
+        return array("f", values)

@@ -1,0 +1,97 @@
+"""How a fake text model sees: images of 4 × 4 pixels, with a number of tokens that these decide.
+
+Rule: as in `engine.worker.fakes.text`, everything follows from an image's own pixels.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.images.fit import FittedImage, ImageFit
+from engine.images.preprocessor import SeenImage
+from engine.worker.fakes.tokenizer import IMAGE_ID, IMAGE_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from engine.core.text.plan import Row
+    from engine.core.text.types import PromptImage
+
+SIDE = 4  # of an image, in pixels
+MAX_TOKENS = 7
+KEPT_IMAGES = 8  # encodings that are kept behind a step
+
+
+@dataclass(frozen=True, slots=True)
+class FakeSight:
+    """Implements `engine.images.preprocessor.Sight`. Decoding an image takes ``decode_s``, passed
+    to ``sleep``."""
+
+    decode_s: float
+    sleep: Callable[[float], None]
+    is_whole: bool = False
+    max_pixels: int = 2**20
+    token: str = IMAGE_TOKEN
+    marker: str = IMAGE_TOKEN
+    token_id: int = IMAGE_ID
+    max_tokens: int = MAX_TOKENS
+    max_bytes: int = 3 * SIDE**2
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return what encoding an image of so many tokens costs (`seen`)."""
+        return 2 * min(max_tokens, MAX_TOKENS)
+
+    def read(self, data: bytes) -> SeenImage:
+        """Decode an image file and fit it, as `Sight.read`."""
+        if self.decode_s:
+            self.sleep(self.decode_s)
+        fit = ImageFit(self.max_tokens, self.max_pixels, size=(SIDE, SIDE))
+        return seen(fit.read(data))
+
+    def blank(self) -> SeenImage:
+        """Return a black image."""
+        return seen(FittedImage(SIDE, SIDE, bytes(self.max_bytes)))
+
+
+def num_tokens_of(pixels: bytes) -> int:
+    """Return how many tokens an image of these pixels has."""
+    return 1 + pixels[0] % MAX_TOKENS
+
+
+def seen(image: FittedImage) -> SeenImage:
+    """Return an image as the fake model reads it. Encoding it costs twice its tokens."""
+    count = num_tokens_of(image.pixels)
+    return SeenImage((image,), IMAGE_TOKEN * count, count, 2 * count)
+
+
+class FakeTower:
+    """Keeps what was encoded, as `engine.worker.text.vision.tower.Tower`: those encodings that were
+    used last, by the digests of images. ``num_encoded`` counts the images that it has encoded."""
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+        self._kept: OrderedDict[bytes, None] = OrderedDict()
+
+    def encode(self, images: Iterable[PromptImage]) -> int:
+        """Encode those images of a step that are not kept. Return what that costs, in tokens."""
+        cost, used = 0, set()
+        for image in images:
+            used.add(image.digest)
+            if image.digest not in self._kept:
+                self.num_encoded += 1
+                cost += image.cost
+            self._kept[image.digest] = None
+            self._kept.move_to_end(image.digest)
+        while len(self._kept) > max(KEPT_IMAGES, len(used)):
+            self._kept.popitem(last=False)
+        return cost
+
+
+def met_by(rows: Iterable[tuple[Row, Sequence[PromptImage]]]) -> Iterator[PromptImage]:
+    """Yield the images of which rows compute tokens. Each row comes with its prompt's images."""
+    for row, images in rows:
+        for image in images:
+            if image.start < row.start + row.count and row.start < image.end:
+                yield image

@@ -1,0 +1,72 @@
+"""What the engine asks of a worker that draws images, beside `engine.worker.interface`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from engine.core.image_generation.types import ImagePlan, ImageResult
+from engine.settings import ImageLimits
+from engine.status import Capability
+from engine.worker.interface import Runner, WorkerInfo
+
+if TYPE_CHECKING:
+    from engine.core.image_generation.types import Drawing
+
+
+@dataclass(frozen=True, slots=True)
+class ImageModelInfo(WorkerInfo):
+    """Describes an image model once it is loaded. ``max_model_len`` is of the prompt, with the
+    first token and the last one.
+
+    Widths and heights are pixels and multiples of ``multiple_of``; the images of a drawing have
+    together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from,
+    and ``default_scheduler`` is the checkpoint's own. ``extra_steps`` has the schedulers that take
+    more steps than were asked for, each with the number of additional ones, which a drawing of one
+    step does not have. ``steps_max`` has the most steps of each scheduler. An image that is wider
+    or higher than ``tile_size`` pixels is decoded in tiles of that size, which begin
+    ``tile_stride`` pixels apart; with a ``tile_size`` of 0, each image is decoded at once.
+    ``max_image_pixels`` is how many pixels the file of a source may have.
+    """
+
+    default_width: int
+    default_height: int
+    max_pixels: int
+    schedulers: tuple[str, ...]
+    default_scheduler: str
+    default_steps: int
+    default_guidance: float = 7.5
+    multiple_of: int = 8
+    prediction_type: str = "epsilon"
+    extra_steps: tuple[tuple[str, int], ...] = ()
+    steps_max: tuple[tuple[str, int], ...] = ()
+    tile_size: int = 0
+    tile_stride: int = 0
+    max_image_pixels: int = ImageLimits.max_image_pixels
+
+    @property
+    def capability(self) -> Capability:
+        """Text to image."""
+        return Capability.TEXT_TO_IMAGE
+
+    def num_steps(self, drawing: Drawing) -> int:
+        """Return how many denoising steps the worker takes for a drawing; 0 if its ``strength`` is
+        too small for one."""
+        name = drawing.scheduler or self.default_scheduler
+        extra = dict(self.extra_steps).get(name, 0) if drawing.steps > 1 else 0
+        if drawing.source is None:
+            return drawing.steps + extra
+        kept = min(int(drawing.steps * drawing.strength), drawing.steps)
+        return kept + extra if kept else 0
+
+    def num_tiles(self, drawing: Drawing) -> int:
+        """Return how many tiles each image of a drawing is decoded in."""
+        if not self.tile_size or max(drawing.width, drawing.height) <= self.tile_size:
+            return 1
+        across = -(-drawing.width // self.tile_stride)
+        return across * -(-drawing.height // self.tile_stride)
+
+
+class ImageRunner(Runner[ImagePlan, ImageResult, ImageModelInfo], Protocol):
+    """A runner of a model that draws images. It keeps the state of the drawings that were encoded
+    and have not ended. What a drawing becomes does not depend on the others."""

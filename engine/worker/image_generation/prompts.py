@@ -1,0 +1,108 @@
+"""Turns prompts into the embeddings that a denoising step reads.
+
+Source: issue 28; how both pipelines of diffusers 0.42 encode prompts, without their clip_skip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engine.core.common.vocabulary import check_text
+
+if TYPE_CHECKING:
+    from engine.core.image_generation.types import Drawing
+
+
+class Embeddings(NamedTuple):
+    """The embeddings of a text, [1, tokens, width], and of a model with two text encoders the
+    pooled one, [1, width]."""
+
+    tokens: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The text encoders of one model with their tokenizers. Of one encoder the last layer counts;
+    of two, the last but one of each, and the pooled output of the second. ``zeros_for_none``: a
+    drawing without a negative prompt has zeros in its place, and not an empty text."""
+
+    tokenizers: tuple[Any, ...]
+    encoders: tuple[Any, ...]
+    zeros_for_none: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens of a prompt, with the first and the last one. Longer prompts are refused
+        before they come here (`engine.requests.image_generation.prepare`)."""
+        return int(self.tokenizers[0].model_max_length)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the embeddings of all encoders have."""
+        return min(map(_vocab_size, self.encoders))
+
+    def encode(self, drawing: Drawing, *, guided: bool) -> Embeddings:
+        """Return the embeddings of a drawing's images, a row for each. With guidance, as many rows
+        of the negative prompt come first.
+
+        Raises:
+            InvalidRequest: a prompt has a token that an encoder lacks.
+        """
+        wanted = _repeated(self._of_text("prompt", drawing.prompt), drawing.num_images)
+        if not guided:
+            return wanted
+        if not drawing.negative_prompt and self.zeros_for_none:
+            unwanted = _zeros_like(wanted)
+        else:
+            of_negative = self._of_text("negative_prompt", drawing.negative_prompt)
+            unwanted = _repeated(of_negative, drawing.num_images)
+        return _joined(unwanted, wanted)
+
+    def _of_text(self, field: str, text: str) -> Embeddings:
+        if len(self.encoders) == 1:
+            return Embeddings(_run(self.tokenizers[0], self.encoders[0], field, text)[0])
+        found = [
+            _run(tokenizer, encoder, field, text, output_hidden_states=True)
+            for tokenizer, encoder in zip(self.tokenizers, self.encoders, strict=True)
+        ]
+        tokens = torch.cat([one.hidden_states[-2] for one in found], dim=-1)
+        return Embeddings(tokens, found[-1].text_embeds)
+
+
+def _vocab_size(encoder: Any) -> int:
+    return int(encoder.get_input_embeddings().num_embeddings)
+
+
+def _run(tokenizer: Any, encoder: Any, field: str, text: str, **options: Any) -> Any:
+    read = tokenizer(
+        [text],
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    ).to(encoder.device)
+    check_text(field, read.input_ids[0].tolist(), _vocab_size(encoder), tokenizer)
+    if getattr(encoder.config, "use_attention_mask", False):
+        options["attention_mask"] = read.attention_mask
+    return encoder(read.input_ids, **options)
+
+
+def _repeated(one: Embeddings, count: int) -> Embeddings:
+    pooled = None if one.pooled is None else one.pooled.repeat(count, 1)
+    return Embeddings(one.tokens.repeat(count, 1, 1), pooled)
+
+
+def _zeros_like(one: Embeddings) -> Embeddings:
+    pooled = None if one.pooled is None else torch.zeros_like(one.pooled)
+    return Embeddings(torch.zeros_like(one.tokens), pooled)
+
+
+def _joined(first: Embeddings, second: Embeddings) -> Embeddings:
+    pooled = None
+    if first.pooled is not None and second.pooled is not None:
+        pooled = torch.cat([first.pooled, second.pooled])
+    return Embeddings(torch.cat([first.tokens, second.tokens]), pooled)

@@ -1,0 +1,224 @@
+"""Runs an image model: each step is one verb of one drawing (D3).
+
+Rule 1: `engine.worker.image_generation.model` computes; this file loads, keeps the drawings' states
+by their sequence, and turns failures into results. Rule 2: thread-local state is set inside every
+call.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
+from engine.core.common.types import PlanId, SequenceId
+from engine.core.image_generation.types import (
+    Drawing,
+    ImagePlan,
+    ImageResult,
+    ImageRowResult,
+    ImageVerb,
+)
+from engine.errors import EngineBug, InvalidRequest
+from engine.gc_tuning import collect_after_close
+from engine.worker.failures import load_failures, step_failures
+from engine.worker.forward.thread_state import thread_state
+from engine.worker.image_generation import pipelines
+from engine.worker.image_generation.interface import ImageModelInfo
+from engine.worker.image_generation.noise_names import CLASSES
+from engine.worker.import_lock import holds_import_lock
+from engine.worker.interface import LoadProgress
+from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import resolve, short_name
+from engine.worker.tokenizing.tokenizer import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from engine.core.image_generation.types import RawImage
+    from engine.worker.image_generation.model import DiffusionModel
+    from engine.worker.image_generation.state import DrawingState
+    from engine.worker.interface import MemoryEstimate, RunnerSpec
+
+WARM_UP_PIXELS = 64  # across
+GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # diffusers' defaults of StableDiffusion and of SDXL
+STEPS, FEW_STEPS = 50, {"lcm": 4}  # diffusers' defaults, by the checkpoint's own scheduler
+EXTRA_STEPS = (("pndm", 1),)  # its first step is taken twice
+
+log = logging.getLogger(__name__)
+
+
+@holds_import_lock
+def _loading() -> Any:
+    """Return the module that loads models: it imports diffusers."""
+    from engine.worker.image_generation import loading
+
+    return loading
+
+
+class DiffusionRunner:
+    """An `engine.worker.image_generation.interface.ImageRunner` for pipelines of diffusers.
+
+    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
+    times; 4. `close`, after which only `close` may be called.
+    """
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self._spec = spec
+        self._device = torch.device("cpu")
+        self._model: DiffusionModel | None = None
+        self._info: ImageModelInfo | None = None
+        self._tokenizer: HfTokenizer | None = None
+        self._states: dict[SequenceId, DrawingState] = {}
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """The tokenizer of prompts."""
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the model was loaded")
+        return self._tokenizer
+
+    def estimate(self) -> MemoryEstimate:
+        """Estimate the memory of weights and activations from the files' headers.
+
+        Raises:
+            SpawnFailed: the model cannot be served.
+        """
+        with self._load_failures():
+            loading = _loading()
+            spec = self._spec
+            device = pick_device(spec.device)
+            pipeline = pipelines.read(resolve(spec.model, spec.revision).directory)
+            dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
+            return estimate_on(device, loading.memory_bytes(pipeline, dtype, spec.max_drawings))
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
+        """Load the model and draw a first small image.
+
+        Raises:
+            SpawnFailed: the model cannot be served.
+        """
+        with self._load_failures(), thread_state(self._spec.threads, self._device):
+            return self._load(progress)
+
+    def _load_failures(self) -> AbstractContextManager[None]:
+        return load_failures(short_name(self._spec.model), self.close, needs="weights")
+
+    def execute(self, plan: ImagePlan) -> ImageResult:
+        """Compute one verb of one drawing. A drawing whose values are not finite fails alone.
+
+        Raises:
+            MemoryError: there is no memory for the step; the drawing's state is as before.
+        """
+        with step_failures(), thread_state(self._spec.threads, self._device):
+            return self._execute(plan)
+
+    def close(self) -> None:
+        """Free the model's memory. Idempotent."""
+        model, self._model = self._model, None
+        parts = () if model is None else (*model.parts.prompts.encoders, model.parts.unet,
+                                          model.parts.vae)  # fmt: skip
+        for module in parts:
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
+        self._tokenizer = self._info = None
+        self._states.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        collect_after_close()
+
+    # ---- loading
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
+        loading = _loading()
+        progress(LoadProgress("config"))
+        spec = self._spec
+        self._device = device = pick_device(spec.device)
+        source = resolve(spec.model, spec.revision)
+        pipeline = pipelines.read(source.directory)
+        if "safety_checker" in pipeline.index:
+            log.info("the safety checker of %s is not loaded", short_name(spec.model))
+        dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
+        progress(LoadProgress("weights"))
+        self._model = model = loading.load(pipeline, device, dtype, progress)
+        prompts, noise, tiles = model.parts.prompts, model.parts.noise, model.parts.tiles
+        backend = prompts.tokenizers[0].backend_tokenizer
+        self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
+        width, height = pipeline.default_size
+        self._info = info = ImageModelInfo(
+            architecture=pipeline.architecture,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            vocab_size=prompts.vocab_size,
+            max_model_len=prompts.num_tokens,
+            memory_bytes=loading.memory_bytes(pipeline, dtype, spec.max_drawings),
+            default_width=width,
+            default_height=height,
+            max_pixels=loading.max_pixels(pipeline),
+            max_image_pixels=spec.max_image_pixels,
+            schedulers=tuple(CLASSES),
+            default_scheduler=noise.default,
+            default_steps=FEW_STEPS.get(noise.default, STEPS),
+            default_guidance=XL_GUIDANCE if pipeline.is_xl else GUIDANCE,
+            multiple_of=max(8, pipeline.latent_scale),
+            prediction_type=noise.prediction_type,
+            extra_steps=EXTRA_STEPS,
+            steps_max=tuple((name, noise.steps_max(name)) for name in CLASSES),
+            tile_size=tiles.size,
+            tile_stride=tiles.stride,
+            is_demo=source.is_demo,
+            threads=spec.threads,
+        )
+        progress(LoadProgress("warm-up"))
+        self._warm_up(info)
+        return info
+
+    def _warm_up(self, info: ImageModelInfo) -> None:
+        """Draw a small image in one step, so that lazy initialisation happens before the first
+        request."""
+        size = min(WARM_UP_PIXELS, info.default_width, info.default_height)
+        drawing = Drawing("", "", size, size, steps=1, guidance_scale=7.5, seed=0)
+        sequence = SequenceId(0)
+        for verb in ImageVerb:
+            given = drawing if verb is ImageVerb.ENCODE else None
+            row = self._execute(ImagePlan(PlanId(0), sequence, verb, drawing=given)).row
+            if isinstance(row, RowFailure):
+                raise Refusal(f"it cannot draw an image of an empty prompt: {row.detail}")
+        self._states.clear()
+
+    # ---- one step
+
+    def _execute(self, plan: ImagePlan) -> ImageResult:
+        started = perf_counter()
+        for sequence in plan.ended:
+            self._states.pop(sequence, None)
+        try:
+            row: ImageRowResult | RowFailure = ImageRowResult(plan.sequence, self._compute(plan))
+        except FloatingPointError as error:
+            row = RowFailure(plan.sequence, RowPhase(plan.verb.value), str(error))
+        except InvalidRequest as error:  # of the second encoder's tokenizer, which requests lack
+            row = RowFailure(
+                plan.sequence, RowPhase(plan.verb.value), str(error), error.violations[0]
+            )
+        return ImageResult(plan.plan_id, row, StepTimings(forward_s=perf_counter() - started))
+
+    def _compute(self, plan: ImagePlan) -> RawImage | None:
+        """Run the plan's verb, and return the image that the step finished, or its preview."""
+        if self._model is None or self._info is None:
+            raise EngineBug("a step before the load")
+        if plan.verb is ImageVerb.ENCODE:
+            assert plan.drawing is not None, "a drawing comes with its first step"
+            self._states[plan.sequence] = self._model.encode(plan.drawing)
+            return None
+        state = self._states.get(plan.sequence)
+        if state is None:
+            raise EngineBug(f"a step of {plan.sequence} before its prompt was encoded")
+        if plan.verb is ImageVerb.DENOISE:
+            self._model.denoise(state, plan.index)
+            return self._model.preview(state) if plan.preview else None
+        return self._model.decode(state, *divmod(plan.index, self._info.num_tiles(state.drawing)))

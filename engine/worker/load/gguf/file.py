@@ -1,0 +1,235 @@
+"""Reads a model's GGUF file as if it were a checkpoint's directory.
+
+Rule 1: transformers' reader parses the bytes; this file says what they mean. Rule 2: the header
+comes first: every refusal is raised before any weights are read. Rule 3: a tensor in blocks stays
+in the mapped file until it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.worker.import_lock import holds_import_lock
+from engine.worker.load.checkpoint import Checkpoint, StoredTensor
+from engine.worker.load.gguf.models import (
+    CONVOLUTION,
+    ROPE_FACTORS,
+    find_model,
+    make_config,
+    name_in_checkpoint,
+    row_order,
+)
+from engine.worker.load.gguf.vocabulary import STRING_LISTS, read_vocabulary
+from engine.worker.load.reading import check_readable
+from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.worker.load.gguf.models import GgufModel
+    from engine.worker.load.gguf.vocabulary import Vocabulary
+    from engine.worker.quantized.weight import Form, SmallWeight
+
+
+@holds_import_lock
+def _reader() -> Any:
+    """Return transformers' reader of GGUF files: its public functions refuse files with Q5_0, which
+    llama.cpp writes.
+
+    Raises:
+        Refusal: the installed transformers has none.
+    """
+    try:
+        from transformers.integrations.gguf import reader
+    except ImportError as error:
+        raise Refusal(
+            "the installed transformers has no reader of GGUF files as version 5.23 has it; "
+            "install that version",
+            detail=str(error),
+        ) from error
+    return reader
+
+
+class GgufFile(Checkpoint):
+    """The tensors and the metadata of one GGUF file, as a context manager. Tensors have the names
+    that transformers gives them.
+
+    Raises:
+        Refusal: On entering: the file cannot be read, is damaged, or has something that is not
+            read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.parent)
+        self._path = path
+        self.metadata: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}  # transformers' TensorInfo by checkpoint name
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._factors: torch.Tensor | None = None
+
+    def __enter__(self) -> GgufFile:
+        reader = _reader()
+        check_readable(self._path)
+        try:
+            blob = reader._mapped(str(self._path))
+            self.metadata, count, place = reader._read_metadata(blob, str(self._path), STRING_LISTS)
+            _refuse_parts(self.metadata)
+            entries, place = reader._read_tensor_table(blob, count, place)
+            alignment = int(self.metadata.get("general.alignment", 32))
+            begin = -(-place // alignment) * alignment
+        except Refusal:
+            raise
+        except Exception as error:  # a damaged file makes the reader raise several kinds
+            raise Refusal(
+                f"{self._path.name} is not a GGUF file that can be read",
+                detail=f"{type(error).__name__}: {error}",
+            ) from error
+        self._bytes = _as_tensor(blob)
+        find_model(self.metadata)
+        for name, shape, kind, offset in entries:
+            self._add(name, shape, kind, begin + offset)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._found.clear()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def config(self) -> dict[str, Any]:
+        """Return what config.json would say.
+
+        Raises:
+            Refusal: as `engine.worker.load.gguf.models.make_config`.
+        """
+        shapes = {own: self.tensors[name].shape for name, (own, *_) in self._found.items()}
+        return make_config(self.metadata, shapes, self._factors)
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the file's tokens.
+
+        Raises:
+            Refusal: as `read_vocabulary`, or there are more tokens than rows of the embedding.
+        """
+        found = read_vocabulary(self.metadata)
+        rows = self.config()["vocab_size"]
+        if len(found.tokens) > rows:
+            raise Refusal(f"its vocabulary has {len(found.tokens)} tokens, and its embedding has "
+                          f"{rows} rows")  # fmt: skip
+        return found
+
+    def write_config(self, directory: Path) -> None:
+        """Write config.json and generation_config.json.
+
+        Raises:
+            Refusal: as `config` and `vocabulary`.
+        """
+        ends = {"eos_token_id": sorted(self.vocabulary().ends)}
+        for name, content in (("config", self.config()), ("generation_config", ends)):
+            (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor; one in blocks is expanded to float32."""
+        stored = self.small(name)
+        if stored is not None:
+            return stored().expand()
+        own, start, kind = self._found[name]
+        _, dtype = FLOAT_TYPES[kind]
+        shape = self.tensors[name].shape
+        size = dtype.itemsize * torch.Size(shape).numel()
+        tensor = self._bytes[start : start + size].view(dtype).view(shape)
+        order = row_order(self._model, self.metadata, own)
+        if order is not None:
+            tensor = tensor[order]
+        if self._model.norm_offset and own.endswith("norm.weight"):
+            tensor = tensor - self._model.norm_offset
+        return tensor
+
+    def form(self, name: str) -> Form | None:
+        """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
+        _, _, kind = self._found[name]
+        return BLOCK_TYPES[kind][1].form if kind in BLOCK_TYPES else None
+
+    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+        """Return what reads such a tensor in its form."""
+        own, start, kind = self._found[name]
+        if kind not in BLOCK_TYPES:
+            return None
+        block = BLOCK_TYPES[kind][1]
+        outputs, inputs = self.tensors[name].shape
+        width = inputs // block.inputs * block.num_bytes
+        raw = self._bytes[start : start + outputs * width].view(outputs, width)
+        return partial(decode, raw, block, row_order(self._model, self.metadata, own))
+
+    @property
+    def _model(self) -> GgufModel:
+        return find_model(self.metadata)
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype to compute in: BF16, unless every tensor is F32."""
+        kinds = {one.dtype for one in self.tensors.values()}
+        return "BF16" if kinds - {"F32"} else "F32"
+
+    def _add(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> None:
+        """Note where a tensor lies.
+
+        Raises:
+            Refusal: its type or its name is not known here, or the file ends before it.
+        """
+        if kind in FLOAT_TYPES:
+            label, dtype = FLOAT_TYPES[kind]
+            size = dtype.itemsize * torch.Size(shape).numel()
+        elif kind in BLOCK_TYPES:
+            label, block = BLOCK_TYPES[kind]
+            size = torch.Size(shape).numel() // block.inputs * block.num_bytes
+        else:
+            what = OTHER_TYPES.get(kind, f"number {kind}")
+            known = ", ".join(one for one, _ in (*FLOAT_TYPES.values(), *BLOCK_TYPES.values()))
+            raise Refusal(f"its tensor {name} has the type {what}, which is not read; the types "
+                          f"that are read are {known}")  # fmt: skip
+        if start + size > len(self._bytes):
+            raise Refusal(f"{self._path.name} is cut short: it ends before its tensor {name}")
+        if name == ROPE_FACTORS:
+            self._factors = self._bytes[start : start + size].view(torch.float32)
+            return
+        own = name_in_checkpoint(self._model, name)
+        if own is None:
+            raise Refusal(f"its tensor {name} has no place in a {self._model.class_name}")
+        if own.endswith(f".{CONVOLUTION}.weight"):
+            if kind in BLOCK_TYPES or len(shape) != 2:
+                raise Refusal(f"its tensor {name} is not a matrix of floats")
+            shape = (shape[0], 1, shape[1])
+            self.tensors[own] = StoredTensor(own, shape, label, self._path.name)
+            self._found[own] = (name, start, kind)
+            return
+        is_joined = "{expert}" in own
+        if is_joined != (len(shape) == 3):
+            raise Refusal(f"its tensor {name} has {len(shape)} dimensions")
+        count = shape[0] if is_joined else 1
+        for expert in range(count):
+            one = own.format(expert=expert)
+            self.tensors[one] = StoredTensor(one, shape[-2:], label, self._path.name)
+            self._found[one] = (name, start + size // count * expert, kind)
+
+
+def _refuse_parts(metadata: dict[str, Any]) -> None:
+    if int(metadata.get("split.count", 1) or 1) > 1:
+        raise Refusal(
+            "it is one of several parts of a GGUF model; join them with llama.cpp's "
+            "'llama-gguf-split --merge' and serve the result"
+        )
+
+
+def _as_tensor(blob: Any) -> torch.Tensor:
+    """Return a mapped file as a tensor. Nothing writes to it, so torch's warning that the file
+    cannot be written is not of interest."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(blob)

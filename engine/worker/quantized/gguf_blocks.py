@@ -1,0 +1,135 @@
+"""Decodes the blocks of GGUF's quantised types into the one form of small weights.
+
+A row of a tensor is a sequence of blocks. Each function takes blocks [outputs, blocks, bytes] uint8
+and returns numbers [outputs, inputs], scales and offsets [outputs, groups]. Numbers, scales and
+offsets are those that ggml computes with in float32, bit for bit.
+Source: ggml-quants.c, and gguf's quants.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.worker.quantized.weight import CENTRED, Form, SmallWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+UNSIGNED = tuple(range(16))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """One of GGUF's quantised types. ``decode`` takes its blocks apart."""
+
+    inputs: int  # of a block
+    num_bytes: int  # of a block
+    form: Form
+    decode: Callable[[torch.Tensor], Parts]
+    table: tuple[int, ...] = ()
+
+
+def decode(raw: torch.Tensor, kind: BlockType, order: torch.Tensor | None = None) -> SmallWeight:
+    """Return the weight of a tensor's bytes, uint8 [outputs, bytes]. ``order`` are the rows to
+    take, in the order of the outputs; None: all."""
+    rows = raw if order is None else raw[order]
+    numbers, scales, offsets = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
+    return SmallWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return a number of half precision of each block, [outputs, blocks] float32."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0].float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the low nibbles of each block's bytes and then the high ones, [..., 2 x bytes]."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each block's bytes, the lowest first, [..., 8 x bytes]."""
+    return (packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+
+
+def _q4_0(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
+
+
+def _q4_1(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    numbers = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+    return numbers.to(torch.int8) - 16, _half(blocks, 0), None
+
+
+def _q5_1(blocks: torch.Tensor) -> Parts:
+    numbers = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    return numbers.to(torch.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> Parts:
+    return blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and offsets of the eight groups of blocks of Q4_K or Q5_K. Their factors of six
+    bits are packed into twelve bytes."""
+    low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
+    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
+    return (
+        (_half(blocks, 0)[..., None] * scales).flatten(1),
+        -(_half(blocks, 2)[..., None] * minima).flatten(1),
+    )
+
+
+def _pairs_of_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return for every 32 bytes their low nibbles and then their high ones, [..., 256]."""
+    return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
+
+
+def _q4_k(blocks: torch.Tensor) -> Parts:
+    return _pairs_of_nibbles(blocks[..., 16:]), *_k_scales(blocks)
+
+
+def _q5_k(blocks: torch.Tensor) -> Parts:
+    bits = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    numbers = _pairs_of_nibbles(blocks[..., 48:]) | bits.flatten(-2) << 4
+    return numbers.to(torch.int8), *_k_scales(blocks)
+
+
+def _q6_k(blocks: torch.Tensor) -> Parts:
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
+    numbers = (low | high.flatten(-3) << 4).to(torch.int8) - 32
+    scales = blocks[..., 192:208].contiguous().view(torch.int8)
+    return numbers, (_half(blocks, 208)[..., None] * scales).flatten(1), None
+
+
+# By GGUF's number of the type. The types of 5 and 6 bits are kept in 8.
+BLOCK_TYPES = {
+    2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
+    3: ("Q4_1", BlockType(32, 20, Form(4, 32, has_offsets=True), _q4_1, UNSIGNED)),
+    6: ("Q5_0", BlockType(32, 22, Form(8, 32), _q5_0)),
+    7: ("Q5_1", BlockType(32, 24, Form(8, 32, has_offsets=True), _q5_1)),
+    8: ("Q8_0", BlockType(32, 34, Form(8, 32), _q8_0)),
+    12: ("Q4_K", BlockType(256, 144, Form(4, 32, has_offsets=True), _q4_k, UNSIGNED)),
+    13: ("Q5_K", BlockType(256, 176, Form(8, 32, has_offsets=True), _q5_k)),
+    14: ("Q6_K", BlockType(256, 210, Form(8, 16), _q6_k)),
+}
+FLOAT_TYPES = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
+# The names of types that are not read. Source: ggml.h.
+OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip

@@ -1,0 +1,259 @@
+"""Weights of 8 or 4 bits: the one form that every format becomes, and how float weights become it.
+
+A weight is scale * number, or scale * number + offset. The inputs of an output are divided into
+groups, and a group shares scale and offset.
+
+Rule 1: a layer whose weight is small keeps it in its file until the layer is packed or expanded
+(`defer`), so that a load never holds the float weights of a whole model. Rule 2: rounding is to
+nearest, and depends on the weight alone: the same checkpoint gives the same numbers everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DEPTH_PAD = 32  # SMALL_DEPTH_PAD in engine/kernels/small_weights.h
+GROUP = 32  # inputs; as in llama.cpp's Q8_0 and Q4_0, which `quantise` is to be no worse than
+CENTRED = tuple(range(-8, 8))  # the numbers of 4 bits that are rounded to here
+ROUNDED = {"int8": 8, "int4": 4}  # the bits of `--quantization`
+# The largest magnitude of a group becomes -8 times its scale, or a little less: the scale with the
+# smallest square error is taken. A factor of 1.0 alone would be llama.cpp's Q4_0, of whose square
+# error these leave less than 0.93 on normal numbers (`test_quantized_weights.py`).
+FACTORS = (1.0, 0.94, 0.88, 1.06, 0.82)
+ROUNDED_AT_ONCE = 1 << 19  # numbers; a few float tensors of them fit a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a weight is kept once it is packed: its bits, and what a group of inputs shares."""
+
+    bits: int
+    group: int
+    has_offsets: bool = False
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Return the memory of a weight of this shape, without padding."""
+        outputs, inputs = shape
+        of_group = torch.float16.itemsize * (2 if self.has_offsets else 1)
+        return outputs * (inputs * self.bits // 8 + -(-inputs // self.group) * of_group)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallWeight:
+    """A weight [outputs, inputs] in 8 or 4 bits. ``group`` is a multiple of 16."""
+
+    numbers: torch.Tensor  # [outputs, inputs] int8; with a table: codes below 16, uint8
+    scales: torch.Tensor  # [outputs, groups] float16 or float32
+    group: int
+    offsets: torch.Tensor | None = None  # [outputs, groups], in the scales' type
+    table: tuple[int, ...] = ()  # the numbers that the codes of 4 bits stand for
+
+    @property
+    def bits(self) -> int:
+        """The bits of a number."""
+        return 4 if self.table else 8
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SmallWeight:
+        """Return the weight with every tensor changed, for changes along the outputs."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return replace(
+            self, numbers=change(self.numbers), scales=change(self.scales), offsets=offsets
+        )
+
+    def halves(self) -> list[SmallWeight]:
+        """Return the first half of the outputs and the second."""
+        middle = len(self.numbers) // 2
+        return [self.each(lambda t: t[:middle]), self.each(lambda t: t[middle:])]
+
+    def expand(self) -> torch.Tensor:
+        """Return the weight in float32, [outputs, inputs]."""
+        inputs = self.numbers.shape[1]
+        values = self._plain_numbers().float() * _per_input(self.scales, self.group, inputs)
+        if self.offsets is not None:
+            values += _per_input(self.offsets, self.group, inputs)
+        return values
+
+    def in_halves(self) -> SmallWeight:
+        """Return the weight with scales and offsets in half precision, as the kernels take them.
+
+        Raises:
+            Refusal: half precision cannot hold one of them, or there are not as many as groups.
+        """
+        wanted = (len(self.numbers), -(-self.numbers.shape[1] // self.group))
+        for one in (self.scales, self.offsets):
+            if one is not None and tuple(one.shape) != wanted:
+                raise Refusal(
+                    f"one of its weights, {list(self.numbers.shape)} in groups of {self.group}, "
+                    f"has scales of the shape {list(one.shape)}, and needs {list(wanted)}"
+                )
+        scales = self.scales.half()
+        offsets = None if self.offsets is None else self.offsets.half()
+        if not scales.isfinite().all() or not (offsets is None or offsets.isfinite().all()):
+            raise Refusal("one of its weights has a scale that half precision cannot hold")
+        return replace(self, scales=scales.contiguous(), offsets=offsets)
+
+    def widened(self, group: int) -> SmallWeight:
+        """Return the same weight in 8 bits and smaller groups, with offsets."""
+        offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
+        inputs = self.numbers.shape[1]
+        scales, offsets = (
+            _per_input(one, self.group, inputs)[:, ::group].contiguous()
+            for one in (self.scales, offsets)
+        )
+        return SmallWeight(self._plain_numbers(), scales, group, offsets)
+
+    def _plain_numbers(self) -> torch.Tensor:
+        if not self.table:
+            return self.numbers
+        return torch.tensor(self.table, dtype=torch.int8)[self.numbers.long()]
+
+
+def join(weights: Sequence[SmallWeight]) -> SmallWeight:
+    """Return one weight with the outputs of all. If they have different forms, all are widened to
+    the finest."""
+    if len(weights) == 1:
+        return weights[0]
+    forms = {(one.table, one.group, one.offsets is None) for one in weights}
+    if len(forms) > 1:
+        group = gcd(*(one.group for one in weights))
+        weights = [one.widened(group) for one in weights]
+    offsets = [one.offsets for one in weights if one.offsets is not None]
+    return replace(
+        weights[0],
+        numbers=torch.cat([one.numbers for one in weights]),
+        scales=torch.cat([one.scales for one in weights]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
+
+
+def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> SmallWeight:
+    """Round a float weight [outputs, inputs] to 8 or 4 bits."""
+    outputs, inputs = weight.shape
+    groups = -(-inputs // group)
+    kind = torch.int8 if bits == 8 else torch.uint8
+    numbers = torch.empty((outputs, inputs), dtype=kind)
+    scales = torch.empty((outputs, groups), dtype=torch.float16)
+    round_part = _round_to_8 if bits == 8 else _round_to_4
+    step = max(1, ROUNDED_AT_ONCE // inputs)
+    for start in range(0, outputs, step):
+        part = weight[start : start + step].float()
+        if inputs % group:
+            part = torch.nn.functional.pad(part, (0, groups * group - inputs))
+        own, own_scales = round_part(part.view(len(part), groups, group))
+        numbers[start : start + step] = own.view(len(part), -1)[:, :inputs]
+        scales[start : start + step] = own_scales
+    return SmallWeight(numbers, scales, group, table=CENTRED if bits == 4 else ())
+
+
+def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers and scales of [outputs, groups, inputs]. The largest magnitude becomes 127."""
+    scales = (groups.abs().amax(2) / 127.0).half()
+    numbers = (groups * _inverse(scales)[:, :, None]).round_().clamp_(-127, 127)
+    return numbers.to(torch.int8), scales
+
+
+def _round_to_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of [outputs, groups, inputs]."""
+    low, high = groups.aminmax(dim=2)
+    largest = torch.where(-low > high, low, high)
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale = torch.zeros_like(largest, dtype=torch.float16)
+    for factor in FACTORS:
+        scale = (largest * (factor / CENTRED[0])).half()
+        error = (_nearest(groups, scale) * scale.float()[:, :, None] - groups).square_().sum(2)
+        is_better = error < best_error
+        best_error = torch.where(is_better, error, best_error)
+        best_scale = torch.where(is_better, scale, best_scale)
+    return (_nearest(groups, best_scale) - CENTRED[0]).to(torch.uint8), best_scale
+
+
+def _nearest(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    numbers = groups * _inverse(scale)[:, :, None]
+    return numbers.round_().clamp_(CENTRED[0], CENTRED[-1])
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    wide = scales.float()
+    return torch.where(wide == 0, wide, 1.0 / wide)
+
+
+def _per_input(grouped: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+    """Return [outputs, inputs] float32 of one number for each group."""
+    return grouped.float().repeat_interleave(group, 1)[:, :inputs]
+
+
+# ---- layers whose weight is still in its file
+
+
+class RoundedLater:
+    """Reads a float weight from its mapped file and rounds it. Two are equal that give the same."""
+
+    def __init__(self, stored: torch.Tensor, bits: int) -> None:
+        self._stored = stored
+        self._bits = bits
+
+    def __call__(self) -> SmallWeight:
+        """Return the rounded weight."""
+        return quantise(self._stored, self._bits)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RoundedLater)
+            and (self._bits, self._stored.dtype) == (other._bits, other._stored.dtype)
+            and torch.equal(self._stored, other._stored)
+        )
+
+    __hash__ = object.__hash__
+
+
+def defer(layer: Any, stored: Callable[[], SmallWeight], dtype: torch.dtype) -> None:
+    """Leave a layer's weight in its file until it is packed or expanded. Until then the layer,
+    a torch.nn.Linear or an Embedding, computes zeros of the right shape in ``dtype``, which is all
+    that `engine.worker.load.probe` needs."""
+    width = getattr(layer, "out_features", None) or layer.embedding_dim
+    layer.register_parameter("weight", None)
+    layer.stored = stored
+    layer.forward = partial(_zeros, width=width, dtype=dtype, is_linear=hasattr(layer, "bias"))
+
+
+def _zeros(given: torch.Tensor, *, width: int, dtype: torch.dtype, is_linear: bool) -> torch.Tensor:
+    shape = given.shape[:-1] if is_linear else given.shape
+    return torch.zeros((*shape, width), dtype=dtype, device=given.device)
+
+
+def weight_of(layer: Any) -> torch.Tensor | Callable[[], SmallWeight]:
+    """Return a layer's weight, or what reads it from its file. Layers that share a weight give the
+    same object."""
+    stored: Callable[[], SmallWeight] | None = getattr(layer, "stored", None)
+    return layer.weight if stored is None else stored
+
+
+def release(layer: Any) -> None:
+    """Take a layer's weight away from it."""
+    layer.register_parameter("weight", None)
+    layer.__dict__.pop("stored", None)
+    layer.__dict__.pop("forward", None)
+
+
+def expand_deferred(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every deferred layer its weight in ``dtype``, for a model that runs stock."""
+    expanded: dict[int, torch.nn.Parameter] = {}
+    for layer in module.modules():
+        stored = layer.__dict__.get("stored")
+        if stored is None:
+            continue
+        if id(stored) not in expanded:
+            value = stored().expand().to(device=device, dtype=dtype)
+            expanded[id(stored)] = torch.nn.Parameter(value, requires_grad=False)
+        release(layer)
+        layer.weight = expanded[id(stored)]

@@ -1,0 +1,161 @@
+"""The adapters that one text model has loaded.
+
+Rule 1: loading and unloading run beside steps, in their callers' threads. The lock guards the table
+only, and no step takes it. Rule 2: a step finds an adapter by its content's digest. A sequence
+whose adapter has gone fails alone: its request has ended already, because a running request keeps
+its adapter.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.core.common.steps import RowFailure, RowPhase
+from engine.errors import EngineBug, ShuttingDown, SpawnFailed
+from engine.worker.failures import is_out_of_memory
+from engine.worker.forward.adapters import AdapterGroup
+from engine.worker.forward.thread_state import thread_state
+from engine.worker.load.adapter import PAD, measure_adapter, padded_to, read_adapter
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.interface import AdapterInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from engine.core.common.types import SequenceId
+    from engine.core.text.plan import Row
+    from engine.worker.forward.adapters import AdapterHost
+    from engine.worker.forward.packing import Ints
+    from engine.worker.interface import RunnerSpec
+    from engine.worker.text.sequences import SequenceState
+
+THREADS = 1  # of a load, which runs beside steps
+
+
+class LoadedAdapters:
+    """Implements `engine.worker.text.interface.Adapters`. `open` is called when the model has
+    loaded."""
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self._spec = spec
+        self._host: AdapterHost | None = None
+        self._itemsize = 4
+        self._device: torch.device | None = None
+        self._lock = threading.Lock()
+        self._placed: dict[str, Any] = {}  # by digest
+        self._counts: dict[str, int] = {}  # how often each was loaded and not unloaded
+
+    def open(self, host: AdapterHost, dtype: torch.dtype, device: torch.device) -> None:
+        """Take adapters for a model that has loaded."""
+        self._host, self._itemsize, self._device = host, dtype.itemsize, device
+
+    def close(self) -> None:
+        """Drop every adapter. Idempotent."""
+        self._host = None
+        with self._lock:
+            self._placed, self._counts = {}, {}
+
+    def measure(self, directory: str) -> int:
+        """Return how many bytes loading the adapter takes at most: its file, and either a copy of
+        it or its tensors; and its buffers in a step.
+
+        Raises:
+            SpawnFailed: as `load`, as far as the file's header shows.
+        """
+        try:
+            size = measure_adapter(directory)
+        except Refusal as refusal:
+            raise refusal.spawn_failed() from refusal
+        placed = size.num_values * self._itemsize
+        rows = self._spec.max_num_batched_tokens * 3 * padded_to(size.rank, PAD) * self._itemsize
+        return size.file_bytes + max(size.file_bytes, placed) + rows  # 3: queries, keys, values
+
+    def load(self, directory: str) -> AdapterInfo:
+        """Read the adapter and bring it into the form that is computed with.
+
+        Raises:
+            SpawnFailed: it cannot be served with this model; one sentence says why.
+            ShuttingDown: the model was closed.
+        """
+        host, device = self._host, self._device
+        if host is None or device is None:
+            raise ShuttingDown("the model was closed")
+        try:
+            with thread_state(THREADS, device):
+                stored = read_adapter(directory, host.places, host.head)
+                placed = self._placed.get(stored.digest) or host.place(stored)
+        except Refusal as refusal:
+            raise refusal.spawn_failed() from refusal
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise SpawnFailed("there is no memory for it", log_detail=repr(error)) from error
+        with self._lock:
+            placed = self._placed.setdefault(stored.digest, placed)
+            self._counts[stored.digest] = self._counts.get(stored.digest, 0) + 1
+        ranks = [part.rank for part in stored.parts.values()]
+        rows = self._spec.max_num_batched_tokens * placed.width * self._itemsize
+        return AdapterInfo(stored.digest, placed.num_bytes + rows, max(ranks), len(ranks))
+
+    def unload(self, digest: str) -> None:
+        """Drop an adapter that was loaded as often as this was called for it."""
+        with self._lock:
+            if digest not in self._counts:
+                return
+            self._counts[digest] -= 1
+            if not self._counts[digest]:
+                del self._counts[digest], self._placed[digest]
+
+    # ---- one step
+
+    def find(self, digest: str) -> Any:
+        """Return a loaded adapter, or None."""
+        return self._placed.get(digest)
+
+    def of_rows(
+        self, rows: Iterable[Row], sequences: Mapping[SequenceId, SequenceState]
+    ) -> dict[SequenceId, Any]:
+        """Return the adapters of the rows that have one. A row whose adapter has gone gets its
+        ``verdict``."""
+        found = {}
+        for row in rows:
+            state = sequences.get(row.sequence)
+            if state is None or not state.admission.adapter:
+                continue
+            adapter = found[row.sequence] = self.find(state.admission.adapter)
+            if adapter is None:
+                state.verdict = RowFailure(row.sequence, RowPhase.ADAPTER, "it was unloaded")
+        return found
+
+
+def group_rows(
+    adapters: Sequence[Any], counts: Sequence[int], keep: Ints
+) -> tuple[AdapterGroup, ...]:
+    """Return the ranges of tokens that have one adapter. ``adapters`` and ``counts`` are those of
+    the packed rows; rows of one adapter follow one another. ``keep`` are the tokens whose logits
+    are computed.
+
+    Raises:
+        EngineBug: an adapter has two ranges.
+    """
+    ranges: dict[int, list[int]] = {}
+    found: dict[int, Any] = {}
+    at = 0
+    for adapter, count in zip(adapters, counts, strict=True):
+        if adapter is not None:
+            own = ranges.setdefault(id(adapter), [at, at])
+            if own[1] != at:
+                raise EngineBug("the rows of an adapter do not follow one another")
+            own[1] = at + count
+            found[id(adapter)] = adapter
+        at += count
+    groups = []
+    for key, (first, end) in ranges.items():
+        low, high = (int(place) for place in np.searchsorted(keep, (first, end)))
+        groups.append(AdapterGroup(found[key], first, end - first, low, high - low))
+    return tuple(groups)

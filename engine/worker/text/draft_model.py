@@ -1,0 +1,322 @@
+"""A small model that drafts for a larger one of the same tokenizer (D27).
+
+It drafts inside the step that verifies its tokens, as many as the core has planned. It samples as
+the request does, with the same noise, edits and constraint, so that its draws are those of the
+larger model wherever both say nearly the same.
+
+Rule 1: it changes no state of a sequence, and no generator that anything else draws from. Rule 2:
+what it has not read yet, such as a prompt, it reads when it is to draft, at most `READ_MAX` tokens
+in a step; a sequence drafts once all is read. Rule 3: if it fails, nothing is drafted any more, and
+the step goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.core.text.plan import DRAFTING_STEP_MAX
+from engine.worker.forward import packing
+from engine.worker.forward.kv_cache import size_pool
+from engine.worker.load.division import Division
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import short_name
+from engine.worker.sampling.sampler import NothingToSample, sample
+from engine.worker.text.draft_cache import DraftCache
+from engine.worker.text.placed_model import compute, measure, place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.core.common.types import SequenceId
+    from engine.core.text.plan import Row
+    from engine.worker.forward.kv_cache import PoolSize
+    from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.interface import LoadProgress, RunnerSpec
+    from engine.worker.load.architectures import LayerShape
+    from engine.worker.text.draft_cache import Resident
+    from engine.worker.text.placed_model import PlacedModel
+    from engine.worker.text.sequences import Ahead, SequenceState
+
+READ_MAX = 256  # tokens of a step; guess: for a quarter of the size, as much as 64 of the model's
+# Its KV cache takes at most this part of the other's, or what one sequence needs; a guess. It holds
+# the sequences of one step, so at most `DRAFTING_STEP_MAX`.
+CACHE_PART = 4
+
+log = logging.getLogger(__name__)
+
+
+class Drafted(NamedTuple):
+    """What was drafted for a sequence. A constraint forces the first ``num_forced`` tokens."""
+
+    tokens: list[int]
+    num_forced: int
+
+
+@dataclass(slots=True)
+class Writing:
+    """A sequence that drafts in this step. ``unread`` are the tokens that the model reads next; of
+    ``draft`` the first ones may be those that a constraint forces."""
+
+    sequence: SequenceId
+    most: int
+    ends: frozenset[int]  # ids that would end the sequence
+    ahead: Ahead
+    place: Resident
+    unread: list[int]
+    draft: list[int] = field(default_factory=list)
+    num_forced: int = 0
+
+
+class DraftModel:
+    """The draft model of one runner, with its KV cache. ``width`` is how many ids the larger
+    model's logits have."""
+
+    def __init__(self, spec: RunnerSpec, placed: PlacedModel, width: int) -> None:
+        self._placed = placed
+        self._width = width
+        self._places = DraftCache(placed.pool.num_blocks, placed.pool.block_size)
+        self._generator = torch.Generator(placed.device).manual_seed(spec.seed)
+        self.is_working = True
+
+    def warm_up(self) -> None:
+        """Read a token, which calls every kernel and reads every weight for the first time."""
+        table, keep = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        rows = packing.pack([0], [1], [table], self._placed.pool.block_size)
+        self._compute(rows, np.zeros(1, np.int64), keep)
+
+    def release(self, sequences: Sequence[SequenceId]) -> None:
+        """Forget sequences that have ended."""
+        self._places.release(sequences)
+
+    def draft(self, wanted: Sequence[tuple[Row, SequenceState]]) -> dict[SequenceId, Drafted]:
+        """Return what may follow each sequence, at most as many tokens as its row has drafts, and
+        none for one that is left out. Never raises (Rule 3)."""
+        if not self.is_working:
+            return {}
+        try:
+            self._places.begin()
+            begun = [self._begin(row, state) for row, state in wanted]
+            going = [one for one in begun if one is not None and one.unread]
+            while going:
+                going = self._read(going)
+        except Exception:
+            log.exception("the draft model failed; from now on it drafts nothing")
+            self.is_working = False
+            return {}
+        return {
+            one.sequence: Drafted(one.draft, one.num_forced) for one in begun if one is not None
+        }
+
+    def _begin(self, row: Row, state: SequenceState) -> Writing | None:
+        """Return what the model has to read to draft for a row; None if it cannot."""
+        ahead, ends = state.ahead(), state.admission.stops.token_ids
+        place, copies = self._places.open(row.sequence, state.tokens)
+        self._placed.cache.copy_blocks(copies)  # type: ignore[arg-type]
+        room = self._placed.pool.max_model_len - len(state.tokens)
+        most = min(row.drafts, room)
+        if most < 1 or not self._places.try_grow(place, len(state.tokens) + most):
+            return None
+        forced = state.forced(most)
+        unread = state.tokens[len(place.tokens) :] + forced
+        writing = Writing(row.sequence, most, ends, ahead, place, unread, forced, len(forced))
+        goes_on = all(ahead.push(token) for token in forced)
+        if not goes_on or len(forced) == most:
+            writing.unread = []
+        return writing
+
+    def _read(self, writings: Sequence[Writing]) -> list[Writing]:
+        """Let the model read what is unread, in one forward, and draft a token behind it. Returns
+        those that are to draft another one."""
+        starts: list[int] = []
+        parts: list[list[int]] = []
+        keep: list[int] = []
+        ready: list[Writing] = []
+        reading: list[Writing] = []
+        left = READ_MAX
+        for one in writings:
+            part, rest = one.unread[:left], one.unread[left:]
+            if not part:
+                continue
+            left -= len(part)
+            reading.append(one)
+            starts.append(len(one.place.tokens))
+            parts.append(part)
+            if rest:
+                one.draft, one.num_forced = [], 0  # what is forced is behind what is to be read
+                continue
+            keep.append(sum(map(len, parts)) - 1)
+            ready.append(one)
+        logits = self._forward(reading, starts, parts, keep)
+        for one, part in zip(reading, parts, strict=True):
+            one.place.tokens += part
+        return self._take(ready, logits)
+
+    def _forward(
+        self,
+        reading: Sequence[Writing],
+        starts: list[int],
+        parts: list[list[int]],
+        keep: list[int],
+    ) -> torch.Tensor:
+        """Return the logits [len(keep), width] float32 behind the kept tokens."""
+        placed = self._placed
+        tables = [np.array(one.place.blocks, np.int64) for one in reading]
+        counts = [len(part) for part in parts]
+        rows = packing.pack(starts, counts, tables, placed.pool.block_size)
+        ids = np.array([token for part in parts for token in part], np.int64)
+        ids[ids >= placed.vocab_size] = 0  # beyond its embedding; this only makes worse drafts
+        logits = self._compute(rows, ids, np.array(keep, np.int64))[:, : self._width]
+        missing = self._width - logits.shape[1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits
+
+    def _compute(self, rows: PackedRows, ids: Ints, keep: Ints) -> torch.Tensor:
+        placed, execution = self._placed, self._placed.execution
+        module, backend = execution.model.module, execution.backend
+        return compute(module, backend, placed.cache, placed.device, ids, rows, keep)
+
+    def _take(self, ready: list[Writing], logits: torch.Tensor) -> list[Writing]:
+        """Draft a token for each of these, and return those that are to draft another one."""
+        going = []
+        for one, token in zip(ready, self._sample(ready, logits), strict=True):
+            if token is None or token in one.ends:
+                continue
+            one.draft.append(token)
+            if len(one.draft) < one.most and one.ahead.push(token):
+                one.unread = [token]
+                going.append(one)
+        return going
+
+    def _sample(self, ready: list[Writing], logits: torch.Tensor) -> list[int | None]:
+        """Return a token for each, as the larger model would sample it of these logits; None where
+        there is none to sample."""
+        rows = [one.ahead.sample_row() for one in ready]
+        found: list[int | None] = [None] * len(ready)
+        left = [i for i, row in enumerate(rows) if row.mask is None or not row.mask.trouble]
+        while left:
+            try:
+                tokens = sample(logits[left].contiguous(), [rows[i] for i in left], self._generator)
+            except NothingToSample as error:
+                del left[error.row]
+                continue
+            for index, token in zip(left, tokens, strict=True):
+                found[index] = token
+            break
+        return found
+
+
+def with_drafts(
+    rows: tuple[Row, ...], model: DraftModel | None, states: Mapping[SequenceId, SequenceState]
+) -> tuple[tuple[Row, ...], float]:
+    """Return a plan's rows with as many drafts as the model has made for those that are to verify
+    its drafts, and how many seconds that took. The drafts are then those of the sequences'
+    ``states``. No failure of the model fails the step."""
+    wanted = [row for row in rows if row.by_model and row.sequence in states]
+    if not wanted or model is None:
+        return rows, 0.0
+    begun = perf_counter()
+    drafts = model.draft([(row, states[row.sequence]) for row in wanted])
+    narrowed = {}
+    for row in wanted:
+        state, drafted = states[row.sequence], drafts.get(row.sequence, Drafted([], 0))
+        state.draft, state.num_forced = drafted
+        size = len(drafted.tokens)
+        narrowed[row.sequence] = row._replace(count=row.count - row.drafts + size, drafts=size)
+    found = tuple([narrowed.get(row.sequence, row) for row in rows])
+    return found, perf_counter() - begun
+
+
+# ---- loading
+
+
+def _spec_of(spec: RunnerSpec) -> RunnerSpec:
+    """Return the spec of a runner's draft model, from the runner's."""
+    return replace(
+        spec,
+        model=spec.draft_model,
+        revision="",
+        draft_model="",
+        speculation="off",
+        quantization="none",
+        max_model_len=None,
+        max_num_seqs=DRAFTING_STEP_MAX,
+        max_num_batched_tokens=READ_MAX,
+    )
+
+
+def _size_pool(
+    larger: PoolSize,
+    spec: RunnerSpec,
+    shapes: Sequence[LayerShape],
+    element_size: int,
+    limit: int,
+    bytes_per_state: int = 0,
+) -> PoolSize:
+    """Return the size of the draft model's KV cache beside that of the ``larger`` one. It holds at
+    least one sequence, as long as both models can have it.
+
+    Raises:
+        Refusal: one of the models has recurrent layers.
+    """
+    if bytes_per_state or larger.num_states:
+        who = "it" if bytes_per_state else "the model that it would draft for"
+        raise Refusal(
+            f"{who} has recurrent layers, whose states cannot be taken back behind a draft that is "
+            "rejected; leave --draft-model out"
+        )
+    limit = min(limit, larger.max_model_len)
+    blocks = -(-limit // spec.block_size)
+    one = blocks * spec.block_size * element_size * sum(s.numbers_per_token for s in shapes)
+    own = replace(spec, kv_bytes=max(one, larger.num_bytes // CACHE_PART), max_model_len=limit)
+    return size_pool(own, shapes, element_size, limit)
+
+
+def measure_draft(spec: RunnerSpec, larger: PoolSize) -> int:
+    """Return how many bytes the runner's draft model will need, beside a pool of that size.
+
+    Raises:
+        Refusal: it cannot be served, as far as its small files show.
+    """
+    try:
+        found = measure(_spec_of(spec), Division(), partial(_size_pool, larger))
+    except Refusal as refusal:
+        raise _as_draft(spec, refusal) from refusal
+    return found.num_bytes
+
+
+def open_draft_model(
+    spec: RunnerSpec, larger: PlacedModel, progress: Callable[[LoadProgress], None]
+) -> tuple[DraftModel, int]:
+    """Load the runner's draft model, and return it with the bytes that it takes.
+
+    Raises:
+        Refusal: it cannot be served, or its vocabulary is another one.
+    """
+    own = _spec_of(spec)
+    try:
+        placed = place(own, Division(), progress, sizing=partial(_size_pool, larger.pool))
+    except Refusal as refusal:
+        raise _as_draft(spec, refusal) from refusal
+    theirs, mine = larger.tokenizer.backend, placed.tokenizer.backend
+    if theirs.get_vocab(with_added_tokens=True) != mine.get_vocab(with_added_tokens=True):
+        raise Refusal(
+            f"the draft model {short_name(spec.draft_model)} has another vocabulary than "
+            f"{short_name(spec.model)}; give a --draft-model of the same tokenizer"
+        )
+    model = DraftModel(own, placed, larger.vocab_size)
+    model.warm_up()
+    return model, placed.num_bytes(own)
+
+
+def _as_draft(spec: RunnerSpec, refusal: Refusal) -> Refusal:
+    """Return the refusal with the draft model's name in front."""
+    said = refusal.spawn_failed()
+    return Refusal(f"the draft model {short_name(spec.draft_model)}: {said}", detail=str(said))

@@ -1,0 +1,85 @@
+"""Opens the files of a text model, whichever form they have.
+
+Everything behind this reads a checkpoint's directory. The config and the tokenizer that are inside
+a GGUF file are written into a temporary one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.gguf.file import GgufFile
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json, resolve
+from engine.worker.quantized.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
+from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_layout
+from engine.worker.tokenizing.gguf_templates import write_templates
+from engine.worker.tokenizing.gguf_tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.worker.load.resolve import Source
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's source, whose directory has its config and, where it was asked for, its
+    tokenizer."""
+
+    source: Source
+    gguf: GgufFile | None
+
+    def open_weights(self) -> Checkpoint:
+        """Return the model's weights, to be entered.
+
+        Raises:
+            Refusal: its quantised layout is not read; on entering: as `Checkpoint`.
+        """
+        if self.gguf is not None:
+            return self.gguf
+        config = read_json(self.source.directory, "config.json")
+        if is_mxfp4(config):
+            return Mxfp4Checkpoint(self.source.directory)
+        layout = read_layout(config)
+        if layout is not None:
+            return PackedCheckpoint(self.source.directory, layout)
+        return Checkpoint(self.source.directory)
+
+
+@contextmanager
+def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[ModelFiles]:
+    """Find a model's files.
+
+    Raises:
+        Refusal: there is no such model, its GGUF file is not read here, or what is in the file
+            cannot be written into a temporary folder.
+        SpawnFailed: its GGUF file has a tokenizer that cannot be built.
+    """
+    source = resolve(model, revision)
+    if source.gguf is None:
+        yield ModelFiles(source, None)
+        return
+    with ExitStack() as stack:
+        with _needs_temporary_folder():
+            written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
+        with GgufFile(source.gguf) as file, _needs_temporary_folder():
+            file.write_config(written)
+            if with_tokenizer:
+                write_tokenizer(file.vocabulary(), written)
+                write_templates(file.metadata, written)
+        yield ModelFiles(replace(source, directory=written), GgufFile(source.gguf))
+
+
+@contextmanager
+def _needs_temporary_folder() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        told = f"needs a temporary folder, and none can be written: {error.strerror}"
+        raise Refusal(f"{told}; name one in TMPDIR") from error

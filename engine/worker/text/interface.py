@@ -1,0 +1,122 @@
+"""What the engine asks of a worker that generates text, beside `engine.worker.interface`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from engine.core.text.plan import StepPlan, StepResult
+from engine.status import Capability
+from engine.worker.interface import Runner, WorkerInfo
+
+if TYPE_CHECKING:
+    from engine.core.text.types import Constraint
+    from engine.images.preprocessor import Sight
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The sampling values of the model's generation_config; None where it has no value."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo(WorkerInfo):
+    """Describes a text model once it is loaded; ``max_model_len`` is of prompt and output
+    together."""
+
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    images: Sight | None = None  # how it reads images; None: it reads none
+    num_states: int = 0  # slots for states of recurrent layers, snapshots included; 0: it has none
+
+    @property
+    def capability(self) -> Capability:
+        """What the model can do."""
+        return Capability.TEXT_TO_TEXT if self.images is None else Capability.VISION
+
+    @property
+    def full_sequences(self) -> int:
+        """How many sequences of ``max_model_len`` the KV pool holds at once."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """Describes a loaded adapter. Adapters of one ``digest`` have the same content, and so give the
+    same answers. ``num_bytes`` are those of the device that it takes."""
+
+    digest: str
+    num_bytes: int
+    rank: int = 0  # the largest of its layers
+    num_layers: int = 0  # linear layers that it changes
+
+
+class Adapters(Protocol):
+    """The adapters (LoRA) of one loaded text model. Each method is called from any thread, several
+    at once, and during steps."""
+
+    def measure(self, directory: str) -> int:
+        """Return how many bytes of the device loading an adapter takes at most. May be called
+        before the model has loaded.
+
+        Raises:
+            SpawnFailed: as `load`, as far as the adapter's small files show.
+        """
+
+    def load(self, directory: str) -> AdapterInfo:
+        """Load the adapter in a directory. A step may use it, by its digest, as soon as this
+        returns. Loading the same content again counts, and takes no more memory.
+
+        Raises:
+            SpawnFailed: it cannot be served with this model; one sentence says why.
+            ShuttingDown, WorkerLost: the model is gone.
+        """
+
+    def unload(self, digest: str) -> None:
+        """Drop an adapter, once this was called for its digest as often as `load` returned it."""
+
+
+class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
+    """A runner of a model that generates text. Its steps run the model, sample, turn tokens into
+    text and match stop strings. It owns the KV pool, too."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters."""
+
+    def compile(self, constraint: Constraint) -> int:
+        """Make a constraint ready for sequences that will be admitted with it; return about how
+        many bytes the compiled form takes. Unlike the other methods, this one is called from
+        several threads at once, and during steps.
+
+        Raises:
+            InvalidRequest: the constraint cannot be followed; the violation names the field.
+            Unsupported: this model cannot follow any constraint.
+        """
+
+    def forget(self, constraint: Constraint) -> None:
+        """Drop a compiled constraint. No sequence will be admitted with it unless it is compiled
+        again. A constraint that is not compiled is ignored."""
+
+
+@runtime_checkable
+class RankRunner(Protocol):
+    """A runner of one rank of a divided model."""
+
+    @property
+    def num_collectives(self) -> int:
+        """How many operations of all ranks together this one has begun. After a step that failed,
+        the ranks can go on if they have begun equally many."""

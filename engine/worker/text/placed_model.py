@@ -1,0 +1,251 @@
+"""A text model in its place: weights, a paged KV cache of its own, and the way it runs.
+
+A runner has one that answers and maybe another that drafts; both are opened, measured and computed
+here. Rule: nothing here knows sequences. The caller sets the thread's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.worker.forward.attention import KEYWORD
+from engine.worker.forward.backends import (
+    objection_to_kernels,
+    pick_backend,
+    prepare,
+    runs_compiled,
+)
+from engine.worker.forward.kv_cache import KvCache, size_pool
+from engine.worker.forward.recurrent import StateSlots, open_states
+from engine.worker.forward.transfer import send
+from engine.worker.interface import LoadProgress
+from engine.worker.load.architectures import context_limit, layer_shapes
+from engine.worker.load.devices import pick_dtype
+from engine.worker.load.division import pick_rank_device
+from engine.worker.load.generation_config import read_generation
+from engine.worker.load.loader import load_model, weight_bytes
+from engine.worker.load.probe import probe
+from engine.worker.load.recurrent import RECURRENT, state_shapes
+from engine.worker.text.files import open_files
+from engine.worker.text.warmup import workspace_bytes
+from engine.worker.tokenizing.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.worker.forward.adapters import AdapterGroup
+    from engine.worker.forward.attention import AttentionBackend
+    from engine.worker.forward.backends import Execution
+    from engine.worker.forward.kv_cache import PoolSize
+    from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.forward.recurrent import States
+    from engine.worker.interface import RunnerSpec
+    from engine.worker.load.architectures import Architecture, LayerShape
+    from engine.worker.load.division import Division
+    from engine.worker.load.loader import LoadedModel
+    from engine.worker.load.recurrent import Recurrence, StateShape
+    from engine.worker.text.interface import SamplingDefaults
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
+
+    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int, int], PoolSize]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a model will need, by its small files: bytes of a device, with the pool among them."""
+
+    device: torch.device
+    num_bytes: int
+    pool: PoolSize
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A loaded model with all that its forward needs."""
+
+    architecture: Architecture
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+    pool: PoolSize
+    cache: KvCache
+    execution: Execution
+    tokenizer: HfTokenizer
+    defaults: SamplingDefaults
+    ends: frozenset[int]
+    is_demo: bool
+    states: States | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids its embedding has."""
+        return int(self.config.vocab_size)
+
+    def num_bytes(self, spec: RunnerSpec) -> int:
+        """Return what the model takes: weights, pool, and a step's own memory."""
+        activations = self.execution.activation_bytes(spec, self.pool)
+        workspace = workspace_bytes(spec, self.config, self.dtype, activations)
+        workspace += self.pool.new_state_bytes
+        return self.execution.model.num_bytes + self.pool.num_bytes + workspace
+
+
+def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) -> Measured:
+    """Return what `place` will need, from the config and the headers of the weight files. A rank
+    has its own part.
+
+    Raises:
+        Refusal: the model cannot be served, as far as these files show.
+    """
+    device = pick_rank_device(spec.device, division)
+    with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
+        architecture, config = division.read_config(files.source.directory)
+        limit = context_limit(config, spec.max_model_len)
+        with files.open_weights() as whole:
+            checkpoint = division.part_of(whole, architecture, config)
+            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+            # The kernels are looked for only where it matters: they may have to be compiled.
+            is_compiled = not checkpoint.quantization or runs_compiled(
+                architecture.name, device, dtype, layer_shapes(config)
+            )
+            num_bytes = weight_bytes(
+                checkpoint, config, dtype, spec.quantization, is_compiled=is_compiled
+            )
+    states = state_shapes(architecture.name, config)
+    pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit, state_bytes(states, dtype))
+    whole_bytes = num_bytes + pool.num_bytes + workspace_bytes(spec, config, dtype)
+    whole_bytes += pool.new_state_bytes
+    return Measured(device, whole_bytes, pool)
+
+
+def place(
+    spec: RunnerSpec,
+    division: Division,
+    progress: Callable[[LoadProgress], None],
+    *,
+    chosen: AttentionBackend | None = None,
+    sizing: Sizing = size_pool,
+) -> PlacedModel:
+    """Load a model and allocate its pool, which ``sizing`` sizes. ``chosen`` None chooses the
+    attention backend.
+
+    Raises:
+        Refusal: the model cannot be served.
+    """
+    progress(LoadProgress("config"))
+    device = pick_rank_device(spec.device, division)
+    with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
+        source = files.source
+        architecture, config = division.read_config(source.directory)
+        limit = context_limit(config, spec.max_model_len)
+        shapes, states = layer_shapes(config), state_shapes(architecture.name, config)
+        defaults, ends = read_generation(source, config)
+        with files.open_weights() as whole:
+            checkpoint = division.part_of(whole, architecture, config)
+            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+            pool = sizing(spec, shapes, dtype.itemsize, limit, state_bytes(states, dtype))
+            tokenizer = load_tokenizer(source.directory)
+            if (
+                chosen is not None
+                or objection_to_kernels(device, dtype, shapes)
+                or division.objection_to_decoder(architecture)
+            ):
+                _, config = division.read_config(source.directory, is_stock=True)
+            model = load_model(
+                checkpoint,
+                architecture,
+                config,
+                dtype=dtype,
+                device=device,
+                progress=progress,
+                quantization=spec.quantization,
+            )
+        division.complete(model, source.directory)
+    progress(LoadProgress("warm-up"))
+    recurrence = RECURRENT[architecture.name] if states else None
+    cache, execution = _prepared(spec, model, shapes, pool, chosen, division, recurrence)
+    opened = None
+    if recurrence is not None:
+        slots = StateSlots(recurrence, states, pool.num_states, dtype, device)
+        opened = open_states(execution.model.module, slots)
+    return PlacedModel(
+        architecture,
+        config,
+        dtype,
+        device,
+        pool,
+        cache,
+        execution,
+        tokenizer,
+        defaults,
+        ends,
+        source.is_demo,
+        opened,
+    )
+
+
+def state_bytes(states: Mapping[int, StateShape], dtype: torch.dtype) -> int:
+    """Return the bytes of one sequence's states in all layers; 0 for a model without."""
+    return sum(shape.num_bytes(dtype.itemsize) for shape in states.values())
+
+
+def _prepared(
+    spec: RunnerSpec,
+    model: LoadedModel,
+    shapes: Sequence[LayerShape],
+    pool: PoolSize,
+    chosen: AttentionBackend | None,
+    division: Division,
+    recurrence: Recurrence | None,
+) -> tuple[KvCache, Execution]:
+    """Return the model's cache, and the model as it runs over that cache."""
+    calls = probe(model, shapes)
+    dtype, device = model.dtype, model.device
+    cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
+    if spec.prefault_kv_cache:
+        cache.prefault()
+    backend, reason = chosen, "it was chosen"
+    if backend is None:
+        backend, reason = pick_backend(device, dtype, shapes, calls)
+    execution = prepare(
+        model,
+        backend,
+        reason,
+        calls,
+        cache,
+        quantization=spec.quantization,
+        objection=division.objection_to_decoder(model.architecture),
+        recurrent=recurrence.module if recurrence is not None else "",
+    )
+    return cache, execution
+
+
+def compute(
+    module: Callable[..., Any],
+    backend: AttentionBackend,
+    cache: KvCache,
+    device: torch.device,
+    input_ids: Ints,
+    rows: PackedRows,
+    keep: Ints,
+    forward: Callable[[Sequence[AdapterGroup], dict[str, Any]], Any] | None = None,
+    groups: Sequence[AdapterGroup] = (),
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> torch.Tensor:
+    """Run a forward over ``input_ids`` [num_tokens] of ``rows``, and return the logits of the
+    tokens ``keep`` [num_kept], as [num_kept, vocab] float32. ``forward`` computes ``groups`` with
+    adapters. ``change`` returns the module's inputs from those of a text."""
+    ids, positions, kept = send((input_ids, rows.positions, keep), device)
+    inputs = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "use_cache": False,
+        "logits_to_keep": kept,
+        KEYWORD: backend.prepare(rows, cache),
+    }
+    if change is not None:
+        inputs = change(inputs)
+    output = module(**inputs) if forward is None else forward(groups, inputs)
+    return output.logits[0].to(torch.float32)

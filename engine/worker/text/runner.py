@@ -1,0 +1,518 @@
+"""The runner of text models: one model, its paged KV cache, its sequences (D3, D8).
+
+Rule 1: a step that raises leaves everything as it was before, except that the plan's ``admitted``
+sequences are known and its ``released`` ones are forgotten; the next plan may repeat both. So
+`TorchRunner._execute` computes first and changes state only in `TorchRunner._finish`, which cannot
+raise. Rule 2: each step runs one forward, over exactly the plan's tokens. Rule 3: every call sets
+the thread-local state that it needs, because each may come from another thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.core.common.steps import RowFailure, RowPhase, StepTimings
+from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResult
+from engine.errors import EngineBug, ShuttingDown
+from engine.gc_tuning import collect_after_close
+from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
+from engine.worker.forward import packing
+from engine.worker.forward.thread_state import thread_state
+from engine.worker.load.architectures import context_note
+from engine.worker.load.devices import estimate_on
+from engine.worker.load.division import Division
+from engine.worker.load.resolve import short_name
+from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
+from engine.worker.sampling.sampler import sample
+from engine.worker.text.adapters import LoadedAdapters, group_rows
+from engine.worker.text.draft_model import measure_draft, open_draft_model, with_drafts
+from engine.worker.text.interface import ModelInfo
+from engine.worker.text.placed_model import compute, measure, place
+from engine.worker.text.scoring import score_batch
+from engine.worker.text.sequences import SequenceState, offer_of
+from engine.worker.text.step_batch import (
+    NO_SCORES,
+    Batch,
+    Choice,
+    Drawn,
+    ScoredRow,
+    Scores,
+    draw,
+    failure_of,
+)
+from engine.worker.text.warmup import warm_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from engine.core.common.types import SequenceId
+    from engine.core.text.plan import AdmittedSequence, Row, StepPlan
+    from engine.core.text.types import Constraint, TokenLogprob
+    from engine.worker.forward.adapters import AdapterGroup, AdapterHost
+    from engine.worker.forward.attention import AttentionBackend
+    from engine.worker.forward.kv_cache import KvCache
+    from engine.worker.forward.packing import Ints
+    from engine.worker.forward.recurrent import RowState, States
+    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
+    from engine.worker.load.loader import LoadedModel
+    from engine.worker.sampling.constraint_compiler import Matching
+    from engine.worker.sampling.masks import Mask
+    from engine.worker.text.draft_model import DraftModel
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
+
+
+class TorchRunner:
+    """Implements `engine.worker.text.interface.TextRunner` with torch.
+
+    Life: 1. made from a spec, which holds nothing; 2. `load`; 3. `execute`, any number of times;
+    4. `close`, after which only `close` may be called. ``backend`` None chooses the attention
+    backend at the load.
+    """
+
+    def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        self.adapters = LoadedAdapters(spec)
+        self._spec = spec
+        self._chosen = backend
+        self._host: AdapterHost | None = None
+        self._division = Division(spec.rank, spec.tp)
+        self._backend: AttentionBackend | None = None
+        self._device = torch.device("cpu")
+        self._model: LoadedModel | None = None
+        self._cache: KvCache | None = None
+        self._tokenizer: HfTokenizer | None = None
+        self._generator: torch.Generator | None = None
+        self._grammars: ConstraintCompiler | None = None
+        self._sequences: dict[SequenceId, SequenceState] = {}
+        self._drafter: DraftModel | None = None
+        self._states: States | None = None
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """The model's tokenizer. Valid after `load`."""
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the model was loaded")
+        return self._tokenizer
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what `load` will need, from the config and the headers of the weight files. A
+        rank's estimate is that of its own part.
+
+        Raises:
+            SpawnFailed: the model cannot be served, as far as these files show.
+        """
+        with _failures_of(self):
+            found = measure(self._spec, self._division)
+            num_bytes = found.num_bytes
+            if self._spec.draft_model:
+                num_bytes += measure_draft(self._spec, found.pool)
+            return estimate_on(found.device, num_bytes)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        """Load the model, allocate the KV pool, choose the attention backend and warm up.
+
+        Raises:
+            SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
+        """
+        with _failures_of(self), self._thread_state():
+            return self._load(progress)
+
+    def compile(self, constraint: Constraint) -> int:
+        """Compile a constraint, as `ConstraintCompiler.compile`.
+
+        Raises:
+            ShuttingDown: `close` was called. Exception: as `ConstraintCompiler.compile`.
+        """
+        if self._grammars is None:
+            raise ShuttingDown("the model was closed")
+        return self._grammars.compile(constraint)
+
+    def forget(self, constraint: Constraint) -> None:
+        """Drop a compiled constraint."""
+        if self._grammars is not None:
+            self._grammars.forget(constraint)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step (Rules 1 and 2).
+
+        Raises:
+            MemoryError: the device ran out of memory. EngineBug: the plan does not fit the state of
+                a sequence. Exception: the step failed in another way.
+        """
+        with step_failures(), self._thread_state():
+            return self._execute(plan)
+
+    def close(self) -> None:
+        """Free the model, the KV pool and all sequences, and end the sandbox of constraints.
+        Idempotent."""
+        self._model = self._cache = self._tokenizer = self._generator = self._backend = None
+        self._sequences.clear()
+        self._host = self._drafter = self._states = None
+        self.adapters.close()
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        collect_after_close()
+
+    # --- loading ----------------------------------------------------------------------------
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        spec = self._spec
+        placed = place(spec, self._division, progress, chosen=self._chosen)
+        self._device, self._cache, self._tokenizer = placed.device, placed.cache, placed.tokenizer
+        execution, pool, config = placed.execution, placed.pool, placed.config
+        self._model = model = execution.model
+        self._backend = execution.backend
+        self._host = execution.adapters
+        self._states = placed.states
+        self.adapters.open(execution.adapters, placed.dtype, placed.device)
+        self._connect(model)
+        self._generator = torch.Generator(placed.device).manual_seed(spec.seed)
+        self._grammars = ConstraintCompiler(placed.tokenizer, placed.vocab_size, placed.ends)
+        num_bytes = placed.num_bytes(spec)
+        if spec.draft_model:
+            self._drafter, of_drafts = open_draft_model(spec, placed, progress)
+            num_bytes += of_drafts
+        warm_up(self._execute, pool)
+        return ModelInfo(
+            architecture=placed.architecture.name,
+            dtype=str(placed.dtype).removeprefix("torch."),
+            device=str(placed.device),
+            vocab_size=placed.vocab_size,
+            max_model_len=pool.max_model_len,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            eos_token_ids=placed.ends,
+            memory_bytes=num_bytes,
+            defaults=placed.defaults,
+            is_demo=placed.is_demo,
+            threads=spec.threads,
+            context_note=context_note(config, spec.max_model_len, pool.max_model_len),
+            quantization=execution.model.quantization,
+            num_states=pool.num_states,
+        )
+
+    # What other runners of text models do besides: those of a divided model's ranks, and of models
+    # that see (`engine.worker.text.rank_runners`, `engine.worker.text.vision.runner`).
+
+    def _connect(self, model: LoadedModel) -> None:
+        """Connect what the prepared model needs beside it, before its first step."""
+
+    def _images_of(self, rows: Sequence[Row]) -> object:
+        """Return what the images of rows, in the batch's order, put into a forward."""
+        return None
+
+    def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return a function that puts the batch's images into a forward's inputs; None without."""
+        return None
+
+    def _thread_state(self) -> AbstractContextManager[None]:
+        """Return a context that sets the calling thread's state (Rule 3)."""
+        return thread_state(self._spec.threads, self._device)
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        times = [perf_counter()]
+        self._forget(plan.released)
+        self._admit(plan.admitted)
+        rows, draft_s = with_drafts(plan.rows, self._drafter, self._sequences)
+        batch = self._pack(rows) if rows else None
+        times.append(perf_counter())
+        logits = self._forward(batch) if batch else None
+        if self._cache is not None:
+            self._cache.copy_blocks(plan.copies)
+        for matching, mask in batch.masks if batch else ():  # a device still computes the forward
+            matching.fill(mask)
+        times.append(perf_counter())
+        drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
+        scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
+        times.append(perf_counter())
+        # In a step without rows, what was computed last may belong to a step that failed.
+        if self._states is not None and batch:
+            self._states.write()
+        results = self._finish(rows, batch, drawn, scores) if batch else ()
+        times.append(perf_counter())
+        prepare_s, *others = [after - before for before, after in pairwise(times)]
+        timings = StepTimings(prepare_s - draft_s, *others)
+        return StepResult(plan.plan_id, results, replace(timings, draft_s=draft_s))
+
+    def _forget(self, released: Sequence[SequenceId]) -> None:
+        for sequence in released:
+            self._sequences.pop(sequence, None)
+        if self._drafter is not None:
+            self._drafter.release(released)
+
+    def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
+        for new in admitted:  # a sequence that comes again after a failed step starts anew
+            matching = None
+            if new.constraint is not None and self._grammars is not None:
+                matching = self._grammars.start(new.constraint)
+            # The states of recurrent layers cannot be taken back behind a draft that is rejected.
+            drafts = self._spec.speculation != "off" and self._states is None
+            state = SequenceState.admit(new, matching, drafts=drafts)
+            if new.output:
+                state.replay(self.tokenizer)
+            self._sequences[new.sequence] = state
+
+    def _pack(self, rows: Sequence[Row]) -> Batch:
+        """Lay the rows out for the model, those of one adapter after one another. This changes no
+        state, except that a row whose adapter has gone gets its ``verdict``.
+
+        Raises:
+            EngineBug: a row does not fit its sequence.
+        """
+        ids: list[int] = []
+        keep: list[int] = []
+        tables: list[Ints] = []
+        choices: list[Choice] = []
+        scored: list[ScoredRow] = []
+        masks: list[tuple[Matching, Mask]] = []
+        wholes: list[tuple[int, int]] = []
+        planned, adapters = rows, self.adapters.of_rows(rows, self._sequences)
+        if adapters:
+            rows = sorted(rows, key=lambda row: self._state_of(row).admission.adapter)
+        for row in rows:
+            state = self._state_of(row)
+            drafts = tuple(state.draft[: row.drafts])
+            if state.admission.images:
+                wholes += state.wholes(row, len(ids))
+            ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
+            ids.extend(drafts)
+            tables.append(state.table_for(row, self._spec.block_size))
+            is_decided = state.verdict is not None
+            # The ranks of a divided model keep the same rows, and only the first knows verdicts.
+            if row.logits is Logits.NONE or (is_decided and self._division.size == 1):
+                continue
+            kept = row.count if row.logits.scores else 1 + row.drafts
+            if row.logits.scores and state.is_scoring:
+                scored.append(ScoredRow(row.sequence, row.start, row.count, len(keep)))
+            keep.extend(range(len(ids) - kept, len(ids)))
+            if not row.logits.samples or is_decided:
+                continue
+            first = state.sample_row()
+            if state.matching is not None and first.mask is not None:
+                masks.append((state.matching, first.mask))
+            choices.append(Choice(row.sequence, first, len(keep) - 1 - row.drafts, drafts))
+            for child in row.children:  # they share the mask of their parent
+                own = replace(first, sampling=replace(first.sampling, choice=child.choice))
+                choices.append(Choice(child.sequence, own, len(keep) - 1))
+        starts = [row.start for row in rows]
+        counts = [row.count for row in rows]
+        packed = packing.pack(starts, counts, tables, self._spec.block_size, wholes)
+        states: tuple[RowState, ...] = ()
+        if self._states is not None:
+            states = tuple([self._state_of(row).row_state(row) for row in rows])
+        kept_tokens = np.array(keep, np.int64)
+        groups: tuple[AdapterGroup, ...] = ()
+        if adapters:
+            groups = group_rows([adapters.get(row.sequence) for row in rows], counts, kept_tokens)
+            of_row = {row.sequence: table for row, table in zip(rows, tables, strict=True)}
+            tables = [of_row[row.sequence] for row in planned]
+        return Batch(
+            packed,
+            np.array(ids, np.int64),
+            tuple(tables),
+            kept_tokens,
+            tuple(choices),
+            tuple(scored),
+            tuple(masks),
+            groups,
+            states,
+            self._images_of(rows),
+        )
+
+    def _state_of(self, row: Row) -> SequenceState:
+        """Return the state of the row's sequence, after checking that the row fits it.
+
+        Raises:
+            EngineBug: the row does not fit.
+        """
+        state = self._sequences.get(row.sequence)
+        if state is None:
+            raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
+        state.require_fit(row)
+        return state
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Run the step's forward and return logits [num_kept, vocab] float32."""
+        assert self._model is not None
+        assert self._cache is not None
+        assert self._backend is not None
+        if self._states is not None:
+            self._states.begin(batch.rows, batch.states)
+        return compute(
+            self._model.module,
+            self._backend,
+            self._cache,
+            self._device,
+            batch.input_ids,
+            batch.rows,
+            batch.keep,
+            self._host.forward if batch.groups and self._host is not None else None,
+            batch.groups,
+            self._with_images(batch),
+        )
+
+    def _choose(
+        self, rows: Sequence[Row], batch: Batch, logits: torch.Tensor
+    ) -> dict[SequenceId, Drawn]:
+        """Return what each choice gets: its next token and, as long as the tokens are those that
+        were drafted, the ones behind them. This changes no state."""
+        first = self._sample(batch.choices, logits)
+        drawn: dict[SequenceId, Drawn] = {
+            name: (token,) if isinstance(token, int) else token for name, token in first.items()
+        }
+        going = [
+            (choice, self._sequences[choice.sequence].ahead())
+            for choice in batch.choices
+            if choice.drafts and first[choice.sequence] == choice.drafts[0]
+        ]
+        while going:
+            next_ones = [
+                (Choice(one.sequence, ahead.sample_row(), one.logits + 1, one.drafts[1:]), ahead)
+                for one, ahead in going
+                if ahead.push(one.drafts[0])
+            ]
+            found = self._sample([one for one, _ in next_ones], logits) if next_ones else {}
+            going = []
+            for one, ahead in next_ones:
+                token, before = found[one.sequence], drawn[one.sequence]
+                # A failure here is that of the next step, which samples this position again.
+                if isinstance(token, int) and not isinstance(before, RowFailure):
+                    drawn[one.sequence] = (*before, token)
+                    if one.drafts and token == one.drafts[0]:
+                        going.append((one, ahead))
+        return drawn
+
+    def _sample(
+        self, choices: Sequence[Choice], logits: torch.Tensor
+    ) -> dict[SequenceId, int | RowFailure]:
+        """Return a token for each choice, or why the choice has none: its logits are not finite, or
+        none of its tokens may be sampled. All choices are drawn in one call. If the call fails,
+        each is drawn alone, so that one choice's failure does not affect the others."""
+        drawn: dict[SequenceId, int | RowFailure] = {}
+        for choice in choices:
+            mask = choice.row.mask
+            if mask is not None and mask.trouble:
+                drawn[choice.sequence] = refusal(choice.sequence, mask, mask.trouble)
+        assert self._generator is not None
+        left = [choice for choice in choices if choice.sequence not in drawn]
+        if not left:
+            return drawn
+        try:
+            return drawn | draw(left, logits, self._generator, sample)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if len(left) == 1:
+                only = left[0]
+                return drawn | {only.sequence: failure_of(only, logits[only.logits], error)}
+        for choice in left:
+            drawn.update(self._sample([choice], logits))
+        return drawn
+
+    def _score(
+        self,
+        batch: Batch,
+        logits: torch.Tensor,
+        drawn: Mapping[SequenceId, Drawn],
+    ) -> Scores:
+        """Return the log-probabilities that the step's requests ask for. This changes no state."""
+        return score_batch(batch, logits, drawn, self._sequences, self.tokenizer.token_text)
+
+    # --- what took effect -------------------------------------------------------------------
+
+    def _finish(
+        self,
+        rows: Sequence[Row],
+        batch: Batch,
+        drawn: Mapping[SequenceId, Drawn],
+        scores: Scores,
+    ) -> tuple[RowResult | RowFailure, ...]:
+        """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
+        results: list[RowResult | RowFailure] = []
+        may_offer = len(rows) < DRAFTING_STEP_MAX  # with more, the next step drafts nothing
+        for row, table in zip(rows, batch.tables, strict=True):
+            state = self._sequences[row.sequence]
+            state.place(table, row.state)
+            if row.sequence in scores.prompts:
+                state.note_scores(scores.prompts[row.sequence])
+            if state.verdict is not None:
+                results.append(state.verdict)
+                if isinstance(state.verdict, RowFailure):
+                    ids = [child.sequence for child in row.children]
+                    results += [replace(state.verdict, sequence=one) for one in ids]
+                continue
+            if not row.logits.samples:
+                results.append(RowResult(row.sequence))
+                continue
+            forks = [(child.sequence, state.fork(child)) for child in row.children]
+            num_forced = state.num_forced  # the next offer changes it
+            for sequence, one in [(row.sequence, state), *forks]:
+                scored = scores.tokens.get(sequence, ())
+                result = self._take(sequence, one, drawn[sequence], scored, may_offer=may_offer)
+                if row.drafts and isinstance(result, RowResult):
+                    forced = min(num_forced, row.drafts)
+                    result = result._replace(drafted=row.drafts, forced=forced)
+                results.append(result)
+        return tuple(results)
+
+    def _take(
+        self,
+        sequence: SequenceId,
+        state: SequenceState,
+        tokens: Drawn,
+        scored: tuple[TokenLogprob, ...],
+        *,
+        may_offer: bool,
+    ) -> RowResult | RowFailure:
+        """Append the tokens to the sequence, up to one that ends it, and return the row's result,
+        with what is drafted for the next row. A forked child becomes known to the worker here."""
+        if isinstance(tokens, RowFailure):
+            return tokens
+        told: tuple[TokenLogprob, ...] = ()
+        text, count = "", 0
+        try:
+            if state.is_scoring:
+                told = state.tell_scores(self.tokenizer.token_text)
+            for token in tokens:
+                step = state.advance(token, self.tokenizer)
+                text, count = text + step.text, count + 1
+                if step.finish is not None:
+                    break
+        except Exception as error:
+            return RowFailure(sequence, RowPhase.TEXT, describe(error))
+        self._sequences[sequence] = state
+        own, replayed = scored[:count], state.take_replayed()
+        offered, has_model = 0, False
+        if may_offer and step.finish is None and state.look_up is not None:
+            has_model = self._drafter is not None and self._drafter.is_working
+            offered = offer_of(state)
+        return RowResult(
+            sequence,
+            tokens[:count],
+            text,
+            own,
+            told,
+            step.finish,
+            step.matched,
+            replayed,
+            offered,
+            has_model,
+        )
+
+
+def _failures_of(runner: TorchRunner) -> AbstractContextManager[None]:
+    """Return a context in which any failure of a load closes the runner and becomes one
+    sentence."""
+    name = short_name(runner._spec.model)
+    return load_failures(name, runner.close, needs="weights and KV pool")

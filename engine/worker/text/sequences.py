@@ -1,0 +1,346 @@
+"""The state that a worker keeps for each sequence, from its admission to its release.
+
+Rule 1: a state changes only in `SequenceState.advance`, `place`, `note_scores`, `tell_scores`,
+`take_replayed` and `offer`, which the runner calls once the step can no longer fail; `replay` is
+part of its making. Rule 2: a preempted sequence keeps
+everything but its blocks, because its text and its sampling depend on prompt and output only (D8).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.core.common.steps import RowFailure, RowPhase
+from engine.core.text.plan import DRAFTED_TOKENS_MAX, Logits, RowResult
+from engine.core.text.types import TokenLogprob
+from engine.errors import EngineBug, FieldViolation
+from engine.worker.failures import describe
+from engine.worker.forward.recurrent import RowState
+from engine.worker.sampling.edits import make_edits
+from engine.worker.sampling.sampler import SampleRow
+from engine.worker.text.ngram_drafter import LookUp
+from engine.worker.tokenizing.detokenizer import TextState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Row, StateDelta
+    from engine.core.text.types import Sampling, Stops
+    from engine.worker.sampling.constraint_compiler import Matching
+    from engine.worker.sampling.edits import Edits
+    from engine.worker.tokenizing.detokenizer import TextStep
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
+
+    Ints = NDArray[np.int64]
+
+NO_BLOCKS = np.zeros(0, np.int64)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One sequence: its admission, which says what was asked for; its tokens (prompt and output),
+    its text, its blocks."""
+
+    admission: AdmittedSequence
+    tokens: list[int]
+    text: TextState | None  # made with the first token, so that a failure is this row's alone
+    blocks: Ints  # [num_blocks] int64, the block table after the last step that took effect
+    edits: Edits | None = None  # the request's changes to its logits
+    matching: Matching | None = None  # the sequence's state in its constraint's grammar
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
+    replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
+    verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
+    look_up: LookUp | None = None  # None: no tokens are drafted
+    draft: list[int] = field(default_factory=list)  # may follow ``tokens``
+    num_forced: int = 0  # of the draft; the constraint leaves nothing else
+    state_slot: int | None = None  # where its state is, if the model has recurrent layers
+
+    @classmethod
+    def admit(
+        cls, new: AdmittedSequence, matching: Matching | None = None, *, drafts: bool = False
+    ) -> SequenceState:
+        """Return the state of a new sequence, which has no blocks and no output. ``drafts``: it
+        offers drafts, unless its request does not want them."""
+        edits = make_edits(new.sampling, new.prompt)
+        look_up = LookUp() if drafts and new.speculates else None
+        return cls(new, list(new.prompt), None, NO_BLOCKS, edits, matching, look_up=look_up)
+
+    def replay(self, tokenizer: HfTokenizer) -> None:
+        """Take the tokens that a continued choice has already, as if they had been sampled here. If
+        they end the choice, or cannot be the output of its request, every row of the sequence gets
+        the ``verdict``. Never raises."""
+        self.verdict = self._replay(tokenizer)
+        # The plans have rows for all of them.
+        self.tokens = [*self.admission.prompt, *self.admission.output]
+
+    def _replay(self, tokenizer: HfTokenizer) -> RowResult | RowFailure | None:
+        new = self.admission
+        texts: list[str] = []
+        end: RowResult | None = None
+        for index, token in enumerate(new.output):
+            if end is not None:
+                return _misfit(new, index, "comes after the end of the choice")
+            if self.matching is not None and not self.matching.allows(token):
+                return _misfit(new, index, "does not follow the constraint")
+            try:
+                step = self.advance(token, tokenizer)
+            except Exception as error:
+                return RowFailure(new.sequence, RowPhase.TEXT, describe(error))
+            texts.append(step.text)
+            if step.finish is not None:
+                end = RowResult(new.sequence, finish=step.finish, matched=step.matched)
+        self.replayed = "".join(texts)
+        return end
+
+    def require_fit(self, row: Row) -> None:
+        """Check that a planned row fits the sequence.
+
+        Raises:
+            EngineBug: the row does not fit.
+        """
+        end = row.start + row.count - row.drafts
+        if end <= row.start or row.start < 0 or end > len(self.tokens):
+            raise EngineBug(
+                f"sequence {row.sequence} has {len(self.tokens)} tokens, and positions "
+                f"{row.start} … {end - 1} are planned"
+            )
+        if row.logits.samples and end != len(self.tokens):
+            raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
+        if row.drafts > (len(self.draft) if row.logits is Logits.LAST else 0):
+            raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
+        if row.logits is Logits.LAST and self.num_unscored:
+            raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
+        for image in self.admission.images:
+            if image.is_whole and image.is_inside(end):
+                raise EngineBug(f"a row of sequence {row.sequence} cuts an image that is whole")
+
+    def wholes(self, row: Row, first: int) -> list[tuple[int, int]]:
+        """Return the spans of the row's tokens that see each other, those of images that are whole:
+        the first token of each and the one behind its last. ``first`` is the row's first token."""
+        shift, end = first - row.start, row.start + row.count
+        return [
+            (max(image.start, row.start) + shift, image.end + shift)
+            for image in self.admission.images
+            if image.is_whole and row.start < image.end <= end
+        ]
+
+    def take_replayed(self) -> str:
+        """Return the text of the tokens that were replayed, and drop it here."""
+        text, self.replayed = self.replayed, ""
+        return text
+
+    @property
+    def position(self) -> int:
+        """The index of the next output token, from 0."""
+        return len(self.tokens) - len(self.admission.prompt)
+
+    def sample_row(self) -> SampleRow:
+        """Return how the next token is to be sampled. A constraint's mask is still empty."""
+        admission = self.admission
+        return _sample_row(
+            admission.sampling, admission.stops, self.position, self.edits, self.matching
+        )
+
+    def ahead(self) -> Ahead:
+        """Return a copy of what decides how tokens are sampled, to sample behind drafts."""
+        return Ahead(
+            self.admission.sampling,
+            self.admission.stops,
+            self.position,
+            None if self.edits is None else self.edits.fork(),
+            None if self.matching is None else self.matching.fork(),
+        )
+
+    def offer(self) -> int:
+        """Draft tokens that may follow, and return how many there are. What the constraint forces
+        comes first. The draft ends before a token that would end the sequence, and before one that
+        the constraint forbids."""
+        self.draft = []
+        if self.look_up is None:
+            return 0
+        forced = [] if self.matching is None else self.matching.forced()[:DRAFTED_TOKENS_MAX]
+        draft, left = forced, DRAFTED_TOKENS_MAX - len(forced)
+        if left:
+            draft = forced + self.look_up.draft(self.tokens, forced, left)
+        if not draft:  # the common case, for which each sequence pays in each step
+            return 0
+        most = max(0, self.admission.stops.max_tokens - self.position - 1)
+        self.draft = self._possible(draft[:most])
+        self.num_forced = min(len(forced), len(self.draft))
+        return len(self.draft)
+
+    def forced(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that the constraint forces, without one that would end the
+        sequence."""
+        return [] if self.matching is None else self._possible(self.matching.forced()[:most])
+
+    def _possible(self, draft: list[int]) -> list[int]:
+        """Return the draft up to a token that would end the sequence, or that the constraint
+        forbids."""
+        ends = self.admission.stops.token_ids
+        draft = draft[: next((i for i, token in enumerate(draft) if token in ends), len(draft))]
+        if self.matching is not None:
+            del draft[self.matching.num_allowed(draft) :]
+        return draft
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the prompt's log-probabilities are requested and were not returned yet."""
+        return self.admission.sampling.prompt_logprobs is not None and self.position == 0
+
+    @property
+    def num_unscored(self) -> int:
+        """How many prompt tokens still lack their log-probabilities."""
+        known = 1 + len(self.prompt_logprobs)  # the first has none
+        return len(self.admission.prompt) - known if self.is_scoring else 0
+
+    def table_after(self, delta: BlockDelta | None) -> Ints:
+        """Return the block table after a delta. The sequence's own table is not changed.
+
+        Raises:
+            EngineBug: the delta keeps more blocks than there are.
+        """
+        if delta is None:
+            return self.blocks
+        if delta.keep > len(self.blocks):
+            raise EngineBug(f"a delta keeps {delta.keep} of {len(self.blocks)} blocks")
+        kept = self.blocks[: delta.keep]
+        return np.concatenate((kept, np.array(delta.append, np.int64))) if delta.append else kept
+
+    def table_for(self, row: Row, block_size: int) -> Ints:
+        """Return the block table for a planned row.
+
+        Raises:
+            EngineBug: the table has too few blocks for the row's positions.
+        """
+        table = self.table_after(row.blocks)
+        end = row.start + row.count
+        if len(table) * block_size < end:
+            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
+        return table
+
+    def row_state(self, row: Row) -> RowState:
+        """Return where the state before a planned row is, and where those after it go.
+
+        Raises:
+            EngineBug: the sequence has no state slot.
+        """
+        own, source, snapshot = row.state or (self.state_slot, None, None)
+        if own is None:
+            raise EngineBug(f"sequence {row.sequence} has no state slot")
+        targets = [own, *[child.state for child in row.children], snapshot]
+        begins = source if source is not None else own
+        return RowState(
+            begins if row.start else None, tuple([one for one in targets if one is not None])
+        )
+
+    def place(self, blocks: Ints, state: StateDelta | None) -> None:
+        """Set the block table, and the state slot, of a step that took effect."""
+        self.blocks = blocks
+        if state is not None:
+            self.state_slot = state.slot
+
+    def note_scores(self, scores: Sequence[TokenLogprob]) -> None:
+        """Append the prompt's log-probabilities that a step computed, which took effect."""
+        self.prompt_logprobs.extend(scores)
+
+    def tell_scores(self, text_of: Callable[[int], str]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of the whole prompt, and drop them here."""
+        first = TokenLogprob(self.tokens[0], text_of(self.tokens[0]), None)
+        told = (first, *self.prompt_logprobs)
+        self.prompt_logprobs = []
+        return told
+
+    def advance(self, token: int, tokenizer: HfTokenizer) -> TextStep:
+        """Append the sampled token and return its text. If the text fails, the tokens stay as they
+        were."""
+        if self.text is None:
+            self.text = TextState(tokenizer, self.admission.stops, self.admission.prompt)
+        is_complete = self.matching is not None and self.matching.push(token)
+        if is_complete and self.matching is not None and token in self.matching.ends:
+            step = self.text.push_end(token)
+        else:
+            step = self.text.push(token, is_complete=is_complete)
+        self.tokens.append(token)
+        if self.edits is not None:
+            self.edits.push(token)
+        return step
+
+    def fork(self, child: ChildFork) -> SequenceState:
+        """Return the state of another choice of the same prompt, which has no output yet."""
+        sampling = replace(self.admission.sampling, choice=child.choice, prompt_logprobs=None)
+        return SequenceState(
+            admission=replace(self.admission, sequence=child.sequence, sampling=sampling),
+            tokens=list(self.tokens),
+            text=None if self.text is None else self.text.fork(),
+            blocks=np.array(child.blocks, np.int64),
+            edits=None if self.edits is None else self.edits.fork(),
+            matching=None if self.matching is None else self.matching.fork(),
+            look_up=None if self.look_up is None else LookUp(),
+            state_slot=child.state,
+        )
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What decides how a sequence samples, some tokens ahead of its `SequenceState`: these tokens
+    were sampled in the same step and are not part of the state yet."""
+
+    sampling: Sampling
+    stops: Stops
+    position: int
+    edits: Edits | None
+    matching: Matching | None
+
+    def push(self, token: int) -> bool:
+        """Take a token that was sampled. Returns False if it ends the sequence.
+
+        Raises:
+            EngineBug: the constraint does not allow the token.
+        """
+        self.position += 1
+        if self.edits is not None:
+            self.edits.push(token)
+        return self.matching is None or not self.matching.push(token)
+
+    def sample_row(self) -> SampleRow:
+        """Return how the next token is to be sampled. A constraint's mask is filled already."""
+        row = _sample_row(self.sampling, self.stops, self.position, self.edits, self.matching)
+        if self.matching is not None and row.mask is not None:
+            self.matching.fill(row.mask)
+        return row
+
+
+def _sample_row(
+    sampling: Sampling, stops: Stops, position: int, edits: Edits | None, matching: Matching | None
+) -> SampleRow:
+    banned = stops.token_ids if position < stops.min_tokens else frozenset()
+    if matching is None:
+        return SampleRow(sampling, position, banned, edits)
+    # With ignore_eos, the grammar's end tokens are not among the request's stop tokens.
+    banned |= frozenset(matching.ends) - stops.token_ids
+    return SampleRow(sampling, position, banned, edits, matching.new_mask())
+
+
+def _misfit(new: AdmittedSequence, index: int, what: str) -> RowFailure:
+    """Return the failure of a continued choice whose tokens its request cannot have made."""
+    path = f"continuation.choices[{new.sampling.choice}].token_ids[{index}]"
+    return RowFailure(new.sequence, RowPhase.REPLAY, what, FieldViolation(path, what))
+
+
+def offer_of(state: SequenceState) -> int:
+    """Return how many tokens the sequence drafts. A draft that fails is none."""
+    try:
+        return state.offer()
+    except Exception:
+        log.exception("drafting failed")
+        state.look_up = None
+        return 0

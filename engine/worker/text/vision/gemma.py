@@ -1,0 +1,62 @@
+"""Gemma 3: one square of a fixed size for each image, and a projector behind a SigLIP tower that
+averages its patches to a fixed number of tokens.
+
+An image's tokens see each other, and one step computes all of them. Crops of long images ("pan and
+scan") are not made, as transformers' processor makes none unless it is asked to.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+from engine.images.preprocessor import SquareSight
+from engine.worker.image_reader import ImageReader
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.vision.processors import read_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from engine.images.preprocessor import SeenImage
+
+
+class Reader:
+    """Makes the tower's input of images. ``sight`` says how files become images.
+
+    Raises:
+        Refusal: The images are fitted in a way that is not followed here.
+    """
+
+    TEXT_MODULE = "language_model"
+
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
+        self._reader = ImageReader(read_processor(directory, "gemma3"), config, max_pixels)
+        patches, tokens = self._reader.fit.num_tokens, int(config.mm_tokens_per_image or 0)
+        if tokens < 1 or isqrt(tokens) ** 2 != tokens or isqrt(patches) % isqrt(tokens):
+            raise Refusal(f"its config makes {tokens} tokens of the {patches} patches of an image, "
+                          "which do not divide into equal squares")  # fmt: skip
+        begin, end = token_of(int(config.boi_token_id)), token_of(int(config.eoi_token_id))
+        self.sight = SquareSight(
+            fit=self._reader.fit,
+            token=token_of(int(config.image_token_id)),
+            marker=begin,
+            token_id=int(config.image_token_id),
+            num_tokens=tokens,
+            cost=patches,
+            before=f"\n\n{begin}",
+            after=f"{end}\n\n",
+            is_whole=True,
+        )
+
+    def features(self, base: Any, image: SeenImage) -> torch.Tensor:
+        """Return an image's embeddings, [1, num_tokens, hidden]."""
+        pixels = self._reader.features(image.tiles, base.device)["pixel_values"]
+        return base.get_image_features(
+            pixel_values=pixels.to(base.dtype), return_dict=True
+        ).pooler_output

@@ -1,0 +1,77 @@
+"""Idefics 3 and SmolVLM: an image is cut into tiles, and a pixel shuffle makes few tokens of each.
+
+Each tile is encoded alone: the tiles of one image together would take several times the memory, and
+each tile's embeddings depend on nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.images.preprocessor import TiledSight
+from engine.worker.image_reader import resample_of, scaled, table_of
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.vision.processors import read_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.images.fit import FittedImage
+    from engine.images.preprocessor import SeenImage
+
+
+class Reader:
+    """Makes the tower's input of images. ``sight`` says how files become images.
+
+    Raises:
+        Refusal: The images are fitted in a way that is not followed here.
+    """
+
+    TEXT_MODULE = "text_model"
+
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
+        processor = read_processor(directory, config.model_type)
+        resample = resample_of(processor)
+        vision = config.vision_config
+        side = _edge(processor.max_image_size)
+        longest = _edge(processor.size)
+        if not side or not longest:
+            raise Refusal("its image processor names no longest edge")
+        if side % vision.patch_size or side > vision.image_size:
+            raise Refusal(f"its image processor makes tiles of {side} pixels, and its model reads "
+                          f"{vision.image_size} in patches of {vision.patch_size}")  # fmt: skip
+        patches = (side // vision.patch_size) ** 2
+        self.sight = TiledSight(
+            max_pixels=max_pixels,
+            longest_edge=longest,
+            side=side,
+            tile_tokens=patches // config.scale_factor**2,
+            tile_cost=patches,
+            splits=bool(processor.do_image_splitting),
+            resample=resample,
+            token=token_of(int(config.image_token_id)),
+            token_id=int(config.image_token_id),
+        )
+        self._table = table_of(processor)
+
+    def features(self, base: Any, image: SeenImage) -> torch.Tensor:
+        """Return an image's embeddings, [1, num_tokens, hidden]."""
+        return torch.cat([self._tile(base, tile) for tile in image.tiles])[None]
+
+    def _tile(self, base: Any, tile: FittedImage) -> torch.Tensor:
+        values = scaled(tile, self._table)
+        sent = torch.from_numpy(values).to(base.device, base.dtype)[None, None]
+        if not bool(sent.count_nonzero()):  # the model takes such a tile for padding
+            sent[..., 0, 0] = torch.finfo(base.dtype).tiny
+        [found] = base.get_image_features(pixel_values=sent, return_dict=True).pooler_output
+        return found
+
+
+def _edge(size: Any) -> int:
+    found = size.get("longest_edge") if isinstance(size, dict) else size.longest_edge
+    return int(found or 0)

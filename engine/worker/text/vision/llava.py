@@ -1,0 +1,56 @@
+"""LLaVA 1.5: one square of a fixed size for each image, and a projector behind a CLIP or SigLIP
+tower."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.images.preprocessor import SquareSight
+from engine.worker.image_reader import ImageReader
+from engine.worker.text.vision.processors import read_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.images.preprocessor import SeenImage
+
+
+class Reader:
+    """Makes the tower's input of images. ``sight`` says how files become images.
+
+    Raises:
+        Refusal: The images are fitted in a way that is not followed here.
+    """
+
+    TEXT_MODULE = "language_model"
+
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
+        self._config = config
+        token = token_of(int(config.image_token_id))
+        self._reader = ImageReader(read_processor(directory, "clip"), config, max_pixels)
+        patches = self._reader.fit.num_tokens
+        is_default = config.vision_feature_select_strategy == "default"
+        self.sight = SquareSight(
+            fit=self._reader.fit,
+            token=token,
+            marker=token,
+            token_id=int(config.image_token_id),
+            num_tokens=patches - (1 if is_default else 0),
+            cost=patches,
+        )
+
+    def features(self, base: Any, image: SeenImage) -> torch.Tensor:
+        """Return an image's embeddings, [1, num_tokens, hidden]."""
+        pixels = self._reader.features(image.tiles, base.device)["pixel_values"]
+        found = base.get_image_features(
+            pixel_values=pixels.to(base.dtype),
+            vision_feature_layer=self._config.vision_feature_layer,
+            vision_feature_select_strategy=self._config.vision_feature_select_strategy,
+            return_dict=True,
+        )
+        return torch.cat(list(found.pooler_output))[None]

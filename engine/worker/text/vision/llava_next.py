@@ -1,0 +1,80 @@
+"""LLaVA-Next: an image as one square and again in several, behind a CLIP or SigLIP tower."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.images.anyres_preprocessor import AnyresSight
+from engine.worker.image_reader import resample_of, scaled, table_of
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.vision.processors import read_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.images.preprocessor import SeenImage
+
+
+class Reader:
+    """Makes the tower's input of images. ``sight`` says how files become images.
+
+    Raises:
+        Refusal: The images are fitted in a way that is not followed here.
+    """
+
+    TEXT_MODULE = "language_model"
+
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
+        processor, vision = read_processor(directory, "llava_next"), config.vision_config
+        resample = resample_of(processor)
+        side, patch = int(vision.image_size), int(vision.patch_size)
+        sizes = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
+        _check(processor, config, side, sizes)
+        has_class_token = vision.model_type == "clip_vision_model"
+        if has_class_token != (config.vision_feature_select_strategy == "default"):
+            raise Refusal("its vision_feature_select_strategy does not leave one feature of each "
+                          "patch")  # fmt: skip
+        self._config = config
+        self.sight = AnyresSight(
+            max_pixels=max_pixels,
+            side=side,
+            sizes=sizes,
+            per_side=side // patch,
+            tile_cost=(side // patch) ** 2 + has_class_token,
+            resample=resample,
+            token=token_of(int(config.image_token_id)),
+            token_id=int(config.image_token_id),
+        )
+        self._table = table_of(processor)
+
+    def features(self, base: Any, image: SeenImage) -> torch.Tensor:
+        """Return an image's embeddings, [1, num_tokens, hidden]."""
+        tiles = np.stack([scaled(tile, self._table) for tile in image.tiles])
+        found = base.get_image_features(
+            pixel_values=torch.from_numpy(tiles)[None].to(base.device, base.dtype),
+            image_sizes=[image.size],
+            vision_feature_layer=self._config.vision_feature_layer,
+            vision_feature_select_strategy=self._config.vision_feature_select_strategy,
+            return_dict=True,
+        )
+        return torch.stack(list(found.pooler_output))
+
+
+def _check(processor: Any, config: Any, side: int, sizes: tuple[tuple[int, int], ...]) -> None:
+    """Refuse an image processor whose squares are not the ones that the model reads."""
+    size, crop = processor.size, processor.crop_size if processor.do_center_crop else None
+    made = [size["shortest_edge"]] if size["shortest_edge"] else [size["height"], size["width"]]
+    made += [crop["height"], crop["width"]] if crop is not None else []
+    if set(made) != {side}:
+        raise Refusal(f"its image processor makes squares of {made} pixels, and its model reads "
+                      f"{side} × {side}")  # fmt: skip
+    if [list(one) for one in processor.image_grid_pinpoints] != [list(one) for one in sizes]:
+        raise Refusal("its image processor has other image_grid_pinpoints than its config")
+    if not sizes or any(one <= 0 or one % side for size in sizes for one in size):
+        raise Refusal(f"its image_grid_pinpoints are not in whole squares of {side} pixels")

@@ -1,0 +1,87 @@
+"""The Qwen-VL models: an image keeps about its own size, in whole patches, four of which make one
+token.
+
+Qwen3-VL's tower returns further embeddings of each token. They are added behind the first layers of
+the text model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.images.grid_preprocessor import GridSight
+from engine.worker.image_reader import resample_of, scaled, table_of
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.vision.processors import read_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.images.fit import FittedImage
+    from engine.images.preprocessor import SeenImage
+
+
+class Reader:
+    """Makes the tower's input of images. ``sight`` says how files become images.
+
+    Raises:
+        Refusal: The images are fitted in a way that is not followed here.
+    """
+
+    TEXT_MODULE = "language_model"
+
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
+        processor, vision = read_processor(directory, "qwen2_vl"), config.vision_config
+        resample = resample_of(processor)
+        for own, field in (
+            ("patch_size", "patch_size"),
+            ("temporal_patch_size", "temporal_patch_size"),
+            ("merge_size", "spatial_merge_size"),
+        ):
+            made, read = getattr(processor, own), getattr(vision, field)
+            if made != read:
+                raise Refusal(f"its image processor has {own} {made}, and its model {read}")
+        least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+        if not least or not most:
+            raise Refusal("its image processor names no least and most pixels")
+        self._patch, self._merge = int(vision.patch_size), int(vision.spatial_merge_size)
+        self._frames = int(vision.temporal_patch_size)
+        self.sight = GridSight(
+            max_pixels=max_pixels,
+            factor=self._patch * self._merge,
+            patches=self._merge**2,
+            least=int(least),
+            most=int(most),
+            resample=resample,
+            token=token_of(int(config.image_token_id)),
+            token_id=int(config.image_token_id),
+        )
+        self._table = table_of(processor)
+
+    def features(self, base: Any, image: SeenImage) -> torch.Tensor:
+        """Return an image's embeddings, [1 + num_deep, num_tokens, hidden]."""
+        (tile,), (rows, columns) = image.tiles, image.grid
+        grid = torch.tensor([[1, rows * self._merge, columns * self._merge]], device=base.device)
+        found = base.get_image_features(
+            pixel_values=torch.from_numpy(self._patches(tile)).to(base.device, base.dtype),
+            image_grid_thw=grid,
+            return_dict=True,
+        )
+        deep = getattr(found, "deepstack_features", None) or ()
+        return torch.stack([found.pooler_output[0], *(own[0] for own in deep)])
+
+    def _patches(self, tile: FittedImage) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return an image's patches, those of one token after one another, [patches, numbers]
+        float32. An image is a video of equal frames."""
+        side, merge = self._patch, self._merge
+        rows, columns = tile.height // side // merge, tile.width // side // merge
+        cut = scaled(tile, self._table).reshape(3, rows, merge, side, columns, merge, side)
+        cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+        cut = np.repeat(cut, self._frames, axis=5)
+        return np.ascontiguousarray(cut).reshape(rows * columns * merge**2, -1)

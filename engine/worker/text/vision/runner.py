@@ -1,0 +1,271 @@
+"""The runner of models that read images: a text model's runner with a tower beside it (D26).
+
+The text model is loaded and run as any other. Where a row has tokens of an image, the image's
+embeddings go into the forward in the place of the token's. They are computed in the step that needs
+them first, and kept by the image's digest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.images.decode import BYTES_PER_PIXEL
+from engine.images.preprocessor import KEPT_BYTES_MAX
+from engine.worker.failures import load_failures
+from engine.worker.forward.attention import Mask
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
+from engine.worker.load.architectures import context_limit
+from engine.worker.load.devices import pick_device, pick_dtype
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import resolve, short_name
+from engine.worker.text.files import open_files
+from engine.worker.text.runner import TorchRunner
+from engine.worker.text.vision.parts import PartOfCheckpoint, TextPart, read_parts, tower_name
+from engine.worker.text.vision.positions import positions_of
+from engine.worker.text.vision.tower import (
+    Tower,
+    activation_bytes,
+    build_base,
+    cache_bytes,
+    fill,
+    joined,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from engine.core.text.plan import Row
+    from engine.core.text.types import PromptImage
+    from engine.images.preprocessor import Sight
+    from engine.worker.forward.attention import AttentionBackend
+    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
+    from engine.worker.load.vision_architectures import VisionArchitecture
+    from engine.worker.text.interface import ModelInfo
+    from engine.worker.text.step_batch import Batch
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """The part of an image that a row computes: ``places`` among the step's tokens, and the indices
+    of their ``embeddings`` among the image's. Both are [count] int64."""
+
+    image: PromptImage
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    embeddings: np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """What the images of a step's rows put into its forward. ``positions`` are [3, num_tokens]
+    int64; None where they are those of a text."""
+
+    parts: tuple[RowImage, ...]
+    positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+
+class VisionRunner(TorchRunner):
+    """A `engine.worker.text.interface.TextRunner` whose prompts may have images. ``tower`` is None
+    until it is loaded."""
+
+    tower: Tower | None = None
+    has_grids = False  # its rotary embedding reads the rows and columns of images
+    later: LaterRows | None = None  # of a stock module with rows behind its first layers
+
+    def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        super().__init__(spec, backend)
+        self._division = TextPart()
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what `load` will need, with the tower and its cache.
+
+        Raises:
+            SpawnFailed: as `TorchRunner.estimate`.
+        """
+        text = super().estimate()
+        with load_failures(short_name(self._spec.model), self.close, needs="weights"):
+            spec = self._spec
+            with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
+                vision, config = read_parts(files.source.directory)
+                sight = self._reader(files.source.directory, vision, config, str).sight
+                with files.open_weights() as whole:
+                    tower = PartOfCheckpoint(whole, tower_name)
+                    dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
+                    own = tower.num_values * dtype.itemsize
+            limit = context_limit(config.get_text_config(), spec.max_model_len)
+            own += self._working_bytes(config, sight, limit, dtype, text.device)
+            return replace(text, num_bytes=text.num_bytes + own)
+
+    def close(self) -> None:
+        """Free everything, as `TorchRunner.close`, and the tower."""
+        self.tower = self.later = None
+        super().close()
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        info = super()._load(progress)
+        spec = self._spec
+        source = resolve(spec.model, spec.revision)
+        vision, config = read_parts(source.directory)
+        token_of = partial(_token_of, self.tokenizer, info.vocab_size)
+        reader = self._reader(source.directory, vision, config, token_of)
+        sight: Sight = reader.sight
+        _require_budget(sight, spec.max_num_batched_tokens, spec.max_num_seqs)
+        base = build_base(vision, config, reader.TEXT_MODULE)
+        dtype = getattr(torch, info.dtype)
+        with (
+            open_files(spec.model, spec.revision, with_tokenizer=False) as files,
+            files.open_weights() as whole,
+        ):
+            fill(base, PartOfCheckpoint(whole, tower_name), dtype, self._device)
+        hidden = int(config.get_text_config().hidden_size)
+        self.has_grids = bool(vision.rotary)
+        limit = info.max_model_len
+        self.tower = tower = Tower(base, reader, cache_bytes(config, sight, limit, dtype))
+        found = tower.encode(sight.blank())
+        if found.shape[2] != hidden or not bool(found.isfinite().all()):
+            raise Refusal("its tower makes no finite embeddings of the text model's width")
+        module: Any = self._model.module if self._model else None
+        if len(found) > 1 and not isinstance(module, NativeDecoder):
+            self.later = LaterRows(module.model.layers[: len(found) - 1])
+        own = tower.num_bytes + self._working_bytes(config, sight, limit, dtype, info.device)
+        return replace(
+            info,
+            architecture=vision.name,
+            memory_bytes=info.memory_bytes + own,
+            images=sight,
+        )
+
+    def _reader(
+        self,
+        directory: Path,
+        vision: VisionArchitecture,
+        config: Any,
+        token_of: Callable[[int], str],
+    ) -> Any:
+        """Return what reads the model's images. ``token_of`` returns the token of an id."""
+        family = importlib.import_module(f"engine.worker.text.vision.{vision.family}")
+        return family.Reader(directory, config, token_of, self._spec.max_image_pixels)
+
+    def _working_bytes(
+        self, config: Any, sight: Sight, limit: int, dtype: torch.dtype, device: str
+    ) -> int:
+        """Return the bytes that images take beside weights: for the embeddings that are kept, and
+        for encoding one image; in the memory of the CPU also for decoding one, and for the images
+        that are kept decoded. A prompt has at most ``limit`` tokens."""
+        kept = cache_bytes(config, sight, limit, dtype)
+        encoding = activation_bytes(config, sight.encoding_cost(limit), dtype)
+        if device != "cpu":
+            return kept + encoding
+        decoding = BYTES_PER_PIXEL * self._spec.max_image_pixels
+        return kept + encoding + decoding + KEPT_BYTES_MAX
+
+    def _images_of(self, rows: Sequence[Row]) -> StepImages | None:
+        """Return the parts of images that rows compute, and the positions of their tokens."""
+        if self.tower is None:
+            return None  # the first steps of a load
+        states = [self._sequences[row.sequence] for row in rows]
+        if not any(state.admission.images for state in states):
+            return None
+        if not self.has_grids:
+            return StepImages(self._parts(rows))
+        positions = [
+            positions_of(state.admission.images, row.start, row.count)
+            for row, state in zip(rows, states, strict=True)
+        ]
+        return StepImages(self._parts(rows), np.concatenate(positions, axis=1))
+
+    def _parts(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
+        """Return the parts of images that rows compute."""
+        assert self.tower is not None
+        token_id, first, found = self.tower.reader.sight.token_id, 0, []
+        for row in rows:
+            state = self._sequences[row.sequence]
+            for image in state.admission.images:
+                start, end = max(image.start, row.start), min(image.end, row.start + row.count)
+                if start >= end:
+                    continue
+                is_own = np.array(state.tokens[image.start : image.end]) == token_id
+                places = np.flatnonzero(is_own)
+                own = slice(*np.searchsorted(places, (start - image.start, end - image.start)))
+                found.append(
+                    RowImage(
+                        image,
+                        places[own] + image.start - row.start + first,
+                        np.arange(len(places), dtype=np.int64)[own],
+                    )
+                )
+            first += row.count
+        return tuple(found)
+
+    def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return a function that puts images' embeddings into a forward's inputs."""
+        images = batch.images
+        if self.later is not None:
+            self.later.images = None
+        if not isinstance(images, StepImages) or self._model is None:
+            return None
+        module, rows = self._model.module, self._image_rows(images.parts)
+
+        def change(inputs: dict[str, Any]) -> dict[str, Any]:
+            if images.positions is not None:
+                positions = torch.from_numpy(images.positions[:, None]).to(self._device)
+                inputs |= {"position_ids": positions}
+                if not isinstance(module, NativeDecoder):
+                    inputs |= {"attention_mask": masks_of(module.config)}
+            if self.later is not None:
+                self.later.images = rows
+            if rows is None:
+                return inputs
+            if isinstance(module, NativeDecoder):
+                return inputs | {IMAGES: rows}
+            ids = inputs.pop("input_ids")
+            return inputs | {"inputs_embeds": embed_with(module, ids, rows)}
+
+        return change
+
+    def _image_rows(self, parts: Sequence[RowImage]) -> ImageRows | None:
+        """Return the embeddings of parts of images; None without any."""
+        if not parts or self.tower is None:
+            return None
+        embeddings = self.tower.embeddings(one.image for one in parts)
+        return ImageRows(
+            torch.from_numpy(np.concatenate([one.places for one in parts])).to(self._device),
+            joined(
+                [
+                    whole[:, torch.from_numpy(one.embeddings).to(whole.device)]
+                    for one, whole in zip(parts, embeddings, strict=True)
+                ]
+            ),
+        )
+
+
+def masks_of(config: Any) -> dict[str, Mask]:
+    """Return the masks of a stock module's layers, by their types. It could not make them itself of
+    three positions."""
+    window = getattr(config, "sliding_window", None)
+    return {"full_attention": Mask(), "sliding_attention": Mask(window)}
+
+
+def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:
+    token = tokenizer.token_of(token_id)
+    if not token or token_id >= vocab_size:
+        raise Refusal(f"its vocabulary lacks the token {token_id}, which its config names")
+    return token
+
+
+def _require_budget(sight: Sight, budget: int, max_num_seqs: int) -> None:
+    """Refuse a step budget in which an image that must not be cut has no room beside decodes."""
+    if sight.is_whole and budget < sight.max_tokens + max_num_seqs:
+        raise Refusal(
+            f"its images have {sight.max_tokens} tokens that one step must compute, beside a token "
+            f"of each of {max_num_seqs} sequences, and a step has {budget}; raise "
+            "--max-num-batched-tokens"
+        )

@@ -1,0 +1,1 @@
+"""Turns text into token ids and back: tokenizers, detokenizers and chat templates."""

@@ -1,0 +1,189 @@
+"""Writes the tokenizer that is inside a GGUF file as a checkpoint has it.
+
+The `tokenizers` library does the work; this file says with which parts. Rule: the file's tokens are
+the vocabulary, each with its own id and as it is spelled there, so that no id is made up. What a
+text begins and ends with becomes the post-processor, which `engine.worker.tokenizing.tokenizer`
+runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from engine.errors import SpawnFailed
+from engine.worker.import_lock import holds_import_lock
+from engine.worker.tokenizing.gguf_splits import SPLITS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from engine.worker.load.gguf.vocabulary import Vocabulary
+
+SPACE = "▁"  # sentencepiece's letter for a space
+
+log = logging.getLogger(__name__)
+
+
+def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json of a GGUF file's vocabulary.
+
+    Raises:
+        SpawnFailed: its pre-tokenizer is not known, or its parts do not fit together.
+    """
+    try:
+        backend = _byte_level(vocabulary) if vocabulary.is_byte_level else _pieces(vocabulary)
+        for is_special, add in ((True, backend.add_special_tokens), (False, backend.add_tokens)):
+            add(
+                [
+                    AddedToken(
+                        text,
+                        special=is_special,
+                        normalized=False,
+                        rstrip=_strips(vocabulary, text),
+                    )
+                    for text, one in vocabulary.markers.items()
+                    if one is is_special
+                ]
+            )
+        _add_ends(backend, vocabulary)
+        backend.save(str(directory / "tokenizer.json"))
+    except SpawnFailed:
+        raise
+    except Exception as error:  # such as a merge of a token that the file lacks
+        raise SpawnFailed(
+            "the GGUF file has a tokenizer that cannot be built",
+            log_detail=f"{type(error).__name__}: {error}",
+        ) from error
+    content = json.dumps(vocabulary.special_tokens)
+    (directory / "tokenizer_config.json").write_text(content, encoding="utf-8")
+
+
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    """Return a tokenizer of byte-level BPE.
+
+    Raises:
+        SpawnFailed: its pre-tokenizer is not known.
+    """
+    name = vocabulary.pre_tokenizer
+    if name not in SPLITS:
+        raise SpawnFailed(
+            f"the GGUF file's pre-tokenizer (tokenizer.ggml.pre) is {name!r}, which is not known, "
+            f"so that its text would be split wrongly; known are {', '.join(filter(None, SPLITS))}"
+        )
+    if not name:
+        log.warning(
+            "the GGUF file names no pre-tokenizer (tokenizer.ggml.pre); its text is split as "
+            "'default', as llama.cpp does, which may not be how the model was trained"
+        )
+    splits = SPLITS[name]
+    backend = Tokenizer(
+        models.BPE(
+            {text: index for index, text in enumerate(vocabulary.tokens)},
+            [_pair(merge) for merge in vocabulary.merges or ()],
+            ignore_merges=splits.ignores_merges,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in splits.expressions),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _pieces(vocabulary: Vocabulary) -> Tokenizer:
+    """Return a tokenizer of sentencepiece's BPE, whose merges follow from the scores."""
+    tokens = {text: index for index, text in enumerate(vocabulary.tokens)}
+    unknown = vocabulary.special_tokens.get("unk_token")
+    has_space = vocabulary.adds_space is not False
+    backend = Tokenizer(
+        models.BPE(tokens, _merges(vocabulary, tokens), unk_token=unknown, fuse_unk=True,
+                   byte_fallback=True)
+    )  # fmt: skip
+    spelling = normalizers.Replace(" ", SPACE)
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), spelling]) if has_space else spelling
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if has_space else []),
+        ]
+    )
+    return backend
+
+
+@holds_import_lock
+def _generate_merges() -> Callable[..., list[tuple[str, str]]]:
+    """Return what finds the merges of a vocabulary; importing it takes seconds."""
+    from transformers.tokenization_utils_base import generate_merges
+
+    return generate_merges
+
+
+def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of a sentencepiece vocabulary: those of the file or, where it has none,
+    each pair that is a token together, by the scores; of equal scores the first token's."""
+    if vocabulary.merges is not None:
+        return [_pair(merge) for merge in vocabulary.merges]
+    order = sorted(range(len(tokens)), key=lambda index: (-vocabulary.scores[index], index))
+    ranks = {vocabulary.tokens[index]: -float(rank) for rank, index in enumerate(order)}
+    return _generate_merges()(tokens, ranks)
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    first, _, second = merge.partition(" ")
+    return first, second
+
+
+def _strips(vocabulary: Vocabulary, text: str) -> bool:
+    """Return whether spaces behind a marker belong to it, which a file does not say: llama.cpp's
+    rule for Phi-3, by the model's name."""
+    return vocabulary.strips_behind_markers and text not in ("<unk>", "<s>", "<|endoftext|>")
+
+
+def _add_ends(backend: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Make the tokenizer add the tokens that a text begins and ends with.
+
+    Raises:
+        SpawnFailed: the file does not name such a token.
+    """
+    by_name = SPLITS[vocabulary.pre_tokenizer].adds_bos if vocabulary.is_byte_level else True
+    begins = by_name if vocabulary.adds_bos is None else vocabulary.adds_bos
+    before = _end(vocabulary, "begins", "bos_token") if begins else []
+    behind = _end(vocabulary, "ends", "eos_token") if vocabulary.adds_eos else []
+    if before or behind:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *behind],
+            pair=[*before, "$A", *behind, *before, "$B:1", *behind],
+            special_tokens=[(token, backend.token_to_id(token)) for token in before + behind],
+        )
+
+
+def _end(vocabulary: Vocabulary, what: str, name: str) -> list[str]:
+    """Return the token that a text begins or ends with."""
+    token = vocabulary.special_tokens.get(name)
+    if token is None:
+        raise SpawnFailed(
+            f"a text of the GGUF file's model {what} with a token, and the file names none that it "
+            f"has (tokenizer.ggml.{name}_id)"
+        )
+    return [token]

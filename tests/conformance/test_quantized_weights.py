@@ -1,0 +1,272 @@
+"""Products with weights of 8 and 4 bits are exact sums of integers, for every shape of block.
+
+The references here compute the same blocks in torch's integers.
+"""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from engine.worker.forward import native  # noqa: E402
+from engine.worker.forward.decoder import PackedLinear, Packer  # noqa: E402
+from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.quantized.weight import (  # noqa: E402
+    CENTRED,
+    FACTORS,
+    Form,
+    SmallWeight,
+    defer,
+    expand_deferred,
+    join,
+    quantise,
+    weight_of,
+)
+
+pytestmark = pytest.mark.model
+
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # a table that is no range
+TABLES = ((), CENTRED, MXFP4)
+UP_TO_8 = tuple(range(-7, 9))  # 8 is the largest number that the sums of `NarrowSum` hold
+DTYPES = (torch.float32, torch.bfloat16)
+GROUPS = (16, 32, 48, 64, 128, 1024)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """Return the kernels' backend."""
+    return NativeBackend(native.load())
+
+
+def make_weight(shape, group, table, *, has_offsets, seed, is_exact=True):
+    """Return a random weight. If ``is_exact``, its scales are powers of two and its offsets
+    multiples of 1/8, so that no sum in float32 is rounded."""
+    rng = torch.Generator().manual_seed(seed)
+    outputs, inputs = shape
+    low, high, kind = (0, 16, torch.uint8) if table else (-128, 128, torch.int8)
+    numbers = torch.randint(low, high, shape, generator=rng, dtype=torch.int16).to(kind)
+    groups = -(-inputs // group)
+    drawn = torch.rand((outputs, groups), generator=rng)
+    scales = torch.exp2((drawn * 4).floor() - 3) if is_exact else drawn * 0.01
+    offsets = torch.randint(-8, 9, (outputs, groups), generator=rng) / 8 if has_offsets else None
+    return SmallWeight(numbers, scales.half(), group, offsets if offsets is None
+                       else offsets.half(), table)  # fmt: skip
+
+
+def round_row_blocks(x, block):
+    """Return the rounded numbers [rows, blocks, block] and the steps [rows, blocks] of rows."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32))
+    blocks = padded.view(len(x), -1, block)
+    largest = blocks.abs().amax(2)
+    # `127.0 / largest` would be 127 times a reciprocal, which is rounded twice.
+    factors = torch.where(largest == 0, largest, torch.full_like(largest, 127.0) / largest)
+    return (blocks * factors[:, :, None]).round(), largest / 127.0
+
+
+def fused(a, b, c):
+    """Return a * b + c in float32, rounded once."""
+    return torch.from_numpy(
+        (a.numpy().astype(np.longdouble) * b.numpy() + c.numpy()).astype(np.float32)
+    )
+
+
+def reference(weight, x, bias=None):
+    """Return the product as the kernels define it: block by block, in integers."""
+    block = 16 if weight.group % 32 else 32
+    numbers, steps = round_row_blocks(x, block)
+    own = weight._plain_numbers().double()
+    own = torch.nn.functional.pad(own, (0, numbers[0].numel() - own.shape[1]))
+    own = own.view(len(own), -1, block)
+    total = torch.zeros(len(x), len(own))
+    for index in range(own.shape[1]):
+        group = min(index * block // weight.group, weight.scales.shape[1] - 1)
+        whole = (numbers[:, index].double() @ own[:, index].T).float()
+        scale = weight.scales[:, group].float()[None] * steps[:, index, None]
+        total = fused(whole, scale, total)
+        if weight.offsets is not None:
+            offset = weight.offsets[:, group].float()[None].expand_as(total)
+            sums = (steps[:, index] * numbers[:, index].sum(1))[:, None]
+            total = fused(offset, sums, total)
+    return total if bias is None else total + bias
+
+
+def pack(backend, weight, dtype, bias=None):
+    """Return a layer of the kernels with this weight."""
+    layer = PackedLinear(torch.nn.Linear(32, 16, bias=False), backend, dtype)
+    packer = Packer(backend.library, dtype)
+    layer._linear, layer._packer = packer.pack(weight, bias), packer
+    layer._outputs = len(weight.numbers)
+    return layer
+
+
+def whole_rows(rows, inputs, seed):
+    """Return rows of whole numbers. Each block of 16 has a 127, so that its step is 1."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(-127, 128, (rows, inputs), generator=rng).float()
+    x[:, ::16] = 127.0
+    return x
+
+
+@given(
+    outputs=st.integers(1, 150),
+    inputs=st.integers(1, 700),
+    rows=st.sampled_from(ROWS),
+    group=st.sampled_from(GROUPS),
+    table=st.sampled_from(TABLES),
+    dtype=st.sampled_from(DTYPES),
+    has_offsets=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None)
+def test_a_product_of_whole_numbers_is_exact(
+    backend, outputs, inputs, rows, group, table, dtype, has_offsets, has_bias, seed
+):
+    """Bit for bit, whatever instructions the processor has."""
+    weight = make_weight((outputs, inputs), group, table, has_offsets=has_offsets, seed=seed)
+    bias = torch.arange(outputs).float() if has_bias else None
+    x = whole_rows(rows, inputs, seed)
+    wanted = x.double() @ weight.expand().double().T + (bias if has_bias else 0)
+    out = pack(backend, weight, dtype, bias)(x.to(dtype))
+    assert out.dtype == dtype
+    assert torch.equal(out, wanted.to(dtype))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 100), st.integers(1, 700)),
+    rows=st.sampled_from(ROWS),
+    group=st.sampled_from(GROUPS),
+    table=st.sampled_from(TABLES),
+    has_offsets=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None)
+def test_a_product_is_the_references(backend, shape, rows, group, table, has_offsets, seed):
+    """Bit for bit where a multiply-add rounds once: wherever the processor has one."""
+    weight = make_weight(shape, group, table, has_offsets=has_offsets, seed=seed, is_exact=False)
+    x = torch.randn((rows, shape[1]), generator=torch.Generator().manual_seed(seed))
+    out, wanted = pack(backend, weight, torch.float32)(x), reference(weight, x)
+    if native.kind(backend.library) != "vectors":
+        assert torch.equal(out, wanted)
+    assert (out - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("table", TABLES, ids=("int8", "int4", "table"))
+def test_a_rows_product_is_the_same_beside_any_others(backend, dtype, table):
+    weight = make_weight((257, 1100), 32, table, has_offsets=True, seed=5, is_exact=False)
+    layer = pack(backend, weight, dtype)
+    x = torch.randn(300, 1100).to(dtype)
+    together = layer(x)
+    for low, high in ((0, 1), (5, 7), (9, 12), (17, 48), (40, 290)):
+        assert torch.equal(layer(x[low:high]), together[low:high])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 40])
+@pytest.mark.parametrize("table", [*TABLES, UP_TO_8], ids=("int8", "int4", "table", "up to 8"))
+def test_the_largest_numbers_give_the_largest_sums(backend, table, rows):
+    """No sum of a block is wider than the processor's instructions make it."""
+    for number in (max(table or [127]), min(table or [-128])):
+        code = table.index(number) if table else number
+        kind = torch.uint8 if table else torch.int8
+        numbers = torch.full((35, 160), code, dtype=kind)
+        weight = SmallWeight(numbers, torch.ones(35, 5).half(), 32, None, table)
+        for x in (torch.full((rows, 160), 127.0), torch.full((rows, 160), -127.0)):
+            assert torch.equal(pack(backend, weight, torch.float32)(x), x @ weight.expand().T)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_gives_no_finite_number(backend, value):
+    """So that the sampler refuses it; the rows beside it are as before."""
+    layer = pack(backend, quantise(torch.randn(40, 96), 4), torch.float32)
+    x = torch.randn(5, 96)
+    before = layer(x)
+    x[3, 70] = value
+    after = layer(x)
+    assert not after[3].isfinite().any()
+    keep = [0, 1, 2, 4]
+    assert torch.equal(after[keep], before[keep])
+
+
+def test_rows_of_zeros_and_of_the_smallest_numbers_give_finite_results(backend):
+    layer = pack(backend, quantise(torch.randn(40, 96), 8), torch.float32, torch.ones(40))
+    for value in (0.0, 1e-45, 1e-38, 1e-31):
+        assert torch.allclose(layer(torch.full((2, 96), value)), torch.ones(2, 40))
+
+
+def test_8_bits_round_to_nearest():
+    weight = torch.randn(100, 300)
+    small = quantise(weight, 8)
+    assert small.numbers.dtype == torch.int8
+    limit = 0.501 * small.scales.float().repeat_interleave(32, 1)[:, :300]
+    assert (small.expand() - weight).abs().le(limit + 1e-3 * weight.abs()).all()
+
+
+def test_4_bits_are_nearer_than_the_largest_magnitudes_scale_alone():
+    """Q4_0 of llama.cpp takes that scale."""
+    weight = torch.randn(200, 512)
+    groups = weight.view(200, -1, 32)
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scale = largest / -8
+    plain = (groups / scale).round().clamp(-8, 7) * scale
+    error = (quantise(weight, 4).expand() - weight).square().mean()
+    assert error < 0.93 * (plain.view_as(weight) - weight).square().mean()
+    assert FACTORS[0] == 1.0  # so that no group is worse than there
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_holds_zeros_and_whole_outputs_alone(bits):
+    """What an output becomes does not depend on the outputs beside it."""
+    weight = torch.randn(64, 100)
+    weight[7] = 0
+    whole, part = quantise(weight, bits), quantise(weight[5:9], bits)
+    assert torch.equal(whole.expand()[5:9], part.expand())
+    assert not part.expand()[2].any()
+    size = sum(t.numel() * t.element_size() for t in (whole.numbers, whole.scales))
+    assert Form(bits, 32).num_bytes(weight.shape) == size - (64 * 50 if bits == 4 else 0)
+
+
+def test_joined_weights_of_different_forms_are_the_same_numbers(backend):
+    weights = [
+        make_weight((16, 96), 32, CENTRED, has_offsets=True, seed=1),
+        make_weight((32, 96), 16, (), has_offsets=False, seed=2),
+    ]
+    joined = join(weights)
+    assert (joined.bits, joined.group) == (8, 16)
+    assert torch.equal(joined.expand(), torch.cat([one.expand() for one in weights]))
+    alike = join([weights[0], weights[0]])
+    assert (alike.bits, alike.group) == (4, 32)
+    assert torch.equal(alike.expand(), weights[0].expand().repeat(2, 1))
+
+
+def test_a_scale_beyond_half_precision_is_refused():
+    weight = make_weight((16, 32), 32, (), has_offsets=False, seed=1)
+    large = SmallWeight(weight.numbers, torch.full((16, 1), 1e6), 32)
+    with pytest.raises(Refusal, match="half precision"):
+        large.in_halves()
+
+
+def test_a_deferred_layer_gets_its_weight_when_it_is_expanded():
+    weight = quantise(torch.randn(48, 64), 4)
+    module = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(48, 64), "head": torch.nn.Linear(64, 48, bias=False)}
+    )
+
+    def stored():
+        return weight
+
+    for layer in module.values():
+        defer(layer, stored, torch.bfloat16)
+    assert weight_of(module["embed"]) is weight_of(module["head"])
+    zeros = module["head"](module["embed"](torch.tensor([[1, 2]])))
+    assert zeros.shape == (1, 2, 48)
+    assert zeros.dtype == torch.bfloat16
+    assert not list(module.parameters())
+    expand_deferred(module, torch.float32, torch.device("cpu"))
+    assert module["embed"].weight is module["head"].weight
+    assert torch.equal(module["head"](torch.eye(64)).T, weight.expand())

@@ -1,0 +1,141 @@
+"""The watcher of an image model's core (`tests.simulator.kind_watch`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import EndReason
+from engine.core.image_generation.least_times import Shape, shape_of
+from engine.core.image_generation.types import Drawn, ImageVerb, Stepped
+from engine.errors import DeadlineInfeasible
+from tests.simulator.kind_watch import Live, Results, TurnsWatch
+
+if TYPE_CHECKING:
+    from engine.core.common.core import AnyCore
+    from engine.core.common.events import OutputEvent, Refused
+    from engine.core.image_generation.types import ImagePlan, ImageResult, ImageRowResult
+
+_EPSILON_S = 1e-9
+
+
+@dataclass(eq=False)
+class LiveDrawing(Live):
+    """An accepted request. The worker knows it by its ``sequence``, and checks the order of its
+    steps itself."""
+
+    sequence: int | None = None
+
+
+class ImageWatch(TurnsWatch[LiveDrawing]):
+    """Watch the scheduler of one image model."""
+
+    live_type = LiveDrawing
+
+    def __init__(self, scheduler: AnyCore) -> None:
+        super().__init__(scheduler)
+        self.known: set[int] = set()  # sequences whose state the worker keeps
+        self.ended: set[int] = set()  # of these, those whose drawings have ended
+        self.least_s: dict[Shape, float] = {}  # the shortest time of each
+
+    # ---- plans
+
+    def planned(self, plan: ImagePlan | None, events: list[OutputEvent], now: float) -> str:
+        """Judge a plan; None if there was nothing to do."""
+        if plan is None:
+            return super().planned(plan, events, now)
+        reason = self._judge_told(plan) or super().planned(plan, events, now)
+        return reason or self._judge_preview(plan)
+
+    def _judge_told(self, plan: ImagePlan) -> str:
+        """Check that the plan tells the worker of every drawing that has ended, and of no other."""
+        told = set(plan.ended)
+        if told & self.known - self.ended:
+            return f"{plan.ended} are told as ended, and live"
+        self.known -= told
+        if missing := self.known & self.ended:
+            return f"{missing} have ended, and the worker is not told"
+        self.ended -= told
+        return ""
+
+    def _judge_preview(self, plan: ImagePlan) -> str:
+        [(live, _, _)] = self.step
+        every = live.submit.request.preview_every
+        wanted = plan.verb is ImageVerb.DENOISE and every and (plan.index + 1) % every == 0
+        if plan.preview != bool(wanted):
+            return f"{live.name}: a preview of step {plan.index + 1}?"
+        self.known.add(plan.sequence)
+        return ""
+
+    def gives(self, live: LiveDrawing) -> bool:
+        """Return whether the next step gives the reader a message."""
+        request, tiles = live.submit.request, live.num_done - live.submit.request.num_steps
+        return tiles % request.num_tiles == 0 if tiles > 0 else live.num_done > 0
+
+    def owner(self, plan: ImagePlan) -> LiveDrawing | None:
+        """Return the request of a plan: the one that has the sequence or, for a first step, the one
+        that has the drawing."""
+        for live in self.live.values():
+            if plan.sequence == live.sequence:
+                return live
+            if live.sequence is None and plan.drawing is live.submit.request.drawing:
+                live.sequence = plan.sequence
+                return live
+        return None
+
+    # ---- inputs and their results
+
+    def is_whole(self, live: LiveDrawing) -> bool:
+        """Return whether all images of a request are computed."""
+        request = live.submit.request
+        tiles = request.drawing.num_images * request.num_tiles
+        return live.num_done == 1 + request.num_steps + tiles
+
+    def note_end(self, live: LiveDrawing) -> None:
+        """Take note that the worker must hear of an end."""
+        if live.sequence is not None:
+            self.ended.add(live.sequence)
+
+    def commit(self, result: ImageResult, now: float) -> tuple[Results, list[LiveDrawing]]:
+        """Take note of how long the step took, if it drew anything."""
+        [(live, _, plan)] = self.step
+        if now > self.began and not isinstance(result.row, RowFailure):
+            shape = shape_of(live.submit.request, plan.verb)
+            self.least_s[shape] = min(now - self.began, self.least_s.get(shape, inf))
+        return super().commit(result, now)
+
+    def message(
+        self, live: LiveDrawing, part: int, row: ImagePlan, got: ImageRowResult
+    ) -> Stepped | Drawn:
+        """Return the event that a step's result must lead to."""
+        request = live.submit.request
+        if row.verb is ImageVerb.DENOISE:
+            return Stepped(request.request_id, row.index + 1, request.num_steps, got.image)
+        assert got.image is not None
+        return Drawn(request.request_id, row.index // request.num_tiles, got.image)
+
+    def judge_refusal(self, live: LiveDrawing, output: Refused, now: float) -> str:
+        """Judge a refusal for want of time."""
+        is_for_time = isinstance(output.error, DeadlineInfeasible)
+        return self._judge_infeasible(live, now) if is_for_time else ""
+
+    def fits_tick(self, live: LiveDrawing, reason: EndReason, now: float) -> bool:
+        """Return whether time alone may end a request for this reason."""
+        if reason is EndReason.DEADLINE:
+            return live.sequence is None and not self._judge_infeasible(live, now)
+        return super().fits_tick(live, reason, now)
+
+    def _judge_infeasible(self, live: LiveDrawing, now: float) -> str:
+        """Check that a drawing is given up only if steps no larger than its own took too long for
+        its deadline."""
+        request, seconds = live.submit.request, 0.0
+        tiles = request.drawing.num_images * request.num_tiles
+        for verb, times in zip(ImageVerb, (1, request.num_steps, tiles), strict=True):
+            own = shape_of(request, verb)
+            smaller = (took for shape, took in self.least_s.items() if own.covers(shape))
+            seconds += times * max(smaller, default=0.0)
+        if request.deadline is None or now + seconds < request.deadline - _EPSILON_S:
+            return f"{live.name} is given up, and would take {seconds} s"
+        return ""
