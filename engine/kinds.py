@@ -19,8 +19,8 @@ from engine.core.text.types import Tokens
 from engine.requests.encode.prepare import EncodeTools, InputPreparer
 from engine.requests.encode.stream import EncodeStream
 from engine.requests.encode.values import EmbedRequest, RerankRequest
-from engine.requests.image_generation.prepare import DrawPreparer
-from engine.requests.image_generation.stream import DrawStream
+from engine.requests.image_generation.prepare import ImageGenerationPreparer
+from engine.requests.image_generation.stream import ImageGenerationStream
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.text.compiled_constraints import CompiledConstraints
 from engine.requests.text.prepare import TextPreparer, TextTools
@@ -97,14 +97,14 @@ class EncodeKind:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageKind:
+class ImageGenerationKind:
     """Implements `ReplicaKind` and `RequestKind` for drawing."""
 
     capabilities = (Capability.TEXT_TO_IMAGE,)
     request_types = (DrawRequest,)
     default_threads = 0
     token_event = None
-    make_stream = DrawStream
+    make_stream = ImageGenerationStream
 
     def make_core(self, info: ImageModelInfo, config: EngineConfig, name: str) -> ImageScheduler:
         """Return the scheduler of one replica. ``name`` and ``info`` are not used."""
@@ -113,6 +113,6 @@ class ImageKind:
     def make_tools(self, runner: ImageRunner, threads: Threads) -> None:
         """Return None: requests use nothing of a runner beside its tokenizer."""
 
-    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> DrawPreparer:
+    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> ImageGenerationPreparer:
         """Return the preparer of one engine."""
-        return DrawPreparer(tokenizing)
+        return ImageGenerationPreparer(tokenizing)

@@ -24,7 +24,7 @@ from engine.core.common.events import Pause, PauseMode, Resume
 from engine.core.text.types import ResetPrefixCache, Tokens
 from engine.errors import ShuttingDown
 from engine.images.decoder import DecodeImage, DecoderProcess, decode_here
-from engine.kinds import EncodeKind, ImageKind, TextKind
+from engine.kinds import EncodeKind, ImageGenerationKind, TextKind
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
 from engine.replica.replica import ReplicaKind
@@ -33,7 +33,7 @@ from engine.replica.watchdog import Watchdog
 from engine.requests.kind import RequestKind
 from engine.requests.quota import NOWHERE, Origin
 from engine.requests.supervisor import Supervisor
-from engine.requests.text.prepare_chat import Seeing
+from engine.requests.text.prepare_chat import VisionInput
 from engine.requests.text.values import validate_tokenize
 from engine.status import Capability, ModelState
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from engine.replica.replica import AnyRunner
     from engine.replica.telemetry import EngineTelemetry
     from engine.requests.encode.values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
-    from engine.requests.image_generation.values import DrawEvent, DrawRequest
+    from engine.requests.image_generation.values import DrawRequest, ImageGenerationEvent
     from engine.requests.text.chat_values import Chat
     from engine.requests.text.values import GenerateRequest, StreamEvent
     from engine.status import EngineStatistics, ModelStatus
@@ -61,7 +61,7 @@ class Kind(ReplicaKind, RequestKind, Protocol):
     """A kind of work (`engine.kinds`)."""
 
 
-KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageKind())
+KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageGenerationKind())
 
 
 class Engine:
@@ -83,7 +83,7 @@ class Engine:
         self.adapters = pool.adapters
         self._pool = pool
         self._supervisor = supervisor
-        self._seeing = Seeing(supervisor.tokenizing)
+        self._vision_input = VisionInput(supervisor.tokenizing)
         self._snapshots = Snapshots(pool, supervisor)
 
     # ---- generating and encoding
@@ -121,7 +121,7 @@ class Engine:
         sorted, at the end."""
         return Stream(self, request_of("rerank", request))
 
-    def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
+    def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
         """Return the stream of a drawing; a text is its prompt. The stream has Started, the
         progress, and each image as soon as it is ready. A refusal is raised at the first event.
 
@@ -165,7 +165,7 @@ class Engine:
                         replica, text or "", add_special_tokens=adds, party=origin.party
                     )
                 else:
-                    spans = await self._seeing.spans(replica, chat, adds, origin.party)
+                    spans = await self._vision_input.spans(replica, chat, adds, origin.party)
                 return spans, replica.info.max_model_len
 
     async def detokenize(

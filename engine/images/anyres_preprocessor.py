@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyresSight(ResizedSight):
+class AnyresPreprocessor(ResizedSight):
     """Reads an image twice: as one square of ``side`` pixels, which loses its shape, and as a
     larger copy in the middle of a black frame. The frame has the one of ``sizes`` (height, width)
     that fits the image best, and is cut into squares of ``side`` pixels.

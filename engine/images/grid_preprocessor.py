@@ -20,7 +20,7 @@ RATIO_MAX = 200  # of transformers' Qwen2-VL: how many times longer one side may
 
 
 @dataclass(frozen=True, slots=True)
-class GridSight(ResizedSight):
+class GridPreprocessor(ResizedSight):
     """Reads an image as one tile of about its own size, in whole squares of ``factor`` pixels. Each
     square is one token and costs ``patches``. The tile has from ``least`` to ``most`` pixels, as
     far as whole squares allow that."""

@@ -4,7 +4,8 @@ Rule 1: the pixels are those of transformers' image processors before these scal
 the last bit, as in `engine.images.fit`. Rule 2: the text is the one that transformers' processors
 put in the place of the template's own marker.
 
-Each class here is for one family of models. All have the same attributes and methods (`Sight`).
+Each class here is for one family of models. All have the same attributes and methods
+(`Preprocessor`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class SeenImage(NamedTuple):
         return sum([len(tile.pixels) for tile in self.tiles])
 
 
-class Sight(Protocol):
+class Preprocessor(Protocol):
     """How one model reads images."""
 
     @property
@@ -123,7 +124,7 @@ def squares_of(image: Image.Image, side: int) -> list[Image.Image]:
 
 
 @dataclass(frozen=True, slots=True)
-class SquareSight:
+class SquarePreprocessor:
     """Each image is one tile of one size, with as many tokens: LLaVA 1.5, Gemma 3. ``before`` and
     ``after`` surround the image's tokens; ``cost`` counts its patches."""
 
@@ -152,7 +153,7 @@ class SquareSight:
         return self.cost
 
     def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Sight.read`."""
+        """Decode an image file and fit it, as `Preprocessor.read`."""
         return self._seen(self.fit.read(data))
 
     def blank(self) -> SeenImage:
@@ -184,7 +185,7 @@ class ResizedSight:
         return self.token
 
     def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Sight.read`."""
+        """Decode an image file and fit it, as `Preprocessor.read`."""
         return self._fit(decode(data, self.max_pixels))
 
     def _fit(self, image: Image.Image) -> SeenImage:
@@ -195,7 +196,7 @@ class ResizedSight:
 
 
 @dataclass(frozen=True, slots=True)
-class TiledSight(ResizedSight):
+class TiledPreprocessor(ResizedSight):
     """An image is cut into square tiles, beside a small copy of the whole: Idefics 3 and SmolVLM.
     ``longest_edge`` is what its longer side is resized to first. Without ``splits`` it is one
     tile."""

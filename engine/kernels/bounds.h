@@ -13,7 +13,7 @@
 //   kept tokens, images' tokens, tokens of adapters              `step_fits` in decoder.h
 //   rows, offsets and slots of states            `states_fit` in short_convolution.h
 //   experts of a token      chosen here, of no fewer than a token has (`_pack_experts` in decoder.py)
-//   codes of 4 bits         16, of a table of 16; scales: as many as groups (`SmallWeight.in_halves`)
+//   codes of 4 bits         16, of a table of 16; scales: as many as groups (`QuantizedWeight.in_halves`)
 //   rotated dimensions of a head                 no more than it has (`_check_rotaries` in decoder.py)
 //   windows, heads that share keys               `paged_attention` in attention.py
 //   products of adapters, kinds of rotary embeddings, layers     made with the model, one of each

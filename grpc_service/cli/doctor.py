@@ -176,7 +176,7 @@ def _torch() -> Iterator[Finding]:
         again = report["uncached"] and f"compiled again at every start: {report['uncached']}"
         value = f"compiled kernels, {report['kernels']} ({report['origin']})"
         yield Finding("attention", value, advice=again)
-        yield Finding("small weights", f"compiled kernels, {report['integers']}")
+        yield Finding("quantized weights", f"compiled kernels, {report['integers']}")
     else:
         advice = f"{report['missing']}; models run without the kernels, several times slower"
         yield Finding("attention", "reference", advice=advice)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestNotFound, Unsupported
 from engine.status import ModelState
-from grpc_service.services import encode_codec, text_codec, text_encoder
-from grpc_service.services import image_generation_codec as draw_codec
+from grpc_service.services import encode_codec, image_generation_codec, text_codec, text_encoder
 from grpc_service.services.inference import clients_timeout
 
 if TYPE_CHECKING:
@@ -84,8 +83,10 @@ class Answers:
     ) -> AsyncIterator[images_pb2.GenerateImageResponse]:
         """Yield the progress of a drawing, and its images in parts. Cancellation: ends the
         request."""
-        asked = _decode(draw_codec.decode_draw, request, remaining_s)
-        async for message in _messages(self._engine.draw(asked), draw_codec.encode_drawing):
+        asked = _decode(image_generation_codec.decode_generate_image, request, remaining_s)
+        async for message in _messages(
+            self._engine.draw(asked), image_generation_codec.encode_drawing
+        ):
             yield message
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> common_pb2.TokenizeResponse:

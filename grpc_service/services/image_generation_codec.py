@@ -21,7 +21,7 @@ from grpc_service.services.text_encoder import encode_duration
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.requests.image_generation.values import DrawEvent
+    from engine.requests.image_generation.values import ImageGenerationEvent
 
     Response = images_pb2.GenerateImageResponse
 
@@ -39,7 +39,7 @@ OPTIONAL = (
 )
 
 
-def decode_draw(
+def decode_generate_image(
     message: images_pb2.GenerateImageRequest, timeout_s: float | None = None
 ) -> DrawRequest:
     """Return the engine's request. Its ranges are not checked yet (`DrawRequest.validate`).
@@ -65,13 +65,13 @@ def decode_draw(
     return request
 
 
-def encode_drawing(events: Sequence[DrawEvent]) -> list[Response]:
+def encode_drawing(events: Sequence[ImageGenerationEvent]) -> list[Response]:
     """Return the messages of events that are ready together: one for each, and for an image as many
     as its file has parts."""
     return [message for event in events for message in _messages(event)]
 
 
-def _messages(event: DrawEvent) -> Iterator[Response]:
+def _messages(event: ImageGenerationEvent) -> Iterator[Response]:
     match event:
         case DrawingStarted():
             started = images_pb2.ImageStarted(**event._asdict())

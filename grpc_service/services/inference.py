@@ -12,8 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from grpc_service.rpc.receipt import wait_received
-from grpc_service.services import encode_codec, text_codec, text_encoder
-from grpc_service.services import image_generation_codec as draw_codec
+from grpc_service.services import encode_codec, image_generation_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class Inference:
 
         Cancellation: ends the request.
         """
-        writer = CallWriter(rpc, self._backend.unread_calls, draw_codec.encode_drawing)
+        writer = CallWriter(rpc, self._backend.unread_calls, image_generation_codec.encode_drawing)
         await writer.serve(self._backend.engine, asked)
 
     async def Tokenize(self, asked: dict[str, Any], rpc: Rpc) -> common_pb2.TokenizeResponse:
@@ -142,7 +141,7 @@ def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
         "Generate": _timed(text_codec.decode_generate),
         "Embed": _timed(encode_codec.decode_embed),
         "Rerank": _timed(encode_codec.decode_rerank),
-        "GenerateImage": _timed(draw_codec.decode_draw),
+        "GenerateImage": _timed(image_generation_codec.decode_generate_image),
         "Tokenize": lambda _: text_codec.decode_tokenize,
         "Detokenize": lambda _: text_codec.decode_detokenize,
     }

@@ -25,9 +25,9 @@ def plain(zoo):
 
 @pytest.fixture
 def scales_in_halves(monkeypatch):
-    """Have small weights expanded with scales and offsets in half precision, as kernels take
+    """Have quantized weights expanded with scales and offsets in half precision, as kernels take
     them."""
-    from engine.worker.quantized.weight import SmallWeight
+    from engine.worker.quantized.weight import QuantizedWeight
 
-    expand = SmallWeight.expand
-    monkeypatch.setattr(SmallWeight, "expand", lambda self: expand(self.in_halves()))
+    expand = QuantizedWeight.expand
+    monkeypatch.setattr(QuantizedWeight, "expand", lambda self: expand(self.in_halves()))

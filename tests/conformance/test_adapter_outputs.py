@@ -105,7 +105,7 @@ def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatc
     random.Random(4).shuffle(known)
     monkeypatch.setattr("tests.support.draft_rows.KNOWN", known)
     monkeypatch.setattr(Replaying, "acceptance", 0.8)
-    monkeypatch.setattr(sequences, "LookUp", Replaying)
+    monkeypatch.setattr(sequences, "NgramDrafter", Replaying)
     monkeypatch.setattr(StepCosts, "note", lambda *_: None)  # however long steps take here
     drafted = {name: [0, 0] for name in wanted}  # offered and accepted
 

@@ -200,7 +200,7 @@ def test_only_the_kept_rows_get_their_adapters_logits(zoo, tmp_path):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_over_small_weights_adds_what_it_adds_over_floats(
+def test_an_adapter_over_quantized_weights_adds_what_it_adds_over_floats(
     zoo, tmp_path, quantization, dtype
 ):
     """The rounding is that of the base; the adapter itself is computed in the model's dtype."""

@@ -135,12 +135,12 @@ def ask_slowly(engine, requests, rng):
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_memory": 300_000}, {"in_process_buffer": 2}])
 def test_both_drafters_of_drawn_lengths_change_no_token_of_a_crowd(zoo, plain, monkeypatch, fields):
     """Whichever drafts, and however much: in a small pool, and with readers who have credit for two
-    messages. The look-up finds nothing but what is wrong."""
+    messages. The n-gram drafter finds nothing but what is wrong."""
     rng, requests = random.Random(7), crowd()
     lengths = lambda _, most, *costs: (rng.randint(0, most), 1.0 + rng.random())  # noqa: E731
     monkeypatch.setattr(Lengths, "best", lengths)
     monkeypatch.setattr(
-        sequences.LookUp,
+        sequences.NgramDrafter,
         "draft",
         lambda _, tokens, behind, most: [rng.randrange(512) for _ in range(rng.randint(0, most))],
     )

@@ -1,8 +1,9 @@
 """With drafts, a model says what it says without them, token for token (D27).
 
-The drafters here, one in place of the look-up and the model itself, are right at random. So drafts
-are accepted, refused and cut at every place, which real look-up seldom does on a random model. The
-look-up itself is tested at the end, and with a constraint, whose forced tokens are drafts.
+The drafters here, one in place of the n-gram drafter and the model itself, are right at random. So
+drafts are accepted, refused and cut at every place, which a real n-gram drafter seldom does on a
+random model. The n-gram drafter itself is tested at the end, and with a constraint, whose forced
+tokens are drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa:
 from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
 from engine.worker.text import runner as text_runner  # noqa: E402
 from engine.worker.text import sequences  # noqa: E402
-from engine.worker.text.ngram_drafter import REST_MAX, LookUp  # noqa: E402
+from engine.worker.text.ngram_drafter import REST_MAX, NgramDrafter  # noqa: E402
 from engine.worker.text.runner import NO_SCORES, TorchRunner  # noqa: E402
 from tests.simulator.mutants import Mutant, planted  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402
@@ -237,25 +238,25 @@ def test_short_rows_have_the_bits_of_decodes(zoo, arch, dtype, quantization):
         runner.close()
 
 
-# ---- the look-up
+# ---- the n-gram drafter
 
 
 def test_a_draft_is_what_followed_the_same_tokens_before():
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5]
-    assert LookUp().draft(tokens, [], 4) == [6, 7, 8, 1]
-    assert LookUp().draft(tokens[:-1], [5], 4) == [6, 7, 8, 1]
-    assert LookUp().draft(tokens[:-2], [], 9) == [4, 5, 6]
-    assert LookUp().draft([1, 2, 3] * 3, [], 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert LookUp().draft([1, 2, 3, 4], [], 3) == []
-    assert LookUp().draft([1], [], 3) == []
+    assert NgramDrafter().draft(tokens, [], 4) == [6, 7, 8, 1]
+    assert NgramDrafter().draft(tokens[:-1], [5], 4) == [6, 7, 8, 1]
+    assert NgramDrafter().draft(tokens[:-2], [], 9) == [4, 5, 6]
+    assert NgramDrafter().draft([1, 2, 3] * 3, [], 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert NgramDrafter().draft([1, 2, 3, 4], [], 3) == []
+    assert NgramDrafter().draft([1], [], 3) == []
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=300), st.integers(1, 15), st.data())
 def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
-    """A look-up that rests drafts nothing, and is left out. A draft is always something that stood
-    behind the same three tokens."""
-    grown = LookUp()
+    """An n-gram drafter that rests drafts nothing, and is left out. A draft is always something
+    that stood behind the same three tokens."""
+    grown = NgramDrafter()
     end = 0
     while end < len(tokens):
         end = min(len(tokens), end + data.draw(st.integers(1, 90)))
@@ -266,7 +267,7 @@ def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
             assert draft == []
             continue
         assert len(draft) in (0, most) or len(draft) == 3
-        assert draft == LookUp().draft(begun, [], most)
+        assert draft == NgramDrafter().draft(begun, [], most)
         whole = [*begun, *draft]
         for place in range(end, len(whole)):
             last = whole[place - 3 : place + 1]
@@ -277,9 +278,9 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
     monkeypatch,
 ):
     """Red if each token is looked up: that cost eight plain stories 1.6 % of their time."""
-    num_found, real = [], LookUp._found
-    monkeypatch.setattr(LookUp, "_found", lambda *args: num_found.append(1) or real(*args))
-    one, tokens = LookUp(), []
+    num_found, real = [], NgramDrafter._found
+    monkeypatch.setattr(NgramDrafter, "_found", lambda *args: num_found.append(1) or real(*args))
+    one, tokens = NgramDrafter(), []
     for token in range(1000):
         tokens.append(token)
         assert one.draft(tokens, [], 8) == []
@@ -296,9 +297,9 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
 def test_drafts_that_nobody_takes_are_looked_up_at_each_fourth_token(monkeypatch):
     """Red if what is found counts, although it is not tried or not accepted. As soon as a draft is
     accepted, there is one behind each token again."""
-    num_found, real = [], LookUp._found
-    monkeypatch.setattr(LookUp, "_found", lambda *args: num_found.append(1) or real(*args))
-    one, tokens = LookUp(), [*range(10)]
+    num_found, real = [], NgramDrafter._found
+    monkeypatch.setattr(NgramDrafter, "_found", lambda *args: num_found.append(1) or real(*args))
+    one, tokens = NgramDrafter(), [*range(10)]
     for index in range(400):
         tokens.append(index % 10)
         one.draft(tokens, [], 8)
@@ -310,9 +311,9 @@ def test_drafts_that_nobody_takes_are_looked_up_at_each_fourth_token(monkeypatch
         assert one.draft(tokens, [], 8)[0] == len(tokens) % 10
 
 
-def test_the_memory_of_a_look_up_is_bounded():
+def test_the_memory_of_an_ngram_drafter_is_bounded():
     rng = random.Random(5)
-    one, tokens = LookUp(), []
+    one, tokens = NgramDrafter(), []
     for _ in range(60):
         tokens += [rng.randrange(150_000) for _ in range(1000)]
         one.draft(tokens, [], 8)

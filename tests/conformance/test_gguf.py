@@ -21,7 +21,7 @@ from engine.worker.load.gguf.vocabulary import TOKENS  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
-from engine.worker.skeleton.config import OutlineConfig  # noqa: E402
+from engine.worker.skeleton.config import SkeletonConfig  # noqa: E402
 from engine.worker.text import files as model_files  # noqa: E402
 from engine.worker.text.files import open_files  # noqa: E402
 from engine.worker.text.runner import TorchRunner  # noqa: E402
@@ -143,7 +143,7 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(checkpoints, t
     stock = Built(checkpoint, torch.float32, is_stock=False)
     ours = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
     assert len(read) >= 20
-    assert isinstance(read_config(tmp_path)[1], OutlineConfig)
+    assert isinstance(read_config(tmp_path)[1], SkeletonConfig)
     assert isinstance(ours.execution.model.module, NativeDecoder)
     assert distance(ours.logits(), stock.logits()) < (1e-5 if "gemma" in name else 1e-9)
 

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from engine.images.errors import BadImage
-from engine.images.grid_preprocessor import RATIO_MAX, GridSight
+from engine.images.grid_preprocessor import RATIO_MAX, GridPreprocessor
 from tests.support.images import picture
 
 # Least and most pixels: the defaults of Qwen2-VL, small ones, equal ones, and less than a square.
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.model
 SIDES = st.integers(1, 5000)
 
 
-def sight_of(least, most, factor=28):
+def preprocessor_of(least, most, factor=28):
     """Return how a model reads images."""
-    return GridSight(
+    return GridPreprocessor(
         max_pixels=2**24,
         factor=factor,
         patches=4,
@@ -47,23 +47,23 @@ def sight_of(least, most, factor=28):
 @example(height=1, width=200, limits=(3136, 3136), factor=28)
 @example(height=25, width=5000, limits=(4096, 4096), factor=28)
 def test_sizes_are_those_of_transformers_and_no_more_than_is_said(height, width, limits, factor):
-    sight = sight_of(*limits, factor=factor)
+    preprocessor = preprocessor_of(*limits, factor=factor)
     if max(height, width) / min(height, width) > RATIO_MAX:
         with pytest.raises(BadImage, match="longer than the other"):
-            sight._size(height, width)
+            preprocessor._size(height, width)
         with pytest.raises(ValueError, match="aspect ratio"):
             smart_resize(height, width, factor, *limits)
         return
-    rows, columns = (side // factor for side in sight._size(height, width))
+    rows, columns = (side // factor for side in preprocessor._size(height, width))
     assert (rows * factor, columns * factor) == smart_resize(height, width, factor, *limits)
-    assert rows * columns <= sight.max_tokens
+    assert rows * columns <= preprocessor.max_tokens
 
 
 @pytest.mark.parametrize("size", [(64, 48), (31, 90), (7, 5), (300, 400)])
 def test_pixels_are_those_of_transformers(size):
     least, most = 1024, 9216
     data = picture(*size, seed=3)
-    seen = sight_of(least, most, factor=16).read(data)
+    seen = preprocessor_of(least, most, factor=16).read(data)
     processor = Qwen2VLImageProcessorPil(
         size={"shortest_edge": least, "longest_edge": most},
         patch_size=8,

@@ -213,7 +213,7 @@ def large(tmp_path_factory):
     ids=["compiled", "another YaRN factor", "stock", "compiled from the stock module"],
 )
 def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, share, form):
-    """Experts stay in 4 bits where an outline runs compiled; elsewhere they are expanded."""
+    """Experts stay in 4 bits where a skeleton runs compiled; elsewhere they are expanded."""
     shutil.copytree(large, tmp_path, dirs_exist_ok=True)
     config = json.loads((large / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | extra))

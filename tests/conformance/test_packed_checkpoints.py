@@ -18,7 +18,7 @@ from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.quantized import packed_checkpoint  # noqa: E402
 from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_layout  # noqa: E402
-from engine.worker.skeleton.config import OutlineConfig  # noqa: E402
+from engine.worker.skeleton.config import SkeletonConfig  # noqa: E402
 from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402
@@ -222,7 +222,7 @@ def test_the_benchs_w8a8_has_the_values_of_its_source_within_a_step(checkpoint, 
 
 def test_a_packed_checkpoint_is_served_by_its_directory(checkpoint, tmp_path):
     write_packed(checkpoint, tmp_path, "AWQ")
-    assert isinstance(read_config(tmp_path)[1], OutlineConfig)
+    assert isinstance(read_config(tmp_path)[1], SkeletonConfig)
     runner, info = load_runner(tmp_path, dtype="bfloat16")
     assert info.quantization == "AWQ 4-bit"
     plain, _ = load_runner(checkpoint, dtype="bfloat16")

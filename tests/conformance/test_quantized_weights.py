@@ -19,7 +19,7 @@ from engine.worker.quantized.weight import (  # noqa: E402
     CENTRED,
     FACTORS,
     Form,
-    SmallWeight,
+    QuantizedWeight,
     defer,
     expand_deferred,
     join,
@@ -54,7 +54,7 @@ def make_weight(shape, group, table, *, has_offsets, seed, is_exact=True):
     drawn = torch.rand((outputs, groups), generator=rng)
     scales = torch.exp2((drawn * 4).floor() - 3) if is_exact else drawn * 0.01
     offsets = torch.randint(-8, 9, (outputs, groups), generator=rng) / 8 if has_offsets else None
-    return SmallWeight(numbers, scales.half(), group, offsets if offsets is None
+    return QuantizedWeight(numbers, scales.half(), group, offsets if offsets is None
                        else offsets.half(), table)  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_the_largest_numbers_give_the_largest_sums(backend, table, rows):
         code = table.index(number) if table else number
         kind = torch.uint8 if table else torch.int8
         numbers = torch.full((35, 160), code, dtype=kind)
-        weight = SmallWeight(numbers, torch.ones(35, 5).half(), 32, None, table)
+        weight = QuantizedWeight(numbers, torch.ones(35, 5).half(), 32, None, table)
         for x in (torch.full((rows, 160), 127.0), torch.full((rows, 160), -127.0)):
             assert torch.equal(pack(backend, weight, torch.float32)(x), x @ weight.expand().T)
 
@@ -246,7 +246,7 @@ def test_joined_weights_of_different_forms_are_the_same_numbers(backend):
 
 def test_a_scale_beyond_half_precision_is_refused():
     weight = make_weight((16, 32), 32, (), has_offsets=False, seed=1)
-    large = SmallWeight(weight.numbers, torch.full((16, 1), 1e6), 32)
+    large = QuantizedWeight(weight.numbers, torch.full((16, 1), 1e6), 32)
     with pytest.raises(Refusal, match="half precision"):
         large.in_halves()
 

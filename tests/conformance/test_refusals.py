@@ -32,7 +32,7 @@ from engine.worker.load.vision_architectures import (  # noqa: E402
     find_vision,
     has_vision,
 )
-from engine.worker.skeleton.config import OutlineConfig  # noqa: E402
+from engine.worker.skeleton.config import SkeletonConfig  # noqa: E402
 from engine.worker.text import placed_model as runner_module  # noqa: E402
 from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import PRESETS, make  # noqa: E402
@@ -237,7 +237,7 @@ def test_gemma_3s_positions_are_stretched_already():
 @pytest.mark.parametrize("is_stock", [False, True])
 def test_a_checkpoint_with_yarn_has_the_stretched_length_compiled_and_stock(zoo, is_stock):
     _, config = read_config(zoo.directory("llama, yarn"), is_stock=is_stock)
-    assert isinstance(config, OutlineConfig) is not is_stock
+    assert isinstance(config, SkeletonConfig) is not is_stock
     assert (config.max_position_embeddings, context_limit(config, None)) == (320, 1024)
 
 

@@ -32,7 +32,7 @@ from engine.worker.load.recurrent import RECURRENT, state_shapes  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.quantized.weight import ROUNDED, quantise  # noqa: E402
 from engine.worker.skeleton.families import LISTED  # noqa: E402
-from engine.worker.skeleton.modules import Outline  # noqa: E402
+from engine.worker.skeleton.modules import Skeleton  # noqa: E402
 from engine.worker.text.runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_quantized_weights import round_row_blocks  # noqa: E402
@@ -53,7 +53,7 @@ WIDE = {
 
 
 def load(directory, dtype, quantization="none", weights=None, *, is_stock=True):
-    """Return a checkpoint's model in a dtype: transformers' own, or its outline."""
+    """Return a checkpoint's model in a dtype: transformers' own, or its skeleton."""
     architecture, config = read_config(directory, is_stock=is_stock)
     with weights or Checkpoint(directory) as checkpoint:
         return load_model(
@@ -258,14 +258,14 @@ def test_a_compiled_decoder_is_the_stock_one(zoo, name):
 
 
 @pytest.mark.parametrize("name", COMPILED_ROWS)
-def test_an_outline_gives_the_bits_of_the_stock_module_when_compiled(zoo, name):
+def test_a_skeleton_gives_the_bits_of_the_stock_module_when_compiled(zoo, name):
     directory = zoo.directory(name)
-    outline, stock = (load(directory, torch.bfloat16, is_stock=one) for one in (False, True))
-    assert isinstance(outline.module, Outline)
-    assert not isinstance(stock.module, Outline)
+    skeleton, stock = (load(directory, torch.bfloat16, is_stock=one) for one in (False, True))
+    assert isinstance(skeleton.module, Skeleton)
+    assert not isinstance(stock.module, Skeleton)
     one, other = (
         Built(directory, torch.bfloat16, is_stock=False, loaded=loaded).logits()
-        for loaded in (outline, stock)
+        for loaded in (skeleton, stock)
     )
     assert torch.equal(one, other)
 
@@ -320,8 +320,8 @@ SMALL_ROWS = ["llama", "llama, untied, biases", "qwen2", "phi3", "gemma3", "olmo
 
 
 def check_rounded_alike(small, exact):
-    """Compare compiled small weights with a stock model, both in float32, whose weights and inputs
-    of layers are rounded in the same way.
+    """Compare compiled quantized weights with a stock model, both in float32, whose weights and
+    inputs of layers are rounded in the same way.
 
     Nothing else is rounded. But an activation between two numbers may be rounded to the other one,
     where the last bits of two sums differ. Its row and those that attend to it then differ by a
@@ -336,7 +336,7 @@ def check_rounded_alike(small, exact):
 
 @pytest.mark.parametrize("quantization", ROUNDED)
 @pytest.mark.parametrize("name", SMALL_ROWS)
-def test_small_weights_compute_what_torch_does_with_the_same_roundings(zoo, name, quantization):
+def test_quantized_weights_compute_what_torch_does_with_the_same_roundings(zoo, name, quantization):
     directory = zoo.directory(name)
     small = Built(directory, torch.float32, is_stock=False, quantization=quantization)
     exact = Built(directory, torch.float32, is_stock=True, quantization=quantization)
@@ -345,7 +345,9 @@ def test_small_weights_compute_what_torch_does_with_the_same_roundings(zoo, name
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("quantization", ROUNDED)
-def test_a_row_of_small_weights_gives_the_same_bits_whatever_is_beside_it(zoo, quantization, name):
+def test_a_row_of_quantized_weights_gives_the_same_bits_whatever_is_beside_it(
+    zoo, quantization, name
+):
     built = Built(zoo.directory(name), torch.bfloat16, is_stock=False, quantization=quantization)
     together = built.logits()
     for row in range(len(COUNTS)):
@@ -355,7 +357,9 @@ def test_a_row_of_small_weights_gives_the_same_bits_whatever_is_beside_it(zoo, q
 
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.58), ("int4", 0.38)])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_small_weights_take_their_share_of_bfloat16s_memory(tmp_path, quantization, share, is_tied):
+def test_quantized_weights_take_their_share_of_bfloat16s_memory(
+    tmp_path, quantization, share, is_tied
+):
     """And the load says so before it begins."""
     shape = Shape(4, 256, 4, 2, 1024, 1000, 256, tied=is_tied)
     directory = make(tmp_path, "llama", shape, dtype="bfloat16")
@@ -376,7 +380,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("quantization", ROUNDED)
 @pytest.mark.parametrize(("name", "fields", "why"), REFUSED.values(), ids=REFUSED)
-def test_impossible_small_weights_are_refused(zoo, name, fields, why, quantization):
+def test_impossible_quantized_weights_are_refused(zoo, name, fields, why, quantization):
     spec = RunnerSpec(str(zoo.directory(name)), kv_bytes=1 << 24, threads=1,
                       quantization=quantization, **fields)  # fmt: skip
     with pytest.raises(Exception, match=why) as raised:

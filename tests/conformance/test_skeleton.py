@@ -1,4 +1,4 @@
-"""An outline has transformers' names, shapes and numbers, without transformers (D11)."""
+"""A skeleton has transformers' names, shapes and numbers, without transformers (D11)."""
 
 import dataclasses
 import importlib
@@ -21,9 +21,9 @@ from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.skeleton.config import OutlineConfig, Unusual, read_outline  # noqa: E402
+from engine.worker.skeleton.config import SkeletonConfig, Unusual, read_skeleton  # noqa: E402
 from engine.worker.skeleton.families import LISTED, REQUIRED, WITHOUT_EFFECT  # noqa: E402
-from engine.worker.skeleton.modules import Outline  # noqa: E402
+from engine.worker.skeleton.modules import Skeleton  # noqa: E402
 from tests.support.model_zoo import (  # noqa: E402
     COMPILED_ROWS,
     LLAMA3_ROPE,
@@ -194,7 +194,7 @@ def stock_of(raw, directory):
 
 def named_shapes(module):
     """Return the names and shapes of a module's parameters. The experts of a layer, which
-    transformers joins and an outline does not, are joined; GPT-OSS' weights have inputs before
+    transformers joins and a skeleton does not, are joined; GPT-OSS' weights have inputs before
     outputs."""
     shapes = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -226,31 +226,31 @@ def numbers_of(layer):
 
 
 def compare(raw, directory):
-    """Check that the outline of a config is transformers' module in everything that a compiled
+    """Check that the skeleton of a config is transformers' module in everything that a compiled
     decoder takes from it."""
     name = raw["architectures"][0]
-    outline_config = read_outline({k: v for k, v in raw.items() if k != "auto_map"}, name)
-    outline = Outline(outline_config)
+    skeleton_config = read_skeleton({k: v for k, v in raw.items() if k != "auto_map"}, name)
+    skeleton = Skeleton(skeleton_config)
     stock, config, calls = stock_of(raw, directory)
-    for field, value in vars(outline_config).items():
+    for field, value in vars(skeleton_config).items():
         if field not in ("architecture", "head_dim", "hidden_act", "hidden_activation"):
             assert getattr(config, field, value) == value, field
-    assert layer_shapes(outline_config) == layer_shapes(config)
-    assert named_shapes(outline) == named_shapes(stock)
-    assert outline.all_tied_weights_keys == stock.all_tied_weights_keys
-    assert outline.base_model_prefix == stock.base_model_prefix
-    assert outline.calls == calls
-    for own, other in zip(outline.calls, calls, strict=True):
+    assert layer_shapes(skeleton_config) == layer_shapes(config)
+    assert named_shapes(skeleton) == named_shapes(stock)
+    assert skeleton.all_tied_weights_keys == stock.all_tied_weights_keys
+    assert skeleton.base_model_prefix == stock.base_model_prefix
+    assert skeleton.calls == calls
+    for own, other in zip(skeleton.calls, calls, strict=True):
         assert (own.sinks is None) == (other.sinks is None)
-    ours, theirs = take_apart(outline, calls), take_apart(stock, calls)
+    ours, theirs = take_apart(skeleton, calls), take_apart(stock, calls)
     for number in (
         *("heads", "kv_heads", "head_dim", "mlp", "activation", "eps", "embedding_scale"),
         *("residual_scale", "logits_scale", "logits_softcap"),
     ):
         assert getattr(ours, number) == getattr(theirs, number), number
     assert [numbers_of(one) for one in ours.layers] == [numbers_of(one) for one in theirs.layers]
-    original = outline_config.rope_parameters.get("original_max_position_embeddings")
-    most = min(outline_config.max_position_embeddings, original or 1 << 30)
+    original = skeleton_config.rope_parameters.get("original_max_position_embeddings")
+    most = min(skeleton_config.max_position_embeddings, original or 1 << 30)
     positions = torch.tensor([[*range(300), most // 2, most - 1]])
     assert len(ours.rotaries) == len(theirs.rotaries)
     for own, other in zip(ours.rotaries, theirs.rotaries, strict=True):
@@ -260,12 +260,12 @@ def compare(raw, directory):
 
 
 @pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED)
-def test_an_outline_of_a_published_config_is_transformers_module(raw, tmp_path):
+def test_a_skeleton_of_a_published_config_is_transformers_module(raw, tmp_path):
     compare(raw, tmp_path)
 
 
 @pytest.mark.parametrize("name", [*COMPILED_ROWS, "the shipped model"])
-def test_an_outline_of_a_checkpoint_is_transformers_module(zoo, name, tmp_path):
+def test_a_skeleton_of_a_checkpoint_is_transformers_module(zoo, name, tmp_path):
     directory = DEMO if name == "the shipped model" else zoo.directory(name)
     compare(json.loads((directory / "config.json").read_text()), tmp_path)
 
@@ -348,12 +348,12 @@ UNUSUAL = {
 @pytest.mark.parametrize("raw", UNUSUAL.values(), ids=UNUSUAL)
 def test_an_unusual_config_is_left_to_transformers(raw):
     with pytest.raises(Unusual, match=r"^(its|it has no) \w+"):
-        read_outline(raw, raw["architectures"][0])
+        read_skeleton(raw, raw["architectures"][0])
 
 
 def test_an_architecture_without_a_compiled_form_is_left_to_transformers(zoo):
     for name in ("gpt2", "opt", "starcoder2"):
-        assert not isinstance(read_config(zoo.directory(name))[1], OutlineConfig)
+        assert not isinstance(read_config(zoo.directory(name))[1], SkeletonConfig)
 
 
 def test_an_unusual_config_runs_compiled_all_the_same_and_says_so(zoo, tmp_path, caplog):
@@ -393,7 +393,7 @@ def test_a_shape_that_cannot_be_is_refused_as_by_transformers(tmp_path):
 def test_a_config_is_not_changed_by_reading_it():
     for raw in PUBLISHED.values():
         before = json.dumps(raw)
-        read_outline({k: v for k, v in raw.items() if k != "auto_map"}, raw["architectures"][0])
+        read_skeleton({k: v for k, v in raw.items() if k != "auto_map"}, raw["architectures"][0])
         assert json.dumps(raw) == before
 
 

@@ -32,8 +32,8 @@ from engine.worker.text.runner import TorchRunner, is_out_of_memory  # noqa: E40
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
 from tests.support.model_zoo import WAYS, load_runner, seeded_prompt  # noqa: E402
-from tools.lab.bench.small_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
-from tools.lab.bench.small_weights import in_process as measured  # noqa: E402
+from tools.lab.bench.quantized_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
+from tools.lab.bench.quantized_weights import in_process as measured  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -478,7 +478,7 @@ def test_loading_leaves_no_sequence_behind(zoo):
 
 
 @pytest.mark.full
-def test_a_load_of_small_weights_never_holds_the_float_weights(tmp_path):
+def test_a_load_of_quantized_weights_never_holds_the_float_weights(tmp_path):
     """Of what a process has allocated, as the bench measures it."""
     directory = make(tmp_path, "llama", Shape(8, 768, 12, 4, 3072, 8000, 256), dtype="bfloat16")
     plain, int8, int4 = (measured(directory, one) for one in ("none", "int8", "int4"))

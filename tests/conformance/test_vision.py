@@ -46,7 +46,7 @@ GRID_TOKENS = 900  # of the largest image of a Qwen3-VL there
 
 
 @pytest.fixture(scope="module", params=sorted(RECIPES))
-def seeing(request, tmp_path_factory):
+def vision_model(request, tmp_path_factory):
     """Yield each model."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
     yield found
@@ -62,18 +62,18 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(seeing):
+def expected(vision_model):
     """Return transformers' tokens of each chat."""
-    return {name: seeing.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
+    return {name: vision_model.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
 
 
-def run(seeing, names, *, seed=0, chunks=64, preempts=0.0):
+def run(vision_model, names, *, seed=0, chunks=64, preempts=0.0):
     """Run chats together, and return the output of each."""
-    planner = MiniPlanner(seeing.runner, seeing.info, seed=seed, chunks=chunks)
+    planner = MiniPlanner(vision_model.runner, vision_model.info, seed=seed, chunks=chunks)
     rng = random.Random(seed)
     done = {}
     for name in names:
-        prompt, images = seeing.prompt(CHATS[name])
+        prompt, images = vision_model.prompt(CHATS[name])
         done[name] = planner.add(prompt, NUM_NEW, images=images)
     while live := [one for one in planner.sequences.values() if not one.is_done]:
         planner.step(live)
@@ -85,52 +85,52 @@ def run(seeing, names, *, seed=0, chunks=64, preempts=0.0):
     return {name: one.output for name, one in done.items()}
 
 
-def test_every_architecture_is_made_here(seeing):
-    assert seeing.info.architecture in VISION
+def test_every_architecture_is_made_here(vision_model):
+    assert vision_model.info.architecture in VISION
     assert len(RECIPES) == len(VISION)
-    assert isinstance(seeing.runner._model.module, NativeDecoder)
+    assert isinstance(vision_model.runner._model.module, NativeDecoder)
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_the_prompt_is_the_one_of_transformers_own_processor(seeing, name):
-    prompt, images = seeing.prompt(CHATS[name])
-    assert list(prompt) == seeing.inputs(CHATS[name])["input_ids"][0].tolist()
+def test_the_prompt_is_the_one_of_transformers_own_processor(vision_model, name):
+    prompt, images = vision_model.prompt(CHATS[name])
+    assert list(prompt) == vision_model.inputs(CHATS[name])["input_ids"][0].tolist()
     count = sum(one.content.num_tokens for one in images)
-    assert prompt.count(seeing.info.images.token_id) == count
+    assert prompt.count(vision_model.info.images.token_id) == count
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_greedy_tokens_are_those_of_transformers(seeing, expected, name):
-    assert run(seeing, [name], chunks=1000)[name] == expected[name]
+def test_greedy_tokens_are_those_of_transformers(vision_model, expected, name):
+    assert run(vision_model, [name], chunks=1000)[name] == expected[name]
 
 
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("chunks", [1, 5, 16])
-def test_chunks_that_end_anywhere_change_nothing(seeing, expected, chunks):
+def test_chunks_that_end_anywhere_change_nothing(vision_model, expected, chunks):
     for name in CHATS:
-        assert run(seeing, [name], seed=chunks, chunks=chunks)[name] == expected[name]
+        assert run(vision_model, [name], seed=chunks, chunks=chunks)[name] == expected[name]
 
 
-def test_batches_with_texts_and_preemptions_change_nothing(seeing, expected):
+def test_batches_with_texts_and_preemptions_change_nothing(vision_model, expected):
     for seed in range(3):
-        found = run(seeing, list(CHATS), seed=seed, chunks=20, preempts=0.2)
+        found = run(vision_model, list(CHATS), seed=seed, chunks=20, preempts=0.2)
         assert found == expected
 
 
-def test_an_image_is_encoded_once_for_all_its_prompts(seeing):
-    tower = seeing.runner.tower
-    run(seeing, list(CHATS))
+def test_an_image_is_encoded_once_for_all_its_prompts(vision_model):
+    tower = vision_model.runner.tower
+    run(vision_model, list(CHATS))
     count = tower.num_encoded
-    run(seeing, list(CHATS), preempts=0.3)
+    run(vision_model, list(CHATS), preempts=0.3)
     assert tower.num_encoded == count
 
 
-def test_a_small_cache_encodes_again_and_changes_nothing(seeing, expected, monkeypatch):
-    tower = seeing.runner.tower
+def test_a_small_cache_encodes_again_and_changes_nothing(vision_model, expected, monkeypatch):
+    tower = vision_model.runner.tower
     count = tower.num_encoded
     monkeypatch.setattr(tower, "max_bytes", 1)
     for name in ("turns", "before", "after"):
-        assert run(seeing, [name], chunks=1000)[name] == expected[name]
+        assert run(vision_model, [name], chunks=1000)[name] == expected[name]
     assert tower.num_encoded > count
 
 
@@ -169,36 +169,36 @@ PARTS = runner_module.VisionRunner._parts
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(seeing, expected, monkeypatch, fault):
+def test_a_planted_fault_is_seen(vision_model, expected, monkeypatch, fault):
     name, planted = FAULTS[fault]
     monkeypatch.setattr(runner_module.VisionRunner, name, planted)
-    assert run(seeing, list(CHATS), chunks=1000) != expected
+    assert run(vision_model, list(CHATS), chunks=1000) != expected
 
 
-def test_rows_left_out_behind_layers_are_seen(seeing, expected, monkeypatch):
+def test_rows_left_out_behind_layers_are_seen(vision_model, expected, monkeypatch):
     """Qwen3-VL adds rows of images behind its first layers."""
-    has_rows = seeing.info.architecture == "Qwen3VLForConditionalGeneration"
+    has_rows = vision_model.info.architecture == "Qwen3VLForConditionalGeneration"
     joined = runner_module.joined
     monkeypatch.setattr(runner_module, "joined", lambda parts: joined([one[:1] for one in parts]))
-    found = run(seeing, ["turns"], chunks=1000)
+    found = run(vision_model, ["turns"], chunks=1000)
     assert (found["turns"] != expected["turns"]) == has_rows
 
 
 @pytest.mark.parametrize("fault", GRID_FAULTS)
-def test_a_planted_fault_of_positions_is_seen(seeing, expected, monkeypatch, fault):
+def test_a_planted_fault_of_positions_is_seen(vision_model, expected, monkeypatch, fault):
     monkeypatch.setattr(runner_module, "positions_of", GRID_FAULTS[fault])
-    names = ["before", "turns"] if seeing.runner.has_grids else ["alone"]
-    found = run(seeing, names, chunks=1000)
-    assert (found != {name: expected[name] for name in names}) == seeing.runner.has_grids
+    names = ["before", "turns"] if vision_model.runner.has_grids else ["alone"]
+    found = run(vision_model, names, chunks=1000)
+    assert (found != {name: expected[name] for name in names}) == vision_model.runner.has_grids
 
 
-def test_modules_of_transformers_compute_the_same(seeing, expected):
+def test_modules_of_transformers_compute_the_same(vision_model, expected):
     """Where there are no compiled kernels, the text model is transformers' own."""
-    model = ModelConfig(str(seeing.directory), dtype="float32")
+    model = ModelConfig(str(vision_model.directory), dtype="float32")
     spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
     stock = runner_module.VisionRunner(spec, ReferenceBackend())
     try:
-        other = replace(seeing, runner=stock, info=stock.load(lambda progress: None))
+        other = replace(vision_model, runner=stock, info=stock.load(lambda progress: None))
         assert not isinstance(stock._model.module, NativeDecoder)
         names = ["between", "turns", "no image"]
         found = run(other, names, chunks=40, preempts=0.1)
@@ -207,11 +207,11 @@ def test_modules_of_transformers_compute_the_same(seeing, expected):
         stock.close()
 
 
-def test_what_is_loaded_takes_what_was_estimated(seeing):
-    model = ModelConfig(str(seeing.directory), dtype="float32")
+def test_what_is_loaded_takes_what_was_estimated(vision_model):
+    model = ModelConfig(str(vision_model.directory), dtype="float32")
     spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
     estimate = runner_module.VisionRunner(spec).estimate().num_bytes
-    assert abs(seeing.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
+    assert abs(vision_model.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
 
 
 @pytest.mark.cases(1)
@@ -226,13 +226,13 @@ def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
     check_estimate("vision_memory", directory)
 
 
-def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path):
+def test_a_config_of_the_first_kind_is_read_the_same(vision_model, expected, tmp_path):
     """Qwen2-VL's own config.json has the text model's fields beside the others, and names its
     rotary embedding's type after its positions."""
-    if not seeing.info.architecture.startswith("Qwen2"):
-        assert seeing.info.architecture in VISION
+    if not vision_model.info.architecture.startswith("Qwen2"):
+        assert vision_model.info.architecture in VISION
         return
-    directory = shutil.copytree(seeing.directory, tmp_path / "flat")
+    directory = shutil.copytree(vision_model.directory, tmp_path / "flat")
     config = json.loads((directory / "config.json").read_text("utf-8"))
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -243,7 +243,7 @@ def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path)
     (directory / "config.json").write_text(json.dumps(flat))
     runner, info = runner_of(directory, kv_cache_memory=8 << 20)
     try:
-        other = replace(seeing, directory=directory, runner=runner, info=info)
+        other = replace(vision_model, directory=directory, runner=runner, info=info)
         assert run(other, ["turns"]) == {"turns": expected["turns"]}
     finally:
         runner.close()
@@ -285,16 +285,16 @@ def test_an_image_whose_tokens_do_not_see_each_other_is_seen(whole, monkeypatch)
     assert run(whole, list(CHATS), chunks=1000) == wanted
 
 
-def cached_differences(seeing):
+def cached_differences(vision_model):
     """Return how far the first token's log-probability is from that of a prompt that is computed at
     once, where it is computed behind each cached prefix that ends inside an image."""
-    found, size = [], seeing.info.block_size
+    found, size = [], vision_model.info.block_size
     for turns in CHATS.values():
-        prompt, images = seeing.prompt(turns)
+        prompt, images = vision_model.prompt(turns)
         for cached in range(size, len(prompt), size):
             if not any(image.is_inside(cached) for image in images):
                 continue
-            planner = MiniPlanner(seeing.runner, seeing.info, chunks=1000)
+            planner = MiniPlanner(vision_model.runner, vision_model.info, chunks=1000)
             asked = Sampling(temperature=0.0, logprobs=0)
             once = planner.add(prompt, 1, sampling=asked, images=images)
             planner.chunks = len(prompt)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.config import SchedulerConfig
 from engine.core.common.rate import RecentRate
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.text.drafting.draft_lengths import Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import DraftBudget, StepCosts
 from engine.core.text.pace.best_rate import BestRate
 from engine.core.text.pace.decode_pace import DecodePace
 from engine.core.text.pace.speeds import UNREAD_MAX, Speeds
@@ -23,7 +23,7 @@ CONFIG = SchedulerConfig(
     step_time_target_s=0.2,
     inter_token_target_s=0.02,
 )
-NAMES = ("recent_rate", "best_rate", "pace", "costs", "purse")
+NAMES = ("recent_rate", "best_rate", "pace", "costs", "budget")
 
 COUNTS = st.lists(st.integers(1, 20), min_size=1, max_size=16)
 SECONDS = st.sampled_from([0.0, 0.001, 0.002, 0.02, 0.3, 4.0])
@@ -54,7 +54,7 @@ class Told:
     """The same estimates, each told of a step as soon as it is over."""
 
     def __init__(self):
-        self.recent_rate, self.purse, self.costs = RecentRate(), Purse(), StepCosts()
+        self.recent_rate, self.budget, self.costs = RecentRate(), DraftBudget(), StepCosts()
         self.best_rate = BestRate(CONFIG.max_num_batched_tokens, CONFIG.step_time_target_s)
         self.pace = DecodePace(CONFIG.max_num_batched_tokens, CONFIG.inter_token_target_s)
 
@@ -62,7 +62,7 @@ class Told:
         """Count a step, which has so many tokens in its rows before drafts."""
         num_rows, num_tokens, seconds = len(counts), sum(counts), whole_s - draft_s
         if not step.num_drafts:
-            self.purse.note_other()
+            self.budget.note_other()
         if num_tokens == num_rows:
             self.costs.note(num_rows, step.num_drafts, seconds)
         if seconds <= 0:
@@ -86,7 +86,7 @@ def state_of(estimate):
 @given(st.lists(RUNS, max_size=6), st.lists(st.sampled_from(NAMES), max_size=6))
 def test_an_estimate_is_read_as_if_it_had_been_told_of_every_step_at_once(runs, reads):
     speeds, told, reads = Speeds(CONFIG), Told(), iter(reads)
-    speeds.purse.left = told.purse.left = -100.0  # far from full, where nothing more is earned
+    speeds.budget.left = told.budget.left = -100.0  # far from full, where nothing more is earned
     for (counts, drafts, image_cost, whole_s, draft_s), times in runs:
         step = step_of(counts, drafts, image_cost)
         for _ in range(times):

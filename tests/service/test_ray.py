@@ -24,8 +24,7 @@ from grpc_service._generated.triolet.v1 import (
 )
 from grpc_service.ray.answers import Answers
 from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
-from grpc_service.services import encode_codec, text_codec
-from grpc_service.services import image_generation_codec as draw_codec
+from grpc_service.services import encode_codec, image_generation_codec, text_codec
 from grpc_service.services.error_status import status_of
 from tests.support.bodies import run_by
 from tests.support.facades import open_fake
@@ -92,7 +91,11 @@ DECODED = {
     "generate": (text_codec, "decode_generate", generate_request(prompt_ids=[1])),
     "embed": (encode_codec, "decode_embed", inference_pb2.EmbedRequest(inputs=[{"text": "a"}])),
     "rerank": (encode_codec, "decode_rerank", inference_pb2.RerankRequest(query="q")),
-    "generate_image": (draw_codec, "decode_draw", images_pb2.GenerateImageRequest(prompt="a")),
+    "generate_image": (
+        image_generation_codec,
+        "decode_generate_image",
+        images_pb2.GenerateImageRequest(prompt="a"),
+    ),
 }
 
 

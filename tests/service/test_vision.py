@@ -33,7 +33,7 @@ GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=["smolvlm", "gemma3", "qwen3_vl"])
-def seeing(request, tmp_path_factory):
+def vision_model(request, tmp_path_factory):
     """Yield a SmolVLM of random weights, a Gemma 3, whose images are computed as a whole, and a
     Qwen3-VL, whose tokens have three positions and rows behind the first layers."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
@@ -62,9 +62,9 @@ def engine_of(*models, **fields):
     return open_engine(EngineConfig(models=models, **sizes | fields))
 
 
-def model_of(seeing):
+def model_of(vision_model):
     """Return the configuration of the model that sees."""
-    return ModelConfig(str(seeing.directory), dtype="float32")
+    return ModelConfig(str(vision_model.directory), dtype="float32")
 
 
 async def answer(engine, messages, **fields):
@@ -78,20 +78,20 @@ async def answer(engine, messages, **fields):
     return ids, event.usage
 
 
-async def test_answers_are_those_of_transformers_and_prefixes_are_shared(seeing):
-    async with engine_of(model_of(seeing)) as engine:
+async def test_answers_are_those_of_transformers_and_prefixes_are_shared(vision_model):
+    async with engine_of(model_of(vision_model)) as engine:
         for name, turns in CHATS.items():
-            wanted = seeing.expected(turns, NUM_NEW)
-            length = seeing.inputs(turns)["input_ids"].shape[1]
-            first, usage = await answer(engine, seeing.parts(turns))
-            again, cached = await answer(engine, seeing.parts(turns))
+            wanted = vision_model.expected(turns, NUM_NEW)
+            length = vision_model.inputs(turns)["input_ids"].shape[1]
+            first, usage = await answer(engine, vision_model.parts(turns))
+            again, cached = await answer(engine, vision_model.parts(turns))
             assert first == again == wanted, name
             assert usage.prompt_tokens == length
             assert cached.cached_tokens >= length - 1 - 16, name
 
 
-async def test_another_image_never_hits_the_same_text(seeing):
-    async with engine_of(model_of(seeing)) as engine:
+async def test_another_image_never_hits_the_same_text(vision_model):
+    async with engine_of(model_of(vision_model)) as engine:
         for name in ("square", "square2"):
             data = FILES["square"] if name == "square" else FILES["small"]
             messages = [
@@ -102,7 +102,7 @@ async def test_another_image_never_hits_the_same_text(seeing):
             assert usage.cached_tokens < 16
 
 
-async def test_a_planted_fault_of_the_keys_is_seen(seeing, monkeypatch):
+async def test_a_planted_fault_of_the_keys_is_seen(vision_model, monkeypatch):
     """Red if prefixes are found without the digests of images: another image of as many tokens
     then has the first one's answer."""
 
@@ -113,23 +113,23 @@ async def test_a_planted_fault_of_the_keys_is_seen(seeing, monkeypatch):
     monkeypatch.setattr(sequence_keys, "contents_of_blocks", without)
     monkeypatch.setitem(FILES, "another", picture(40, 40, "JPEG", seed=9))
     found = []
-    async with engine_of(model_of(seeing)) as engine:
+    async with engine_of(model_of(vision_model)) as engine:
         for name in ("square", "another"):
             turns = [(name, "What is this? " * 3)]
-            ids, _ = await answer(engine, seeing.parts(turns))
-            found.append(ids == seeing.expected(turns, NUM_NEW))
+            ids, _ = await answer(engine, vision_model.parts(turns))
+            found.append(ids == vision_model.expected(turns, NUM_NEW))
     assert found == [True, False]
 
 
-async def test_choices_of_one_prompt_are_those_of_single_requests(seeing):
+async def test_choices_of_one_prompt_are_those_of_single_requests(vision_model):
     """The choices fork behind the images, whose blocks are computed first and found then."""
     sampling = {"temperature": 1.0, "seed": 5, "max_tokens": NUM_NEW, "ignore_eos": True}
-    async with engine_of(model_of(seeing)) as engine:
+    async with engine_of(model_of(vision_model)) as engine:
         for turns in CHATS.values():
             found, cached = [], []
             for number in (3, 3, 1):
                 request = GenerateRequest(
-                    chat=Chat(seeing.parts(turns)),
+                    chat=Chat(vision_model.parts(turns)),
                     sampling=sampling,
                     n=number,
                     output={"token_ids": True},
@@ -148,10 +148,10 @@ async def test_choices_of_one_prompt_are_those_of_single_requests(seeing):
             assert min(cached[1:]) >= 16
 
 
-async def test_a_literal_image_token_is_text(seeing):
-    sight = seeing.info.images
-    words = f"{sight.token}{sight.marker}"
-    async with engine_of(model_of(seeing)) as engine:
+async def test_a_literal_image_token_is_text(vision_model):
+    preprocessor = vision_model.info.images
+    words = f"{preprocessor.token}{preprocessor.marker}"
+    async with engine_of(model_of(vision_model)) as engine:
         said = [{"role": "user", "content": f"What does {words} mean?"}]
         _, usage = await answer(engine, said)
         both = [
@@ -163,17 +163,19 @@ async def test_a_literal_image_token_is_text(seeing):
         assert len(first) == NUM_NEW
 
 
-async def test_images_go_to_the_first_model_that_sees_and_others_refuse_them(seeing, text_model):
-    async with engine_of(text_model, model_of(seeing)) as engine:
-        messages = seeing.parts(CHATS["before"])
+async def test_images_go_to_the_first_model_that_sees_and_others_refuse_them(
+    vision_model, text_model
+):
+    async with engine_of(text_model, model_of(vision_model)) as engine:
+        messages = vision_model.parts(CHATS["before"])
         ids, _ = await answer(engine, messages)
-        assert ids == seeing.expected(CHATS["before"], NUM_NEW)
+        assert ids == vision_model.expected(CHATS["before"], NUM_NEW)
         with pytest.raises(InvalidRequest, match="reads images"):
             await answer(engine, messages, model=text_model.name)
 
 
-async def test_a_file_that_is_no_image_is_refused_by_its_field(seeing):
-    async with engine_of(model_of(seeing)) as engine:
+async def test_a_file_that_is_no_image_is_refused_by_its_field(vision_model):
+    async with engine_of(model_of(vision_model)) as engine:
         parts = [{"type": "text", "text": "a"}, {"type": "image", "image": b"GIF89a"}]
         messages = [{"role": "user", "content": parts}]
         with pytest.raises(InvalidRequest) as caught:
@@ -189,24 +191,24 @@ async def tokenized(engine, messages, **fields):
     return spans
 
 
-async def test_tokenize_gives_the_tokens_of_images_and_where_they_stand(seeing, text_model):
-    async with engine_of(text_model, model_of(seeing)) as engine:
+async def test_tokenize_gives_the_tokens_of_images_and_where_they_stand(vision_model, text_model):
+    async with engine_of(text_model, model_of(vision_model)) as engine:
         for name, turns in CHATS.items():
-            model = "" if name != "no image" else model_of(seeing).name
-            spans = await tokenized(engine, seeing.parts(turns), model=model)
-            wanted = seeing.inputs(turns)["input_ids"][0].tolist()
+            model = "" if name != "no image" else model_of(vision_model).name
+            spans = await tokenized(engine, vision_model.parts(turns), model=model)
+            wanted = vision_model.inputs(turns)["input_ids"][0].tolist()
             assert [one.token_id for one in spans] == wanted, name
             assert all(one.start < one.end for one in spans), name
-            _, usage = await answer(engine, seeing.parts(turns), model=model)
+            _, usage = await answer(engine, vision_model.parts(turns), model=model)
             assert usage.prompt_tokens == len(spans), name
 
 
-async def test_tokenize_gives_a_literal_image_token_as_plain_text(seeing):
-    word = seeing.info.images.token
+async def test_tokenize_gives_a_literal_image_token_as_plain_text(vision_model):
+    word = vision_model.info.images.token
     parts = [{"type": "text", "text": f"Is {word} this:"},
              {"type": "image", "image": FILES["small"]}]  # fmt: skip
     messages = [{"role": "user", "content": parts}]
-    async with engine_of(model_of(seeing)) as engine:
+    async with engine_of(model_of(vision_model)) as engine:
         spans = await tokenized(engine, messages)
         _, usage = await answer(engine, messages)
         assert usage.prompt_tokens == len(spans)
@@ -217,8 +219,8 @@ async def test_tokenize_gives_a_literal_image_token_as_plain_text(seeing):
         assert "".join(one.text for one in rest) == word
 
 
-async def test_tokenize_refuses_images_that_it_cannot_count(seeing, text_model):
-    async with engine_of(text_model, model_of(seeing)) as engine:
+async def test_tokenize_refuses_images_that_it_cannot_count(vision_model, text_model):
+    async with engine_of(text_model, model_of(vision_model)) as engine:
         for model, data in ((text_model.name, FILES["small"]), ("", b"GIF89a")):
             messages = [{"role": "user", "content": [{"type": "image", "image": data}]}]
             with pytest.raises(InvalidRequest) as caught:
@@ -291,29 +293,29 @@ async def test_log_probabilities_of_a_prompt_with_whole_images_are_refused(whole
         assert violation.field == "output.prompt_logprobs"
 
 
-async def test_an_answer_behind_images_goes_on_after_a_cut(seeing):
-    async with engine_of(model_of(seeing)) as engine:
+async def test_an_answer_behind_images_goes_on_after_a_cut(vision_model):
+    async with engine_of(model_of(vision_model)) as engine:
         for name, turns in CHATS.items():
-            wanted = seeing.expected(turns, NUM_NEW)
+            wanted = vision_model.expected(turns, NUM_NEW)
             for cut in (1, NUM_NEW - 1):
                 received = Continuation((ContinuedChoice(tuple(wanted[:cut])),))
-                rest, usage = await answer(engine, seeing.parts(turns), continuation=received)
+                rest, usage = await answer(engine, vision_model.parts(turns), continuation=received)
                 assert rest == wanted[cut:], name
                 assert usage.resumed_tokens == cut
 
 
-async def test_drafts_behind_images_change_no_token(seeing):
+async def test_drafts_behind_images_change_no_token(vision_model):
     """An answer that repeats itself, so that its tokens are looked up."""
     long = 48
     same = {"temperature": 0, "max_tokens": long, "ignore_eos": True}
     sampling = same | {"allowed_token_ids": (5, 6)}
     counts = []
-    async with engine_of(model_of(seeing)) as engine:
+    async with engine_of(model_of(vision_model)) as engine:
         for turns in CHATS.values():
             found = []
             for speculation in (True, False):
                 request = GenerateRequest(
-                    chat=Chat(seeing.parts(turns)),
+                    chat=Chat(vision_model.parts(turns)),
                     sampling=sampling | {"speculation": speculation},
                     output={"token_ids": True},
                 )

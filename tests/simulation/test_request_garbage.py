@@ -11,7 +11,7 @@ import trio
 
 from engine.requests.encode.stream import EncodeStream
 from engine.requests.encode.values import EmbedRequest
-from engine.requests.image_generation.stream import DrawStream
+from engine.requests.image_generation.stream import ImageGenerationStream
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.text import stream as text_stream
 from engine.requests.text.stream import TextStream
@@ -33,7 +33,7 @@ from tests.support.virtual_engine import fake_engine
 
 SERVICE = "triolet.v1.Inference/"
 OF_REQUESTS = (Call, CallWriter, Rpc, GenerateRequest, TextStream, EmbedRequest, EncodeStream)
-OF_REQUESTS += (DrawRequest, DrawStream)
+OF_REQUESTS += (DrawRequest, ImageGenerationStream)
 
 
 def generate(**fields):

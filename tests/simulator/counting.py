@@ -9,7 +9,7 @@ from engine.core.common.phases import Phase
 from engine.core.common.turns import InTurn, TurnsCore
 from engine.core.encode.types import EncodeResult
 from engine.errors import InvalidRequest
-from engine.kinds import ImageKind
+from engine.kinds import ImageGenerationKind
 from engine.requests.prepared import Prepared
 from engine.requests.stream import RequestStream
 from engine.settings import QueueLimits
@@ -19,7 +19,7 @@ from tests.simulator.watch import WATCHES
 from tests.support.step_driver import OneChoiceDriver
 
 FAULT = MODEL = "counter"
-[COUNTING] = ImageKind.capabilities  # its engine has no other kind that has this
+[COUNTING] = ImageGenerationKind.capabilities  # its engine has no other kind that has this
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class CountStream(RequestStream):
         self._reader.push(event.value)
 
 
-class CountKind(ImageKind):
+class CountKind(ImageGenerationKind):
     request_types, make_stream = (Count,), CountStream
 
     def make_core(self, info, config, name):

@@ -18,7 +18,7 @@ from PIL import Image
 from engine.config import ModelConfig
 from engine.core.image_generation.types import Drawing
 from engine.images.encode import encode
-from engine.requests.image_generation import stream as draw_stream
+from engine.requests.image_generation import stream as image_generation_stream
 from engine.requests.image_generation.values import (
     DrawingFinished,
     DrawingStarted,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
     from engine.core.image_generation.types import RawImage
-    from engine.requests.image_generation.values import DrawEvent
+    from engine.requests.image_generation.values import ImageGenerationEvent
 
 FAULT = "drawings"
 SHARE = 0.3  # of worlds
@@ -115,7 +115,7 @@ class DrawReader(Reader):
         ends = (self.started is not None) + (self.finished is not None)
         return ends + self.num_steps + len(self.images)
 
-    def see(self, event: DrawEvent) -> None:
+    def see(self, event: ImageGenerationEvent) -> None:
         name = self._request.request_id
         if isinstance(event, DrawingStarted):
             if self.started is not None:
@@ -195,7 +195,7 @@ def slow_files(sleep: Callable[[float], None], seconds: float) -> Iterator[None]
         sleep(seconds)
         return encode(*given)
 
-    original, module = draw_stream.encode, cast("Any", draw_stream)
+    original, module = image_generation_stream.encode, cast("Any", image_generation_stream)
     module.encode = slowly
     try:
         yield

@@ -43,7 +43,7 @@ from engine.replica import loop
 from engine.requests import detached, image_memory, stream, supervisor
 from engine.requests.encode import prepare as prepare_inputs
 from engine.requests.encode import stream as encode_stream
-from engine.requests.image_generation import stream as draw_stream
+from engine.requests.image_generation import stream as image_generation_stream
 from engine.requests.text import kept_events, prepare_chat
 from engine.requests.text import stream as text_stream
 from engine.worker.process import answers, group
@@ -537,7 +537,7 @@ MUTANTS = (
     ),
     Mutant(
         "the images of a prompt get each other's places",
-        prepare_chat.Seeing._read_each,
+        prepare_chat.VisionInput._read_each,
         "iter(made)",
         "iter(made[::-1])",
         seed=5,
@@ -552,14 +552,14 @@ MUTANTS = (
     ),
     Mutant(
         "a chat with a damaged image is answered without it",
-        prepare_chat.Seeing._read_each,
+        prepare_chat.VisionInput._read_each,
         "found.append(FieldViolation(path, str(error)))",
         "(made.append(made[0]) if made else found.append(FieldViolation(path, str(error))))",
         seed=81,
     ),
     Mutant(
         "a chat keeps the memory of its images",
-        prepare_chat.Seeing.read,
+        prepare_chat.VisionInput.read,
         "assignment.held, assignment.core_id",
         "type(assignment.held)(), assignment.core_id",
         seed=5,
@@ -928,28 +928,28 @@ MUTANTS = (
     ),
     Mutant(
         "progress overtakes a preview that becomes a file",
-        draw_stream.DrawStream.push,
+        image_generation_stream.ImageGenerationStream.push,
         "and not self._waiting",
         "",
         seed=10,
     ),
     Mutant(
         "a drawing succeeds before its images are taken",
-        draw_stream.DrawStream.wait_turn,
+        image_generation_stream.ImageGenerationStream.wait_turn,
         "elif self.credit.filled:",
         "elif False:",
         seed=41,
     ),
     Mutant(
         "a reader that takes no image is waited for without end",
-        draw_stream.DrawStream._wait_for_reader,
+        image_generation_stream.ImageGenerationStream._wait_for_reader,
         "patience.cancelled_caught and not self.is_closed",
         "False",
         seed=130,
     ),
     Mutant(
         "images that wait for their files are lost at the end",
-        draw_stream.DrawStream._finish,
+        image_generation_stream.ImageGenerationStream._finish,
         "self.phase = Phase.WRITE",
         "self._waiting.clear()",
         seed=10,

@@ -34,7 +34,7 @@ from engine.errors import (
 from engine.replica.replica import ProcessWorker
 from engine.requests.detached import DetachedStreams
 from engine.requests.encode.prepare import InputPreparer
-from engine.requests.image_generation.prepare import DrawPreparer
+from engine.requests.image_generation.prepare import ImageGenerationPreparer
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.quota import Origin, Quota
 from engine.requests.supervisor import ABORT_MEMORY_S
@@ -48,7 +48,7 @@ from engine.worker.fakes.text import FakeScript
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tests.simulator import adapters, counting, pool_faults, resumption, seeing
+from tests.simulator import adapters, counting, pool_faults, resumption, vision
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
@@ -239,7 +239,7 @@ class Simulation:
             block_size=world.block_size,
             max_model_len=world.config.max_model_len or 0,
             script=script,
-            sees=seeing.FAULT in world.faults and model.name == MODEL,
+            sees=vision.FAULT in world.faults and model.name == MODEL,
             num_states=world.num_states,
         )
         runner.broken_at = world.broken_at_step
@@ -866,7 +866,9 @@ class Simulation:
                 raise Violation(f"{generation} has slots promised to no step")
         for serving in engine._supervisor._servings.values():
             preparer = serving.preparer
-            has_images = isinstance(preparer, InputPreparer | DrawPreparer | TextPreparer)
+            has_images = isinstance(
+                preparer, InputPreparer | ImageGenerationPreparer | TextPreparer
+            )
             if has_images and (held := preparer.image_memory.num_bytes):
                 raise Violation(f"{held} bytes of images are held at rest")
         if files := engine._supervisor.image_files.num_bytes:

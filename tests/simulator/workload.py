@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tests.simulator import adapters, counting, pool_faults, resumption, seeing, states
+from tests.simulator import adapters, counting, pool_faults, resumption, states, vision
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_beside, draw_client
 from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
@@ -43,7 +43,7 @@ FAULTS = (
     pool_faults.FAULT,
     resumption.FAULT,
     adapters.FAULT,
-    seeing.FAULT,
+    vision.FAULT,
     drawings.FAULT,
     states.FAULT,
     counting.FAULT,
@@ -112,8 +112,8 @@ def draw_world(
         drawn |= {resumption.FAULT}
     if adapters.is_drawn(seed):
         drawn |= {adapters.FAULT}
-    if seeing.is_drawn(seed):
-        drawn |= {seeing.FAULT}
+    if vision.is_drawn(seed):
+        drawn |= {vision.FAULT}
     if drawings.is_drawn(seed):
         drawn |= {drawings.FAULT}
     if states.is_drawn(seed):
@@ -152,8 +152,8 @@ def draw_world(
         clients = resumption.cut(seed, clients)
     if adapters.FAULT in active:
         config, clients = adapters.add(config), adapters.ask(seed, clients)
-    if seeing.FAULT in active:
-        config, clients = seeing.add(config), seeing.show(seed, clients)
+    if vision.FAULT in active:
+        config, clients = vision.add(config), vision.show(seed, clients)
     beside: Any = counting if counting.FAULT in active else drawings
     if beside.FAULT in active:
         config = drawings.add(seed, config, beside.MODEL)

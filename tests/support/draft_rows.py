@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.drafting.draft_lengths import Lengths, Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import DraftBudget, Lengths, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text.values import GenerateRequest, SamplingParams
@@ -25,8 +25,8 @@ KNOWN: list[tuple[int, ...]] = []  # prompts with their right outputs
 
 
 class Replaying:
-    """A drafter in place of `LookUp` that knows the right outputs. Each of its tokens is right with
-    the probability ``acceptance``."""
+    """A drafter in place of `NgramDrafter` that knows the right outputs. Each of its tokens is
+    right with the probability ``acceptance``."""
 
     acceptance = 0.8
     random = random.Random(1)
@@ -43,7 +43,7 @@ class Replaying:
 
 
 class Resting:
-    """A drafter in place of `LookUp` that finds nothing."""
+    """A drafter in place of `NgramDrafter` that finds nothing."""
 
     def draft(self, tokens, behind, most):
         """Return nothing."""
@@ -72,13 +72,13 @@ def draft_by(patch, drafter):
     """Have an engine draft by one drafter, which is right at random, wherever it can. Return the
     drafter. How long steps take does not count: on a busy machine nothing would be drafted."""
     if drafter == "lookup":
-        patch.setattr(sequences, "LookUp", Replaying)
+        patch.setattr(sequences, "NgramDrafter", Replaying)
         patch.setattr(StepCosts, "note", lambda *_: None)
     else:  # four tokens, however often they are right
-        patch.setattr(sequences, "LookUp", Resting)
+        patch.setattr(sequences, "NgramDrafter", Resting)
         patch.setattr(Lengths, "best", lambda _, most, *costs: (min(most, 4), 2.0))
         patch.setattr(StepCosts, "is_known", lambda *_: True)
-        patch.setattr(Purse, "note", lambda *_: None)
+        patch.setattr(DraftBudget, "note", lambda *_: None)
         patch.setattr(draft_model, "DraftModel", Lying)
     return drafter
 

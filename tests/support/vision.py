@@ -41,7 +41,7 @@ CHATS = {
 
 
 @dataclass(slots=True)
-class Seeing:
+class VisionModel:
     """A model, loaded by the engine and by transformers."""
 
     directory: Path
@@ -69,17 +69,17 @@ class Seeing:
         self, turns: Sequence[Sequence[str]]
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Return the tokens of a chat and where its images are, as the engine makes them."""
-        sight, tokenizer = self.info.images, self.runner.tokenizer
+        preprocessor, tokenizer = self.info.images, self.runner.tokenizer
         messages = self.parts(turns)
         for message in messages:
             for part in message["content"]:
                 if "image" in part:
                     data = part["image"]
-                    part["image"] = ReadImage(sight.read(data), digest_of(data))
-        hidden = hide(Chat(tuple(messages)), sight)
-        shown = show(tokenizer.render_chat(hidden.chat.messages), hidden, sight)
+                    part["image"] = ReadImage(preprocessor.read(data), digest_of(data))
+        hidden = hide(Chat(tuple(messages)), preprocessor)
+        shown = show(tokenizer.render_chat(hidden.chat.messages), hidden, preprocessor)
         ids = tokenizer.encode(shown.text, add_special_tokens=False)
-        return place(ids, shown, hidden.images, sight, tokenizer.plain_ids)
+        return place(ids, shown, hidden.images, preprocessor, tokenizer.plain_ids)
 
     def inputs(self, turns: Sequence[Sequence[str]]) -> dict[str, Any]:
         """Return the same chat as transformers' own processor makes it."""
@@ -117,7 +117,7 @@ def runner_of(directory: Path, **fields: Any) -> tuple[Any, Any]:
     return runner, runner.load(lambda progress: None)
 
 
-def load(root: Path, arch: str) -> Seeing:
+def load(root: Path, arch: str) -> VisionModel:
     """Make a model and load it twice."""
     import transformers
 
@@ -130,4 +130,4 @@ def load(root: Path, arch: str) -> Seeing:
     ).eval()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     processor = RECIPES[arch].processor(transformers, tokenizer)
-    return Seeing(directory, runner, info, stock, processor)
+    return VisionModel(directory, runner, info, stock, processor)

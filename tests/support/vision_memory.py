@@ -21,7 +21,7 @@ from engine.worker.factory import make_runner
 from engine.worker.text.vision.parts import read_parts, text_part
 from tests.support.image_generation_memory import Peak, own_bytes
 from tests.support.mini_planner import MiniPlanner
-from tests.support.vision import FILES, Seeing
+from tests.support.vision import FILES, VisionModel
 
 MAX_PIXELS = 1_000_000
 BUDGET = 2048
@@ -62,10 +62,10 @@ def main() -> None:
         # A RIFF file may be longer than it says.
         kept.read(info.images, small[number % len(small)] + number.to_bytes(4, "little"))
         number += 1
-    seeing = Seeing(Path(sys.argv[1]), runner, info, None, None)
+    vision_model = VisionModel(Path(sys.argv[1]), runner, info, None, None)
     planner = MiniPlanner(runner, info, chunks=BUDGET)
     for turns in ([("large",)], [("other", "What is this?")]):
-        prompt, images = seeing.prompt(turns)
+        prompt, images = vision_model.prompt(turns)
         planner.add(prompt, 2, images=images)
     planner.run()
     print(estimate, peak.end() - before)

@@ -153,7 +153,7 @@ def test_the_instructions_that_multiply_integers_are_named(monkeypatch):
     for told, values in ({}, ["compiled kernels, AVX512-VNNI"]), ({"kernels": ""}, []):
         found = types.SimpleNamespace(returncode=0, stderr="", stdout=json.dumps(TOLD | told))
         monkeypatch.setattr(doctor.subprocess, "run", lambda *args, found=found, **kwargs: found)
-        assert [one.value for one in doctor._torch() if one.name == "small weights"] == values
+        assert [one.value for one in doctor._torch() if one.name == "quantized weights"] == values
 
 
 def test_processor_features_are_found_under_either_name(tmp_path):

@@ -14,15 +14,15 @@ from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason
 from engine.core.text.drafting.draft_counts import DRAFTERS, DraftCounter
 from engine.core.text.drafting.draft_lengths import (
+    BUDGET_STEPS,
     EARNED,
     EARNED_LEAST,
     PLAIN_EVERY,
     PLAIN_FIRST,
-    PURSE_STEPS,
     TRY_EVERY,
     TRY_EVERY_MAX,
+    DraftBudget,
     Lengths,
-    Purse,
     Share,
     StepCosts,
     Trials,
@@ -530,25 +530,25 @@ def test_sequences_that_do_not_draft_count_in_what_drafts_gain():
     assert length(one, 1, measured(1.2), 0, 6) == 0
 
 
-def test_a_model_that_only_costs_may_cost_its_purse_and_a_hundredth():
+def test_a_model_that_only_costs_may_cost_its_budget_and_a_hundredth():
     """However often it could draft: 10,000 steps, each of which it would make twice as long."""
-    purse, lost = Purse(), 0.0
+    budget, lost = DraftBudget(), 0.0
     for _ in range(10_000):
-        if purse.is_open:
-            purse.note(0.0, 1.0)
+        if budget.is_open:
+            budget.note(0.0, 1.0)
             lost += 1.0
         else:
-            purse.note_other()
-    assert PURSE_STEPS < lost <= 1 + PURSE_STEPS + 10_000 * EARNED
+            budget.note_other()
+    assert BUDGET_STEPS < lost <= 1 + BUDGET_STEPS + 10_000 * EARNED
 
 
-def test_a_model_that_pays_keeps_its_purse_open():
-    purse = Purse()
-    purse.note(0.0, PURSE_STEPS - 1)  # it reads a long prompt
+def test_a_model_that_pays_keeps_its_budget_open():
+    budget = DraftBudget()
+    budget.note(0.0, BUDGET_STEPS - 1)  # it reads a long prompt
     for _ in range(100):
-        assert purse.is_open
-        purse.note(2.0, 1.5)
-    assert purse.left == PURSE_STEPS
+        assert budget.is_open
+        budget.note(2.0, 1.5)
+    assert budget.left == BUDGET_STEPS
 
 
 # ---- a draft model
@@ -605,7 +605,8 @@ def test_a_choice_that_forks_drafts_nothing_in_the_row_of_another_one():
 
 
 def test_a_row_takes_the_drafter_that_gains_more():
-    """Of a look-up that is always wrong and a model that is always right, and the other way."""
+    """Of an n-gram drafter that is always wrong and a model that is always right, and the other
+    way."""
     for by_model, script in (
         (True, FakeScript(draft=drafter(0.0), draft_model=always_right)),
         (False, FakeScript(draft=always_right, draft_model=drafter(0.0))),
@@ -633,13 +634,13 @@ def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_
         drafted.append(driver.finished[str(index), 0].usage.drafted_tokens)
     driver.check_tokens()
     assert 0 < sum(drafted[-10:]) <= 10 * 60 * EARNED
-    assert sum(drafted) <= 3 + PURSE_STEPS + 20 * 60 * EARNED
+    assert sum(drafted) <= 3 + BUDGET_STEPS + 20 * 60 * EARNED
 
 
 def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_without_drafts():
     """Eight sequences whose model is always wrong: the steps are those of decodes alone."""
     driver = with_model(drafter(0.0), num_blocks=400, draft_s=1.0)
-    driver.scheduler._speeds.purse.left = -100.0
+    driver.scheduler._speeds.budget.left = -100.0
     for index in range(8):
         driver.submit(make_request(str(index), [index + 1, 2], max_tokens=60))
     kinds = Counter()
@@ -654,13 +655,13 @@ def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_witho
 
 
 def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_is_looked_up():
-    """The model is always right and its cost is known, and the look-up is always wrong."""
+    """The model is always right and its cost is known, and the n-gram drafter is always wrong."""
     driver = drafting(script=FakeScript(draft=drafter(0.0), draft_model=always_right))
     driver.submit(make_request("a", range(1, 6), max_tokens=100))
     while not driver.begin_step().rows[0].by_model:
         driver.end_step()
     driver.end_step()
-    driver.scheduler._speeds.purse.left = -100.0
+    driver.scheduler._speeds.budget.left = -100.0
     looked_up = 0
     while (plan := driver.begin_step()) is not None:
         assert not plan.rows[0].by_model
@@ -670,13 +671,13 @@ def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_
     assert looked_up > 0
 
 
-def test_a_look_up_beside_a_draft_model_drafts_no_more_than_without_one():
+def test_an_ngram_drafter_beside_a_draft_model_drafts_no_more_than_without_one():
     """One of eight rows was looked up. That the others could use a model makes it gain no more."""
     planned = []
     for model in (None, drafter(0.0)):
         script = FakeScript(draft=_for_the_first, draft_model=model, sleep=lambda _: None)
         driver = drafting(script=script, num_blocks=400)
-        driver.scheduler._speeds.purse.left = -100.0
+        driver.scheduler._speeds.budget.left = -100.0
         driver.scheduler._speeds.costs._ratios[0] = 1.3
         driver.submit(make_request("0", [1, 2], max_tokens=100))
         planned.append([])
@@ -703,28 +704,28 @@ def test_drafts_that_do_not_pay_are_tried_more_seldom_where_more_rows_wait_for_t
 
 
 def test_a_model_that_never_pays_earns_ever_less_and_one_that_pays_again_earns_all():
-    purse, lost = Purse(), []
+    budget, lost = DraftBudget(), []
     for _ in range(20_000):
-        if purse.is_open:
-            purse.note(0.0, 1.0)
+        if budget.is_open:
+            budget.note(0.0, 1.0)
             lost.append(1.0)
         else:
-            purse.note_other()
+            budget.note_other()
             lost.append(0.0)
     assert sum(lost[10_000:]) <= 1 + 10_000 * EARNED_LEAST
-    purse.note(2.0, 1.0)
-    before = purse.left
-    purse.note_other()
-    assert purse.left == pytest.approx(before + EARNED)
+    budget.note(2.0, 1.0)
+    before = budget.left
+    budget.note_other()
+    assert budget.left == pytest.approx(before + EARNED)
 
 
 def test_a_model_that_saves_no_more_than_it_costs_does_not_earn_all_again():
-    purse = Purse()
-    purse.note(0.0, 2 * PURSE_STEPS)
-    purse.note(1.0, 1.0)
-    before = purse.left
-    purse.note_other()
-    assert purse.left == pytest.approx(before + EARNED / 4), "halved by each of two steps"
+    budget = DraftBudget()
+    budget.note(0.0, 2 * BUDGET_STEPS)
+    budget.note(1.0, 1.0)
+    before = budget.left
+    budget.note_other()
+    assert budget.left == pytest.approx(before + EARNED / 4), "halved by each of two steps"
 
 
 def test_a_draft_model_does_not_count_in_the_rates_of_steps():

@@ -24,7 +24,7 @@ from engine.errors import (
     RequestTooLarge,
     WorkerLost,
 )
-from engine.requests.image_generation import stream as draw_stream
+from engine.requests.image_generation import stream as image_generation_stream
 from engine.status import Capability
 from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageRunner, image_of
 from engine.worker.fakes.text import FakeScript
@@ -130,13 +130,13 @@ async def test_leaving_the_block_ends_the_drawing_within_a_step():
 
 async def test_time_in_which_files_are_made_is_not_the_readers(monkeypatch, mock_clock):
     """Red if the stall timeout counts while previews become files."""
-    real = draw_stream.encode
+    real = image_generation_stream.encode
 
     def slow(*given):
         trio.from_thread.run_sync(mock_clock.jump, 3)
         return real(*given)
 
-    monkeypatch.setattr(draw_stream, "encode", slow)
+    monkeypatch.setattr(image_generation_stream, "encode", slow)
     async with opened(stall_timeout_s=2, in_process_buffer=1) as engine:
         asked = replace(ASKED, preview_every=1, n=1)
         check(await drawn(engine, asked), asked)
@@ -175,7 +175,8 @@ async def test_a_deadline_counts_until_the_images_are_taken(mock_clock):
 
 
 async def test_a_workers_death_spares_the_drawing_that_it_is_done_with():
-    """Red if `DrawStream.lose_replica` ends a request whose images only wait for their reader."""
+    """Red if `ImageGenerationStream.lose_replica` ends a request whose images only wait for their
+    reader."""
     runner = FakeImageRunner()
     async with opened(runner) as engine, engine.draw(replace(ASKED, request_id="done")) as done:
         assert isinstance(await anext(done), DrawingStarted)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from engine.images.anyres_preprocessor import AnyresSight
+from engine.images.anyres_preprocessor import AnyresPreprocessor
 from engine.images.decode import decode, to_rgb
 from engine.images.errors import BadImage
 from engine.images.fit import ImageFit, read_as
-from engine.images.grid_preprocessor import GridSight
-from engine.images.preprocessor import SquareSight, TiledSight
+from engine.images.grid_preprocessor import GridPreprocessor
+from engine.images.preprocessor import SquarePreprocessor, TiledPreprocessor
 from tests.support.images import (
     BOMBS,
     FORMATS,
@@ -145,13 +145,13 @@ def test_every_reader_takes_the_upper_half_of_16_bit_grey():
     grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 64 + 17
     scan = encoded(Image.fromarray(grey))
     plain = encoded(Image.fromarray((grey >> 8).astype(np.uint8)))
-    grid = GridSight(MOST, 3, "i", 1, 2, 1, 16, 1024)
-    anyres = AnyresSight(MOST, 3, "i", 1, 16, ((32, 32),), 4, 16)
-    tiled = TiledSight(MOST, 3, "i", 1, 32, 16, 4, 16, True)
+    grid = GridPreprocessor(MOST, 3, "i", 1, 2, 1, 16, 1024)
+    anyres = AnyresPreprocessor(MOST, 3, "i", 1, 16, ((32, 32),), 4, 16)
+    tiled = TiledPreprocessor(MOST, 3, "i", 1, 32, 16, 4, 16, True)
     for read in (
         SQUARE.read,
         lambda data: read_as(data, (32, 32), MOST),
-        SquareSight(SQUARE, "i", "i", 1, 4, 16).read,
+        SquarePreprocessor(SQUARE, "i", "i", 1, 4, 16).read,
         grid.read,
         anyres.read,
         tiled.read,

@@ -8,8 +8,7 @@ from engine.errors import ShuttingDown
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.rpc.testing import open_server
-from grpc_service.services import encode_codec, text_codec
-from grpc_service.services import image_generation_codec as draw_codec
+from grpc_service.services import encode_codec, image_generation_codec, text_codec
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
 
@@ -25,7 +24,11 @@ DECODERS = {
         "decode_rerank",
         inference_pb2.RerankRequest(query="q", documents=["d"]),
     ),
-    "GenerateImage": (draw_codec, "decode_draw", images_pb2.GenerateImageRequest(prompt="a")),
+    "GenerateImage": (
+        image_generation_codec,
+        "decode_generate_image",
+        images_pb2.GenerateImageRequest(prompt="a"),
+    ),
 }
 
 

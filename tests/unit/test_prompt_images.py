@@ -7,7 +7,7 @@ import pytest
 from engine.core.text.memory.prefix import extend_keys
 from engine.core.text.prompt_images import contents_of_blocks, cut_chunk
 from engine.core.text.types import PromptImage
-from engine.images.preprocessor import TiledSight, digest_of
+from engine.images.preprocessor import TiledPreprocessor, digest_of
 from engine.requests.text.image_prompts import ImageText, ReadImage, place
 from tests.support.images import picture
 
@@ -98,7 +98,7 @@ def test_a_step_takes_two_images_only_with_room_for_both():
 
 TOKEN = 9
 TILES, TILE_TOKENS, TILE_COST = 5, 4, 16  # of an image of 64 × 48 pixels
-SIGHT = TiledSight(
+PREPROCESSOR = TiledPreprocessor(
     max_pixels=2**20,
     longest_edge=64,
     side=32,
@@ -113,12 +113,12 @@ SIGHT = TiledSight(
 
 def tiles_of(*files):
     """Return where the tiles of images are, of a prompt with two words before each tile."""
-    images = [ReadImage(SIGHT.read(data), digest_of(data)) for data in files]
+    images = [ReadImage(PREPROCESSOR.read(data), digest_of(data)) for data in files]
     ids, owners = [], []
     for number in range(len(images)):
         ids += ([1, 2] + [TOKEN] * TILE_TOKENS) * TILES
         owners += [number] * TILE_TOKENS * TILES
-    _, found = place(ids, ImageText("", tuple(owners)), images, SIGHT, lambda text: ())
+    _, found = place(ids, ImageText("", tuple(owners)), images, PREPROCESSOR, lambda text: ())
     return found
 
 

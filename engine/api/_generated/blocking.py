@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
     from engine.requests.encode.values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
-    from engine.requests.image_generation.values import DrawEvent, DrawRequest
+    from engine.requests.image_generation.values import DrawRequest, ImageGenerationEvent
     from engine.requests.kind import ClientRequest
     from engine.requests.text.chat_values import Chat as ChatMessages
     from engine.requests.text.values import GenerateRequest, SamplingParams, StreamEvent
@@ -151,7 +151,7 @@ class Engine(_Block):
         """Score every document (`engine.api.engine.Engine.rerank`); as `generate`."""
         return self._submit(request_of("rerank", request))
 
-    def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
+    def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
         """Draw images of a prompt (`engine.api.engine.Engine.draw`); as `generate`."""
         return self._submit(request_of("draw", request))
 

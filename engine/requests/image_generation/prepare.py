@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.image_generation.interface import ImageModelInfo
 
-    DrawReplica = Replica[ImageModelInfo, None]
-    DrawAssignment = Assignment[DrawRequest, DrawReplica]
+    ImageGenerationReplica = Replica[ImageModelInfo, None]
+    ImageGenerationAssignment = Assignment[DrawRequest, ImageGenerationReplica]
 
 DEFAULT_STRENGTH = 0.8  # diffusers'
 
@@ -48,7 +48,7 @@ class PreparedDrawing(Prepared[ImageRequest]):
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] = field(kw_only=True)
 
 
-class DrawPreparer:
+class ImageGenerationPreparer:
     """Makes the core's requests from GenerateImage requests. Belongs to the Trio thread."""
 
     def __init__(self, tokenizing: Tokenizing) -> None:
@@ -56,7 +56,7 @@ class DrawPreparer:
         self._encoding = tokenizing.with_own_turns()
         self.image_memory = ImageMemory()
 
-    async def prepare(self, assignment: DrawAssignment) -> PreparedDrawing:
+    async def prepare(self, assignment: ImageGenerationAssignment) -> PreparedDrawing:
         """Return the core's request. The memory of the decoded source is held.
 
         Raises:
@@ -99,7 +99,7 @@ class DrawPreparer:
         )
 
     async def _count_tokens(
-        self, replica: DrawReplica, field: str, text: str, party: Hashable
+        self, replica: ImageGenerationReplica, field: str, text: str, party: Hashable
     ) -> int:
         """Return the number of a prompt's tokens.
 
@@ -118,7 +118,7 @@ class DrawPreparer:
         return len(ids)
 
     async def _read_source(
-        self, assignment: DrawAssignment, width: int, height: int
+        self, assignment: ImageGenerationAssignment, width: int, height: int
     ) -> bytes | None:
         """Return the pixels of the source in the drawing's size; None without a source.
 

@@ -25,10 +25,10 @@ from engine.core.image_generation.types import Drawn, Stepped
 from engine.errors import DeadlineInfeasible
 from engine.images.encode import DEFAULT_QUALITY, encode
 from engine.requests.image_generation.values import (
-    DrawEvent,
     DrawingFinished,
     DrawingStarted,
     GeneratedImage,
+    ImageGenerationEvent,
     ImageUsage,
     Progress,
 )
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 DRAWN_SEEDS = 2**32  # of seeds that the server draws: short enough to be typed
 
 
-class DrawStream(RequestStream[DrawEvent]):
+class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     """A GenerateImage request's life on the Trio thread. ``seed`` is the client's or drawn here."""
 
-    def __init__(self, request: DrawRequest, options: StreamOptions[DrawEvent]) -> None:
+    def __init__(self, request: DrawRequest, options: StreamOptions[ImageGenerationEvent]) -> None:
         # Started and Finished have no credit.
         super().__init__(request, options, num_beside=2, credited=(Progress, GeneratedImage))
         # The end waits for the reader, and a step takes far longer than waking the Trio thread.

@@ -200,4 +200,4 @@ class DrawingFinished(NamedTuple):
     timings: Timings
 
 
-DrawEvent: TypeAlias = DrawingStarted | Progress | GeneratedImage | DrawingFinished
+ImageGenerationEvent: TypeAlias = DrawingStarted | Progress | GeneratedImage | DrawingFinished

@@ -22,7 +22,7 @@ from engine.images.preprocessor import digest_of_piece
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.images.preprocessor import SeenImage, Sight
+    from engine.images.preprocessor import Preprocessor, SeenImage
     from engine.requests.text.chat_values import Chat
     from engine.worker.interface import Tokenizer, TokenSpan
 
@@ -53,10 +53,10 @@ class ImageText:
     owners: tuple[int | None, ...]
 
 
-def hide(chat: Chat, sight: Sight) -> HiddenChat:
+def hide(chat: Chat, preprocessor: Preprocessor) -> HiddenChat:
     """Return a chat as the template gets it. Its images are `ReadImage`s already."""
     key = uuid4().hex
-    words = sorted({sight.marker, sight.token}, key=len, reverse=True)
+    words = sorted({preprocessor.marker, preprocessor.token}, key=len, reverse=True)
     names = {f"{key}x{number}x": word for number, word in enumerate(words)}
     name_of = {word: name for name, word in names.items()}
     pattern = re.compile("|".join(map(re.escape, words)))
@@ -86,13 +86,13 @@ def hide(chat: Chat, sight: Sight) -> HiddenChat:
     return HiddenChat(own, tuple(images), names)
 
 
-def show(text: str, hidden: HiddenChat, sight: Sight) -> ImageText:
+def show(text: str, hidden: HiddenChat, preprocessor: Preprocessor) -> ImageText:
     """Return a rendered chat with its images' texts, and with what was hidden.
 
     Raises:
         InvalidRequest: the template did not write each image once.
     """
-    pattern = re.compile("|".join(map(re.escape, (sight.marker, *hidden.names))))
+    pattern = re.compile("|".join(map(re.escape, (preprocessor.marker, *hidden.names))))
     owners: list[int | None] = []
     num_images = 0
     count = len(hidden.images)
@@ -101,11 +101,11 @@ def show(text: str, hidden: HiddenChat, sight: Sight) -> ImageText:
         nonlocal num_images
         literal = hidden.names.get(found[0])
         if literal is not None:
-            owners.extend([None] * literal.count(sight.token))
+            owners.extend([None] * literal.count(preprocessor.token))
             return literal
         if num_images < count:
             own = hidden.images[num_images].seen.text
-            owners.extend([num_images] * own.count(sight.token))
+            owners.extend([num_images] * own.count(preprocessor.token))
         else:
             own = ""
         num_images += 1
@@ -124,7 +124,7 @@ def place(
     ids: Sequence[int],
     shown: ImageText,
     images: Sequence[ReadImage],
-    sight: Sight,
+    preprocessor: Preprocessor,
     plain_ids: Callable[[str], Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     """Return the prompt and where its images are, or where each tile is of an image that is encoded
@@ -134,24 +134,24 @@ def place(
     Raises:
         InvalidRequest: the text has other image tokens than it should.
     """
-    _check_found(ids, shown, sight)
+    _check_found(ids, shown, preprocessor)
     prompt: list[int] = []
     places: list[list[int]] = [[] for _ in images]
     owners = iter(shown.owners)
     for one in ids:
-        if one != sight.token_id:
+        if one != preprocessor.token_id:
             prompt.append(one)
             continue
         owner = next(owners)
         if owner is None:
-            prompt.extend(plain_ids(sight.token))
+            prompt.extend(plain_ids(preprocessor.token))
         else:
             places[owner].append(len(prompt))
             prompt.append(one)
     found = [
         one
         for own, image in zip(places, images, strict=True)
-        for one in _pieces(own, image, is_whole=sight.is_whole)
+        for one in _pieces(own, image, is_whole=preprocessor.is_whole)
     ]
     return tuple(prompt), tuple(found)
 
@@ -174,7 +174,7 @@ def _pieces(places: Sequence[int], image: ReadImage, *, is_whole: bool) -> Itera
 
 
 def place_spans(
-    spans: Sequence[TokenSpan], shown: ImageText, sight: Sight, tokenizer: Tokenizer
+    spans: Sequence[TokenSpan], shown: ImageText, preprocessor: Preprocessor, tokenizer: Tokenizer
 ) -> tuple[TokenSpan, ...]:
     """Return the same prompt as `place`, as tokens with the characters of the shown text that they
     came from. ``spans`` are the tokens of that text.
@@ -182,21 +182,21 @@ def place_spans(
     Raises:
         InvalidRequest: as `place`.
     """
-    _check_found([one.token_id for one in spans], shown, sight)
+    _check_found([one.token_id for one in spans], shown, preprocessor)
     plain = [
         (id_, tokenizer.decode((id_,), skip_special_tokens=False))
-        for id_ in tokenizer.plain_ids(sight.token)
+        for id_ in tokenizer.plain_ids(preprocessor.token)
     ]
     owners = iter(shown.owners)
     found: list[TokenSpan] = []
     for one in spans:
-        if one.token_id != sight.token_id or next(owners) is not None:
+        if one.token_id != preprocessor.token_id or next(owners) is not None:
             found.append(one)
         else:
             found += [replace(one, token_id=id_, text=text) for id_, text in plain]
     return tuple(found)
 
 
-def _check_found(ids: Sequence[int], shown: ImageText, sight: Sight) -> None:
-    if sum(1 for one in ids if one == sight.token_id) != len(shown.owners):
+def _check_found(ids: Sequence[int], shown: ImageText, preprocessor: Preprocessor) -> None:
+    if sum(1 for one in ids if one == preprocessor.token_id) != len(shown.owners):
         raise InvalidRequest.of("chat", "has image tokens that the model's tokenizer does not find")

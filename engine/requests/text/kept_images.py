@@ -17,7 +17,7 @@ from engine.requests.text.image_prompts import ReadImage
 
 if TYPE_CHECKING:
     from engine.images.decoder import DecodeImage
-    from engine.images.preprocessor import Sight
+    from engine.images.preprocessor import Preprocessor
 
 
 class KeptImages:
@@ -28,27 +28,27 @@ class KeptImages:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._decode = decode
-        self._kept: OrderedDict[tuple[Sight, bytes], ReadImage] = OrderedDict()
+        self._kept: OrderedDict[tuple[Preprocessor, bytes], ReadImage] = OrderedDict()
         self._lock = Lock()
 
-    def read(self, sight: Sight, data: bytes) -> ReadImage:
+    def read(self, preprocessor: Preprocessor, data: bytes) -> ReadImage:
         """Return the image in a file as a model reads it.
 
         Raises:
-            BadImage: as `Sight.read`.
+            BadImage: as `Preprocessor.read`.
         """
-        key = (sight, digest_of(data))
+        key = (preprocessor, digest_of(data))
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
                 return found
-        found = ReadImage(self._decode(sight.read, data), key[1])
+        found = ReadImage(self._decode(preprocessor.read, data), key[1])
         with self._lock:
             self._keep(key, found)
         return found
 
-    def _keep(self, key: tuple[Sight, bytes], image: ReadImage) -> None:
+    def _keep(self, key: tuple[Preprocessor, bytes], image: ReadImage) -> None:
         before = self._kept.pop(key, None)
         self.num_bytes += image.seen.num_bytes - (0 if before is None else before.seen.num_bytes)
         self._kept[key] = image

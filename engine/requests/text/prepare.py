@@ -17,7 +17,7 @@ from engine.requests.prepared import Prepared
 from engine.requests.text.answers.format import PLAIN, AnswerFormat, detect_format
 from engine.requests.text.answers.tool_grammar import tool_constraint
 from engine.requests.text.chat_values import function_of
-from engine.requests.text.prepare_chat import Seeing, SeeingPrompt
+from engine.requests.text.prepare_chat import VisionInput, VisionPrompt
 from engine.requests.text.resolve import resolve_sampling, resolve_stops
 from engine.requests.text.truncation import choose_dropped, truncation_limits, without_messages
 from engine.requests.text.values import MAX_PROMPT_LOGPROBS
@@ -76,8 +76,8 @@ class TextPreparer:
     def __init__(self, tokenizing: Tokenizing, tasks: RequestTasks) -> None:
         self._tokenizing = tokenizing
         self._tasks = tasks
-        self._seeing = Seeing(tokenizing)
-        self.image_memory = self._seeing.memory
+        self._vision_input = VisionInput(tokenizing)
+        self.image_memory = self._vision_input.memory
 
     async def prepare(self, assignment: TextAssignment) -> PreparedText:
         """Return the core's request: prompt tokenised and cut, images decoded and placed, sampling
@@ -144,26 +144,26 @@ class TextPreparer:
 
     async def _prompt_ids(
         self, assignment: TextAssignment
-    ) -> tuple[SeeingPrompt, AnswerFormat, tuple[int, ...]]:
+    ) -> tuple[VisionPrompt, AnswerFormat, tuple[int, ...]]:
         """Return the prompt before it is cut, with its images; the format of the answer; and the
         indices of the messages that were left out."""
         asked, replica, party = assignment.request, assignment.replica, assignment.party
         add_special = asked.prompt.add_special_tokens
         bound = _bound_of(asked.prompt, replica.info)
         if asked.token_ids is not None:
-            return SeeingPrompt(asked.token_ids), PLAIN, ()
+            return VisionPrompt(asked.token_ids), PLAIN, ()
         if asked.chat is None:
             text, adds = asked.text or "", add_special is not False
             ids = await self._tokenizing.tokenize(
                 replica, text, add_special_tokens=adds, party=party, bound=bound
             )
-            return SeeingPrompt(ids), PLAIN, ()
-        chat = await self._seeing.read(assignment, asked.chat)
+            return VisionPrompt(ids), PLAIN, ()
+        chat = await self._vision_input.read(assignment, asked.chat)
         dropped: tuple[int, ...] = ()
         if chat.truncates:
             dropped = await self._messages_to_drop(replica, asked, chat, party)
             chat = replace(chat, messages=without_messages(chat.messages, dropped))
-        text, prompt = await self._seeing.prompt_of(
+        text, prompt = await self._vision_input.prompt_of(
             replica, chat, bool(add_special), party=party, bound=bound
         )
         names = [function_of(tool)["name"] for tool in chat.offered_tools]
@@ -187,7 +187,7 @@ class TextPreparer:
         adds = bool(asked.prompt.add_special_tokens)
         while True:
             shorter = replace(chat, messages=messages)
-            _, prompt = await self._seeing.prompt_of(replica, shorter, adds, party=party)
+            _, prompt = await self._vision_input.prompt_of(replica, shorter, adds, party=party)
             try:
                 messages = counts.send(len(prompt.ids))
             except StopIteration as done:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from engine.core.text.types import PromptImage
     from engine.images.decoder import DecodeImage
-    from engine.images.preprocessor import Sight
+    from engine.images.preprocessor import Preprocessor
     from engine.requests.prepared import Assignment
     from engine.requests.text.chat_values import Chat
     from engine.requests.tokenizing import AnyReplica, TokenBound, Tokenizing
@@ -41,14 +41,14 @@ IMAGE_BYTES_MAX = 512 * 2**20
 PARTS_READ = re.compile(r"\[\s*['\"]type['\"]\s*\]|\.type\b|['\"]type['\"]\s*,")
 
 
-class SeeingPrompt(NamedTuple):
+class VisionPrompt(NamedTuple):
     """A prompt's tokens, and where its images are."""
 
     ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
 
 
-class Seeing:
+class VisionInput:
     """Reads the images of chats. Belongs to the Trio thread.
 
     Cancellation of every async method: at once. A thread that decodes or tokenises goes on to its
@@ -68,16 +68,19 @@ class Seeing:
             InvalidRequest: images cannot be read, or the model reads none; it lists every one.
             RequestTooLarge: there are too many images for one request.
         """
-        sight, count = _sight_for(assignment.replica, chat), sum(1 for _ in chat.images)
-        if sight is None or not count:
+        preprocessor, count = (
+            _preprocessor_for(assignment.replica, chat),
+            sum(1 for _ in chat.images),
+        )
+        if preprocessor is None or not count:
             return chat
-        self._check_count(sight, count)
+        self._check_count(preprocessor, count)
         assignment.report(Phase.DECODE_IMAGE)
-        num_bytes = count * sight.max_bytes
+        num_bytes = count * preprocessor.max_bytes
         await self.memory.take(
             num_bytes, assignment.held, assignment.core_id, assignment.spare_images
         )
-        chat = await self._read_each(chat, partial(self._kept.read, sight))
+        chat = await self._read_each(chat, partial(self._kept.read, preprocessor))
         assignment.report(Phase.TOKENIZE)
         return chat
 
@@ -89,7 +92,7 @@ class Seeing:
         *,
         party: Hashable,
         bound: TokenBound | None = None,
-    ) -> tuple[str, SeeingPrompt]:
+    ) -> tuple[str, VisionPrompt]:
         """Return a chat whose images are read as text and as tokens. Cancellation: as the class.
 
         Raises:
@@ -106,11 +109,11 @@ class Seeing:
                 party=party,
                 bound=None if images else bound,
             )
-        sight = _sight_of(replica)
-        if sight is None:
-            return shown.text, SeeingPrompt(ids)
-        placed = place(ids, shown, images, sight, replica.tokenizer.plain_ids)
-        return shown.text, SeeingPrompt(*placed)
+        preprocessor = _preprocessor_of(replica)
+        if preprocessor is None:
+            return shown.text, VisionPrompt(ids)
+        placed = place(ids, shown, images, preprocessor, replica.tokenizer.plain_ids)
+        return shown.text, VisionPrompt(*placed)
 
     async def spans(
         self, replica: AnyReplica, chat: Chat, add_special_tokens: bool, party: Hashable
@@ -124,20 +127,24 @@ class Seeing:
             RequestTooLarge: there are too many images for one request, or as
                 `Tokenizing.spans`.
         """
-        sight, count = _sight_for(replica, chat), sum(1 for _ in chat.images)
-        if sight is not None and count:
-            self._check_count(sight, count)
-            measure = partial(_measure, self._tokenizing.image_decoder, sight)
+        preprocessor, count = _preprocessor_for(replica, chat), sum(1 for _ in chat.images)
+        if preprocessor is not None and count:
+            self._check_count(preprocessor, count)
+            measure = partial(_measure, self._tokenizing.image_decoder, preprocessor)
             chat = await self._read_each(chat, measure)
         shown, _ = await self._shown(replica, chat, party)
         with of_field("chat"):
             spans = await self._tokenizing.spans(
                 replica, shown.text, add_special_tokens=add_special_tokens, party=party
             )
-        return spans if sight is None else place_spans(spans, shown, sight, replica.tokenizer)
+        return (
+            spans
+            if preprocessor is None
+            else place_spans(spans, shown, preprocessor, replica.tokenizer)
+        )
 
-    def _check_count(self, sight: Sight, count: int) -> None:
-        most = max(1, self.memory.request_bytes_max // sight.max_bytes)
+    def _check_count(self, preprocessor: Preprocessor, count: int) -> None:
+        most = max(1, self.memory.request_bytes_max // preprocessor.max_bytes)
         if count > most:
             raise RequestTooLarge.of(
                 "chat.messages", f"has {count} images, of at most {most} in one request"
@@ -160,43 +167,43 @@ class Seeing:
         self, replica: AnyReplica, chat: Chat, party: Hashable
     ) -> tuple[ImageText, Sequence[ReadImage]]:
         """Return the text of a chat whose images are read, and the images."""
-        sight = _sight_of(replica)
-        if sight is None:
+        preprocessor = _preprocessor_of(replica)
+        if preprocessor is None:
             return ImageText(await self._tokenizing.render_chat(replica, chat, party), ()), ()
-        hidden = hide(chat, sight)
+        hidden = hide(chat, preprocessor)
         template = replica.tokenizer.chat_template(has_tools=bool(chat.offered_tools))
         own = hidden.chat
         if PARTS_READ.search(template):
             own = replace(own, messages=tuple(map(_in_parts, own.messages)))
         text = await self._tokenizing.render_chat(replica, own, party)
-        return show(text, hidden, sight), hidden.images
+        return show(text, hidden, preprocessor), hidden.images
 
 
-def _sight_of(replica: AnyReplica) -> Sight | None:
+def _preprocessor_of(replica: AnyReplica) -> Preprocessor | None:
     """Return how the model reads images in chats, None for one that does not."""
     if not replica.info.capability.generates_text:
         return None  # an encoder's images are not read in chats
-    sight: Sight | None = replica.info.images
-    return sight
+    preprocessor: Preprocessor | None = replica.info.images
+    return preprocessor
 
 
-def _sight_for(replica: AnyReplica, chat: Chat) -> Sight | None:
+def _preprocessor_for(replica: AnyReplica, chat: Chat) -> Preprocessor | None:
     """Return how the model reads images, None for a model that reads none.
 
     Raises:
         InvalidRequest: it reads none, and the chat has some.
     """
-    sight = _sight_of(replica)
-    if sight is None:
+    preprocessor = _preprocessor_of(replica)
+    if preprocessor is None:
         what = f"is for a model that reads images, which {replica.model} does not"
         if found := [FieldViolation(path, what) for path, _ in chat.images]:
             raise InvalidRequest(found)
-    return sight
+    return preprocessor
 
 
-def _measure(decode: DecodeImage, sight: Sight, data: bytes) -> ReadImage:
+def _measure(decode: DecodeImage, preprocessor: Preprocessor, data: bytes) -> ReadImage:
     """Return an image without its pixels."""
-    return ReadImage(decode(sight.read, data)._replace(tiles=()), b"")
+    return ReadImage(decode(preprocessor.read, data)._replace(tiles=()), b"")
 
 
 def _with_images(message: Mapping[str, Any], images: Any) -> Mapping[str, Any]:

@@ -25,9 +25,9 @@ KEPT_IMAGES = 8  # encodings that are kept behind a step
 
 
 @dataclass(frozen=True, slots=True)
-class FakeSight:
-    """Implements `engine.images.preprocessor.Sight`. Decoding an image takes ``decode_s``, passed
-    to ``sleep``."""
+class FakePreprocessor:
+    """Implements `engine.images.preprocessor.Preprocessor`. Decoding an image takes ``decode_s``,
+    passed to ``sleep``."""
 
     decode_s: float
     sleep: Callable[[float], None]
@@ -44,7 +44,7 @@ class FakeSight:
         return 2 * min(max_tokens, MAX_TOKENS)
 
     def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Sight.read`."""
+        """Decode an image file and fit it, as `Preprocessor.read`."""
         if self.decode_s:
             self.sleep(self.decode_s)
         fit = ImageFit(self.max_tokens, self.max_pixels, size=(SIDE, SIDE))

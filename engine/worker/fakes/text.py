@@ -30,7 +30,7 @@ from engine.worker.fakes.digests import (
     held_back,
     next_token,
 )
-from engine.worker.fakes.preprocessor import FakeSight, FakeTower, met_by
+from engine.worker.fakes.preprocessor import FakePreprocessor, FakeTower, met_by
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.states import FakeStates
 from engine.worker.fakes.tokenizer import EOS
@@ -163,7 +163,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             eos_token_ids=frozenset({EOS}),
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
-            images=FakeSight(self.script.decode_s, self.script.sleep) if sees else None,
+            images=FakePreprocessor(self.script.decode_s, self.script.sleep) if sees else None,
             num_states=num_states,
         )
         self._states = FakeStates(num_states)

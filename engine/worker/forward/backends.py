@@ -166,8 +166,8 @@ def prepare(
         what = f"{model.quantization} weights by {native.integer_kind(library)}"
     compiled = CompiledAdapters(module, model.dtype, places, packed, head)
     why = f"{name} runs compiled ({kind}, {what})"
-    if objection_to_outline := getattr(model.config, "objection_to_outline", ""):
-        why += f", of transformers' module, because of its config.json: {objection_to_outline}"
+    if objection_to_skeleton := getattr(model.config, "objection_to_skeleton", ""):
+        why += f", of transformers' module, because of its config.json: {objection_to_skeleton}"
     return _logged(Execution(_with(model, module), backend, why, compiled))
 
 

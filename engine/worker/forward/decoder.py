@@ -24,7 +24,7 @@ from engine.worker.forward.native_attention import NativeStep, native_call
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
 from engine.worker.load.refusal import Refusal
-from engine.worker.quantized.weight import SmallWeight, join, release, weight_of
+from engine.worker.quantized.weight import QuantizedWeight, join, release, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,12 +77,12 @@ class Packer:
         return self.pack(weight, bias, pair=2 if is_paired else 0)
 
     def pack(
-        self, weight: torch.Tensor | SmallWeight, bias: torch.Tensor | None, pair: int = 0
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, pair: int = 0
     ) -> structs.Linear:
         """Pack ``weight`` [outputs, inputs] into panels. ``pair`` is 2 for gates and ups, else
         0."""
         kept = None if bias is None else self.keep(_whole_panels(bias.to(torch.float32)))
-        if isinstance(weight, SmallWeight):
+        if isinstance(weight, QuantizedWeight):
             return self._pack_small(weight.in_halves(), kept, pair)
         outputs, inputs = weight.shape
         weight = weight.to(self.dtype).contiguous()
@@ -94,7 +94,7 @@ class Packer:
         self.packed.append(panels)
         return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs)
 
-    def _pack_small(self, weight: SmallWeight, bias: int | None, pair: int) -> structs.Linear:
+    def _pack_small(self, weight: QuantizedWeight, bias: int | None, pair: int) -> structs.Linear:
         outputs, inputs = weight.numbers.shape
         numbers = weight.numbers.contiguous()
         size = self.library.triolet_small_bytes(weight.bits, outputs, inputs)
@@ -115,7 +115,7 @@ class Packer:
             panels.data_ptr(), bias, scales, offsets, table, outputs, inputs, weight.group
         )
 
-    def _pack_scales(self, scales: torch.Tensor, weight: SmallWeight, pair: int) -> int:
+    def _pack_scales(self, scales: torch.Tensor, weight: QuantizedWeight, pair: int) -> int:
         outputs, inputs = weight.numbers.shape
         count = self.library.triolet_packed_scales(outputs, inputs, weight.group)
         panels = torch.empty(count, dtype=torch.float16)
@@ -149,28 +149,31 @@ class Packer:
         return _alternate_panels(*(parts[0].chunk(2) if len(parts) == 1 else parts))
 
 
-def _read(weight: Any) -> torch.Tensor | SmallWeight:
+def _read(weight: Any) -> torch.Tensor | QuantizedWeight:
     """Return a layer's weight, read from its file if it is still there."""
     return weight.detach() if isinstance(weight, torch.Tensor) else weight()
 
 
-def _joined(weights: list[torch.Tensor | SmallWeight]) -> torch.Tensor | SmallWeight:
+def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:
     """Return one weight with the outputs of all. If only some are small, these are expanded."""
     if len(weights) == 1:
         return weights[0]
-    small = [one for one in weights if isinstance(one, SmallWeight)]
+    small = [one for one in weights if isinstance(one, QuantizedWeight)]
     if len(small) == len(weights):
         return join(small)
     plain = next(one for one in weights if isinstance(one, torch.Tensor))
     return torch.cat(
-        [one.expand().to(plain.dtype) if isinstance(one, SmallWeight) else one for one in weights]
+        [
+            one.expand().to(plain.dtype) if isinstance(one, QuantizedWeight) else one
+            for one in weights
+        ]
     )
 
 
-def _whole_halves(weight: torch.Tensor | SmallWeight, count: int) -> list[Any]:
+def _whole_halves(weight: torch.Tensor | QuantizedWeight, count: int) -> list[Any]:
     """Return the gates or the ups of ``count`` weights, or both if there is one, in whole
     panels."""
-    if isinstance(weight, SmallWeight):
+    if isinstance(weight, QuantizedWeight):
         halves = weight.halves() if count == 1 else [weight]
         return [half.each(_whole_panels) for half in halves]
     return [_whole_panels(half) for half in (weight.chunk(2) if count == 1 else [weight])]

@@ -1,4 +1,4 @@
-"""Takes models apart for the compiled decoder: outlines, and modules of transformers.
+"""Takes models apart for the compiled decoder: skeletons, and modules of transformers.
 
 Rule 1: only the classes in `LISTED` are compiled. Other models run as they are. Rule 2: a loaded
 module that differs from the usual form of its class (another activation, a norm of another kind)
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.skeleton.families import LISTED, is_convolution, is_rotated
-from engine.worker.skeleton.modules import Linear, Outline
+from engine.worker.skeleton.modules import Linear, Skeleton
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,13 +116,13 @@ class DecoderParts:
 
 
 def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
-    """Return the parts of a listed model, stock or outline, without changing it.
+    """Return the parts of a listed model, stock or skeleton, without changing it.
 
     Raises:
         NotRewritten: The model is not listed, or differs from the usual form of its class.
     """
     name = type(module).__name__
-    if isinstance(module, Outline):
+    if isinstance(module, Skeleton):
         name = module.config.architecture
     if name not in LISTED:
         raise NotRewritten(f"{name} has no compiled form")
@@ -331,8 +331,8 @@ def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, to
     """Return the cosines and sines of both halves of a head. GPT-OSS' module computes those of one
     half alone, one for each frequency."""
     cosines, sines = rotary(torch.zeros(1), position_ids=positions)
-    waves = getattr(rotary, "inv_freq", None)
-    if waves is None or cosines.shape[-1] != waves.numel():
+    inv_freq = getattr(rotary, "inv_freq", None)
+    if inv_freq is None or cosines.shape[-1] != inv_freq.numel():
         return cosines, sines
     return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
 

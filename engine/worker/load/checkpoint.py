@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.worker.load.joined_experts import Piece
-    from engine.worker.quantized.weight import Form, SmallWeight
+    from engine.worker.quantized.weight import Form, QuantizedWeight
 
 # Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
 # floats) are quantised and are refused.
@@ -141,7 +141,7 @@ class Checkpoint:
         """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
         return None
 
-    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+    def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return a function that reads a tensor in 8 or 4 bits, also after the checkpoint is
         closed; None for one of floats."""
         return None

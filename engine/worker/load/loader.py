@@ -5,7 +5,7 @@ Rule 1: a parameter that the checkpoint lacks, or a tensor that the model does n
 global state changes (default dtype, init functions, progress bars), because other models run and
 load in other threads. This is why `from_pretrained` is not used.
 
-The model is transformers' own, or, where it will run compiled, its outline
+The model is transformers' own, or, where it will run compiled, its skeleton
 (`engine.worker.skeleton`), which has the same parameters. Importing transformers takes several
 times as long as torch, so it is imported only for the former. Both are built on torch's meta
 device, which allocates no memory. Then the weights are assigned one by one. Buffers such as rotary
@@ -32,9 +32,9 @@ from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 from engine.worker.quantized.weight import GROUP, ROUNDED, Form, RoundedLater, defer
-from engine.worker.skeleton.config import OutlineConfig, Unusual, read_outline
+from engine.worker.skeleton.config import SkeletonConfig, Unusual, read_skeleton
 from engine.worker.skeleton.division_plans import is_one_expert
-from engine.worker.skeleton.modules import Outline
+from engine.worker.skeleton.modules import Skeleton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import Checkpoint, StoredTensor
     from engine.worker.load.joined_experts import Joining
-    from engine.worker.quantized.weight import SmallWeight
+    from engine.worker.quantized.weight import QuantizedWeight
 
 GROUPED_BYTES = 16  # of a row, for torch.nn.functional.grouped_mm
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
@@ -55,8 +55,8 @@ UNREAD = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|mas
 class LoadedModel:
     """A model that is ready to run: in eval mode, without gradients, with paged attention."""
 
-    module: Any  # transformers' PreTrainedModel, an Outline, or a compiled decoder
-    config: Any  # transformers' PreTrainedConfig, or an OutlineConfig
+    module: Any  # transformers' PreTrainedModel, a Skeleton, or a compiled decoder
+    config: Any  # transformers' PreTrainedConfig, or a SkeletonConfig
     architecture: Architecture
     dtype: torch.dtype
     device: torch.device
@@ -65,8 +65,8 @@ class LoadedModel:
 
 
 def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
-    """Return the architecture and the config of a model's directory: an `OutlineConfig` if
-    possible, else transformers' config object, whose ``objection_to_outline`` says why. With
+    """Return the architecture and the config of a model's directory: a `SkeletonConfig` if
+    possible, else transformers' config object, whose ``objection_to_skeleton`` says why. With
     ``is_stock`` it is the latter in any case.
 
     Raises:
@@ -80,11 +80,11 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     why = ""
     if not is_stock:
         try:
-            return architecture, read_outline(raw, architecture.name)
+            return architecture, read_skeleton(raw, architecture.name)
         except Unusual as unusual:
             why = str(unusual)
     config = _stock_config(raw, architecture)
-    config.objection_to_outline = why
+    config.objection_to_skeleton = why
     return architecture, config
 
 
@@ -111,9 +111,9 @@ def weight_bytes(
 ) -> int:
     """Return an estimate of the memory for a checkpoint's weights. Those in 8 or 4 bits are
     expanded in a model that does not run compiled, and in the joined experts of a stock module."""
-    is_outline, total = isinstance(config, OutlineConfig), 0
+    is_skeleton, total = isinstance(config, SkeletonConfig), 0
     for tensor in checkpoint.tensors.values():
-        is_kept = is_compiled and (is_outline or not is_one_expert(tensor.name))
+        is_kept = is_compiled and (is_skeleton or not is_one_expert(tensor.name))
         form = checkpoint.form(tensor.name) if is_kept else None
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
@@ -132,8 +132,8 @@ def load_model(
     progress: Callable[[LoadProgress], None],
     quantization: str = "none",
 ) -> LoadedModel:
-    """Build the model and give it the open checkpoint's weights. With an `OutlineConfig`, it is an
-    `Outline`, which can only be compiled. With ``quantization``, the weights of linear layers and
+    """Build the model and give it the open checkpoint's weights. With a `SkeletonConfig`, it is an
+    `Skeleton`, which can only be compiled. With ``quantization``, the weights of linear layers and
     embeddings are left in their files, to be rounded when they are packed.
 
     Raises:
@@ -158,7 +158,7 @@ def load_model(
     has_small_experts = any(
         is_one_expert(name) and checkpoint.form(name) is not None for name in checkpoint.tensors
     )
-    if has_small_experts and not isinstance(module, Outline):
+    if has_small_experts and not isinstance(module, Skeleton):
         form += " (experts expanded)"
     return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
@@ -178,10 +178,10 @@ def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
 @holds_import_lock
 def _build_empty(architecture: Architecture, config: Any) -> Any:
     """Build the model on the meta device: it has shapes, but no memory."""
-    is_outline = isinstance(config, OutlineConfig)
-    build = Outline if is_outline else _stock_class(architecture, config)
+    is_skeleton = isinstance(config, SkeletonConfig)
+    build = Skeleton if is_skeleton else _stock_class(architecture, config)
     try:
-        with nullcontext() if is_outline else torch.device("meta"):
+        with nullcontext() if is_skeleton else torch.device("meta"):
             return build(config)
     except Exception as error:
         raise Refusal(
@@ -215,7 +215,7 @@ def _assign_weights(
     device: torch.device,
     progress: Callable[[LoadProgress], None],
     quantization: str,
-) -> dict[str, Callable[[], SmallWeight]]:
+) -> dict[str, Callable[[], QuantizedWeight]]:
     """Assign the checkpoint's tensors to the parameters, after every check of Rule 1. Return what
     reads those that stay in their files, by the parameters' names.
 
@@ -227,7 +227,7 @@ def _assign_weights(
     sources = _find_sources(expected, tied, checkpoint, module.base_model_prefix)
     bytes_total = sum(s.num_bytes for parts in sources.values() for s in parts)
     bytes_done = 0
-    deferred: dict[str, Callable[[], SmallWeight]] = {}
+    deferred: dict[str, Callable[[], QuantizedWeight]] = {}
     for index, (name, parts) in enumerate(sources.items()):
         progress(LoadProgress("weights", bytes_done, bytes_total, index, len(sources)))
         bytes_done += sum(part.num_bytes for part in parts)
@@ -260,7 +260,7 @@ def _stored(
     parts: tuple[StoredTensor, ...],
     checkpoint: Checkpoint,
     quantization: str,
-) -> Callable[[], SmallWeight] | None:
+) -> Callable[[], QuantizedWeight] | None:
     """Return what reads a parameter in 8 or 4 bits, or None for one that stays a float tensor. The
     embedding and the head have at least 8 bits."""
     layer = _owner(module, name)
@@ -355,7 +355,7 @@ def _tie(
     module: Any,
     tied: dict[str, str],
     sources: dict[str, tuple[StoredTensor, ...]],
-    deferred: dict[str, Callable[[], SmallWeight]],
+    deferred: dict[str, Callable[[], QuantizedWeight]],
 ) -> None:
     """Share the parameters that the config ties. Where both are stored and differ, both stay, as
     in transformers."""
@@ -390,7 +390,7 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
         if empty:
             module._init_weights(owner)
-    if not isinstance(module, Outline):  # Falcon-H1's base model computes buffers of its layers
+    if not isinstance(module, Skeleton):  # Falcon-H1's base model computes buffers of its layers
         module._init_weights(module.base_model)
 
 

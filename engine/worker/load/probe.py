@@ -3,7 +3,7 @@
 Rule: the config is not trusted. One small forward records every attention call. The model is
 refused by name if a layer was not called exactly once, has another shape than the cache, or passes
 a keyword outside the closed list of `engine.worker.forward.attention`. So it fails when it is
-loaded, and not in a user's answer. An outline cannot run; its calls are known
+loaded, and not in a user's answer. A skeleton cannot run; its calls are known
 (`engine.worker.skeleton.modules`).
 """
 
@@ -19,7 +19,7 @@ from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.architectures import NO_KEYS, LayerShape
 from engine.worker.load.loader import first_line
 from engine.worker.load.refusal import Refusal
-from engine.worker.skeleton.modules import Outline
+from engine.worker.skeleton.modules import Skeleton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,13 +45,13 @@ class _Recorder:
 
 def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCall, ...]:
     """Run the model once over two packed tokens and return its layers' calls in layer order. An
-    outline is not run.
+    skeleton is not run.
 
     Raises:
         Refusal: The paged cache does not support the model's attention, or its config's sizes do
             not fit each other.
     """
-    if isinstance(model.module, Outline):
+    if isinstance(model.module, Skeleton):
         return model.module.calls
     recorder = _Recorder()
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)

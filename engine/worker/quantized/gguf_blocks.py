@@ -1,4 +1,4 @@
-"""Decodes the blocks of GGUF's quantised types into the one form of small weights.
+"""Decodes the blocks of GGUF's quantised types into the one form of quantized weights.
 
 A row of a tensor is a sequence of blocks. Each function takes blocks [outputs, blocks, bytes] uint8
 and returns numbers [outputs, inputs], scales and offsets [outputs, groups]. Numbers, scales and
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.worker.quantized.weight import CENTRED, Form, SmallWeight
+from engine.worker.quantized.weight import CENTRED, Form, QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,12 +34,14 @@ class BlockType:
     table: tuple[int, ...] = ()
 
 
-def decode(raw: torch.Tensor, kind: BlockType, order: torch.Tensor | None = None) -> SmallWeight:
+def decode(
+    raw: torch.Tensor, kind: BlockType, order: torch.Tensor | None = None
+) -> QuantizedWeight:
     """Return the weight of a tensor's bytes, uint8 [outputs, bytes]. ``order`` are the rows to
     take, in the order of the outputs; None: all."""
     rows = raw if order is None else raw[order]
     numbers, scales, offsets = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
-    return SmallWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
+    return QuantizedWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:

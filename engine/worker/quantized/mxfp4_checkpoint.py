@@ -20,7 +20,7 @@ import torch
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
 from engine.worker.load.joined_experts import JOINED_EXPERTS, Joining
 from engine.worker.load.refusal import Refusal
-from engine.worker.quantized.weight import Form, SmallWeight
+from engine.worker.quantized.weight import Form, QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class Mxfp4Checkpoint(Checkpoint):
         """Return the form of an expert's weight, or None for a plain tensor."""
         return Form(4, GROUP) if name in self._packed else None
 
-    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+    def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return what reads an expert's weight in its form."""
         if name not in self._packed:
             return None
@@ -97,7 +97,7 @@ class Mxfp4Checkpoint(Checkpoint):
             self._packed[piece.name] = base, piece
 
 
-def _unpack(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> SmallWeight:
+def _unpack(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> QuantizedWeight:
     """Return a weight of blocks [outputs, groups, 16] and scales [outputs, groups].
 
     Raises:
@@ -106,7 +106,7 @@ def _unpack(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> SmallWeigh
     if bool((scales == SCALE_NAN).any()):
         raise Refusal(f"the scales of its {name} hold NaN; the file is damaged")
     steps = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - (BIAS + 1))
-    return SmallWeight(_codes(blocks), steps, GROUP, table=DOUBLED)
+    return QuantizedWeight(_codes(blocks), steps, GROUP, table=DOUBLED)
 
 
 def _codes(blocks: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
 from engine.worker.load.refusal import Refusal
-from engine.worker.quantized.weight import CENTRED, DEPTH_PAD, Form, SmallWeight
+from engine.worker.quantized.weight import CENTRED, DEPTH_PAD, Form, QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -147,7 +147,7 @@ class PackedCheckpoint(Checkpoint):
         layout, inputs = self._layout, self.tensors[name].shape[1]
         return Form(layout.bits, self._group_of(inputs), has_offsets=not layout.is_symmetric)
 
-    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+    def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return what reads a packed weight in its form."""
         if name not in self._packed:
             return None
@@ -209,7 +209,7 @@ def _unpack(
     shape: tuple[int, ...],
     group: int,
     name: str,
-) -> SmallWeight:
+) -> QuantizedWeight:
     """Return a packed weight. Codes are [outputs, inputs], zeros and scales [outputs, groups].
 
     Raises:
@@ -223,7 +223,7 @@ def _unpack(
                       "which is not read")  # fmt: skip
     middle, zeros = 1 << layout.bits - 1, None
     if layout.name == "W8A8":
-        return SmallWeight(parts["weight"], parts["weight_scale"].float(), group)
+        return QuantizedWeight(parts["weight"], parts["weight_scale"].float(), group)
     if layout.name == "GPTQ":
         codes = _codes(parts["qweight"].T, layout.bits)
         zeros = _codes(parts["qzeros"], layout.bits).T.to(torch.int16)
@@ -246,9 +246,9 @@ def _unpack(
     if zeros is not None and not bool((zeros == middle).all()):
         offsets = scales * (middle - zeros.float())
     if layout.bits == 4:
-        return SmallWeight(codes, scales, group, offsets, CENTRED)
+        return QuantizedWeight(codes, scales, group, offsets, CENTRED)
     numbers = (codes.to(torch.int16) - middle).to(torch.int8)
-    return SmallWeight(numbers, scales, group, offsets)
+    return QuantizedWeight(numbers, scales, group, offsets)
 
 
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:

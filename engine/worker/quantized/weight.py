@@ -49,7 +49,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class SmallWeight:
+class QuantizedWeight:
     """A weight [outputs, inputs] in 8 or 4 bits. ``group`` is a multiple of 16."""
 
     numbers: torch.Tensor  # [outputs, inputs] int8; with a table: codes below 16, uint8
@@ -63,14 +63,14 @@ class SmallWeight:
         """The bits of a number."""
         return 4 if self.table else 8
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SmallWeight:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         """Return the weight with every tensor changed, for changes along the outputs."""
         offsets = None if self.offsets is None else change(self.offsets)
         return replace(
             self, numbers=change(self.numbers), scales=change(self.scales), offsets=offsets
         )
 
-    def halves(self) -> list[SmallWeight]:
+    def halves(self) -> list[QuantizedWeight]:
         """Return the first half of the outputs and the second."""
         middle = len(self.numbers) // 2
         return [self.each(lambda t: t[:middle]), self.each(lambda t: t[middle:])]
@@ -83,7 +83,7 @@ class SmallWeight:
             values += _per_input(self.offsets, self.group, inputs)
         return values
 
-    def in_halves(self) -> SmallWeight:
+    def in_halves(self) -> QuantizedWeight:
         """Return the weight with scales and offsets in half precision, as the kernels take them.
 
         Raises:
@@ -102,7 +102,7 @@ class SmallWeight:
             raise Refusal("one of its weights has a scale that half precision cannot hold")
         return replace(self, scales=scales.contiguous(), offsets=offsets)
 
-    def widened(self, group: int) -> SmallWeight:
+    def widened(self, group: int) -> QuantizedWeight:
         """Return the same weight in 8 bits and smaller groups, with offsets."""
         offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
         inputs = self.numbers.shape[1]
@@ -110,7 +110,7 @@ class SmallWeight:
             _per_input(one, self.group, inputs)[:, ::group].contiguous()
             for one in (self.scales, offsets)
         )
-        return SmallWeight(self._plain_numbers(), scales, group, offsets)
+        return QuantizedWeight(self._plain_numbers(), scales, group, offsets)
 
     def _plain_numbers(self) -> torch.Tensor:
         if not self.table:
@@ -118,7 +118,7 @@ class SmallWeight:
         return torch.tensor(self.table, dtype=torch.int8)[self.numbers.long()]
 
 
-def join(weights: Sequence[SmallWeight]) -> SmallWeight:
+def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return one weight with the outputs of all. If they have different forms, all are widened to
     the finest."""
     if len(weights) == 1:
@@ -136,7 +136,7 @@ def join(weights: Sequence[SmallWeight]) -> SmallWeight:
     )
 
 
-def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> SmallWeight:
+def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> QuantizedWeight:
     """Round a float weight [outputs, inputs] to 8 or 4 bits."""
     outputs, inputs = weight.shape
     groups = -(-inputs // group)
@@ -152,7 +152,7 @@ def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> SmallWeight
         own, own_scales = round_part(part.view(len(part), groups, group))
         numbers[start : start + step] = own.view(len(part), -1)[:, :inputs]
         scales[start : start + step] = own_scales
-    return SmallWeight(numbers, scales, group, table=CENTRED if bits == 4 else ())
+    return QuantizedWeight(numbers, scales, group, table=CENTRED if bits == 4 else ())
 
 
 def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +202,7 @@ class RoundedLater:
         self._stored = stored
         self._bits = bits
 
-    def __call__(self) -> SmallWeight:
+    def __call__(self) -> QuantizedWeight:
         """Return the rounded weight."""
         return quantise(self._stored, self._bits)
 
@@ -216,7 +216,7 @@ class RoundedLater:
     __hash__ = object.__hash__
 
 
-def defer(layer: Any, stored: Callable[[], SmallWeight], dtype: torch.dtype) -> None:
+def defer(layer: Any, stored: Callable[[], QuantizedWeight], dtype: torch.dtype) -> None:
     """Leave a layer's weight in its file until it is packed or expanded. Until then the layer,
     a torch.nn.Linear or an Embedding, computes zeros of the right shape in ``dtype``, which is all
     that `engine.worker.load.probe` needs."""
@@ -231,10 +231,10 @@ def _zeros(given: torch.Tensor, *, width: int, dtype: torch.dtype, is_linear: bo
     return torch.zeros((*shape, width), dtype=dtype, device=given.device)
 
 
-def weight_of(layer: Any) -> torch.Tensor | Callable[[], SmallWeight]:
+def weight_of(layer: Any) -> torch.Tensor | Callable[[], QuantizedWeight]:
     """Return a layer's weight, or what reads it from its file. Layers that share a weight give the
     same object."""
-    stored: Callable[[], SmallWeight] | None = getattr(layer, "stored", None)
+    stored: Callable[[], QuantizedWeight] | None = getattr(layer, "stored", None)
     return layer.weight if stored is None else stored
 
 

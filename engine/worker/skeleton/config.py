@@ -45,12 +45,12 @@ class Unusual(Exception):
     """The config is left to transformers; the message says why, as a part of a sentence."""
 
 
-class OutlineConfig(SimpleNamespace):
+class SkeletonConfig(SimpleNamespace):
     """The config of a listed architecture. It has the fields that transformers' config object has,
     with the same names and values, as far as they decide the model's form."""
 
 
-def read_outline(raw: Mapping[str, Any], name: str) -> OutlineConfig:
+def read_skeleton(raw: Mapping[str, Any], name: str) -> SkeletonConfig:
     """Return the config of the architecture ``name`` from a parsed config.json.
 
     Raises:
@@ -68,7 +68,7 @@ def read_outline(raw: Mapping[str, Any], name: str) -> OutlineConfig:
         fields["rope_parameters"] = _rope_parameters(fields, family)
     except Unusual:
         raise Unusual(ROTARY) from None
-    return OutlineConfig(architecture=name, **fields)
+    return SkeletonConfig(architecture=name, **fields)
 
 
 def _require(is_usual: bool, why: str = SIZES) -> None:

@@ -6,7 +6,7 @@ and the compiled decoder takes them apart in the same way. They are on torch's m
 experts of a mixture are named as in checkpoints, one by one; transformers' modules join them.
 
 What the layers of a stock module pass to their attention is found by running it
-(`engine.worker.load.probe`). An outline cannot run; `Outline.calls` follows from its config.
+(`engine.worker.load.probe`). A skeleton cannot run; `Skeleton.calls` follows from its config.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.worker.skeleton.rotary import Rotary
 from engine.worker.skeleton.usual_values import SILU
 
 if TYPE_CHECKING:
-    from engine.worker.skeleton.config import OutlineConfig
+    from engine.worker.skeleton.config import SkeletonConfig
     from engine.worker.skeleton.families import Family
 
 META = torch.device("meta")
@@ -78,7 +78,7 @@ class Embedding(torch.nn.Embedding):
 class Attention(torch.nn.Module):
     """The projections and norms of one layer's attention."""
 
-    def __init__(self, config: OutlineConfig, family: Family) -> None:
+    def __init__(self, config: SkeletonConfig, family: Family) -> None:
         super().__init__()
         self.head_dim: int = config.head_dim
         hidden = config.hidden_size
@@ -108,7 +108,7 @@ class Attention(torch.nn.Module):
 class ShortConvolution(torch.nn.Module):
     """The projections and the weights of one layer's short convolution."""
 
-    def __init__(self, config: OutlineConfig) -> None:
+    def __init__(self, config: SkeletonConfig) -> None:
         super().__init__()
         hidden, has_bias = config.hidden_size, config.conv_bias
         self.conv = Taps(hidden, config.conv_L_cache, bias=has_bias)
@@ -129,7 +129,7 @@ class Taps(torch.nn.Module):
 class Mlp(torch.nn.Module):
     """The projections and the activation of one layer's MLP, or of one expert."""
 
-    def __init__(self, config: OutlineConfig, family: Family, width: int) -> None:
+    def __init__(self, config: SkeletonConfig, family: Family, width: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         has_bias = family.has_expert_biases or getattr(config, "mlp_bias", False)
@@ -142,7 +142,7 @@ class Mlp(torch.nn.Module):
         self.act_fn = _activation(config, family)
 
 
-def _activation(config: OutlineConfig, family: Family) -> torch.nn.Module:
+def _activation(config: SkeletonConfig, family: Family) -> torch.nn.Module:
     if not family.activation:
         return ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
     return SiLU() if getattr(config, family.activation) in SILU else GELUTanh()
@@ -150,9 +150,9 @@ def _activation(config: OutlineConfig, family: Family) -> torch.nn.Module:
 
 class Router(torch.nn.Module):
     """The weight that gives each expert a score. It stays in the model's dtype where linear layers
-    have small weights."""
+    have quantized weights."""
 
-    def __init__(self, config: OutlineConfig, family: Family) -> None:
+    def __init__(self, config: SkeletonConfig, family: Family) -> None:
         super().__init__()
         shape = (config.num_experts, config.hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(shape, device=META))
@@ -165,7 +165,7 @@ class Router(torch.nn.Module):
 class Mixture(torch.nn.Module):
     """The experts of one layer."""
 
-    def __init__(self, config: OutlineConfig, family: Family) -> None:
+    def __init__(self, config: SkeletonConfig, family: Family) -> None:
         super().__init__()
         if family.shares_are_normed:
             self.add_module(family.router, Router(config, family))
@@ -179,7 +179,7 @@ class Mixture(torch.nn.Module):
 class Layer(torch.nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: OutlineConfig, family: Family, index: int) -> None:
+    def __init__(self, config: SkeletonConfig, family: Family, index: int) -> None:
         super().__init__()
         if is_convolution(config, family, index):
             self.conv = ShortConvolution(config)
@@ -194,7 +194,7 @@ class Layer(torch.nn.Module):
         self.residual_multiplier = getattr(config, "residual_multiplier", 1.0)
 
 
-def _mlp_width(config: OutlineConfig) -> int:
+def _mlp_width(config: SkeletonConfig) -> int:
     """Return the width of an MLP. LFM2's is two thirds of the config's, in whole multiples."""
     width: int = config.intermediate_size
     if getattr(config, "block_auto_adjust_ff_dim", False):
@@ -208,7 +208,7 @@ def _mlp_width(config: OutlineConfig) -> int:
 class Base(torch.nn.Module):
     """The model without its head."""
 
-    def __init__(self, config: OutlineConfig, family: Family) -> None:
+    def __init__(self, config: SkeletonConfig, family: Family) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, hidden)
@@ -222,13 +222,13 @@ class Base(torch.nn.Module):
         self.embedding_multiplier = getattr(config, "embedding_multiplier", own)
 
 
-class Outline(torch.nn.Module):
+class Skeleton(torch.nn.Module):
     """A causal language model without a forward, for
     `engine.worker.forward.rewrites.take_apart`."""
 
     base_model_prefix = "model"
 
-    def __init__(self, config: OutlineConfig) -> None:
+    def __init__(self, config: SkeletonConfig) -> None:
         super().__init__()
         family = LISTED[config.architecture]
         self.config = config
@@ -258,7 +258,7 @@ class Outline(torch.nn.Module):
         return self.lm_head
 
 
-def _scaling(config: OutlineConfig) -> float:
+def _scaling(config: SkeletonConfig) -> float:
     """Return the factor of attention scores: Granite's own, or the inverse square root of a number
     of Gemma's config, or else of the heads' width."""
     own = getattr(config, "attention_multiplier", None)
@@ -267,7 +267,7 @@ def _scaling(config: OutlineConfig) -> float:
     return float(getattr(config, "query_pre_attn_scalar", config.head_dim) ** -0.5)
 
 
-def _window(config: OutlineConfig, family: Family, index: int) -> int | None:
+def _window(config: SkeletonConfig, family: Family, index: int) -> int | None:
     is_windowed = family.window == "all" or (
         family.window == "typed" and config.layer_types[index] == "sliding_attention"
     )

@@ -17,37 +17,37 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.worker.skeleton.config import OutlineConfig
+    from engine.worker.skeleton.config import SkeletonConfig
 
 
 class Rotary:
     """The rotary embedding of a model, or those of its layer types. It is called as transformers'
     modules are. ``rope_type`` is the type, or a dict by layer type."""
 
-    def __init__(self, config: OutlineConfig) -> None:
+    def __init__(self, config: SkeletonConfig) -> None:
         settings = config.rope_parameters
         kinds = sorted(set(config.layer_types)) if "rope_type" not in settings else ()
         self.rope_type: str | dict[str, str]
         if kinds:
             self.rope_type = {kind: settings[kind]["rope_type"] for kind in kinds}
-            self._waves = {kind: frequencies(config, settings[kind]) for kind in kinds}
+            self._inv_freq = {kind: frequencies(config, settings[kind]) for kind in kinds}
         else:
             self.rope_type = settings["rope_type"]
-            self._waves = {"": frequencies(config, settings)}
+            self._inv_freq = {"": frequencies(config, settings)}
 
     def __call__(
         self, example: torch.Tensor, position_ids: torch.Tensor, layer_type: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines, [1, num_tokens, rotary_dim], in the dtype of ``example``.
         ``position_ids`` are [1, num_tokens] int64."""
-        waves, scaling = self._waves[layer_type]
-        angles = position_ids[..., None].float() * waves
+        inv_freq, scaling = self._inv_freq[layer_type]
+        angles = position_ids[..., None].float() * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         cosines, sines = angles.cos() * scaling, angles.sin() * scaling
         return cosines.to(example.dtype), sines.to(example.dtype)
 
 
-def frequencies(config: OutlineConfig, settings: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+def frequencies(config: SkeletonConfig, settings: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """Return the inverse frequencies, [rotary_dim / 2] float32, and the factor of cosines and
     sines."""
     dim = int(config.head_dim * settings.get("partial_rotary_factor", 1.0))
@@ -56,19 +56,19 @@ def frequencies(config: OutlineConfig, settings: Mapping[str, Any]) -> tuple[tor
         return _yarn(settings, dim)
     if kind == "longrope":
         return _longrope(config, settings, dim)
-    waves = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
     if kind == "linear":
-        waves /= settings["factor"]
+        inv_freq /= settings["factor"]
     elif kind == "llama3":
-        waves = _llama3(settings, waves)
-    return waves, 1.0
+        inv_freq = _llama3(settings, inv_freq)
+    return inv_freq, 1.0
 
 
-def _llama3(settings: Mapping[str, Any], waves: torch.Tensor) -> torch.Tensor:
+def _llama3(settings: Mapping[str, Any], inv_freq: torch.Tensor) -> torch.Tensor:
     factor, original = settings["factor"], settings["original_max_position_embeddings"]
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
-    lengths = 2 * math.pi / waves
-    slowed = torch.where(lengths > original / low, waves / factor, waves)
+    lengths = 2 * math.pi / inv_freq
+    slowed = torch.where(lengths > original / low, inv_freq / factor, inv_freq)
     smooth = (original / lengths - low) / (high - low)
     smoothed = (1 - smooth) * slowed / factor + smooth * slowed
     is_between = ~(lengths < original / high) * ~(lengths > original / low)
@@ -111,7 +111,7 @@ def _yarn_scaling(settings: Mapping[str, Any]) -> float:
 
 
 def _longrope(
-    config: OutlineConfig, settings: Mapping[str, Any], dim: int
+    config: SkeletonConfig, settings: Mapping[str, Any], dim: int
 ) -> tuple[torch.Tensor, float]:
     original = settings["original_max_position_embeddings"]
     factor, scaling = settings.get("factor"), settings.get("attention_factor")

@@ -11,7 +11,7 @@ from engine.worker.interface import Runner, WorkerInfo
 
 if TYPE_CHECKING:
     from engine.core.text.types import Constraint
-    from engine.images.preprocessor import Sight
+    from engine.images.preprocessor import Preprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ModelInfo(WorkerInfo):
     block_size: int
     eos_token_ids: frozenset[int]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    images: Sight | None = None  # how it reads images; None: it reads none
+    images: Preprocessor | None = None  # how it reads images; None: it reads none
     num_states: int = 0  # slots for states of recurrent layers, snapshots included; 0: it has none
 
     @property

@@ -7,10 +7,10 @@ Rule 1: the memory of a sequence is bounded by two tables of `SLOTS_MAX` places,
 length; newer places overwrite older ones. Rule 2: a place that the hash finds is compared with the
 tokens themselves, so that a collision gives no draft instead of a foreign one. Rule 3: a token's
 cost does not depend on the length of the text. Rule 4: after each `MISSES` look-ups in turn behind
-which the sequence grew by a single token, the look-up rests for one token more: up to `REST_MAX` if
-it found nothing, and up to `IDLE_REST_MAX` if what it found was not accepted, or not even tried
-because that would not pay. With a look-up at each token, eight plain stories at once spent 1.6 % of
-their time on look-ups.
+which the sequence grew by a single token, the n-gram drafter rests for one token more: up to
+`REST_MAX` if it found nothing, and up to `IDLE_REST_MAX` if what it found was not accepted, or not
+even tried because that would not pay. With a search at each token, eight plain stories at once
+spent 1.6 % of their time on look-ups.
 
 Source: prompt look-up decoding (A. Saxena, 2023), and llama.cpp's n-gram drafts.
 """
@@ -38,7 +38,7 @@ BULK = 64  # guess: so many new tokens are indexed by numpy at once
 FACTORS = F0, F1, F2, F3, F4 = (0x4F1BBCDD, 0x3504F333, 0x5DB3D743, 0x1E3779B9, 0x52A7FA9D)
 
 
-class LookUp:
+class NgramDrafter:
     """Where each three and each five of a sequence's tokens stood last. It is given the whole
     sequence at each call, which only grows."""
 
@@ -49,12 +49,12 @@ class LookUp:
         self._long = self._short = array("i")
         self._size = 0  # of the sequence at the last call
         self._num_missed = 0  # look-ups since the sequence last grew by several tokens
-        self._rests_until = 0  # the least length of the sequence at the next look-up
+        self._rests_until = 0  # the least length of the sequence at the next search
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are
         guesses themselves. The list is empty if the last tokens have not stood before, or if the
-        look-up rests (Rule 4)."""
+        n-gram drafter rests (Rule 4)."""
         size, before = len(tokens), self._size
         self._size = size
         if size > before + 1:

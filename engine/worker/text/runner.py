@@ -494,7 +494,7 @@ class TorchRunner:
         self._sequences[sequence] = state
         own, replayed = scored[:count], state.take_replayed()
         offered, has_model = 0, False
-        if may_offer and step.finish is None and state.look_up is not None:
+        if may_offer and step.finish is None and state.ngram is not None:
             has_model = self._drafter is not None and self._drafter.is_working
             offered = offer_of(state)
         return RowResult(

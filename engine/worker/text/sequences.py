@@ -22,7 +22,7 @@ from engine.worker.failures import describe
 from engine.worker.forward.recurrent import RowState
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.sampler import SampleRow
-from engine.worker.text.ngram_drafter import LookUp
+from engine.worker.text.ngram_drafter import NgramDrafter
 from engine.worker.tokenizing.detokenizer import TextState
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SequenceState:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
     replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
     verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
-    look_up: LookUp | None = None  # None: no tokens are drafted
+    ngram: NgramDrafter | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
     num_forced: int = 0  # of the draft; the constraint leaves nothing else
     state_slot: int | None = None  # where its state is, if the model has recurrent layers
@@ -70,8 +70,8 @@ class SequenceState:
         """Return the state of a new sequence, which has no blocks and no output. ``drafts``: it
         offers drafts, unless its request does not want them."""
         edits = make_edits(new.sampling, new.prompt)
-        look_up = LookUp() if drafts and new.speculates else None
-        return cls(new, list(new.prompt), None, NO_BLOCKS, edits, matching, look_up=look_up)
+        ngram = NgramDrafter() if drafts and new.speculates else None
+        return cls(new, list(new.prompt), None, NO_BLOCKS, edits, matching, ngram=ngram)
 
     def replay(self, tokenizer: HfTokenizer) -> None:
         """Take the tokens that a continued choice has already, as if they had been sampled here. If
@@ -164,12 +164,12 @@ class SequenceState:
         comes first. The draft ends before a token that would end the sequence, and before one that
         the constraint forbids."""
         self.draft = []
-        if self.look_up is None:
+        if self.ngram is None:
             return 0
         forced = [] if self.matching is None else self.matching.forced()[:DRAFTED_TOKENS_MAX]
         draft, left = forced, DRAFTED_TOKENS_MAX - len(forced)
         if left:
-            draft = forced + self.look_up.draft(self.tokens, forced, left)
+            draft = forced + self.ngram.draft(self.tokens, forced, left)
         if not draft:  # the common case, for which each sequence pays in each step
             return 0
         most = max(0, self.admission.stops.max_tokens - self.position - 1)
@@ -284,7 +284,7 @@ class SequenceState:
             blocks=np.array(child.blocks, np.int64),
             edits=None if self.edits is None else self.edits.fork(),
             matching=None if self.matching is None else self.matching.fork(),
-            look_up=None if self.look_up is None else LookUp(),
+            ngram=None if self.ngram is None else NgramDrafter(),
             state_slot=child.state,
         )
 
@@ -342,5 +342,5 @@ def offer_of(state: SequenceState) -> int:
         return state.offer()
     except Exception:
         log.exception("drafting failed")
-        state.look_up = None
+        state.ngram = None
         return 0

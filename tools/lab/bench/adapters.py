@@ -23,7 +23,7 @@ from engine.core.text.types import Sampling, Stops
 from engine.worker.interface import RunnerSpec
 from tools.lab.bench.checkpoints import checkpoint
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
-from tools.lab.bench.small_weights import Watch, anonymous_bytes
+from tools.lab.bench.quantized_weights import Watch, anonymous_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,13 +23,13 @@ class File:
 FILES = {
     "step-zen4": File("Zen 4", "^(s135|q05) (decode B=.* at 128|prefill)"),
     "step-memory-zen3": File("Zen 3", "^s135 decode B=8 at 128"),
-    "small-weights-peers-zen4": File("Zen 4"),
+    "quantized-weights-peers-zen4": File("Zen 4"),
     "serve-zen4": File("Zen 4", "^(8|32) clients"),
     "embed": File("Zen 3"),
     "front-zen4": File("Zen 4"),
     "front-real": File("Zen 4"),
     "startup": File("Zen 4"),
-    "small-weights-zen4": File("Zen 4"),
+    "quantized-weights-zen4": File("Zen 4"),
     "coldstart": File(),
     "workers": File("Zen 3"),
 }
@@ -105,7 +105,7 @@ def _gguf_lines() -> tuple[Line, ...]:
                 f"{head}, {'against Q4_0' if one else best}: int4",
             )
             lines.append(
-                Line(f"{model}, {label}", "tokens/s", rows, "small-weights-peers-zen4", (2, 6))
+                Line(f"{model}, {label}", "tokens/s", rows, "quantized-weights-peers-zen4", (2, 6))
             )
     return tuple(lines)
 
@@ -192,7 +192,7 @@ def _readme() -> tuple[Line, ...]:
                 f"1 stream, {bits}",
                 "tokens/s",
                 tuple(way and f"s135 decode B=1 at 128: {way}" for way in ways),
-                "small-weights-peers-zen4",
+                "quantized-weights-peers-zen4",
                 (),
             )
             for bits, *ways in small
@@ -287,7 +287,7 @@ CLAIMS = (
                 ("memory when ready, the story model", "MiB", "memory when ready, the story model"),
             ),
             *_one(
-                "small-weights-zen4",
+                "quantized-weights-zen4",
                 *(
                     (f"weights of {model}, {label}", "MB", f"{model} memory of the weights: {way}")
                     for model in ("s135", "q05")

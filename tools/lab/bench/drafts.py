@@ -3,9 +3,9 @@
 Two engines of one model take turns, one with `--speculation off`. On q05, whose random weights
 repeat nothing, a drafter of the bench replays the output that the engine without drafts gave, with
 a drawn acceptance; so the figures show the engine, and not the luck of a text. On the story model
-the look-up itself drafts, over prompts that repeat themselves, answers in a JSON schema, and plain
-stories. Both engines give the same tokens, which is checked where a request runs alone. The engines
-of the story model are opened `OPENINGS` times.
+the n-gram drafter itself drafts, over prompts that repeat themselves, answers in a JSON schema, and
+plain stories. Both engines give the same tokens, which is checked where a request runs alone. The
+engines of the story model are opened `OPENINGS` times.
 
 The shipped draft model drafts for the story model, with all that it adapts to, and once without
 (`WITHOUT_ADAPTING`): these rows show its acceptance, and what it would cost if it did not switch
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from engine.api._generated.blocking import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.drafting.draft_lengths import Lengths, Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import DraftBudget, Lengths, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.text import sequences
@@ -101,8 +101,8 @@ JSON = ("A girl in the park:", "The old man:", "My friend:")
 
 
 class Replaying:
-    """A drafter in place of `LookUp`. It knows the right outputs, by their prompts; each token of
-    its drafts is right with the probability ``acceptance``."""
+    """A drafter in place of `NgramDrafter`. It knows the right outputs, by their prompts; each
+    token of its drafts is right with the probability ``acceptance``."""
 
     acceptance = 0.0
     known: dict[tuple[int, ...], tuple[int, ...]] = {}  # noqa: RUF012 - one bench runs at a time
@@ -151,10 +151,10 @@ def both(
 ) -> Iterator[list[Engine]]:
     """Run an engine without drafts, and one with them, by ``drafter`` if one is given. If
     ``is_turned``, the latter is opened first."""
-    look_up = sequences.LookUp
+    ngram = sequences.NgramDrafter
     with ExitStack() as stack:
-        sequences.LookUp = drafter or look_up  # type: ignore[misc,assignment]
-        stack.callback(setattr, sequences, "LookUp", look_up)
+        sequences.NgramDrafter = drafter or ngram  # type: ignore[misc,assignment]
+        stack.callback(setattr, sequences, "NgramDrafter", ngram)
         kinds = [config_of(model, one, **fields) for one in ("off", "lookup")]
         yield opened(stack, kinds, is_turned=is_turned)
 
@@ -354,15 +354,15 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
 @contextmanager
 def always_drafting() -> Iterator[None]:
     """Let a draft model draft in each step, whether it pays or not."""
-    kept = Lengths.best, StepCosts.is_known, Purse.note
+    kept = Lengths.best, StepCosts.is_known, DraftBudget.note
     count = WITHOUT_ADAPTING
     Lengths.best = lambda self, most, *_: (min(most, count), 2.0 if self._is_model else 0.0)  # type: ignore[method-assign,assignment]
     StepCosts.is_known = lambda *_: True  # type: ignore[method-assign,assignment]
-    Purse.note = lambda *_: None  # type: ignore[method-assign,assignment]
+    DraftBudget.note = lambda *_: None  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        Lengths.best, StepCosts.is_known, Purse.note = kept  # type: ignore[method-assign]
+        Lengths.best, StepCosts.is_known, DraftBudget.note = kept  # type: ignore[method-assign]
 
 
 def distribution(wanted: re.Pattern[str]) -> Iterator[Row]:

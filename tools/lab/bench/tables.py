@@ -33,7 +33,7 @@ ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
 WAYS = tuple(
     f"{dtype}{form}" for dtype in ("float32", "bfloat16") for form in ("", " int8", " int4")
 )
-KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_K_M")  # of small weights: ours, and llama.cpp's
+KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_K_M")  # of quantized weights: ours, and llama.cpp's
 COLUMNS = (*ENGINES, *WAYS, *KINDS)
 LINE_LENGTH = 100  # of a page's text
 PART = re.compile(r"<!-- figures: (?P<name>[\w-]+)[^\n]*-->\n.*?<!-- figures: end -->", re.DOTALL)

@@ -1,8 +1,8 @@
 """Measures the kernels of processors with AVX2 beside this machine's own: one stream's decode.
 
-Rows of the bench `small-weights`. `ENGINE_KERNELS` has an engine run a variant of the kernels that
-is not this processor's best. The peer is llama.cpp built for AVX2, with a GGUF file of the same
-weights: BF16, Q8_0 and Q4_0.
+Rows of the bench `quantized-weights`. `ENGINE_KERNELS` has an engine run a variant of the kernels
+that is not this processor's best. The peer is llama.cpp built for AVX2, with a GGUF file of the
+same weights: BF16, Q8_0 and Q4_0.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from engine.worker.skeleton.config import read_outline
-from engine.worker.skeleton.modules import Outline
+from engine.worker.skeleton.config import read_skeleton
+from engine.worker.skeleton.modules import Skeleton
 from tests.checkpoints.text import PRESETS, Shape, write_tokenizer
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ def write(model: Model, folder: Path, device: str) -> Path:
         return directory
     directory.mkdir(parents=True)
     config = config_of(model)
-    outline_config = read_outline(config, model.architecture)
+    skeleton_config = read_skeleton(config, model.architecture)
     torch.manual_seed(0)
     shards = _Shards(directory)
-    tied = outline_config.tie_word_embeddings
-    for name, parameter in Outline(outline_config).named_parameters(remove_duplicate=False):
+    tied = skeleton_config.tie_word_embeddings
+    for name, parameter in Skeleton(skeleton_config).named_parameters(remove_duplicate=False):
         if not (tied and name == "lm_head.weight"):
             shards.add(name, _numbers(parameter.shape, device))
     shards.close()

@@ -16,7 +16,7 @@ from engine.core.text.plan import DRAFTED_TOKENS_MAX
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-CONSTRAINT, LOOK_UP, MODEL = DRAFTERS = ("constraint", "lookup", "model")
+CONSTRAINT, NGRAM, MODEL = DRAFTERS = ("constraint", "lookup", "model")
 
 
 class DraftCounter:
@@ -32,7 +32,7 @@ class DraftCounter:
     def note(self, drafted: int, accepted: int, *, forced: int = 0, by_model: bool = False) -> None:
         """Count a draft whose first ``accepted`` tokens were right. A constraint forced the first
         ``forced`` ones."""
-        drafter = MODEL if by_model else LOOK_UP
+        drafter = MODEL if by_model else NGRAM
         self._rows[drafter if drafted > forced else CONSTRAINT] += 1
         self._drafted[CONSTRAINT] += forced
         self._drafted[drafter] += drafted - forced

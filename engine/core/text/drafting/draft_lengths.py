@@ -8,14 +8,14 @@ the best quotient, and 0 if none is above `GAIN_LEAST`.
 Rule 1: the share of a sequence is the mean of its verified tokens, of which each new one weighs
 1 / (1 + what the others weigh), and at least `LEAST_WEIGHT`. It begins with an expected share that
 weighs `FIRST_WEIGHT` tokens, so that a few tokens do not decide. Rule 2: a sequence whose drafts do
-not pay tries one token now and then: a look-up's after `TRY_EVERY` offers, because a text may begin
-to repeat itself; a draft model's, of all sequences, after twice as many each time. In a step with
-more rows, it is so many times as many, because all of them wait for it. Rule 3: all drafts of a
-draft model together may cost `PURSE_STEPS` steps and the share `EARNED` of the time of the others
-(`Purse`), or half as much each time that these are spent, down to `EARNED_LEAST`: whatever the
-estimates say, a model that does not pay switches itself off. Rule 4: costs are measured against
-steps without drafts. So a draft model waits for `PLAIN_FIRST` of them with as many rows, and leaves
-one out of `PLAIN_EVERY`.
+not pay tries one token now and then: an n-gram drafter's after `TRY_EVERY` offers, because a text
+may begin to repeat itself; a draft model's, of all sequences, after twice as many each time. In a
+step with more rows, it is so many times as many, because all of them wait for it. Rule 3: all
+drafts of a draft model together may cost `BUDGET_STEPS` steps and the share `EARNED` of the time of
+the others (`DraftBudget`), or half as much each time that these are spent, down to `EARNED_LEAST`:
+whatever the estimates say, a model that does not pay switches itself off. Rule 4: costs are
+measured against steps without drafts. So a draft model waits for `PLAIN_FIRST` of them with as many
+rows, and leaves one out of `PLAIN_EVERY`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EARNED = 0.01  # guess: steps that a step without a draft model earns for it
 EARNED_LEAST = EARNED / 4  # guess
 PLAIN_FIRST = 3  # guess: the least of a few steps is not one that waited for something else
 PLAIN_EVERY = 32  # guess
-PURSE_STEPS = 20.0  # guess: as much as catching up with a prompt of some thousand tokens costs
+BUDGET_STEPS = 20.0  # guess: as much as catching up with a prompt of some thousand tokens costs
 
 
 class StepCosts:
@@ -185,13 +185,13 @@ class Lengths:
         return best, best_rate if best else 0.0
 
 
-class Purse:
+class DraftBudget:
     """What the drafts of a draft model may still cost, in steps without drafts (Rule 3)."""
 
     __slots__ = ("_earned", "left")
 
     def __init__(self) -> None:
-        self.left = PURSE_STEPS
+        self.left = BUDGET_STEPS
         self._earned = EARNED
 
     @property
@@ -202,7 +202,7 @@ class Purse:
     def note(self, gained: float, spent: float) -> None:
         """Count a step in which the model drafted: how many steps its accepted tokens saved, and
         how much longer it took."""
-        self.left = min(PURSE_STEPS, self.left + gained - spent)
+        self.left = min(BUDGET_STEPS, self.left + gained - spent)
         if gained > spent:
             self._earned = EARNED
         elif not self.is_open:
@@ -210,23 +210,23 @@ class Purse:
 
     def note_other(self) -> None:
         """Count a step in which it did not."""
-        self.left = min(PURSE_STEPS, self.left + self._earned)
+        self.left = min(BUDGET_STEPS, self.left + self._earned)
 
 
 class Drafting:
     """How the drafts of one sequence have fared, by their ``counter``, and how long each drafter's
     are."""
 
-    __slots__ = ("by_look_up", "by_model", "counter")
+    __slots__ = ("by_model", "by_ngram", "counter")
 
     def __init__(self, by_model: Lengths) -> None:
         self.counter = DraftCounter()
-        self.by_look_up = Lengths()
+        self.by_ngram = Lengths()
         self.by_model = by_model
 
     def note(self, drafted: int, accepted: int, *, forced: int, by_model: bool) -> None:
         """Count a draft whose first ``accepted`` tokens were taken. A constraint forced the first
         ``forced`` ones."""
         self.counter.note(drafted, accepted, forced=forced, by_model=by_model)
-        lengths = self.by_model if by_model else self.by_look_up
+        lengths = self.by_model if by_model else self.by_ngram
         lengths.share.note(drafted, accepted)

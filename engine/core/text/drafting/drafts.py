@@ -81,7 +81,7 @@ class Drafts:
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
         whether it has a model that may draft them."""
-        if count or self._speeds.purse.is_open:
+        if count or self._speeds.budget.is_open:
             self._offers[seq.sequence_id] = Offer(count, has_model)
 
     def note(
@@ -98,15 +98,15 @@ class Drafts:
 
     def note_step(self, step: PlannedStep, draft_s: float) -> None:
         """Count what a draft model took of a step with drafts, whose rows were committed."""
-        costs, purse = self._speeds.costs, self._speeds.purse
+        costs, budget = self._speeds.costs, self._speeds.budget
         passes = [row.drafts for row in step.rows if row.by_model]
         if not passes:
-            purse.note_other()
+            budget.note_other()
             return
         (drafted, accepted), self._by_model = self._by_model, (0, 0)
         num_rows, most = len(step.rows), max(passes)
         spent = costs.in_steps(num_rows, draft_s) or most * costs.pass_ratio
-        purse.note(accepted / num_rows, spent + costs.ratio(step.num_drafts) - 1.0)
+        budget.note(accepted / num_rows, spent + costs.ratio(step.num_drafts) - 1.0)
         if drafted:  # otherwise the model has only read what was missing in its cache
             costs.note_passes(num_rows, most, draft_s)
 
@@ -129,7 +129,9 @@ class Drafts:
         if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
         looked_up = [name for name, offer in offers.items() if offer.count]
-        has_model = self._speeds.purse.is_open and any(offer.has_model for offer in offers.values())
+        has_model = self._speeds.budget.is_open and any(
+            offer.has_model for offer in offers.values()
+        )
         may_model = has_model and self._speeds.costs.is_known(num_rows)
         left = len(offers) if may_model else len(looked_up)
         beside = _beside(num_rows, len(looked_up)), _beside(num_rows, len(offers))
@@ -158,7 +160,7 @@ class Drafts:
     ) -> Draft:
         """Return what a row should draft: nothing if it is no decode, and never so many tokens that
         the sequence could become longer than it may. ``beside`` are the other rows, seen by the
-        look-up and by a draft model."""
+        n-gram drafter and by a draft model."""
         if row.children or row.logits is not Logits.LAST:
             return Draft(0)
         # The planned token is counted as known, so this is how many may still follow it.
@@ -167,7 +169,7 @@ class Drafts:
             return Draft(0)
         if seq.drafting is None:
             seq.drafting = Drafting(Lengths(self._model_share.value, self._model_trials))
-        found, models = seq.drafting.by_look_up, seq.drafting.by_model
+        found, models = seq.drafting.by_ngram, seq.drafting.by_model
         looked_up, num_rows = min(most, offer.count), 1 + sum(beside[0])
         costs = self._speeds.costs
         has_model = offer.has_model and may_model

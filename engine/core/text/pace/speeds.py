@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common.rate import RecentRate
-from engine.core.text.drafting.draft_lengths import Purse, StepCosts
+from engine.core.text.drafting.draft_lengths import DraftBudget, StepCosts
 from engine.core.text.pace.best_rate import BestRate
 from engine.core.text.pace.decode_pace import DecodePace
 
@@ -35,7 +35,7 @@ class Speeds:
         self._best_rate = BestRate(config.max_num_batched_tokens, config.step_time_target_s)
         self._pace = DecodePace(config.max_num_batched_tokens, config.inter_token_target_s)
         self._costs = StepCosts()
-        self._purse = Purse()
+        self._budget = DraftBudget()
         self._unread: list[tuple[int, float]] = []  # rows and seconds of steps that only decode
 
     def note(self, step: PlannedStep, whole_s: float, draft_s: float) -> None:
@@ -50,7 +50,7 @@ class Speeds:
             return
         self._catch_up()
         if not step.num_drafts:
-            self._purse.note_other()
+            self._budget.note_other()
         seconds = whole_s - draft_s  # what a draft model took is no part of a step's pace
         if num_tokens == num_rows:
             self._costs.note(num_tokens, step.num_drafts, seconds)
@@ -65,7 +65,7 @@ class Speeds:
     def _catch_up(self) -> None:
         """Tell every estimate of the steps that are not read yet."""
         for num_rows, seconds in self._unread:
-            self._purse.note_other()
+            self._budget.note_other()
             self._costs.note(num_rows, 0, seconds)
             self._best_rate.note(num_rows, seconds)
             self._recent_rate.note(num_rows, seconds)
@@ -108,10 +108,10 @@ class Speeds:
         return self._costs
 
     @property
-    def purse(self) -> Purse:
+    def budget(self) -> DraftBudget:
         """What the drafts of a draft model may still cost."""
         self._catch_up()
-        return self._purse
+        return self._budget
 
 
 def _prompts_and_decodes(plan: StepPlan, num_tokens: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from engine.worker.load.gguf.models import GgufModel
     from engine.worker.load.gguf.vocabulary import Vocabulary
-    from engine.worker.quantized.weight import Form, SmallWeight
+    from engine.worker.quantized.weight import Form, QuantizedWeight
 
 
 @holds_import_lock
@@ -154,7 +154,7 @@ class GgufFile(Checkpoint):
         _, _, kind = self._found[name]
         return BLOCK_TYPES[kind][1].form if kind in BLOCK_TYPES else None
 
-    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+    def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return what reads such a tensor in its form."""
         own, start, kind = self._found[name]
         if kind not in BLOCK_TYPES:

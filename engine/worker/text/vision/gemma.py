@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
-from engine.images.preprocessor import SquareSight
+from engine.images.preprocessor import SquarePreprocessor
 from engine.worker.image_reader import ImageReader
 from engine.worker.load.refusal import Refusal
 from engine.worker.text.vision.processors import read_processor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``sight`` says how files become images.
+    """Makes the tower's input of images. ``preprocessor`` says how files become images.
 
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
@@ -42,7 +42,7 @@ class Reader:
             raise Refusal(f"its config makes {tokens} tokens of the {patches} patches of an image, "
                           "which do not divide into equal squares")  # fmt: skip
         begin, end = token_of(int(config.boi_token_id)), token_of(int(config.eoi_token_id))
-        self.sight = SquareSight(
+        self.preprocessor = SquarePreprocessor(
             fit=self._reader.fit,
             token=token_of(int(config.image_token_id)),
             marker=begin,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.images.preprocessor import TiledSight
+from engine.images.preprocessor import TiledPreprocessor
 from engine.worker.image_reader import resample_of, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.text.vision.processors import read_processor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``sight`` says how files become images.
+    """Makes the tower's input of images. ``preprocessor`` says how files become images.
 
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
@@ -46,7 +46,7 @@ class Reader:
             raise Refusal(f"its image processor makes tiles of {side} pixels, and its model reads "
                           f"{vision.image_size} in patches of {vision.patch_size}")  # fmt: skip
         patches = (side // vision.patch_size) ** 2
-        self.sight = TiledSight(
+        self.preprocessor = TiledPreprocessor(
             max_pixels=max_pixels,
             longest_edge=longest,
             side=side,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.images.preprocessor import SquareSight
+from engine.images.preprocessor import SquarePreprocessor
 from engine.worker.image_reader import ImageReader
 from engine.worker.text.vision.processors import read_processor
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``sight`` says how files become images.
+    """Makes the tower's input of images. ``preprocessor`` says how files become images.
 
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
@@ -35,7 +35,7 @@ class Reader:
         self._reader = ImageReader(read_processor(directory, "clip"), config, max_pixels)
         patches = self._reader.fit.num_tokens
         is_default = config.vision_feature_select_strategy == "default"
-        self.sight = SquareSight(
+        self.preprocessor = SquarePreprocessor(
             fit=self._reader.fit,
             token=token,
             marker=token,

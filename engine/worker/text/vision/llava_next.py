@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.images.anyres_preprocessor import AnyresSight
+from engine.images.anyres_preprocessor import AnyresPreprocessor
 from engine.worker.image_reader import resample_of, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.text.vision.processors import read_processor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``sight`` says how files become images.
+    """Makes the tower's input of images. ``preprocessor`` says how files become images.
 
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
@@ -41,7 +41,7 @@ class Reader:
             raise Refusal("its vision_feature_select_strategy does not leave one feature of each "
                           "patch")  # fmt: skip
         self._config = config
-        self.sight = AnyresSight(
+        self.preprocessor = AnyresPreprocessor(
             max_pixels=max_pixels,
             side=side,
             sizes=sizes,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.loader import LoadedModel
     from engine.worker.load.vision_architectures import VisionArchitecture
-    from engine.worker.quantized.weight import Form, SmallWeight
+    from engine.worker.quantized.weight import Form, QuantizedWeight
 
 HEAD = re.compile(r"(?:language_model\.)?lm_head\.(.*)")
 TOWER = re.compile(
@@ -114,7 +114,7 @@ class PartOfCheckpoint(Checkpoint):
         """Return the form of a tensor that is kept in 8 or 4 bits."""
         return self._whole.form(self._stored[name])
 
-    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+    def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return what reads such a tensor in its form."""
         return self._whole.small(self._stored[name])
 

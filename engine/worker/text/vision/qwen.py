@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.images.grid_preprocessor import GridSight
+from engine.images.grid_preprocessor import GridPreprocessor
 from engine.worker.image_reader import resample_of, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.text.vision.processors import read_processor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``sight`` says how files become images.
+    """Makes the tower's input of images. ``preprocessor`` says how files become images.
 
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
@@ -52,7 +52,7 @@ class Reader:
             raise Refusal("its image processor names no least and most pixels")
         self._patch, self._merge = int(vision.patch_size), int(vision.spatial_merge_size)
         self._frames = int(vision.temporal_patch_size)
-        self.sight = GridSight(
+        self.preprocessor = GridPreprocessor(
             max_pixels=max_pixels,
             factor=self._patch * self._merge,
             patches=self._merge**2,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from engine.core.text.plan import Row
     from engine.core.text.types import PromptImage
-    from engine.images.preprocessor import Sight
+    from engine.images.preprocessor import Preprocessor
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
     from engine.worker.load.vision_architectures import VisionArchitecture
@@ -95,13 +95,15 @@ class VisionRunner(TorchRunner):
             spec = self._spec
             with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
                 vision, config = read_parts(files.source.directory)
-                sight = self._reader(files.source.directory, vision, config, str).sight
+                preprocessor = self._reader(
+                    files.source.directory, vision, config, str
+                ).preprocessor
                 with files.open_weights() as whole:
                     tower = PartOfCheckpoint(whole, tower_name)
                     dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
                     own = tower.num_values * dtype.itemsize
             limit = context_limit(config.get_text_config(), spec.max_model_len)
-            own += self._working_bytes(config, sight, limit, dtype, text.device)
+            own += self._working_bytes(config, preprocessor, limit, dtype, text.device)
             return replace(text, num_bytes=text.num_bytes + own)
 
     def close(self) -> None:
@@ -116,8 +118,8 @@ class VisionRunner(TorchRunner):
         vision, config = read_parts(source.directory)
         token_of = partial(_token_of, self.tokenizer, info.vocab_size)
         reader = self._reader(source.directory, vision, config, token_of)
-        sight: Sight = reader.sight
-        _require_budget(sight, spec.max_num_batched_tokens, spec.max_num_seqs)
+        preprocessor: Preprocessor = reader.preprocessor
+        _require_budget(preprocessor, spec.max_num_batched_tokens, spec.max_num_seqs)
         base = build_base(vision, config, reader.TEXT_MODULE)
         dtype = getattr(torch, info.dtype)
         with (
@@ -128,19 +130,19 @@ class VisionRunner(TorchRunner):
         hidden = int(config.get_text_config().hidden_size)
         self.has_grids = bool(vision.rotary)
         limit = info.max_model_len
-        self.tower = tower = Tower(base, reader, cache_bytes(config, sight, limit, dtype))
-        found = tower.encode(sight.blank())
+        self.tower = tower = Tower(base, reader, cache_bytes(config, preprocessor, limit, dtype))
+        found = tower.encode(preprocessor.blank())
         if found.shape[2] != hidden or not bool(found.isfinite().all()):
             raise Refusal("its tower makes no finite embeddings of the text model's width")
         module: Any = self._model.module if self._model else None
         if len(found) > 1 and not isinstance(module, NativeDecoder):
             self.later = LaterRows(module.model.layers[: len(found) - 1])
-        own = tower.num_bytes + self._working_bytes(config, sight, limit, dtype, info.device)
+        own = tower.num_bytes + self._working_bytes(config, preprocessor, limit, dtype, info.device)
         return replace(
             info,
             architecture=vision.name,
             memory_bytes=info.memory_bytes + own,
-            images=sight,
+            images=preprocessor,
         )
 
     def _reader(
@@ -155,13 +157,13 @@ class VisionRunner(TorchRunner):
         return family.Reader(directory, config, token_of, self._spec.max_image_pixels)
 
     def _working_bytes(
-        self, config: Any, sight: Sight, limit: int, dtype: torch.dtype, device: str
+        self, config: Any, preprocessor: Preprocessor, limit: int, dtype: torch.dtype, device: str
     ) -> int:
         """Return the bytes that images take beside weights: for the embeddings that are kept, and
         for encoding one image; in the memory of the CPU also for decoding one, and for the images
         that are kept decoded. A prompt has at most ``limit`` tokens."""
-        kept = cache_bytes(config, sight, limit, dtype)
-        encoding = activation_bytes(config, sight.encoding_cost(limit), dtype)
+        kept = cache_bytes(config, preprocessor, limit, dtype)
+        encoding = activation_bytes(config, preprocessor.encoding_cost(limit), dtype)
         if device != "cpu":
             return kept + encoding
         decoding = BYTES_PER_PIXEL * self._spec.max_image_pixels
@@ -185,7 +187,7 @@ class VisionRunner(TorchRunner):
     def _parts(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
         """Return the parts of images that rows compute."""
         assert self.tower is not None
-        token_id, first, found = self.tower.reader.sight.token_id, 0, []
+        token_id, first, found = self.tower.reader.preprocessor.token_id, 0, []
         for row in rows:
             state = self._sequences[row.sequence]
             for image in state.admission.images:
@@ -261,11 +263,11 @@ def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:
     return token
 
 
-def _require_budget(sight: Sight, budget: int, max_num_seqs: int) -> None:
+def _require_budget(preprocessor: Preprocessor, budget: int, max_num_seqs: int) -> None:
     """Refuse a step budget in which an image that must not be cut has no room beside decodes."""
-    if sight.is_whole and budget < sight.max_tokens + max_num_seqs:
+    if preprocessor.is_whole and budget < preprocessor.max_tokens + max_num_seqs:
         raise Refusal(
-            f"its images have {sight.max_tokens} tokens that one step must compute, beside a token "
-            f"of each of {max_num_seqs} sequences, and a step has {budget}; raise "
+            f"its images have {preprocessor.max_tokens} tokens that one step must compute, beside "
+            f"a token of each of {max_num_seqs} sequences, and a step has {budget}; raise "
             "--max-num-batched-tokens"
         )

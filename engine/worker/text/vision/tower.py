@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from engine.core.text.types import PromptImage
-    from engine.images.preprocessor import SeenImage, Sight
+    from engine.images.preprocessor import Preprocessor, SeenImage
     from engine.worker.load.checkpoint import Checkpoint
     from engine.worker.load.vision_architectures import VisionArchitecture
 
@@ -161,11 +161,11 @@ class Tower:
                 self._num_bytes -= _bytes_of(self._kept.pop(digest))
 
 
-def cache_bytes(config: Any, sight: Sight, limit: int, dtype: torch.dtype) -> int:
+def cache_bytes(config: Any, preprocessor: Preprocessor, limit: int, dtype: torch.dtype) -> int:
     """Return how many bytes of embeddings are kept. A prompt has at most ``limit`` tokens."""
     num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
     width = (1 + num_deep) * int(config.get_text_config().hidden_size)
-    return max(KEPT_EMBEDDINGS, 2 * min(sight.max_tokens, limit)) * width * dtype.itemsize
+    return max(KEPT_EMBEDDINGS, 2 * min(preprocessor.max_tokens, limit)) * width * dtype.itemsize
 
 
 def activation_bytes(config: Any, cost: int, dtype: torch.dtype) -> int:

@@ -144,7 +144,13 @@ def load_once(directory: str, quantization: str) -> dict[str, float]:
 
 def in_process(directory: Path, quantization: str) -> dict[str, float]:
     """Do `load_once` in a process of its own."""
-    command = [sys.executable, "-m", "tools.lab.bench.small_weights", str(directory), quantization]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.lab.bench.quantized_weights",
+        str(directory),
+        quantization,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.lab.bench.checkpoints import gguf
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
-from tools.lab.bench.small_weights import BATCHES, SHAPES, cases
+from tools.lab.bench.quantized_weights import BATCHES, SHAPES, cases
 from tools.lab.bench.step import Measured, memory_rows, settings
 from tools.lab.bench.w8a8 import w8a8
 from tools.lab.peers.environments import PEERS, Peer
