@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 import transformers.integrations.gguf  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.integrations.gguf import reader  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
@@ -420,6 +421,22 @@ def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, m
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(SpawnFailed, match=why):
         load_gguf(path)
+
+
+def test_the_texts_of_a_vocabulary_are_read_once(checkpoints, tmp_path, monkeypatch):
+    """They are most of what a file's metadata take."""
+    path, read = write_model(checkpoints("llama"), tmp_path / "model.gguf"), []
+    read_value = reader._read_value
+
+    def count(blob, place, kind, has_texts=False):
+        read.extend([place] * has_texts)
+        return read_value(blob, place, kind, has_texts)
+
+    monkeypatch.setattr(reader, "_read_value", count)
+    with open_files(str(path), "", with_tokenizer=True) as files, files.open_weights() as weights:
+        assert weights.tensors
+    assert read
+    assert len(read) == len(set(read))
 
 
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [[1]], "x"], ids=str)

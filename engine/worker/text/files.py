@@ -69,11 +69,12 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
         with _needs_temporary_folder():
             written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
         with GgufFile(source.gguf) as file, _needs_temporary_folder():
-            file.write_config(written)
+            vocabulary = file.write_config(written)
             if with_tokenizer:
-                write_tokenizer(file.vocabulary(), written)
+                write_tokenizer(vocabulary, written)
                 write_templates(file.metadata, written)
-        yield ModelFiles(replace(source, directory=written), GgufFile(source.gguf))
+        weights = GgufFile(source.gguf, has_vocabulary=False)
+        yield ModelFiles(replace(source, directory=written), weights)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,16 +59,18 @@ def _reader() -> Any:
 
 class GgufFile(Checkpoint):
     """The tensors and the metadata of one GGUF file, as a context manager. Tensors have the names
-    that transformers gives them.
+    that transformers gives them. Without ``has_vocabulary`` the texts of tokens and merges, which
+    are most of the time that the metadata take, are passed over.
 
     Raises:
         Refusal: On entering: the file cannot be read, is damaged, or has something that is not
             read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_vocabulary: bool = True) -> None:
         super().__init__(path.parent)
         self._path = path
+        self._texts = STRING_LISTS if has_vocabulary else ()
         self.metadata: dict[str, Any] = {}
         self._found: dict[str, Any] = {}  # transformers' TensorInfo by checkpoint name
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -77,8 +80,10 @@ class GgufFile(Checkpoint):
         reader = _reader()
         check_readable(self._path)
         try:
-            blob = reader._mapped(str(self._path))
-            self.metadata, count, place = reader._read_metadata(blob, str(self._path), STRING_LISTS)
+            # A string of a mapping costs a third of one of numpy's array of it.
+            with self._path.open("rb") as opened:
+                blob = mmap(opened.fileno(), 0, access=ACCESS_READ)
+            self.metadata, count, place = reader._read_metadata(blob, str(self._path), self._texts)
             _refuse_parts(self.metadata)
             entries, place = reader._read_tensor_table(blob, count, place)
             alignment = int(self.metadata.get("general.alignment", 32))
@@ -122,15 +127,17 @@ class GgufFile(Checkpoint):
                           f"{rows} rows")  # fmt: skip
         return found
 
-    def write_config(self, directory: Path) -> None:
-        """Write config.json and generation_config.json.
+    def write_config(self, directory: Path) -> Vocabulary:
+        """Write config.json and generation_config.json. Return the vocabulary.
 
         Raises:
             Refusal: as `config` and `vocabulary`.
         """
-        ends = {"eos_token_id": sorted(self.vocabulary().ends)}
+        vocabulary = self.vocabulary()
+        ends = {"eos_token_id": sorted(vocabulary.ends)}
         for name, content in (("config", self.config()), ("generation_config", ends)):
             (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+        return vocabulary
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor; one in blocks is expanded to float32."""
@@ -225,11 +232,11 @@ def _refuse_parts(metadata: dict[str, Any]) -> None:
         )
 
 
-def _as_tensor(blob: Any) -> torch.Tensor:
+def _as_tensor(blob: mmap) -> torch.Tensor:
     """Return a mapped file as a tensor. Nothing writes to it, so torch's warning that the file
     cannot be written is not of interest."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(blob)
+        return torch.frombuffer(blob, dtype=torch.uint8)
