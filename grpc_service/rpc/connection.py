@@ -33,7 +33,7 @@ from grpc_service.rpc.sockets import address_of
 if TYPE_CHECKING:
     from grpc_service.rpc.request_body import RequestBody
     from grpc_service.rpc.shared import Shared
-    from grpc_service.rpc.sockets import Transport
+    from grpc_service.rpc.sockets import PlainTransport
     from grpc_service.rpc.streams import Stream, StreamListener
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Connection:
     requests go to ``to_decompress``.
     """
 
-    def __init__(self, shared: Shared, transport: Transport, peer: str) -> None:
+    def __init__(self, shared: Shared, transport: PlainTransport, peer: str) -> None:
         self._shared = shared
         self.limits = shared.limits
         self.flusher = shared.flusher

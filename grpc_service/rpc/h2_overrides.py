@@ -17,7 +17,6 @@ changes inside: run those tests before allowing a new version of h2.
 | `ServerH2._receive_goaway_frame` | h2 ends running streams when the client opens no more |
 | `ServerH2._receive_headers_frame` | h2 does not tell faults of compression from others |
 | `ServerH2._acknowledge_settings` | h2 lets the client choose the size of our header table |
-| `UnrulyClientH2` | h2's client obeys GOAWAY and the limit of streams; a test's must not |
 """
 
 from __future__ import annotations
@@ -210,19 +209,3 @@ class ServerH2(H2Connection):
             changes[:] = [min(changes), changes[-1]]
             encoder.header_table.resized = True
         return frames
-
-
-class UnrulyClientH2(H2Connection):
-    """The testing kit's client, which does what a hostile or careless client does.
-
-    It goes on after the server has announced its end, and opens more streams than the server
-    allows.
-    """
-
-    open_outbound_streams = 0  # h2 compares this count with the server's limit
-
-    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        event = ConnectionTerminated()
-        event.error_code = ErrorCodes(frame.error_code)
-        event.last_stream_id = frame.last_stream_id
-        return [], [event]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from grpc_service.rpc.call_tasks import ServeCall
-    from grpc_service.rpc.sockets import Listener, Transport
+    from grpc_service.rpc.sockets import PlainTransport, SocketListener
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RpcServer:
         self._entrance = Entrance(self.limits)
         self._warned_at = -math.inf  # of connections that are refused
         self._told: set[str] = set()  # why handshakes failed
-        self._listeners: Sequence[Listener] = ()
+        self._listeners: Sequence[SocketListener] = ()
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
         # The server keeps too many bytes, or a request waits for room.
@@ -89,7 +89,7 @@ class RpcServer:
         """The connections that are open."""
         return tuple(self._connections)
 
-    async def run(self, listeners: Sequence[Listener]) -> None:
+    async def run(self, listeners: Sequence[SocketListener]) -> None:
         """Serve the clients of ``listeners`` until `stop`; close the listeners at the end.
 
         Cancellation: every call is cancelled, and every connection closed.
@@ -164,7 +164,7 @@ class RpcServer:
     def _on_progress(self) -> None:
         self._progress.set()
 
-    async def _accept(self, listener: Listener, nursery: trio.Nursery) -> None:
+    async def _accept(self, listener: SocketListener, nursery: trio.Nursery) -> None:
         while True:
             for transport, peer in await listener.accept():
                 given = self._entrance.admit(address_of(peer))
@@ -173,7 +173,7 @@ class RpcServer:
                 else:
                     nursery.start_soon(self._serve, transport, peer, given)
 
-    async def _refuse(self, transport: Transport, peer: str) -> None:
+    async def _refuse(self, transport: PlainTransport, peer: str) -> None:
         """Close a connection for which nothing was done yet; log one in a while."""
         now = trio.current_time()
         if now >= self._warned_at + WARNING_PAUSE_S:
@@ -183,7 +183,7 @@ class RpcServer:
         with trio.CancelScope(shield=True):  # the rest of the batch is to be served; never waits
             await transport.close()
 
-    async def _serve(self, transport: Transport, peer: str, given: Pass) -> None:
+    async def _serve(self, transport: PlainTransport, peer: str, given: Pass) -> None:
         """Serve a client that `Entrance.admit` has ``given`` a pass."""
         address = address_of(peer)
         with self._entrance.staying(address, given):
@@ -218,7 +218,7 @@ class RpcServer:
         self._told.add(reason)
         return logging.WARNING
 
-    async def _open(self, transport: Transport, address: str) -> bool:
+    async def _open(self, transport: PlainTransport, address: str) -> bool:
         """Open a transport within `Limits.handshake_timeout_s`; close it if that fails, or if the
         client has left already. A client whose address owes time waits first. Return whether it is
         open.
@@ -246,7 +246,7 @@ class RpcServer:
                 shared.addresses.add_debt_s(address, broken_s)
                 await transport.close()
 
-    async def _pay(self, transport: Transport, address: str) -> bool:
+    async def _pay(self, transport: PlainTransport, address: str) -> bool:
         """Wait until the time is paid that the address owes. Return whether the client is still
         there: one that has left pays little, so that a client behind many of them is served soon.
 

@@ -16,7 +16,7 @@ import ssl
 from ipaddress import IPv6Address, IPv6Network
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -39,66 +39,6 @@ HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux has it
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Transport(Protocol):
-    """The bytes of one connection. One task reads and one writes. A failure raises OSError.
-    ``opening_s`` is about how many seconds of the processor `open` takes."""
-
-    opening_s: float
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the client has closed the connection, as far as is known without reading."""
-
-    async def open(self) -> None:
-        """Make the transport ready; bytes may flow only after this.
-
-        Raises:
-            OSError: client and server do not agree on how to talk.
-        Cancellation: the transport can only be closed then.
-        """
-
-    async def receive(self) -> bytes:
-        """Wait for bytes and return at least one; b"" when the client has closed.
-
-        Cancellation: safe; no byte is lost.
-        """
-
-    def send_now(self, data: bytes | memoryview) -> int:
-        """Send what can be sent without waiting; return its number of bytes. What is sent next must
-        begin with the rest of ``data``."""
-
-    async def send(self, data: bytes | memoryview) -> None:
-        """Send all of ``data``.
-
-        Cancellation: part of it may have been sent, and the connection is of no use then.
-        """
-
-    def end(self) -> None:
-        """Announce that nothing more will be sent. Never waits or raises; what still waits is
-        lost."""
-
-    async def close(self) -> None:
-        """Close the transport. Idempotent.
-
-        Cancellation: it is closed all the same.
-        """
-
-
-class Listener(Protocol):
-    """Accepts the clients of one address."""
-
-    async def accept(self) -> Sequence[tuple[Transport, str]]:
-        """Wait for clients. Return at least one of those that are there: its transport, not opened
-        yet, and its address as grpc writes it: ``ipv4:127.0.0.1:5``, ``ipv6:[::1]:5``, or
-        ``unix:uid=1000`` with the id of the client's user, where the system reports it.
-
-        Cancellation: safe; no client is lost.
-        """
-
-    def close(self) -> None:
-        """Accept no more. Idempotent."""
-
-
 # ---- listening ---------------------------------------------------------------------------------
 
 
@@ -112,15 +52,18 @@ class SocketListener:
         address = sock.getsockname()
         self.port = int(address[1]) if isinstance(address, tuple) else 0
 
-    async def accept(self) -> Sequence[tuple[Transport, str]]:
-        """Wait for clients (`Listener.accept`), and take up to `ACCEPTS_MAX` at once: one in each
-        turn of the loop would leave a crowd in the system's queue, and new clients behind it.
-        Clients that leave before they are accepted are skipped; without a free file descriptor it
-        tries again after `ACCEPT_PAUSE_S`.
+    async def accept(self) -> Sequence[tuple[PlainTransport, str]]:
+        """Wait for clients. Return at least one of those that are there: its transport, not opened
+        yet, and its address as grpc writes it: ``ipv4:127.0.0.1:5``, ``ipv6:[::1]:5``, or
+        ``unix:uid=1000`` with the id of the client's user, where the system reports it.
+
+        Up to `ACCEPTS_MAX` are taken at once: one in each turn of the loop would leave a crowd in
+        the system's queue, and new clients behind it. Clients that leave before they are accepted
+        are skipped; without a free file descriptor it tries again after `ACCEPT_PAUSE_S`.
 
         Cancellation: safe; no client is lost.
         """
-        taken: list[tuple[Transport, str]] = []
+        taken: list[tuple[PlainTransport, str]] = []
         while not taken:
             if self._socket.fileno() < 0:  # it was closed while this task was about to run
                 await trio.sleep_forever()
@@ -140,14 +83,14 @@ class SocketListener:
                 taken.append(self._transport_of(client, address))
         return taken
 
-    def _transport_of(self, client: socket.socket, address: object) -> tuple[Transport, str]:
+    def _transport_of(self, client: socket.socket, address: object) -> tuple[PlainTransport, str]:
         peer = _peer_of(client, address)
         if self._tls is None:
             return PlainTransport(client), peer
         return TlsTransport(client, self._tls), peer
 
     def close(self) -> None:
-        """Close the socket."""
+        """Accept no more. Idempotent."""
         self._socket.close()
 
 
@@ -267,8 +210,12 @@ def address_of(peer: str) -> str:
 
 
 class PlainTransport:
-    """A socket without TLS (`Transport`). No system call is made for it before `open`, so that a
-    connection that is refused takes two: one to accept it and one to close it."""
+    """The bytes of one connection, without TLS. One task reads and one writes. A failure raises
+    OSError. No system call is made before `open`, so that a connection that is refused takes two:
+    one to accept it and one to close it.
+
+    ``opening_s`` is about how many seconds of the processor `open` takes.
+    """
 
     opening_s = 0.0
 
@@ -283,14 +230,14 @@ class PlainTransport:
         return bool(look.poll(0))
 
     async def open(self) -> None:
-        """Set the socket's options."""
+        """Make the transport ready; bytes may flow only after this."""
         self._socket.setblocking(False)
         if self._socket.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def receive(self) -> bytes:
-        """Wait for bytes; b"" when the client has closed.
+        """Wait for bytes and return at least one; b"" when the client has closed.
 
         Cancellation: safe; no byte is lost.
         """
@@ -300,7 +247,8 @@ class PlainTransport:
                 return self._socket.recv(RECEIVE_BYTES)
 
     def send_now(self, data: bytes | memoryview) -> int:
-        """Send what the socket's buffer has room for; return its number of bytes."""
+        """Send what the socket's buffer has room for; return its number of bytes. What is sent next
+        must begin with the rest of ``data``."""
         try:
             return self._socket.send(data)
         except (BlockingIOError, InterruptedError):
@@ -309,7 +257,7 @@ class PlainTransport:
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``.
 
-        Cancellation: part of it may have been sent.
+        Cancellation: part of it may have been sent, and the connection is of no use then.
         """
         rest = memoryview(data)
         while rest:
@@ -324,19 +272,20 @@ class PlainTransport:
         await trio.lowlevel.wait_writable(self._socket)
 
     def end(self) -> None:
-        """Shut the socket down for writing."""
+        """Announce that nothing more will be sent. Never waits or raises; what still waits is
+        lost."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     async def close(self) -> None:
-        """Close the socket. Never waits."""
+        """Close the socket. Never waits. Idempotent."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
 
 
 class TlsTransport(PlainTransport):
-    """TLS over a socket (`Transport`). OpenSSL writes to the socket itself: a write is one system
+    """TLS over a socket. OpenSSL writes to the socket itself: a write is one system
     call here, too, and a client whose certificate is refused gets TLS's alert."""
 
     opening_s = HANDSHAKE_S
@@ -381,7 +330,7 @@ class TlsTransport(PlainTransport):
                 pass
 
     async def receive(self) -> bytes:
-        """Wait for bytes; b"" when the client has closed.
+        """Wait for bytes and return at least one; b"" when the client has closed.
 
         Cancellation: safe; no byte is lost.
         """
@@ -404,7 +353,7 @@ class TlsTransport(PlainTransport):
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send what the socket's buffer has room for; return its number of bytes. What is sent next
-        must begin with the rest, as OpenSSL may have encrypted it."""
+        must begin with the rest of ``data``, as OpenSSL may have encrypted it."""
         num_sent = 0
         try:
             while num_sent < len(data):

@@ -17,11 +17,11 @@ from grpc_service.access.interceptor import Interceptor
 from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.client import messages as pb
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import open_server
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
 from tests.simulator.determinism import run_deterministically
+from tests.support import rpc_calls
 from tests.support.virtual_engine import fake_engine
 
 STEP_S = 0.1
@@ -126,7 +126,7 @@ async def serving(step_s=STEP_S):
     """Yield an engine, and a client that is connected to its services in memory."""
     async with fake_engine(FakeScript(step_s=step_s)) as engine:
         served = methods(Backend(engine, UnreadCalls(trio.current_time)), 4 * 2**20)
-        async with open_server(Interceptor(served, None, status_of).serve) as server:
+        async with rpc_calls.serving(Interceptor(served, None, status_of).serve) as server:
             yield engine, await server.connect()
 
 

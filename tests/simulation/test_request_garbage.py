@@ -23,12 +23,12 @@ from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.client import messages as pb
 from grpc_service.rpc.call import Call
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import open_server
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
 from tests.simulator.determinism import run_deterministically
+from tests.support.rpc_calls import MemoryServer, serving
 from tests.support.virtual_engine import fake_engine
 
 SERVICE = "triolet.v1.Inference/"
@@ -92,7 +92,8 @@ def test_a_request_that_has_ended_is_freed_without_the_collector(way):
     async def main():
         async with fake_engine(FakeScript(step_s=0.1)) as engine:
             served = methods(Backend(engine, UnreadCalls(trio.current_time)), 2**22)
-            async with open_server(Interceptor(served, None, status_of).serve) as server:
+            served = Interceptor(served, None, status_of).serve
+            async with serving(served, kind=MemoryServer) as server:
                 client = await server.connect()
                 gc.collect()
                 older = set(map(id, alive()))
@@ -129,7 +130,8 @@ def test_a_prompt_that_was_cut_is_let_go_while_its_request_runs(name, monkeypatc
     async def main():
         async with fake_engine(FakeScript(step_s=0.1)) as engine:
             served = methods(Backend(engine, UnreadCalls(trio.current_time)), 2**22)
-            async with open_server(Interceptor(served, None, status_of).serve) as server:
+            served = Interceptor(served, None, status_of).serve
+            async with serving(served, kind=MemoryServer) as server:
                 client = await server.connect()
                 call = client.call(message.SerializeToString(), path=f"/{SERVICE}Generate")
                 while len(client.messages[call]) < 5:

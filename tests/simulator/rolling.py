@@ -27,13 +27,13 @@ from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
 from grpc_service.rpc.streams import ErrorCodes
-from grpc_service.rpc.testing import Client, Wire, WireListener, framed
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.watch import Violation
 from tests.support.core_driver import expected_tokens
+from tests.support.rpc_memory import Client, Wire, WireListener, framed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

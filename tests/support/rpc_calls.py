@@ -6,12 +6,36 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.errors import Disconnected
+from grpc_service.rpc.server import RpcServer
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import MemoryServer
+from tests.support.rpc_memory import PEER, Client, Wire, WireListener
 
 MINUTE = 60.0
 GOAWAY = b"\0\0\x08\x07\0\0\0\0\0" + bytes(8)
+
+
+class MemoryServer:
+    """A server whose clients connect in memory."""
+
+    def __init__(self, serve_call, limits=None):
+        self.flusher = Flusher()
+        self.server = RpcServer(serve_call, limits, self.flusher)
+        self.listener = WireListener()
+        self.has_ended = False
+
+    async def run(self):
+        """Serve until stopped."""
+        await self.server.run([self.listener])
+        self.has_ended = True
+
+    async def connect(self, *, window=65_535, is_deaf=False, peer=PEER):
+        """Connect a client from the address ``peer``."""
+        client = Client(Wire(peer), window=window, is_deaf=is_deaf)
+        self.listener.arrive(client.wire)
+        await client.settle()
+        return client
 
 
 class Server(MemoryServer):
@@ -60,9 +84,9 @@ class Server(MemoryServer):
 
 
 @asynccontextmanager
-async def serving(handler, limits=None):
+async def serving(handler, limits=None, kind=Server):
     """Yield a server that serves while the block runs."""
-    server = Server(handler, limits)
+    server = kind(handler, limits)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.run)
         yield server

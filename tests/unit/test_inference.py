@@ -7,10 +7,10 @@ import pytest
 from engine.errors import ShuttingDown
 from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
 from grpc_service.access.interceptor import Interceptor
-from grpc_service.rpc.testing import open_server
 from grpc_service.services import encode_codec, image_generation_codec, text_codec
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
+from tests.support.rpc_calls import serving
 
 DECODERS = {
     "Generate": (text_codec, "decode_generate", inference_pb2.GenerateRequest(text="a")),
@@ -54,7 +54,7 @@ async def test_decoding_a_request_takes_from_its_timeout(name, autojump_clock, m
     monkeypatch.setattr(codec, function, decode_slowly)
     engine = SimpleNamespace(submit=submit, config=SimpleNamespace(stream_buffer=8))
     backend = SimpleNamespace(engine=engine, unread_calls=None)
-    async with open_server(Interceptor(methods(backend, 2**20), None, status_of).serve) as server:
+    async with serving(Interceptor(methods(backend, 2**20), None, status_of).serve) as server:
         client = await server.connect()
         began_at = autojump_clock.current_time()
         await client.request(

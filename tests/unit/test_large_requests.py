@@ -20,10 +20,10 @@ from grpc_service.access.decoding import SMALL_BYTES
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.client import messages as pb
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import open_server
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
 from grpc_service.services.text_codec import decode_generate
+from tests.support.rpc_calls import serving
 
 REQUESTS = {
     "Embed": pb.EmbedRequest(inputs=[{"image": b"a"}]),
@@ -58,7 +58,7 @@ async def test_nothing_but_the_engine_keeps_a_request_that_runs(autojump_clock, 
         one._replace(request=parsing) if one.name.endswith(f"/{name}") else one
         for one in methods(backend, 2**20)
     ]
-    async with open_server(Interceptor(served, None, status_of).serve) as server:
+    async with serving(Interceptor(served, None, status_of).serve) as server:
         client = await server.connect()
         path = f"triolet.v1.Inference/{name}"
         answer = await client.request(path, REQUESTS[name].SerializeToString())
@@ -83,7 +83,7 @@ def test_a_client_is_told_of_few_violations_of_a_large_chat(message):
 async def test_a_deadline_that_passes_in_the_queue_for_decoding_names_its_phase(autojump_clock):
     """Its status said that the deadline had passed, and not where, as that of the engine does."""
     interceptor = Interceptor(methods(SimpleNamespace(), 2**20), None, status_of)
-    async with open_server(interceptor.serve) as server:
+    async with serving(interceptor.serve) as server:
         client = await server.connect()
         data = pb.GenerateRequest(text="a" * SMALL_BYTES).SerializeToString()
         async with interceptor._decoding._medium._turns.hold("another"):
@@ -111,7 +111,7 @@ async def test_an_owner_has_few_large_requests_that_are_decoded_and_not_answered
     engine = SimpleNamespace(tokenize=tokenize)
     served = methods(SimpleNamespace(engine=engine), 2**22)
     with trio.fail_after(30):
-        async with open_server(Interceptor(served, None, status_of).serve) as server:
+        async with serving(Interceptor(served, None, status_of).serve) as server:
             client = await server.connect()
 
             async def ask(size):

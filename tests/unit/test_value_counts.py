@@ -26,13 +26,14 @@ from grpc_service.access.decoding import LARGE_BYTES, SMALL_BYTES
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.methods import Method, decoder_of
-from grpc_service.rpc.testing import framed, open_server
 from grpc_service.services import value_counts
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import CONTROL, INFERENCE, MODELS, methods
 from grpc_service.services.value_counts import TREES, CountJudge, judges_of
 from grpc_service.vllm_engine.count_limits import LIMITS
 from grpc_service.vllm_engine.service import SERVICE as VLLM
+from tests.support.rpc_calls import serving
+from tests.support.rpc_memory import framed
 from tests.support.worst_messages import (
     allowed_values,
     delimited,
@@ -337,7 +338,7 @@ async def test_only_what_is_small_is_decoded_in_the_loop(size, monkeypatch):
     threads, unknown = [], padded(size)
     served = methods(Backend(), 2**20)
     recorded = [recording(one, threads) for one in served]
-    async with open_server(Interceptor(recorded, None, status_of).serve, WIDE) as server:
+    async with serving(Interceptor(recorded, None, status_of).serve, WIDE) as server:
         client = await server.connect()
         for method in served:
             threads.clear()
@@ -421,7 +422,7 @@ async def test_a_shorter_request_does_not_wait_for_a_large_one():
 
     method = Method("a.B/C", Empty, handle, judge=judge)
     served = Interceptor([method], None, status_of).serve
-    async with open_server(served, WIDE) as server, trio.open_nursery() as nursery:
+    async with serving(served, WIDE) as server, trio.open_nursery() as nursery:
         client = await server.connect()
         nursery.start_soon(ask, await server.connect(), method.name, padded(LARGE_BYTES))
         await trio.to_thread.run_sync(begun.wait)
@@ -445,7 +446,7 @@ async def test_a_call_leaves_the_queue_when_its_client_ends_it():
 
     method = Method("a.B/C", Empty, handle, judge=judge)
     served = Interceptor([method], None, status_of).serve
-    async with open_server(served, WIDE) as server:
+    async with serving(served, WIDE) as server:
         first, second = await server.connect(), await server.connect()
         large = padded(LARGE_BYTES)
         async with trio.open_nursery() as nursery:

@@ -25,8 +25,8 @@ from grpc_service.rpc.fairness import TURN_S, OverheadLimiter
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.sockets import TlsTransport, address_of
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import PEER, Client, Wire, framed
 from tests.support.rpc_calls import echo, serving, wait
+from tests.support.rpc_memory import PEER, Client, Wire, framed
 
 LIMITS = Limits(budget=1000.0, budget_per_s=100.0)
 GZIP = {"grpc-encoding": "gzip"}

@@ -14,8 +14,8 @@ from h2.errors import ErrorCodes
 
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.methods import Method, read_request
-from grpc_service.rpc.testing import Wire, framed
 from tests.support.rpc_calls import GOAWAY, echo, serving, wait
+from tests.support.rpc_memory import Wire, framed
 
 LIMITS = Limits()
 PATIENT = Limits(budget=math.inf, overhead_burst_s=math.inf)  # clients may cost what they like

@@ -11,8 +11,8 @@ from grpc_service.rpc.errors import Disconnected, InvalidMessage, MessageTooLarg
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.receipt import wait_received
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import framed
 from tests.support.rpc_calls import echo, serving, wait
+from tests.support.rpc_memory import framed
 
 LIMITS = Limits()
 

@@ -10,8 +10,8 @@ import trio.testing
 from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import Wire
 from tests.support.rpc_calls import GOAWAY, echo, serving, wait
+from tests.support.rpc_memory import Wire
 
 LIMITS = Limits()
 SILENCE_S = LIMITS.keepalive_time_s + LIMITS.keepalive_timeout_s

@@ -15,8 +15,8 @@ from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.places import Places
 from grpc_service.rpc.sockets import ACCEPTS_MAX, address_of, listen_tcp
 from grpc_service.rpc.streams import ErrorCodes
-from grpc_service.rpc.testing import Client, Wire
 from tests.support.rpc_calls import MINUTE, echo, serving
+from tests.support.rpc_memory import Client, Wire
 from tests.support.wire import wait_until
 
 NOISY, OTHER, SAME = "ipv4:10.0.0.9:1", "ipv4:10.0.0.7:1", "ipv4:10.0.0.9:2"

@@ -18,7 +18,7 @@ from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.request_body import RequestBody
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.streams import Stream
-from grpc_service.rpc.testing import open_server
+from tests.support.rpc_calls import MemoryServer, serving
 
 OF_CALLS = (Call, RequestBody, Holding, Stream, UncountedStream)
 OF_CONNECTIONS = (Connection, Http2Connection, ServerH2)
@@ -105,7 +105,7 @@ async def unusual_path(client):
 
 
 async def get(client):
-    client.raw_call({":method": "GET"})
+    client.call(headers={":method": "GET"})
 
 
 WAYS = {
@@ -128,7 +128,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_call_that_has_ended_is_freed_without_the_collector(way, autojump_clock):
-    async with open_server(handler) as running:
+    async with serving(handler, kind=MemoryServer) as running:
         client = await running.connect()
         await WAYS[way](client)
         await client.settle()
@@ -144,7 +144,7 @@ async def test_a_call_that_opens_no_window_or_sends_no_request_is_freed(
     is_window_closed, autojump_clock
 ):
     limits = Limits(request_timeout_s=3)
-    async with open_server(handler, limits) as running:
+    async with serving(handler, limits, MemoryServer) as running:
         client = await running.connect(window=0 if is_window_closed else 65_535)
         client.call(is_last=False)
         await client.settle()
@@ -169,7 +169,7 @@ async def breaks_the_protocol(client):
 @pytest.mark.parametrize("way", [None, *WAYS])
 async def test_a_connection_that_has_ended_is_freed_without_the_collector(way, end, autojump_clock):
     """Its calls are freed with it, in whatever state they are."""
-    async with open_server(handler) as running:
+    async with serving(handler, kind=MemoryServer) as running:
         client = await running.connect()
         if way is not None:
             await WAYS[way](client)

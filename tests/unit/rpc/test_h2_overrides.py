@@ -6,8 +6,6 @@ that the override can go. `plain` is h2's own connection; its behaviour is the o
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -30,7 +28,7 @@ from h2.settings import SettingCodes, Settings
 from hpack.hpack import decode_integer
 from hyperframe.frame import DataFrame, GoAwayFrame, SettingsFrame
 
-from grpc_service.rpc.h2_overrides import QuietDataFrame, ServerH2, UnrulyClientH2
+from grpc_service.rpc.h2_overrides import QuietDataFrame, ServerH2
 from grpc_service.rpc.limits import Limits
 
 STREAMS_MAX = 3
@@ -347,27 +345,3 @@ def test_a_block_that_cannot_be_decompressed_has_its_own_error(client, server, b
         with pytest.raises(ProtocolError):
             one.receive_data(head + block)
         assert one.data_to_send()[-4:] == code.to_bytes(4, "big")
-
-
-# ---- UnrulyClientH2
-
-
-def opened_by(make_client):
-    """Open one stream more than the server allows, and one after its GOAWAY; return how many."""
-    client, server = make_client(H2Configuration(header_encoding=None)), ServerH2(LIMITS)
-    client.initiate_connection()
-    exchange(client, server)
-    opened = 0
-    with contextlib.suppress(ProtocolError):
-        for _ in range(STREAMS_MAX + 1):
-            client.send_headers(client.get_next_available_stream_id(), REQUEST)
-            opened += 1
-        client.receive_data(GoAwayFrame(0, last_stream_id=2**31 - 1).serialize())
-        client.send_headers(client.get_next_available_stream_id(), REQUEST)
-        opened += 1
-    return opened
-
-
-def test_the_unruly_client_goes_on_where_h2s_own_stops():
-    assert opened_by(H2Connection) == STREAMS_MAX
-    assert opened_by(UnrulyClientH2) == STREAMS_MAX + 2

@@ -17,8 +17,8 @@ from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.held_bytes import CALL_BYTES, LOOK_S, HeldBytes, Holder, Holding
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import framed
 from tests.support.rpc_calls import echo, serving, wait
+from tests.support.rpc_memory import framed
 
 LIMITS = Limits(held_bytes=100, held_stall_s=1.0)
 REQUEST_BYTES = 200_000

@@ -11,7 +11,7 @@ from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.methods import Dispatcher, Method, methods_of
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.testing import open_server
+from tests.support.rpc_calls import serving
 
 NAME = "demo.Greeter/Greet"
 
@@ -28,7 +28,7 @@ def serve(handler, **options):
 
 async def ask(handler, *messages, method=NAME, limits=None, headers=None, **options):
     """Return what a client gets from one call of ``handler``."""
-    async with open_server(serve(handler, **options), limits) as server:
+    async with serving(serve(handler, **options), limits) as server:
         client = await server.connect()
         return await client.request(method, *messages, headers=headers)
 
@@ -132,7 +132,7 @@ async def test_an_answer_that_comes_late_is_waited_for(autojump_clock):
 
 
 async def test_a_client_whose_connection_is_closed_gets_no_answer(autojump_clock):
-    async with open_server(serve(sleep)) as server:
+    async with serving(serve(sleep)) as server:
         client = await server.connect(is_deaf=True)
         with pytest.raises(ConnectionError):
             await client.request(NAME, packed("a"))

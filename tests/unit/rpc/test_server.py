@@ -11,8 +11,8 @@ import trio.testing
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.streams import ErrorCodes
-from grpc_service.rpc.testing import Client, Wire
 from tests.support.rpc_calls import MINUTE, echo, serving, wait
+from tests.support.rpc_memory import Client, Wire
 
 
 async def test_a_server_that_stops_sends_goaway_lets_calls_finish_and_cuts_the_rest(autojump_clock):
