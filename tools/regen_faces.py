@@ -125,8 +125,8 @@ FACES = (
             ("engine.api.crossing", "engine.api.waiting"),
             (
                 """\
-between that thread and event loops; this file is the surface. The one for threads that block is
-generated from it, over `engine.api.waiting` (`tools/regen_faces.py`).
+between that thread and event loops; this file is the surface. The surface for threads that block
+is generated from it, with `engine.api.waiting` for crossing (`tools/regen_faces.py`).
 Rule 2: any number of loops, in any threads, may use one engine; each stream belongs to the loop
 that was running when the stream was made.
 """,
@@ -150,8 +150,8 @@ Rule 2: any number of threads may use one engine.
             (
                 """\
 for asyncio programs; made by `open_engine`. Tasks of any event loop may
-    call every method; each raises ShuttingDown once the engine is closed, and a stream's first
-    event does.
+    call every method. Once the engine is closed, every method and the next event of a stream raise
+    ShuttingDown.
 """,
                 """\
 for threads that block; made by `open_engine`. Every method may be called
@@ -192,7 +192,7 @@ for threads that block; made by `open_engine`. Every method may be called
                 "`engine.api.handles`, for threads that block",
             ),
             ("End what any task has", "End what any thread has"),
-            ("the reader's loop counts\n    as read", "the reader's thread\n    counts as read"),
+            ("once the reader's loop\n    has it", "once the reader's\n    thread has it"),
             (
                 "; it begins at once. What `engine.api.handles.Chat.ask` raises is raised\n"
                 "        at the first event.",

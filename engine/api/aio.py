@@ -5,8 +5,8 @@
             ...
 
 Rule 1: `engine.api.portal` has the engine's Trio thread, and `engine.api.crossing` what passes
-between that thread and event loops; this file is the surface. The one for threads that block is
-generated from it, over `engine.api.waiting` (`tools/regen_faces.py`).
+between that thread and event loops; this file is the surface. The surface for threads that block
+is generated from it, with `engine.api.waiting` for crossing (`tools/regen_faces.py`).
 Rule 2: any number of loops, in any threads, may use one engine; each stream belongs to the loop
 that was running when the stream was made.
 """
@@ -104,10 +104,10 @@ class _Block:
 
 class Engine(_Block):
     """A running engine, for asyncio programs; made by `open_engine`. Tasks of any event loop may
-    call every method; each raises ShuttingDown once the engine is closed, and a stream's first
-    event does.
+    call every method. Once the engine is closed, every method and the next event of a stream raise
+    ShuttingDown.
 
-    Cancellation of every method that says nothing else: what the task waited for is cancelled, too.
+    Cancellation: unless a method's docstring differs, what the task waited for is cancelled, too.
     """
 
     def __init__(self, config: EngineConfig, portal: Portal) -> None:
@@ -119,8 +119,8 @@ class Engine(_Block):
         self._portal.signal_close()
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Cut what still runs, read or not, and wait until the engine's thread has ended: for a
-        running step or load that may take as long as it lasts, but at most ``timeout_s``.
+        """Cut what still runs, read or not, and wait until the engine's thread has ended. A running
+        step or load ends first, which may take its whole time; ``timeout_s`` bounds the waiting.
         Idempotent. `drain` first to let other tasks finish.
 
         Other tasks that wait for the engine get ShuttingDown. After a fork this does not wait.
@@ -357,9 +357,9 @@ class _Handle(_Block, Generic[H]):
 
 
 class Chat(_Handle[handles.Chat]):
-    """A conversation (`engine.api.handles.Chat`). What was handed over to the reader's loop counts
-    as read, taken from the stream or not; a stream that is closed or dropped is stopped. Its first
-    event says which messages were left out to make room (`Started.dropped`)."""
+    """A conversation (`engine.api.handles.Chat`). An event counts as read once the reader's loop
+    has it, even if nobody takes it from the stream; a stream that is closed or dropped is stopped.
+    Its first event says which messages were left out to make room (`Started.dropped`)."""
 
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream[StreamEvent]:
         """Ask for an answer; it begins at once. What `engine.api.handles.Chat.ask` raises is raised

@@ -11,7 +11,7 @@ Life of a handle: it is made → each call is known to the guard from the moment
 it has ended → the handle is closed: what runs ends, and every later call raises ShuttingDown.
 
 `stop` ends what was asked for before it, even if that has not begun, and nothing that is asked for
-after it. With nothing asked for it has no effect, and it is not remembered. A call is asked
+after it. It has no effect while no call runs or waits, and is not remembered. A call is asked
 for when the method is called: ``nursery.start_soon(encoder.embed, inputs)`` asks at once.
 
 A handle may be made on any thread; all its methods belong to the Trio thread.
@@ -199,7 +199,7 @@ class Chat(Handle):
 
     @property
     def _current(self) -> Answer | None:
-        """The answer that is not over, if its reader still has it."""
+        """The unfinished answer, unless its reader has dropped it."""
         return None if self._asked is None else self._asked()
 
     def _settle(self, answer: Answer | None, *, is_whole: bool = False) -> None:
@@ -325,9 +325,10 @@ class Answer:
 
 
 class _Relay:
-    """Passes the events of an answer on to a façade's reader, and has the answer note them.
+    """Passes the events of an answer on to the reader of a façade (`engine.api.aio`), and has the
+    answer note them.
 
-    ``answer`` is None only while the request is being submitted, which may end it at once.
+    ``answer`` is None only while the request is being submitted; a refusal ends it meanwhile.
     """
 
     def __init__(self, reader: Reader[StreamEvent]) -> None:

@@ -1,6 +1,6 @@
 """Which load gets memory, and which replica leaves to make room (D16).
 
-Rule 1: nothing is awaited between a look at the ledger and a reservation, so that several cold
+Rule 1: nothing is awaited between reading what is free and reserving it, so that several cold
 starts together never pass the limit. Rule 2: room is made only for a model that no replica
 serves. Idle replicas leave first, the least recently used one before the others, then the spare
 replicas of busy models. The only replica of a model never leaves while requests run on it.
@@ -176,8 +176,8 @@ class Governor:
         await self._freed.wait()
 
     def _missing(self, need: MemoryEstimate, load: Load) -> int:
-        """Return how many bytes of one device are neither free nor about to be. The free ones are
-        less than none if loads needed more than was estimated and more than the limit."""
+        """Return how many bytes of one device are neither free nor about to be. Fewer than none are
+        free if loads needed more than was estimated and more than the limit."""
         device = need.device
         coming = self._memory.limit(device) - self._memory.reserved(device)
         coming -= self._pledged(device, load)
@@ -241,7 +241,7 @@ class Governor:
 
 def victims(entry: Entry, held: Sequence[tuple[Entry, AnyReplica]]) -> list[AnyReplica]:
     """Return the replicas that may leave to make room for a model, in order (rule 2). ``held`` has
-    every replica on the device, with its model."""
+    the replicas on the devices that lack memory, each with its model's entry."""
     others = [
         (other, replica) for other, replica in held if other is not entry and not replica.is_retired
     ]

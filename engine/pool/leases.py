@@ -81,7 +81,8 @@ class Leases:
         tokens: Callable[[], int],
     ) -> AsyncIterator[Lease]:
         """Hold a replica for a request while the block runs, and the adapter if ``name`` is that of
-        one. ``tokens`` returns how many tokens the request has got. The rest is as `acquire`."""
+        one. ``tokens`` returns how many of the request's tokens are computed. The rest is as
+        `acquire`."""
         replica, version = await self._wait_for_replica(name, capability)
         with replica.leased(cut):
             if version is None:
@@ -108,8 +109,8 @@ class Leases:
     async def _wait_for_replica(
         self, name: str, capability: Capability | None
     ) -> tuple[AnyReplica, AdapterVersion | None]:
-        """Return a ready replica, without a checkpoint if there is one, and the adapter with
-        this name. The caller must lease both before it awaits anything."""
+        """Return a ready replica, without a pause for other tasks if there is one, and the adapter
+        with this name. The caller must lease both before it awaits anything."""
         deadline = trio.current_time() + self._spawn_timeout_s
         while True:
             entry = self._loads.ensure(name, capability)

@@ -48,15 +48,15 @@ class Revival:
             entry.breaker.failed(now)
 
     def retry_without_room(self, entry: Entry) -> None:
-        """Schedule another restart for a replica that found no memory, because other replicas serve
-        the model and a restart then evicts no other model."""
+        """Schedule another restart for a replica that found no memory. A model that other replicas
+        serve evicts no other model for a restart."""
         entry.missing.append(trio.current_time() + ROOM_RETRY_S)
 
     def next_load(self, entry: Entry) -> Load | None:
-        """Return the restart to begin now, which first waits for its backoff; None if none is due.
+        """Return the load of a restart, whose task waits for its backoff; None if none is due.
 
-        It does not matter which replica comes back, so the first backoff that ends serves the first
-        restart: a restart under way whose backoff would end later takes the earlier deadline.
+        It does not matter which replica comes back. So a restart that waits for a later end of its
+        backoff takes the earlier one.
         """
         if not entry.missing or entry.num_unloads or self._registry.is_closed:
             return None

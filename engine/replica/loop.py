@@ -6,7 +6,7 @@ Rule 3: an idle or paused engine makes no wake-ups.
 
 Phases of a turn, each of which is timed: apply commands · plan · start the step · deliver
 what the last step caused · prepare the next plan · wait for the step · commit. Between two steps,
-the loop does only what decides the second one; delivering the tokens of 128 readers takes 0.3 ms
+the loop does only what the next plan depends on; delivering the tokens of 128 readers takes 0.3 ms
 and preparing takes 0.1 ms (`python -m tools.lab.bench gap`).
 """
 
@@ -56,7 +56,7 @@ EVENTS_TO_HOLD_BACK = 32
 # gap between two steps is 0.1 ms longer.
 EVENTS_TO_SEND_FIRST = 4
 
-# Checking the invariants of 100,000 blocks takes 0.4 ms, for which the next request would wait.
+# Checking the invariants of a KV pool of 100,000 blocks takes 0.4 ms, and the next request waits.
 CHECK_INTERVAL_S = 1.0
 
 
@@ -95,8 +95,8 @@ class Unbatched:
 class LoopSettings:
     """How a loop is watched, and what it reports.
 
-    ``check_level`` is ENGINE_CHECK: at 1 the core's invariants are checked at the loop's end and
-    when it goes idle, but not twice within `CHECK_INTERVAL_S`; at 2 after every commit.
+    ``check_level`` is the environment's ENGINE_CHECK: at 1 the core's invariants are checked at the
+    loop's end and when it goes idle, at most each `CHECK_INTERVAL_S`; at 2 after every commit.
     ``on_event`` is called with everything that goes into and out of the core, ``watch`` when steps
     begin and end, ``telemetry`` with what took how long. ``on_death`` is called when the loop ends
     by an error, before any request hears of it. ``batch`` holds back what the delivery of a
@@ -171,7 +171,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
     def post(self, event: InputEvent[RequestT, ResultT]) -> None:
         """Apply an event as soon as no step is in flight.
 
-        The buffer needs no bound, because a live request posts only a few events.
+        The buffer needs no bound: live requests are bounded, and each posts only a few events.
         """
         if self._has_ended:
             return  # nothing is live any more, and nobody would apply it
@@ -185,7 +185,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self.post(Cancel(request_id, reason))
 
     def forget(self, request_id: RequestId) -> None:
-        """Send the request's stream no more events; what still comes is counted as late."""
+        """Send the request's stream no more events; the telemetry counts later ones as late."""
         self._streams.pop(request_id, None)
 
     def close(self) -> None:

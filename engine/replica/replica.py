@@ -101,7 +101,7 @@ class ReplicaKind(Protocol):
         says."""
 
     def make_tools(self, runner: Any, threads: Threads) -> Any:
-        """Return what the requests' side uses of a loaded runner beside its tokenizer."""
+        """Return the parts of a loaded runner that preparing requests needs, but its tokenizer."""
 
 
 class Work(NamedTuple):
@@ -129,10 +129,10 @@ class Replica(Generic[InfoT, ToolsT]):
     reservation: ReservedMemory
     on_idle: Callable[[Replica[Any, Any]], None]
     process: ProcessWorker | None = None
-    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded, by the pool's keys
+    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded ones, by version
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
-    outstanding_tokens: int = 0  # of requests whose clients are there, prompt and output, at most
+    outstanding_tokens: int = 0  # at most; without requests of absent clients
     restarts: int = 0
     processed: int = 0
     failed: int = 0
@@ -146,8 +146,8 @@ class Replica(Generic[InfoT, ToolsT]):
 
     @contextmanager
     def busy_with(self, num_tokens: int) -> Iterator[TokensAhead]:
-        """Count ``num_tokens`` tokens as still to be computed while the block lasts, unless
-        `TokensAhead.count` says otherwise."""
+        """Count ``num_tokens`` tokens as still to be computed while the block lasts, or until
+        `TokensAhead.count` takes them out."""
         ahead = TokensAhead(self, num_tokens)
         ahead.count(True)
         try:

@@ -1,4 +1,4 @@
-"""Detects steps that hang, with a plain thread, which can also end a process that waits for one.
+"""Detects steps that hang, in a plain thread, which can also end a process that a step holds up.
 
 A step that hangs cannot be cancelled, and whatever joins its thread hangs too (D17). So one thread
 watches when the running steps began. It reports a step that takes too long, once, with the stacks
@@ -111,7 +111,7 @@ class Watchdog:
 
     def __init__(self, limit_s: float, *, exit_process: Callable[[int], object] = os._exit) -> None:
         self.limit_s = limit_s
-        self.is_asleep = True  # no step ran when the thread last looked
+        self.is_asleep = True  # no step runs, as far as the thread knows
         self._exit_process = exit_process
         self._call_soon: Callable[[Callable[[], None]], None] = lambda callback: None
         self._watches: tuple[StepWatch, ...] = ()
@@ -145,7 +145,7 @@ class Watchdog:
         """Bound the process's end: from now on the process only joins its threads. If it still does
         so after ``patience_s`` seconds, it ends with exit code ``code``.
 
-        With ``waits_for_steps``, a step may first run up to its limit; if it hangs, now or then,
+        With ``waits_for_steps``, a step may first run up to its limit; if it hangs,
         the process ends with `EXIT_HUNG`. A later call replaces an earlier one; `stop` cancels it.
         """
         self._leave = _Leave(code, time.monotonic() + patience_s, waits_for_steps)

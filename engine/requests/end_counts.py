@@ -24,13 +24,13 @@ _FIELD_OF_END = {
 
 @dataclass(slots=True)
 class EndCounts:
-    """Requests by how they ended; early ends also by phase and reason."""
+    """Requests by how they ended; ends without success also by phase and reason."""
 
     requests_total: RequestsTotal = field(default_factory=RequestsTotal)
     early_ends: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def count_end(self, reason: EndReason, phase: str = "") -> None:
-        """Count the end of a request, and an early end also by its phase."""
+        """Count the end of a request, and one without success also by its phase."""
         self._add(_FIELD_OF_END[reason])
         if not reason.is_success:
             key = (phase, reason.value)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BYTES_MAX = 2 * 2**20  # bytes of the texts of a call: half of a server's --max-message-bytes
 IMAGES_MAX = 64  # of a call: a server bounds the memory of decoded images
-IMAGE_BYTES_MAX = 6 * 2**20  # of a call: half of a server's --max-image-bytes; one image has more
+IMAGE_BYTES_MAX = 6 * 2**20  # of a call: half of a server's --max-image-bytes
 BAR_MIN = 100  # guess: fewer texts are done before anybody could read a bar
 TEXT_WIDTH_MIN = 20  # guess: a shorter beginning of a text is not worth a column
 
@@ -56,10 +56,10 @@ class ImageFile(NamedTuple):
 
 def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> list[ImageFile]:
     """Return the images in these files. ``name`` goes before a path in messages, and ``hint``
-    behind that of a path where there is no file.
+    ends the message about a path that is no file.
 
     Raises:
-        ConfigError: a file cannot be read as far as its size shows, or it is empty.
+        ConfigError: there is no such file, or its size is not readable or zero.
     """
     found = []
     for path in paths:
@@ -161,7 +161,7 @@ def results_of(
     calls together. ``advance`` is called after each result.
 
     Raises:
-        CallError: a call failed; the part of the texts is printed.
+        CallError: a call failed; the numbers of its texts are printed.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     for first, part in parts_of(texts):

@@ -1,9 +1,9 @@
 """What a program hands to the methods of a client, as request messages.
 
-Rule 1: what can mean only one thing is taken: a mapping for the message that has these fields, and
-a text where a request has one field that a program would name first (`TEXT_FIELDS`), or a list of
-texts. Rule 2: anything else is refused before a call is made, by an error that names the argument
-or the field and says what it takes; protobuf's own errors name neither.
+Rule 1: an argument with only one meaning is taken: a mapping for a message that has these fields,
+and a text or a list of texts where a request has a main field (`TEXT_FIELDS`). Rule 2: anything
+else is refused before a call is made, by an error that names the argument or the field and says
+what it takes; protobuf's own errors name neither.
 
 These are the forms that the engine's own methods take (`engine.api.arguments`).
 """

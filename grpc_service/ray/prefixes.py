@@ -1,6 +1,6 @@
-"""Says which replica has computed the beginning of a prompt, so that a request computes less. Pure.
+"""Says which replica of a Ray deployment has computed the beginning of a prompt. Pure.
 
-Who routes a request has no tokenizer. So beginnings are compared as the bytes of the request's
+The router of a deployment has no tokenizer. So it compares beginnings as bytes of the request's
 prompt, in chunks of `CHUNK_BYTES`, and each chunk's key stands for everything up to its end. A
 replica remembers the keys of what it computed, at most as many as its KV pool has blocks. That is
 an estimate: a replica may have forgotten a prefix, which then is computed again, and no answer is
@@ -40,7 +40,7 @@ def keys_of(request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
 
 
 def _parts(request: inference_pb2.GenerateRequest, kind: str) -> Iterator[bytes]:
-    """Yield the prompt in parts, of which a longer prompt has the same and then more."""
+    """Yield the prompt in parts. Prompts with the same beginning have the same first parts."""
     if kind == "text":
         yield request.text.encode()
     elif kind == "token_ids":
@@ -62,8 +62,8 @@ class Prefixes:
         self._keys: dict[int, None] = {}  # what was used last stands last
 
     def add(self, keys: Sequence[int]) -> None:
-        """Note a prompt. When there are too many keys, those go first that were not used for the
-        longest time, and of one prompt the last."""
+        """Note a prompt. When there are too many keys, the least recently used ones go first, and
+        of one prompt the keys of its end."""
         for key in reversed(keys):
             self._keys.pop(key, None)
             self._keys[key] = None

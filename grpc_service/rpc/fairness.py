@@ -2,7 +2,7 @@
 
 While a server answers clients, its other work waits, such as delivering the results of a step. The
 limiters bound the time for clients in one turn of Trio's loop, or in a second, however many clients
-send. Work beyond the bound waits. Owners, such as clients' addresses, take turns by round robin,
+send. Work beyond the bound waits. Owners, such as clients' addresses, are served by round robin,
 and what waits for one owner is first come, first served.
 """
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Hashable
 
 
-# Seconds taken in one turn, so that an owner with a short debt is not kept waiting by one with a
-# long debt. Guess.
+# Seconds of the bucket that one owner gets before the next one, so that an owner that needs few
+# does not wait for one that needs many. Guess.
 TURN_S = 1e-3
 WAIT_MIN_S = 1e-4  # a shorter wait may be nothing, as clocks have no finer steps
 
@@ -68,7 +68,7 @@ class FairLock:
         Cancellation: safe; the task leaves the queue.
         """
         if self._is_held:
-            await self._waiting.wait(owner)  # the one that wakes this task leaves the lock to it
+            await self._waiting.wait(owner)  # the task that wakes this one hands the lock over
         self._is_held = True
         try:
             yield
@@ -153,8 +153,8 @@ class _Waiter:
 class OverheadLimiter:
     """Bounds the share of the loop's time that overhead may take, for all clients together: a token
     bucket, shared between waiting owners by round robin. Overhead is work for clients that serves
-    no call. ``share`` is in seconds per second, ``burst_s`` the bucket's size in seconds. Made and
-    used inside `trio.run`."""
+    no call, such as opening connections. ``share`` is in seconds per second, ``burst_s`` the
+    bucket's size in seconds. Made and used inside `trio.run`."""
 
     def __init__(self, share: float, burst_s: float) -> None:
         self._share, self._burst_s = share, burst_s

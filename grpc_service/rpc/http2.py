@@ -1,9 +1,9 @@
 """One HTTP/2 connection of a gRPC server without its socket: bytes in, streams and bytes out.
 
 h2 implements the protocol: states, settings, header compression, windows, errors. Messages bypass
-it (`grpc_service.rpc.streams`). So do the client's frames that change no state but a window, or
-nothing at all: they are most of what a client sends that reads, and of what a hostile one sends.
-h2's count of the windows stays right, as its own numbers are changed (`h2_overrides.Window`).
+it (`grpc_service.rpc.streams`). So do frames of the client that change a window or nothing at all:
+most frames of a client that only reads are of these kinds, and most of a hostile client's. What
+they change is h2's own count of the windows (`h2_overrides.Window`).
 
 Rule 1: nothing here waits, and nothing knows Trio. Rule 2: whatever is sent goes to the output in
 the order of the calls; the owner of the connection sends it (`Output.take`).
@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 
 __all__ = ["ErrorCodes", "Http2Connection", "ProtocolError", "TooCostlyError"]
 
-# grpc's clients allow windows of 1 KiB and more: four times this.
+# No shorter message is split. grpc's clients allow windows of 1 KiB, four times this, and more.
 WHOLE_BYTES_MAX = 256
-# Clients open a window again at the latest when three quarters of it are used, so that a message
-# of this part of the client's windows has room at some time. Guess: the slowest of those looked at.
+# A message of a quarter of the client's windows has room at some time: clients open a window again
+# when three quarters of it are used, or earlier. Guess: no client waits longer than those measured.
 _WHOLE_SHARE = 4
 _PING = b"trio-rpc"  # any eight bytes, but not `frame_filter.DRAIN_PING`
 _WINDOW = 65_535  # the first one of a connection. Source: RFC 9113, section 6.9.2.
@@ -72,13 +72,13 @@ class TooCostlyError(ProtocolError):
 class Http2Connection:
     """The connection of one client.
 
-    ``on_stream`` is called for each new stream and returns its listener. ``account`` pays for what
-    the client costs. ``output``, ``blocked_by_stream`` and ``blocked_by_connection`` (streams that
+    ``on_stream`` is called for each new stream and returns its listener. ``account`` counts the
+    client's work. ``output``, ``blocked_by_stream`` and ``blocked_by_connection`` (streams that
     wait for a window), ``streams``, ``marks`` and ``h2`` are for `Stream` and `FrameFilter`. The
     owner sends the ``output``, and sets ``is_clogged`` while the transport accepts nothing:
     messages then wait as they do for a window, until `unclog`. ``is_ending``: client or server has
-    announced that no more streams will be opened. ``is_reserved``: it serves nothing but
-    `Limits.lasting_methods`; its owner sets it.
+    announced that no more streams will be opened. ``is_reserved``: it serves only health checks
+    and the like (`Limits.lasting_methods`); its owner sets it.
     """
 
     def __init__(
@@ -310,18 +310,18 @@ class Http2Connection:
     def send_goaway(self, *, knows: bool = True) -> None:
         """Take no more streams; those that run go on. Idempotent.
 
-        The last stream is named only to a client that ``knows`` of the end, because it has answered
-        the ping of `drain`, or that is served nothing more. Another one may have calls on their
-        way, and would repeat elsewhere those behind the last stream. Each of them is served, if its
-        method is of `Limits.lasting_methods`, or refused by itself."""
+        The frame names the last stream only to a client that ``knows`` of the end, because it has
+        answered the ping of `drain`, or that is served nothing more. Any other client may have sent
+        calls meanwhile, and would repeat elsewhere the calls behind that stream. Each of these is
+        served, if its method is of `Limits.lasting_methods`, or refused by itself."""
         self.is_ending = True
         if knows and not self._has_named_last:
             self._has_named_last = True
             self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
 
     def cut(self) -> list[StreamListener]:
-        """End every stream, as the connection is lost. Return the listeners that have no request;
-        the others have been told."""
+        """End every stream, as the connection is lost. Return the listeners that still wait for
+        their request; the others have been called."""
         left = []
         for stream in list(self.streams.values()):
             listener = stream.listener

@@ -7,8 +7,8 @@ call for each connection (`grpc_service.rpc`).
 
 Rule 1: `CallWriter.push` waits for nothing and raises nothing. A bug in it ends its own call, and
 neither the step loop nor another call.
-Rule 2: an event that was written gives its credit back at once. One that cannot be written keeps
-its credit, and the core parks the stream when no credit is left (D1).
+Rule 2: an event that was written gives its credit (a message slot of its request) back at once. One
+that cannot be written keeps it, and the core parks a request that has no credit left (D1).
 Rule 3: once the request has failed, its client gets `FAILURE_PATIENCE_S` to take the events before
 the failure. Then the events that it has not taken are dropped, and the status is sent.
 `grpc_service.rpc.call.Call.end` says what becomes of a message that was sent in part.
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# guess: by then a client that reads has taken the events before the failure. It is less than
-# `STOP_GRACE_S`, so that the requests which a drain ends get their status.
+# guess: by then a client that reads has taken the events before the failure. It is less than the
+# app's `STOP_GRACE_S`, so that the requests which a drain ends get their status.
 FAILURE_PATIENCE_S = 0.5
 
 _limiter = trio.CapacityLimiter(2)  # guess: large answers encoded at once, beside the models' steps
@@ -236,15 +236,15 @@ class CallWriter:
         return await encode_in_thread(lambda: self._encode(events))
 
     def _cancel(self) -> None:
-        """End the request, if it has not ended and its client is not to come again."""
+        """End the request, if it has not ended and its client may not resume it."""
         call = self._call
-        # A task whose call nobody has ended leaves because its connection is cut.
+        # A call without a status or a cancellation ends because its connection is cut.
         is_lost = call.code is None and (call.is_lost or not call.scope.cancel_called)
         is_lost &= not self._is_done
         self._stream.leave(self, trio.current_time(), is_lost=is_lost)
 
     def _leave(self) -> None:
-        """End the request, if it has not ended, and count the call as read."""
+        """End the request, if it has not ended, and count the call as one without unread events."""
         self._cancel()
         self.has_left = True
         self._unread_calls.gone(self)

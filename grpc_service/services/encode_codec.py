@@ -1,5 +1,5 @@
-"""Translates Embed's and Rerank's messages into the engine's values, and back. Pure, like
-`grpc_service.services.text_codec`, whose rules hold here, too.
+"""Translates Embed's and Rerank's messages into the engine's values, and back. Pure, with
+the rules of `grpc_service.services.text_codec`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def decode_embed(
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
     Raises:
-        InvalidRequest: Inputs are not set; it names every one of them.
+        InvalidRequest: Inputs are not set; it names every field that is wrong.
     """
     found = [
         FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")

@@ -153,7 +153,7 @@ class Client:
 
     ``window`` is the size of a stream's window. ``is_deaf``: it answers neither pings nor settings.
     ``messages`` and ``headers`` hold what came for each call. ``ends`` holds how each ended call
-    ended: its grpc-status, or the HTTP status of a request that is no call, or the code of a reset.
+    ended: its grpc-status, the HTTP status of a request that is not gRPC, or the code of a reset.
     """
 
     def __init__(self, wire, *, window=65_535, is_deaf=False):

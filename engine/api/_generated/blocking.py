@@ -113,8 +113,8 @@ class Engine(_Block):
         self._portal.signal_close()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cut what still runs, read or not, and wait until the engine's thread has ended: for a
-        running step or load that may take as long as it lasts, but at most ``timeout_s``.
+        """Cut what still runs, read or not, and wait until the engine's thread has ended. A running
+        step or load ends first, which may take its whole time; ``timeout_s`` bounds the waiting.
         Idempotent. `drain` first to let other threads finish.
 
         Other threads that wait for the engine get ShuttingDown. On the engine's own thread, and
@@ -317,9 +317,9 @@ class _Handle(_Block, Generic[H]):
 
 
 class Chat(_Handle[handles.Chat]):
-    """A conversation (`engine.api.handles.Chat`). What was handed over to the reader's thread
-    counts as read, taken from the stream or not; a stream that is closed or dropped is stopped. Its first
-    event says which messages were left out to make room (`Started.dropped`)."""
+    """A conversation (`engine.api.handles.Chat`). An event counts as read once the reader's
+    thread has it, even if nobody takes it from the stream; a stream that is closed or dropped is stopped.
+    Its first event says which messages were left out to make room (`Started.dropped`)."""
 
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream[StreamEvent]:
         """Ask for an answer, which begins at once. Waits until the engine has the question.

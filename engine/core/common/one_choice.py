@@ -1,4 +1,4 @@
-"""What the kinds of work whose requests have one choice do alike: steps, ends, readers, explaining.
+"""A scheduler for requests with one answer (a "choice"): embeddings, rankings, generated images.
 
 A kind chooses the parts of requests that the next step computes, makes the worker's plan of them,
 and emits the event of each part's result.
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class OneChoice(LiveRequest[RequestT]):
     """A live request of one choice, which starts once, has its parts computed, and ends as a whole.
 
-    ``rank`` is its priority, its arrival and its number. ``num_done`` of its parts are done, and
+    ``rank`` is its priority, arrival and serial number. ``num_done`` of its parts are done, and
     ``in_step`` of them are in flight. ``is_ended``: its `Finished` event was emitted, and what a
-    step still computes for it is dropped. ``prefilled_at`` is when what comes before its results
-    was done; None where nothing does. Times are seconds of the engine's clock.
+    step still computes for it is dropped. ``prefilled_at`` is when the work before its first
+    result was done; None where there is no such work. Times are seconds of the engine's clock.
     """
 
     __slots__ = (
@@ -207,7 +207,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
 
     @abstractmethod
     def _choose(self, now: float) -> Parts[OneT]:
-        """Return the parts for a step, each with the message slot that it needs reserved."""
+        """Return the parts for a step. If a part needs a message slot, it is reserved."""
 
     @abstractmethod
     def _plan_of(self, plan_id: PlanId, rows: Parts[OneT]) -> PlanT:
@@ -247,7 +247,8 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
             live.credit.cancel()
 
     def _step_failed(self, step: OneChoiceStep, failure: StepFailure, now: float) -> None:
-        """End the request of a row that was alone: it would fail again."""
+        """Put back the parts of a step that failed. A part that was alone in its step would fail
+        again: end its request."""
         for live, part in step.rows:
             live.in_step -= 1
             self._give_up_slot(live, part)
@@ -309,8 +310,8 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
     # ---- views
 
     def _places(self) -> Places:
-        """Count requests: those that have started, those that have not, those that are parked, and
-        those in the step that have ended."""
+        """Count the requests that have started, have not, are parked, or have ended while the step
+        in flight still computes them."""
         parked = len(self._parked)
         waiting = sum(live.started_at is None for live in self._requests.values())
         rows = () if self._step is None else self._step.rows

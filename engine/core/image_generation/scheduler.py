@@ -2,8 +2,8 @@
 
 Rule 1: drawings that have begun take turns, one step each (`engine.core.common.turns`). Rule 2:
 each accepted request emits at most one `Stepped` for each denoising step, one `Drawn` for each
-image, and exactly one `Finished`. Rule 3: every sequence that got a seat is named in
-`ImagePlan.ended` of one plan after its end.
+image, and exactly one `Finished`. Rule 3: every request that a plan has started
+is named in `ImagePlan.ended` of exactly one later plan, after its end.
 
 Source: design D1, D18, D19.
 """

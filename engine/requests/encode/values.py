@@ -1,9 +1,8 @@
 """The public values of encoders: what a client asks for and what it receives.
 
-The rules of `engine.requests.text.values` hold: None means unset, `EmbedRequest.validate` and
-`RerankRequest.validate` are the one place for ranges that need no model, and a request calls its
-own when it is made. Ranges that need the model are checked by `engine.requests.encode.prepare`,
-before the first result.
+The rules of `engine.requests.text.values` hold: None means unset, and ranges that need no model are
+checked when a request is made (`EmbedRequest.violations`, `RerankRequest.violations`). The other
+ranges are checked by `engine.requests.encode.prepare`, before the first result.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class EmbedRequest(CheckedFields):
     ``dimensions`` cuts each vector to that many numbers. ``normalize`` says whether to scale
     vectors, after the cut, to length 1; unset: as the model does. ``truncate`` says whether inputs
     that are too long lose their end (unset: True) or are refused. ``timeout_s``, ``request_id``,
-    ``check`` and what is raised are as in `GenerateRequest`.
+    ``check`` and the errors are those of `GenerateRequest`.
     """
 
     TYPES: ClassVar = {"inputs": INPUTS}

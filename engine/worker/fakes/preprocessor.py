@@ -1,6 +1,6 @@
-"""How a fake text model sees: images of 4 × 4 pixels, with a number of tokens that these decide.
+"""A fake preprocessor and vision tower: images of 4 × 4 pixels, of which each has 1 to 7 tokens.
 
-Rule: as in `engine.worker.fakes.text`, everything follows from an image's own pixels.
+Rule: everything, the number of tokens too, follows from an image's pixels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SIDE = 4  # of an image, in pixels
 MAX_TOKENS = 7
-KEPT_IMAGES = 8  # encodings that are kept behind a step
+KEPT_IMAGES = 8  # encodings that are kept after a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class FakeTower:
 
 
 def met_by(rows: Iterable[tuple[Row, Sequence[PromptImage]]]) -> Iterator[PromptImage]:
-    """Yield the images of which rows compute tokens. Each row comes with its prompt's images."""
+    """Yield the images whose tokens rows compute. Each row comes with its prompt's images."""
     for row, images in rows:
         for image in images:
             if image.start < row.start + row.count and row.start < image.end:

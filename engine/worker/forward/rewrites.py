@@ -1,11 +1,12 @@
-"""Takes models apart for the compiled decoder: skeletons, and modules of transformers.
+"""Takes models apart for the decoder in C++: skeletons (`engine.worker.skeleton`) and transformers'
+modules.
 
 Rule 1: only the classes in `LISTED` are compiled. Other models run as they are. Rule 2: a loaded
 module that differs from the usual form of its class (another activation, a norm of another kind)
 also runs as it is; nothing is assumed silently.
 
-A layer's attention parameters (scaling, window, soft cap) are not read here. They are those that
-`engine.worker.load.probe` returned.
+A layer's attention parameters (scaling, window, soft cap) are not read here:
+`engine.worker.load.probe` records them in a trial forward.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionCall
     from engine.worker.skeleton.families import Family, ModuleNames
 
-# GPT-OSS' stock experts are one module, which computes the activation itself and has its numbers.
-# LFM2's stock MLPs compute theirs too.
+# transformers' experts of GPT-OSS and MLPs of LFM2 compute their activations themselves: such a
+# module stands for its activation.
 ACTIVATIONS = {
     "SiLUActivation": 0, "SiLU": 0, "Lfm2MLP": 0, "GELUTanh": 1, "ClampedSwiGLU": 2,
     "GptOssExperts": 2,

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from engine.worker.image_generation.prompts import Embeddings, Prompts
     from engine.worker.image_generation.tiles import Tiles
 
-PREVIEW_LATENTS = 16  # across; a preview takes about a tenth of a denoising step, by count
+PREVIEW_LATENTS = 16  # across; a preview has a tenth of the multiplications of a denoising step
 
 
 class Parts(NamedTuple):
-    """What a model is made of. ``latent_scale`` is how many pixels across a latent stands for."""
+    """What a model is made of. ``latent_scale`` is the width of a latent in pixels."""
 
     prompts: Prompts
     unet: Any
@@ -46,7 +46,7 @@ class DiffusionModel:
         self.parts = parts
         self._dtype: torch.dtype = parts.unet.dtype
         self._device: torch.device = parts.unet.device
-        self._guidance_width = parts.unet.config.time_cond_proj_dim  # of a model that reads it
+        self._guidance_width = parts.unet.config.time_cond_proj_dim  # None: not an input
 
     # ---- the verbs
 

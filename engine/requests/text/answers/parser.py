@@ -1,9 +1,9 @@
 """Parses a chat model's answer into reasoning, text and tool calls, of models that mark both inside
 their text.
 
-Rule: as `engine.requests.text.answers.reader`. Only whitespace around reasoning, inside the markers
-of the text, before a call and after the last call belongs to the format and is dropped. The marker
-that ends the text belongs to it only where nothing but calls follows.
+Rule: as `engine.requests.text.answers.reader`: no character of the answer is lost. Only whitespace
+around reasoning, between the text and its markers, before a call and after the last call belongs to
+the format and is dropped. A marker that ends the text is dropped only if calls or nothing follow.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AnswerParser(AnswerReader):
 
     def _try_opening(self, pair: Pair) -> Trying:
         """Consume the marker that opens a part, and the whitespace after it. Return whether the
-        part is open, which the prompt's end may have done: then the marker is a repetition."""
+        part is open. The prompt may have opened it; the marker is then a repetition."""
         is_open = self._form.opened == pair.opening
         while (yield from self._try_marker(pair.opening)):
             is_open = True
@@ -122,7 +122,7 @@ class AnswerParser(AnswerReader):
             yield from self._read_named(raw)
 
     def _read_list(self, raw: str) -> Reading:
-        """Read calls separated by "," up to "]", which is text behind text."""
+        """Read calls separated by "," up to the "]" that closes the list."""
         raw += yield from self._skip_space()
         while (found := (yield from self._try_call(raw))) is not Object.NO_CALL:
             space = yield from self._skip_space()
