@@ -369,4 +369,4 @@ def test_other_threads_may_build_modules_meanwhile(made, monkeypatch):
 def test_the_estimate_holds_what_a_drawing_takes(tmp_path, arch):
     """In a process of its own: the largest drawing, from an image, with guidance."""
     directory = make(tmp_path / arch, arch, size=32, width=64)
-    check_estimate("drawing_memory", directory)
+    check_estimate("image_generation_memory", directory)

@@ -94,7 +94,7 @@ def test_an_early_ends_line_has_phase_and_tokens():
         assert (line["code"], line["reason"], line["phase"]) == ("CANCELLED", "CANCELLED", "decode")
         assert line["tokens_done"] >= 3
         assert line["decode_s"] >= 0.03
-        error = generate(server.channel, request_id="r4", max_tokens=500, timeout=0.4).error
+        error = generate(server.channel, request_id="r4", max_tokens=500, server_timeout=0.4).error
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         [line] = access_lines(server, request_id="r4")
         assert line["reason"] == "DEADLINE_EXCEEDED"
