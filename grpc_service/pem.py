@@ -25,7 +25,7 @@ _VERSION, _SHORT_TIME = 0xA0, 0x17  # tags of DER. Source: X.690; RFC 5280, 4.1.
 
 class Validity(NamedTuple):
     """When the certificates of a file are valid, all together. ``expires_soon`` and ``is_valid``
-    are as of the time that was asked for, and ``sentence`` says the most urgent about it."""
+    hold at the time given to `validity_of`; ``sentence`` is the most urgent fact, for a message."""
 
     is_valid: bool
     expires_soon: bool

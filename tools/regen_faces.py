@@ -90,7 +90,8 @@ FACES = (
                 "A client for threads that block: `Client`",
             ),
             (
-                "Rule: what blocks of this file is generated from it (`tools/regen_faces.py`).\n",
+                "Rule: the client for threads that block is generated from this file "
+                "(`tools/regen_faces.py`).\n",
                 "Rule: threads may share a client. One thread reads a stream, and any thread may "
                 "cancel it.\n",
             ),

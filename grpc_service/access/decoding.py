@@ -1,12 +1,12 @@
-"""Decodes requests: all but the small in threads, beside the loop that serves every stream.
+"""Decodes requests: all but small ones in threads, beside the loop that serves every stream.
 
-Rule 1: more than `SMALL_BYTES` are judged, parsed, translated and checked in a thread. Rule 2: of
-requests up to `LARGE_BYTES` one is decoded at a time, and one of larger ones, since threads share
-Python's lock; holders of keys, and addresses without keys, take turns in each. Rule 3: a request
-that waits for its turn stays in its call's body, where its bytes are counted, and it leaves the
-queue when its call ends. Rule 4: of larger requests an owner has at most `DECODED_BYTES`, and all
-have `ALL_DECODED_BYTES`, or one request, between decoding and the call's first answer: texts that
-wait for the tokenizer are memory, too.
+Rule 1: more than `SMALL_BYTES` are judged, parsed, translated and checked in a thread. Rule 2: at a
+time, one request of up to `LARGE_BYTES` and one larger one are decoded, since threads share
+Python's lock; in both lanes, holders of keys, and addresses without keys, take turns. Rule 3: a
+request that waits for its turn stays in its call's body, where its bytes are counted, and it leaves
+the queue when its call ends. Rule 4: between decoding and the calls' first answers, the larger
+requests of an owner have at most `DECODED_BYTES`, those of all owners `ALL_DECODED_BYTES`, unless
+it is one request: texts that wait for the tokenizer take memory, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from grpc_service.rpc.call import Call
     from grpc_service.rpc.methods import Method
 
-# The worst request of so many bytes, five hundred empty messages of a chat, takes the loop 4 ms; a
+# The worst request of this size, five hundred empty messages of a chat, takes the loop 4 ms; a
 # hop to a thread and back takes 0.2 ms. tests/unit/test_value_counts.py measures the first.
 SMALL_BYTES = 2**10
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
 DECODED_BYTES = 2**20  # guess: enough to keep the tokenizer busy
-ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: another owner has room beside one
-DECODED_S = 5.0  # guess: a text of that size is tokenised in a second
+ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: two owners have room
+DECODED_S = 5.0  # a request counts no longer. Guess: 1 MiB of text is tokenised in a second
 
 
 class Decoding:
@@ -47,8 +47,8 @@ class Decoding:
         self._room = _Room()
 
     async def request_of(self, method: Method, rpc: Rpc) -> Any:
-        """Wait for the one request of a call, and return what its handler takes. From then on, when
-        it has come whole, its time counts (`Rpc.arrived_at`).
+        """Wait for the one request of a call, and return what its handler takes. Its
+        timeout counts from when it is complete (`Rpc.arrived_at`).
 
         Raises:
             DeadlineExceeded: the deadline passed while the request waited for its turn.

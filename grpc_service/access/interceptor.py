@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
 # Methods whose calls a server that leaves waits for until their requests are in the engine.
 SUBMITTING = (LIMITED, *policy.USES[1:])
-# A stream that waits for its client is counted already (`engine.requests.detached`).
+# Its request is counted while the stream waits for its client (`engine.requests.detached`).
 COUNTED_ALREADY = {"triolet.v1.Inference/Attach"}
 
 
@@ -44,9 +44,8 @@ class Interceptor(Dispatcher):
 
     Without ``keys``, calls need no key, and the keys that they send are ignored. ``status_of``
     returns the status for an error. ``record`` is called with the log's fields, the metadata and
-    the id of each call of a client that uses the server. ``calls`` counts the calls that have
-    ended, without those of reflection, by method and name of the status code; interceptors may
-    share one.
+    the id of each call to `policy.USES`. ``calls`` counts the calls that have ended, without those
+    of reflection, by method and name of the status code; several interceptors may share it.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Interceptor(Dispatcher):
             with self._accounting(rpc) if is_counted else contextlib.nullcontext():
                 await super().serve(call)
         finally:
-            # The record has the call: the two, and the request, would be left to the collector.
+            # Else call, record and request would refer in a circle, and wait for the collector.
             call.record = None
 
     @contextlib.contextmanager
@@ -104,7 +103,7 @@ class Interceptor(Dispatcher):
         count of requests is lowered when the call has ended.
 
         Raises: as `policy.admit`, `Decoding.request_of` and the handler.
-        Cancellation: as `serve`.
+        Cancellation: the call's client or its deadline ends it, as in `serve`.
         """
         rpc: Rpc = call.record
         if method.takes_stream:

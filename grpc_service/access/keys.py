@@ -96,7 +96,7 @@ def open_keys(config: ServerConfig) -> KeyRing | None:
     """Return the configured keys; None if none are needed.
 
     Raises:
-        ConfigError: as `KeyRing`.
+        ConfigError: the key file cannot be read, or has an error (`KeyRing`).
     """
     if not config.api_key_file:
         return None

@@ -48,7 +48,7 @@ class Rpc:
 
     @property
     def origin(self) -> Origin:
-        """Where the engine is told that the request comes from."""
+        """The request's id, quota and address, as `Engine.submit` takes them."""
         return Origin(self.request_id, self.quota, self.call.connection.address)
 
     @property

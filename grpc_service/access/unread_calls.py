@@ -2,8 +2,8 @@
 
 Rule 1: a request that succeeded is answered in full, however late its client reads, while its
 connection has no more than `UNREAD_CALLS_PER_CONNECTION_MAX` unread calls (D1); a call that
-failed ends soon (`grpc_service.services.call_writer`). An unread call holds nothing of the
-engine's. Rule 2: beyond that, unless the client reads slowly, or beyond `UNREAD_CALLS_MAX` in all,
+failed ends soon (`grpc_service.services.call_writer`). An unread call keeps no memory of the
+engine. Rule 2: beyond that, unless the client reads slowly, or beyond `UNREAD_CALLS_MAX` in all,
 the oldest unread call of the connection with most is reset. No other client is affected. Rule 3:
 everything here takes constant time on average, while `UNREAD_CALLS_MAX` is not reached.
 """
@@ -25,7 +25,7 @@ class EndedCall(Protocol):
 
     @property
     def is_being_read(self) -> bool:
-        """Whether the client takes what waits on the call's connection."""
+        """Whether the client still reads from the call's connection, if only slowly."""
 
     def evict(self) -> None:
         """Reset the call."""

@@ -4,8 +4,8 @@ Start: the engine starts, and models load in the background → the address is b
 served → the server is ready when every preloaded text model has loaded or failed; without text
 models, when every encoder has. End (D17): health is NOT_SERVING → the sockets close, and clients
 are asked to go on elsewhere → when no call is on its way any more, new requests are refused →
-running ones may finish within the drain timeout → the rest is cut with a status → connections end →
-all threads are joined, except those that `_Ending` does not wait for.
+running ones may finish within the drain timeout → the others are cut with a status → connections
+end → all threads are joined, except those that `_Ending` does not wait for.
 
 Exit codes: 0 all requests finished, 75 some were cut, 70 an internal error or a step that hangs, 1
 the server could not start, 128 + n a second signal.
@@ -77,7 +77,7 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
 LEAVE_PATIENCE_S = 3.0  # guess: for a load that runs, although no request waits for it any more
-LOADING_PATIENCE_S = 0.5  # guess: the same before the server was ready, when it has no clients yet
+LOADING_PATIENCE_S = 0.5  # guess: the same for a server that was never ready, which had no clients
 CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S` and a step of ordinary length
 
 
@@ -86,7 +86,7 @@ class _Ending:
     """Ends the process in bounded time, whatever it waits for (D17).
 
     The first signal drains. When all connections have ended, there is no client left to answer, so
-    a thread that is still busy is joined for a limited time: a step for as long as `Watchdog` says,
+    a thread that is still busy is joined for a limited time: a step up to its limit (`Watchdog`),
     a load for `LEAVE_PATIENCE_S`, or for `LOADING_PATIENCE_S` if the server was never ready. A
     second signal ends the process within `CUT_PATIENCE_S`.
     """
@@ -95,12 +95,12 @@ class _Ending:
     keys: KeyRing | None = None
     backend: Backend | None = None  # None while the engine is being opened
     server: RpcServer | None = None  # None before it listens
-    gateways: GatewayPorts | None = None  # as `server`
+    gateways: GatewayPorts | None = None  # None before it listens
     is_serving: bool = False
     was_ready: bool = False
     first: trio.Event = field(default_factory=trio.Event)
     second: trio.Event = field(default_factory=trio.Event)
-    served: int = EXIT_INTERNAL  # until serving has ended in order
+    served: int = EXIT_INTERNAL  # the exit code of serving, set when it has ended in order
     cut_by: int | None = None
 
     @property
@@ -351,8 +351,8 @@ def _where(engine: Engine) -> str:
 
 
 async def _wait_settled(entries: Collection[Entry]) -> bool:
-    """Wait until those of these models that are preloaded are READY or FAILED. Return whether it
-    had to wait.
+    """Wait until every preloaded model of ``entries`` is READY or FAILED. Return whether one was
+    not at first.
 
     Cancellation: safe; the loads go on.
     """

@@ -44,7 +44,7 @@ def check_gateways(engine_config: EngineConfig, config: ServerConfig) -> None:
     """Check that each port for gateways has a model, and that the protos are installed.
 
     Raises:
-        ConfigError: one of these is not so.
+        ConfigError: a port has no model, or the protos are not installed.
     """
     if config.vllm_engine_ports and find_spec(PROTOS) is None:
         raise ConfigError(
@@ -58,7 +58,7 @@ def ports_by_model(engine_config: EngineConfig, config: ServerConfig) -> dict[st
     """Return the ports for gateways, by the names of their models.
 
     Raises:
-        ConfigError: a port names no model or an unknown one, or a model has two.
+        ConfigError: a port names no model or an unknown one, or a model has two ports.
     """
     names = {
         alias: model.name
@@ -86,7 +86,8 @@ def ports_by_model(engine_config: EngineConfig, config: ServerConfig) -> dict[st
 
 @dataclass(eq=False)
 class GatewayPorts:
-    """Serves models to gateways. ``make_server`` returns the RPC server of methods.
+    """Serves models to gateways. ``make_server`` returns an RPC server that serves the methods
+    passed to it.
 
     ``ports`` has the ports that are served, by the model's name.
     """

@@ -4,8 +4,8 @@ Rule 1: `METRICS` has every name. A name is vLLM's if vLLM has the same metric; 
 Rule 2: nothing is counted here. A scrape takes one consistent copy of the engine's counters, which
 costs the engine a few hundred microseconds per scrape and nothing in between. Rule 3: labels are
 models, replicas, phases, ends, RPCs and status codes; there are few of each. Rule 4: every scraper
-gets the plain text format. prometheus_client writes OpenMetrics, and escaped text, with names whose
-colon is lost in the samples and kept in their TYPE (prometheus/client_python#1177).
+gets the plain text format. In OpenMetrics, and in escaped text, prometheus_client drops the
+colon of a name in its samples and keeps it in its TYPE (prometheus/client_python#1177).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFIX = "triolet:"
-SCRAPE_TIMEOUT_S = 5.0  # guess: half of Prometheus' own usual limit
+SCRAPE_TIMEOUT_S = 5.0  # that the end waits for a scrape. Guess: half of Prometheus' usual limit
 REPLICA = ("model_name", "replica")
 
 
@@ -46,7 +46,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-METRICS: list[Metric] = []  # all that are made below
+METRICS: list[Metric] = []  # `_metric` adds each one
 
 
 def _metric(kind: str, name: str, meaning: str, labels: tuple[str, ...] = REPLICA) -> Metric:

@@ -15,7 +15,7 @@ from grpc_service.rpc.limits import Limits
 
 LOG_FORMATS = ("auto", "human", "json")
 PORT_MAX = 65535
-RPC = Limits()  # whose defaults are ours
+RPC = Limits()  # of the RPC library, whose defaults the settings below take
 UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux holds 108 with its NUL
 
 
@@ -41,7 +41,7 @@ class ServerConfig:
         "file of the keys that clients must show, a name and a key per line; read again on SIGHUP",
         unit="FILE",
     )
-    # The limits of keys that have none of their own.
+    # The limits of keys whose lines in the file set none.
     key_max_requests: int | None = setting(
         None, "most concurrent requests of one key", unset="no limit", low=1
     )

@@ -32,7 +32,7 @@ LOAD_ERRORS = "engine.pool.load_errors"  # the logger of failed loads
 
 
 class HeldBack(logging.Filter):
-    """Keeps the reasons of failed loads out of the log until `release`, if it ``begins`` so."""
+    """Keeps the reasons of failed loads out of the log until `release`; none if not ``begins``."""
 
     def __init__(self, *, begins: bool) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class HeldBack(logging.Filter):
         return False
 
     def release(self, told: str = "") -> None:
-        """Log what was kept, and keep nothing from now on. Of a reason that the start itself has
-        ``told``, log only the details that it left out. Idempotent."""
+        """Log the kept records, and keep none from now on. Of a reason that is in ``told``, which
+        the start itself prints, log only the details that the start leaves out. Idempotent."""
         records, self._records = self._records, None
         for record in records or ():
             detail = getattr(record, "detail", "")
@@ -60,9 +60,9 @@ class HeldBack(logging.Filter):
 
 @contextmanager
 def reasons_held_back(config: EngineConfig) -> Iterator[HeldBack]:
-    """Hold back why the only model did not load, until the caller releases it or leaves the block:
-    a start that fails tells the reason itself, and the log would repeat it. With several models the
-    log has each reason at once, and the start does not repeat them."""
+    """Hold back the reason why the only model did not load, until the caller releases it or leaves
+    the block: a start that fails prints the reason itself, and the log would repeat it. With
+    several models the log has each reason at once, and the start prints none."""
     held, logger = HeldBack(begins=len(config.models) == 1), logging.getLogger(LOAD_ERRORS)
     logger.addFilter(held)
     try:

@@ -47,7 +47,7 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 def certificate_warnings(config: ServerConfig, now: float) -> list[str]:
     """Return a sentence for each file whose certificates are not valid ``now`` (seconds since
-    1970), or soon not any more. The files are those that `server_context` has read."""
+    1970), or expire soon. The files are those that `server_context` has read."""
     told = []
     for flag, file, failing in (
         ("--tls-cert", config.tls_cert, "clients"),

@@ -1,12 +1,12 @@
 """A client for asyncio programs: `AsyncClient`, and the streams that its calls return.
 
-A method has its RPC's name, takes the RPC's request message or what stands for it
+A method has its RPC's name, takes the RPC's request message, or a mapping or text in its place
 (`grpc_service.client.requests`), and returns the response message or a stream of them. ``timeout``
 is in seconds and becomes the server's deadline; without it the call has no deadline. A status other
 than OK is raised as a `CallError`, and an argument that a method cannot take as a TypeError or
 ValueError that names it, before a call is made.
 
-Rule: what blocks of this file is generated from it (`tools/regen_faces.py`).
+Rule: the client for threads that block is generated from this file (`tools/regen_faces.py`).
 
 Cancellation of every method: cancelling the asyncio task that waits for a call cancels the call,
 and the server's work with it. A load, an unload and a drain go on, because they are the server's.
@@ -113,10 +113,10 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
                 return shown
 
     async def _go_on(self, error: CallError) -> None:
-        """Make the call that goes on after ``error``, or raise it.
+        """Make the call that continues the stream after ``error``, or raise it.
 
         Raises:
-            StopAsyncIteration: the stream is whole. CallError: it cannot go on.
+            StopAsyncIteration: all choices have ended. CallError: the stream cannot go on.
 
         Cancellation: nothing was called.
         """
@@ -177,8 +177,8 @@ class AsyncClient:
     see `ChannelSettings`. ``models`` and ``control`` have the calls for operators.
 
     A Generate stream that breaks because the server cannot be reached, or shuts down, goes on where
-    it was, with any server at the address that has the same model. It is given up when for
-    ``resume_s`` seconds nothing new has come; 0 gives it up at once.
+    it was, with any server at the address that has the same model. It fails if
+    nothing new has come for ``resume_s`` seconds; with 0, a stream that breaks fails at once.
 
     Raises:
         PemError: a TLS file is wrong.
@@ -232,7 +232,7 @@ class AsyncClient:
     def attach(
         self, request: Given[messages.AttachRequest] | str, *, timeout: float | None = None
     ) -> AsyncStream[messages.GenerateResponse]:
-        """Take up a stream whose call was lost. `generate` does so by itself."""
+        """Continue a stream whose call was lost. `generate` does so by itself."""
         asked = request_of("attach", messages.AttachRequest, request)
         return AsyncStream(self._calls.start(self._stub.Attach, asked, timeout))
 

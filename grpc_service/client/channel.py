@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-RECONNECT_MAX_MS = 2000  # guess: longer than a connection takes, shorter than people wait
+RECONNECT_MAX_MS = 2000  # between tries. Guess: a connection takes less, people wait longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _open(library: Any, address: str, settings: ChannelSettings) -> Any:
     return library.insecure_channel(target, options=options)
 
 
-# What the settings take beside None, for errors.
+# The types that each setting takes beside None, and their description for errors.
 SETTINGS: dict[str, tuple[Any, str]] = {
     "tls": (Tls, "a Tls with the names of its files"),
     "max_message_bytes": (int, "a whole number of bytes"),
@@ -104,7 +104,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 
 
 def _check(address: str, settings: ChannelSettings) -> None:
-    """Check the types of what a channel is made of.
+    """Check the types of a channel's address and settings.
 
     Raises:
         TypeError: one is wrong, or there is no such setting.

@@ -1,4 +1,4 @@
-"""What a program hands to the methods of a client, as request messages.
+"""Makes request messages of the arguments that a program passes to a client's methods.
 
 Rule 1: an argument with only one meaning is taken: a mapping for a message that has these fields,
 and a text or a list of texts where a request has a main field (`TEXT_FIELDS`). Rule 2: anything
@@ -86,7 +86,8 @@ def request_of(method: str, made: type[MessageT], given: Given[MessageT] | str) 
     """Return the request of a call of ``method``.
 
     Raises:
-        TypeError, ValueError: as `message_of`; a text stands for no request of this kind.
+        TypeError, ValueError: a field has a wrong value (`message_of`), or this request takes no
+            text.
     """
     if isinstance(given, made):
         return given
@@ -136,7 +137,7 @@ def completion_request(
     """Return the request of a call of ``complete``, whose ``options`` override its sampling.
 
     Raises:
-        TypeError, ValueError: as `request_of`; the request asks for several choices.
+        TypeError, ValueError: as `request_of` raises, or the request asks for several choices.
     """
     request = request_of("complete", messages.GenerateRequest, given)
     if request.HasField("n") and request.n != 1:
@@ -160,8 +161,8 @@ def _with_options(
 
 
 def message_of(made: type[MessageT], name: str, fields: Mapping[str, Any]) -> MessageT:
-    """Return a message with these fields; those that are None stay unset. ``name`` is its own, for
-    errors.
+    """Return a message with these fields; those that are None stay unset. ``name`` is the
+    message's, for errors.
 
     Raises:
         TypeError: there is no such field, or it cannot take the value. ValueError: the value is
@@ -208,7 +209,7 @@ def _single(field: Any, name: str, given: Any) -> Any:
         return bytes(given)
     if given is None:
         raise wrong_type(name, _wanted(field), given)
-    try:  # protobuf says what the field can hold
+    try:  # protobuf checks what the field can hold
         made = GetMessageClass(field.containing_type)
         made(**{field.name: [given] if field.is_repeated else given})
     except (TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""How a client goes on with a Generate stream that broke, without a call or a clock of its own.
+"""Decides how a Generate stream that broke goes on, and makes the requests; the client calls.
 
 Rule: what a program sees of several streams is what it would have seen of one: one Started, every
 Delta once, one Finished for each choice.
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     OnBreak = Callable[[CallError, float], None]
 
-RESUME_S = 60.0  # guess: a server's restart with a model of a few GB
-FIRST_DELAY_S = 0.25  # guess: a proxy has another server by then
-DELAY_MAX_S = 5.0  # the server's own advice for a restart
+RESUME_S = 60.0  # the default. Guess: a server's restart with a model of a few GB
+FIRST_DELAY_S = 0.25  # before the first try. Guess: a proxy has another server by then
+DELAY_MAX_S = 5.0  # between tries: the server's own advice for a restart
 
 
 class NextCall(NamedTuple):
@@ -47,7 +47,7 @@ class NextCall(NamedTuple):
 
 
 def method_of(stub: Any, request: Any) -> Any:
-    """Return the stub's method that a stream's first request, or one that goes on, is sent to."""
+    """Return the stub's method to which a stream's request, the first or a later one, is sent."""
     return stub.Attach if isinstance(request, messages.AttachRequest) else stub.Generate
 
 
@@ -90,7 +90,7 @@ class Resumption:
         # Of each choice the parts of a message whose last part has not come: they will come again
         # if the stream breaks now.
         self._begun: dict[int, messages.GenerateResponse] = {}
-        self._has_grown = False  # in any stream
+        self._has_grown = False  # a Delta or Finished has come, in any stream
         self._is_going_on = False  # this stream is not the first
         self._broken_at: float | None = None  # since then, nothing new has come
         self._num_tries = 0
@@ -216,7 +216,7 @@ def resumption_of(
     """Return the `Resumption` for the arguments of a client's ``generate``.
 
     Raises:
-        TypeError, ValueError: An argument cannot be what it stands for; it is named.
+        TypeError, ValueError: an argument has a wrong value; the error names it.
     """
     if on_break is not None and not callable(on_break):
         raise wrong_type("on_break", "a function", on_break)

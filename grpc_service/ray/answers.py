@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """Answers the calls of one replica. ``remaining_s`` of a call is how long its client waits, and
-    None without a deadline."""
+    """Answers the calls of one replica. ``remaining_s`` of a call are the seconds until its
+    client's deadline, None without one."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -53,7 +53,7 @@ class Answers:
             yield message
 
     async def attach(self, request: common_pb2.AttachRequest) -> AsyncIterator[Any]:
-        """Raise the error after which a client continues by Generate: nothing is kept here.
+        """Raise the error after which a client continues by Generate: no stream is kept.
 
         Raises:
             RequestNotFound: always.

@@ -1,7 +1,7 @@
 """The application for Ray Serve: replicas that each have an engine and answer Inference.
 
 `build` is the import path for a Serve config file, whose ``args`` are the settings of each
-replica's engine. What the file sets for the deployment comes before what stands here.
+replica's engine. The file's settings of the deployment override those of this module.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NAME = "Inference"  # of the deployment, in the file
 class Replica:
     """One replica: an engine, and the methods of Inference by their names.
 
-    A failure is set on the context that Serve hands over. A last, empty message takes it to the
-    proxy (`grpc_service.ray.ingress`).
+    The status of a failure is set on the context that Serve passes. A last, empty message takes
+    it to the proxy (`grpc_service.ray.ingress`).
     """
 
     async def __init__(  # type: ignore[misc, unused-ignore]  # Serve awaits it
@@ -103,7 +103,7 @@ class Replica:
         answer = self._answers.detokenize(request)
         return await _unary(answer, common_pb2.DetokenizeResponse(), grpc_context)
 
-    # ---- what Serve asks
+    # ---- what Serve calls
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises.
@@ -115,11 +115,11 @@ class Replica:
             raise RuntimeError(trouble)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the router has to know of this replica."""
+        """Return the keys of the prompts that this replica has computed, for the router."""
         return {PREFIXES: self._prefixes.report()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the autoscaling policy has to know of this replica."""
+        """Return how many sequences run, wait or are parked, for the autoscaling policy."""
         counts = (await self._engine.statistics()).totals
         return {SEQUENCES: counts.running + counts.waiting + counts.parked}
 
@@ -162,12 +162,12 @@ def _remaining_s(context: Any) -> float | None:
 
 
 def application(config: EngineConfig, kind: type[Replica] = Replica, **options: Any) -> Any:
-    """Return the application of replicas of a class with this config. ``options`` are those of
-    `open_engine`."""
+    """Return the application whose replicas are of class ``kind``, with this config. ``options``
+    are those of `open_engine`."""
     deployment = serve.deployment(
         kind,
         name=NAME,
-        max_ongoing_requests=2 * config.max_num_seqs,  # as many wait as run, and no step is short
+        max_ongoing_requests=2 * config.max_num_seqs,  # as many wait as run: steps are full
         graceful_shutdown_timeout_s=config.drain_timeout_s + config.step_timeout_s,
         health_check_period_s=5,
         request_router_config=RequestRouterConfig(

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_fleet(path: str) -> dict[str, Any]:
-    """Return the content of a Serve config file, after checking what is ours in it.
+    """Return the content of a Serve config file, after checking it by `check_fleet`.
 
     Raises:
         ConfigError: the extra is not installed, or the file is wrong; the message names the place.
@@ -70,7 +70,7 @@ def read_fleet(path: str) -> dict[str, Any]:
 
 
 def check_fleet(fleet: Any) -> None:
-    """Check what is ours in a Serve config.
+    """Check the parts of a Serve config that this package needs.
 
     Raises:
         ConfigError: the message names the place and what to change.
@@ -101,7 +101,7 @@ def _serve(path: str, fleet: dict[str, Any]) -> int:
     from ray.serve.scripts import cli
 
     ray.init(namespace="serve")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own by now
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's own handler
     try:
         cli.main(["run", "--non-blocking", path], standalone_mode=False)
         names = [one.get("name", "default") for one in fleet["applications"]]

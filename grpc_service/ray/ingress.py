@@ -1,14 +1,14 @@
 """Adds Inference to the gRPC server of Ray Serve's proxy (`grpc_servicer_functions`).
 
-Serve makes each call one of a replica, and hands over the request and a copy of the call's context,
-which has no deadline. It sends a status that a replica sets on that copy only if a message comes
-with it. So this file adds the time that the client will wait to the metadata that Serve hands over,
-and drops the message that comes with a failure, since it has nothing for the client. A failure of
-which no replica gave the status is Serve's own; it gets details here.
+Serve passes each call to a replica, with the request and a copy of the call's context, which has no
+deadline. It sends a status that the replica sets on that copy only if a message comes with it. So
+this file adds the time that the client will wait to the metadata that Serve passes, and drops the
+message that comes with a failure, since it is empty. A failure whose status no replica has set is
+Serve's own; this file adds its details.
 
-Serve cancels a replica's work only if the cancel finds it waiting for the next message. One that
-comes while a message is written would leave the replica working for nobody. So each stream is read
-by a task of its own, which does nothing but wait for messages, and is cancelled when the call ends.
+Serve cancels a replica's work only if the cancellation comes while Serve waits for the next
+message; one that comes while a message is written would leave the replica working in vain. So a
+task of its own reads each stream. It only waits for messages, and is cancelled when the call ends.
 
 The values of a request's lists and maps are counted in its bytes, as by the server, before objects
 are made of them: a message of millions would stop the proxy for every client. Rule: a request over
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 REMAINING_KEY = "triolet-remaining-s"  # the seconds until the client's deadline
 
-# What stands behind Serve's own statuses. It reports a replica that died as INTERNAL.
+# Our errors for Serve's own statuses. Serve reports a replica that died as INTERNAL.
 SERVES_OWN: dict[grpc.StatusCode, Callable[[], TrioletError]] = {
     grpc.StatusCode.INTERNAL: lambda: WorkerLost("the replica was lost; send the request again"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: lambda: Overloaded("all replicas have enough requests"),
@@ -58,13 +58,13 @@ def add_inference(servicer: Any, server: Any) -> None:
 
 
 class _Registrar:
-    """Takes the handlers that generated code makes, and gives Serve's server ours around them."""
+    """Takes the generated code's handlers, and adds to Serve's server a `_Handler` around them."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Add the methods. Serve replaces their functions by its own, which ours call."""
+        """Add the methods. Serve replaces their functions by its own, which `_Handler` calls."""
         [handler] = handlers
         self._server.add_generic_rpc_handlers((_Handler(handler),))
 
@@ -186,7 +186,7 @@ class _Call:
         return self._context.code() not in (None, 0, grpc.StatusCode.OK)
 
     def explain(self) -> None:
-        """Give a failure details if it has none, which is then Serve's own."""
+        """Give details to a failure without any, which is Serve's own."""
         code = self._context.code()
         code = CODES.get(code, code)
         sent = self._context.trailing_metadata() or ()
@@ -194,7 +194,8 @@ class _Call:
             self.fail(SERVES_OWN[code](), sent)
 
     def fail(self, error: TrioletError, sent: Sequence[tuple[str, Any]] = ()) -> None:
-        """Give the call the status of an error, beside the metadata that was ``sent`` already."""
+        """Give the call the status of an error, and keep the metadata ``sent``, which it has
+        already."""
         status = status_of(error)
         self._context.set_code(CODES[int(status.code)])
         self._context.set_details(status.message)

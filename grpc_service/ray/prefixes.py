@@ -59,7 +59,7 @@ class Prefixes:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._keys: dict[int, None] = {}  # what was used last stands last
+        self._keys: dict[int, None] = {}  # the most recently used one last
 
     def add(self, keys: Sequence[int]) -> None:
         """Note a prompt. When there are too many keys, the least recently used ones go first, and
@@ -81,7 +81,7 @@ class Prefixes:
 class Places(Generic[ReplicaT]):
     """Which replica has which prefixes, as far as one router knows.
 
-    ``imbalance_max``: a replica is preferred for a prefix only while it has at most so many
+    ``imbalance_max``: a replica is preferred for a prefix only while it has at most this many
     requests more than the replica with the fewest.
     """
 
@@ -91,9 +91,9 @@ class Places(Generic[ReplicaT]):
         self._reported: dict[ReplicaT, frozenset[int]] = {}
 
     def preferred(self, keys: Sequence[int], queue_lens: Mapping[ReplicaT, int]) -> list[ReplicaT]:
-        """Return the replicas that know most of the prompt, of those in ``queue_lens`` with the
-        number of requests that each has. The list is empty if none knows its beginning, or if all
-        that do have too many requests."""
+        """Return the replicas that have computed most of the prompt, among those in ``queue_lens``,
+        which has their numbers of requests. The list is empty if none has computed its beginning,
+        or if all that have are too busy."""
         depths = {replica: self._depth(replica, keys) for replica in queue_lens}
         deepest = max(depths.values(), default=0)
         if not deepest:

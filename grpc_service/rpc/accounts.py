@@ -3,9 +3,9 @@
 A point stands for about 10 µs of the loop's time. Each connection has two balances. Its *budget*
 bounds the total: useless frames and failed calls take points; useful ones, and time, give points
 back; a connection whose budget is empty is ended, as HAProxy, Envoy and nghttp2 end theirs. Its
-*owed time* bounds the rate: the connection is read from as `fairness.OverheadLimiter` has room.
+*owed time* bounds the rate: more is read once `fairness.OverheadLimiter` has had room for it.
 
-The costs are rounded, from a server's processor time for each, and checked by
+Each cost is about the processor time that the server needs, in points, and checked by
 `python -m tools.lab.bench abuse`.
 Source: CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2024-27316, CVE-2025-8671.
 """
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NO_OP_FRAME = 1.0  # a frame without any effect that h2 does not see
+NO_OP_FRAME = 1.0  # a frame without any effect, which h2 never gets
 WINDOW_UPDATE = 1.0
 PING = 4.0
 H2_FRAME = 4.0  # a frame without much effect that h2 sees
 FRAGMENT = 3.0  # received bytes that complete nothing: owed time only
 SETTING = 0.5  # for each entry of SETTINGS
-SETTINGS_MAX = 100  # entries of one SETTINGS frame; a client has seven. Guess.
+SETTINGS_MAX = 100  # entries that a SETTINGS frame may have; clients send up to seven. Guess.
 VISIT = 0.1  # for each stream that waits when the connection's window opens: owed time only
 SETTINGS_FRAME = 10.0
 SETTINGS_STREAM = 0.1  # for each open stream when SETTINGS arrives
 SMALL_DATA = 4.0  # a DATA frame of fewer than `SMALL_DATA_BYTES`
 RESET_CALL = 10.0
 LOST_CALL = 25.0  # ended by its client before the first answer: owed time only
-WAITING_CALL = 20.0  # that has no request yet: owed time only, given back when the request comes
+WAITING_CALL = 20.0  # its request has not come: owed time only, given back when it comes
 WINDOWLESS_CALL = 20.0  # begun while the client's window is closed: owed time only
 EVICTED_CALL = 500.0  # ended because the server kept too many bytes (`grpc_service.rpc.held_bytes`)
 BROKEN_CONNECTION = 300.0  # ended for an error, or with an empty budget: owed time only
 FAILED_CALL = 40.0  # refused, malformed, or ended with an error
 HEADER_BYTE = 0.01  # of a header list, beyond `HEADER_BYTES_FREE`
 HEADER_BYTES_FREE = 1024
-INFLATED_BYTE = 4e-4  # of a request that decompression made very much larger (`framing`)
+INFLATED_BYTE = 4e-4  # of a message, beyond `framing.INFLATION_FREE` times its compressed size
 FAILED_BYTE = 1.6e-4  # of a failed call's request, for reading and parsing it: owed time only
 GOOD_CALL = 30.0  # given back for a call that ended with OK
 SENT_DATA = 6.0  # given back for each DATA frame sent: clients answer with two updates and a ping
@@ -50,7 +50,7 @@ SERVING = 90.0  # owed for the rest of a connection, beside what it does, at its
 CONNECTION = OPENING + SERVING
 LEFT_CONNECTION = 20.0  # owed for one whose client has left before anything is done for it
 SMALL_DATA_BYTES = 64
-USEFUL_DATA_BYTES = 1024  # of a part of a message that is sent
+USEFUL_DATA_BYTES = 1024  # smaller parts of a message earn no `SENT_DATA`, but the last one
 POINT_S = 1e-5  # seconds of the loop that a point stands for
 OWED_MIN = 50.0  # fewer owed points are kept for the next payment
 # Upper bound of an address's debt, in seconds of the loop: at the default share, a wait of 2 s if
@@ -60,8 +60,8 @@ ADDRESSES_MAX = 10_000  # addresses that are remembered; beyond it the oldest is
 
 
 class Account:
-    """One connection's budget. ``clock`` returns seconds. ``share`` of a full budget is there at
-    the beginning."""
+    """One connection's budget and owed time. ``clock`` returns seconds. The budget begins with
+    ``share`` (0 to 1) of `Limits.budget`."""
 
     __slots__ = ("_clock", "_left", "_max", "_owed", "_per_s", "_refilled_at")
 
@@ -78,7 +78,8 @@ class Account:
         self._owed += points
 
     def owe(self, points: float) -> None:
-        """Owe the time of ``points``, without taking them: honest clients do this, too."""
+        """Owe the time of ``points`` but take none from the budget: honest clients cost this,
+        too."""
         self._owed += points
 
     def earn(self, points: float) -> None:
@@ -117,8 +118,8 @@ class Addresses:
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
-        self._offences: dict[str, float] = {}  # when each address is trusted again
-        self._debts: dict[str, tuple[float, float]] = {}  # seconds, and since when
+        self._offences: dict[str, float] = {}  # by address: when it is trusted again
+        self._debts: dict[str, tuple[float, float]] = {}  # seconds owed, and since when
 
     def note_offence(self, address: str) -> None:
         """Remember an address whose client cost too much."""
@@ -135,7 +136,7 @@ class Addresses:
             _remember(self._debts, address, (min(debt_s, DEBT_MAX_S), self._clock()))
 
     def take_debt_s(self, address: str) -> float:
-        """Return what an address owes, and set it to 0, as the caller pays."""
+        """Return the seconds that an address owes, and set them to 0; the caller waits for them."""
         debt_s, since = self._debts.pop(address, (0.0, 0.0))
         return max(0.0, debt_s - self._limits.overhead_share * (self._clock() - since))
 

@@ -1,6 +1,6 @@
-"""The calls of a connection that are on their way to the work that they ask for.
+"""The calls of a connection that have come, while their handlers lack what they need to begin.
 
-A server that leaves refuses none of them (`RpcServer.settle`).
+A server that leaves waits until there are none (`RpcServer.settle`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Arrivals:
     """The calls that have come and that their handlers have not taken. ``on_progress`` is called
-    when there are none any more."""
+    when the last one was taken or has ended."""
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
         self._calls: dict[Call, None] = {}

@@ -65,24 +65,24 @@ async def compressed(data: bytes, encoding: str) -> bytes:
 
 
 class Call:
-    """One call. Only the task that serves it may use it, except for `try_write`.
+    """One call. Only the task that serves it may use it, except for `try_write` and `evict`.
 
     ``method`` is the full name, such as ``helloworld.Greeter/SayHello``. ``peer`` is the client's
-    address as grpc writes it, and ``connection`` stands for its connection. ``deadline`` is the
-    client's, on Trio's clock; infinite without one. ``code`` is the status that the call was ended
-    with; None while it runs, and for ever if its client has ended it. ``refusal`` is the HTTP
-    answer to a request that is no gRPC call, and empty for a gRPC call. ``fault`` is what is wrong
-    with its headers, if something is. ``request`` is the request's body; whoever needs no more of
-    it closes it. ``scope`` is cancelled when the client ends the call.
+    address as grpc writes it, and ``connection`` carries the call. ``deadline`` is the client's, on
+    Trio's clock; infinite without one. ``code`` is the status that the call was ended with; None
+    while it runs, and for ever if its client has ended it. ``refusal`` is the HTTP answer to a
+    request that is no gRPC call, and empty for a gRPC call. ``fault`` is the error that ends it
+    unserved, such as malformed headers, or None. ``request`` is the request's body, which is closed
+    once no more of it is needed. ``scope`` is cancelled when the client ends the call.
 
-    A handler may set two things before its first `write`: ``initial_metadata``, which the client
-    gets then (but one that had no window at first was sent the headers before), and ``encoding``,
-    gzip or deflate, by which messages of `Limits.compressed_bytes_min` and more are compressed; it
-    is the request's own, and "" if that has none. An encoding that the client has not announced is
-    not used. ``on_answer`` is called with the first message that is sent, and when the call has
-    ended. ``trailing_metadata`` may be set until the call's end, and is sent with its status.
-    ``is_compressed`` says whether the last message of `read` came compressed. ``record`` is for
-    the code that serves the call, which may keep an object of its own there.
+    A handler may set two things before its first `write`: ``initial_metadata``, which is sent with
+    it (and not at all if `wait_for_window` has sent the headers already), and ``encoding``, gzip or
+    deflate, by which messages of `Limits.compressed_bytes_min` and more are compressed; at first it
+    is the request's, "" for none. An encoding that the client has not announced is not used.
+    ``on_answer`` is called when the first message is sent, and when the call has ended.
+    ``trailing_metadata`` may be set until the call's end, and is sent with its status.
+    ``is_compressed`` says whether the last message of `read` came compressed. ``record`` is for the
+    code that serves the call, which may keep an object of its own there.
     """
 
     def __init__(self, stream: Stream, connection: Connection) -> None:
@@ -94,13 +94,13 @@ class Call:
         self.has_answered = False  # a message was sent, or waits for the client
         self.on_answer: Callable[[], None] = _nothing
         self.record: Any = None
-        self._change: trio.Event | None = None  # the task waits for the client
+        self._change: trio.Event | None = None  # wakes the task, if it waits for the client
         self._held = connection.held
         self._answer = Holding(connection.holder, self._evict_answer)
         self.connection = connection
         self.is_compressed = False
-        self.is_lost = False  # its connection has ended, and nobody has ended the call before
-        self.is_evicted = False  # the server has given up the call, for what it costs
+        self.is_lost = False  # the connection was lost while the call ran
+        self.is_evicted = False  # the server has ended the call to save memory or time
         encoding = headers.get(b"grpc-encoding", b"identity")
         path = headers.get(b":path", b"").decode("latin-1")
         self.method = path[1:] if path[:1] == "/" else ""
@@ -121,7 +121,7 @@ class Call:
                 limit = limits.header_list_bytes
                 raise HeadersTooLarge(f"the headers have {size} bytes, of at most {limit}")
             for name, value in stream.headers:
-                if name == b"grpc-timeout":  # several are as good as the last one
+                if name == b"grpc-timeout":  # of several, the last one counts
                     self.deadline = trio.current_time() + timeout_of(value)
             self.metadata = metadata_of(stream.headers)
         except RpcError as fault:
@@ -159,7 +159,7 @@ class Call:
         Cancellation: safe; no message is lost.
         """
         reader = self.request.reader
-        if self._has_begun:  # thousands of messages may be there, and no answer has to wait
+        if self._has_begun:  # other tasks run between thousands of messages
             await trio.lowlevel.checkpoint()
         while not reader.messages:
             if reader.error is not None:
@@ -237,7 +237,7 @@ class Call:
 
         Raises:
             Disconnected: the client has ended the call.
-        Cancellation: as `write`.
+        Cancellation: as in `write`, the message may be sent in part.
         """
         if message is not None:
             await self._send(message)
@@ -352,8 +352,8 @@ class Call:
         self._wake()
 
     def release(self) -> None:
-        """Let the server count nothing for this call any more, and let what the call consists of
-        refer to it no more, so that it is freed without Python's garbage collector."""
+        """Stop counting bytes for this call, and drop the references of its parts to it, so that it
+        is freed without Python's garbage collector."""
         self.connection.arrivals.note_taken(self)
         self.on_answer()
         self.request.close()
@@ -381,7 +381,7 @@ class Call:
         self.scope.cancel(reason="the client ended the call")
 
     def on_sent(self) -> None:
-        """Count what still waits, and wake the task if nothing does."""
+        """Count the bytes that still wait, and wake the task if there are none."""
         self._held.set_bytes(self._answer, self._stream.num_waiting)
         if not self._stream.is_blocked:
             self._wake()

@@ -1,7 +1,7 @@
 """The tasks that serve one connection's calls.
 
-A task waits until its call may begin, serves it, ends it if its deadline has passed, and settles
-what the client owes for it.
+A task waits until its call may begin, serves it, ends it if its deadline has passed, and charges
+the connection's account for it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class CallTasks:
                     await call.end(*call.fault.status)
                 elif not call.is_late:
                     await self._serve_call(call)
-            # By the deadline, before or after the call's start; or by a reset, and `end` does
-            # nothing.
+            # Cancelled by the deadline, before or after the call's start; or by a reset, after
+            # which `end` does nothing.
             if call.scope.cancelled_caught or call.is_late:
                 await call.end(StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
         finally:
@@ -86,8 +86,8 @@ class CallTasks:
             self._on_end()
 
     async def _begin(self, call: Call) -> None:
-        """Wait until the call may be served: nobody could read the answer of one without a window,
-        and not too many begin at once.
+        """Wait until the call may be served: its client has opened a window for the answer, and
+        `StartLimiter` lets it begin. A call that is to be refused needs no window.
 
         Cancellation: safe.
         """
@@ -107,8 +107,8 @@ class CallTasks:
 
 
 def _settle(call: Call) -> None:
-    """Charge a call that has ended, or give back points for it. What the server is to blame for
-    costs the client nothing."""
+    """Charge a call that has ended, or give back points for it. A call that
+    failed by the server's fault costs nothing."""
     account, code = call.connection.account, call.code
     if code is StatusCode.OK:
         account.earn(accounts.GOOD_CALL)

@@ -5,9 +5,9 @@ where they are made, with one system call for all streams of a connection (`Flus
 
 Rule 1: nothing of one connection waits for another, and nothing of one stream waits for another's
 window. Rule 2: a client that accepts no bytes is not read from either, once `Limits.clogged_bytes`
-wait for it. Rule 3: a client that costs more than it brings is read from as the `OverheadLimiter`
-has room, and its connection ends when its budget is empty. Rule 4: a call is not served before its
-client can take a byte of the answer.
+wait for it. Rule 3: a client that costs more than it brings is read from no faster than the
+`OverheadLimiter` allows, and its connection ends when its budget is empty. Rule 4: a call is not
+served before its client can take a byte of the answer.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ FIRST_PART_BYTES = 2**12
 class Connection:
     """One client's connection, over an open ``transport``.
 
-    ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. For
-    its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch
-    it with ``flusher`` after making output. ``arrivals`` has those on their way. Large compressed
-    requests go to ``to_decompress``.
+    ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. Its
+    calls obey ``limits``, count the bytes they keep in ``held`` for its ``holder``, charge its
+    ``account``, and touch it with ``flusher`` after making output. ``arrivals`` has the calls that
+    no handler has taken yet, ``to_decompress`` the large compressed requests.
     """
 
     def __init__(self, shared: Shared, transport: PlainTransport, peer: str) -> None:
@@ -63,24 +63,24 @@ class Connection:
         self._unsent = b""  # output that the transport did not accept at once
         self._is_writing = False  # the transport did not accept or send everything at once
         self._may_write = trio.Event()  # `_is_writing` is set
-        self._has_written = trio.Event()  # it is not set any more
+        self._has_written = trio.Event()  # `_is_writing` has become False
         self._heard_at = trio.current_time()  # when the client last showed that it is alive
         self._part_bytes = FIRST_PART_BYTES  # the size of the next part to be handled
         self._nursery: trio.Nursery
         self._calls: CallTasks
         self._is_asked_to_leave = trio.Event()
-        self._is_to_close = trio.Event()  # after the last call
+        self._is_to_close = trio.Event()  # the connection, after its last call
         self._is_over = False  # what the client still sends is dropped
-        self._frame_left_s = math.inf  # for the rest of what is incomplete
+        self._frame_left_s = math.inf  # for the rest of an incomplete frame
         self._scope = trio.CancelScope()
-        self._to_end: list[StreamListener] = []  # calls whose streams are over
+        self._to_end: list[StreamListener] = []  # calls of cut streams, still to be cancelled
         self._idle_since = trio.current_time()  # while there are no calls
         self._change = trio.Event()  # a call has ended, or output was sent, or no calls may come
         self.peer = peer
         self.address = address_of(peer)
         self.held = shared.held
         self.holder = Holder(self.address)
-        self._output = Holding(self.holder, self._give_up)  # what is unsent
+        self._output = Holding(self.holder, self._give_up)  # counts the unsent output
         self.to_decompress: deque[RequestBody] = deque()
         budget_share = shared.addresses.budget_share(self.address)
         self.account = Account(shared.limits, trio.current_time, budget_share)
@@ -121,8 +121,8 @@ class Connection:
         self._scope.cancel(reason=reason)
 
     def drain(self, *, stays: bool = False) -> None:
-        """Ask the client to begin no more calls. Those that run, or are on their way, go on. Close
-        the connection after the last one unless it ``stays`` open for `Limits.lasting_methods`.
+        """Ask the client to begin no more calls. Calls that run, or are on their way, go on. Close
+        the connection after the last call unless it ``stays`` open for `Limits.lasting_methods`.
         Idempotent."""
         if not stays:
             self._is_to_close.set()
@@ -133,7 +133,7 @@ class Connection:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether the client takes what waits for it, if only slowly."""
+        """Whether the client has read answers or sent requests within `Limits.held_stall_s`."""
         idle_s = trio.current_time() - self.holder.progressed_at
         return idle_s < self.limits.held_stall_s
 
@@ -148,8 +148,8 @@ class Connection:
         return self.is_quiet and (self.http2.is_ending or self._is_over)
 
     async def _leave(self) -> None:
-        """When the client is asked to leave: take no more calls once it knows, and close the
-        connection after the last one, when it need not stay."""
+        """Once the client is asked to leave: take no more calls after it knows that, and close the
+        connection after the last call, if the connection need not stay (`drain`)."""
         await self._is_asked_to_leave.wait()
         with trio.move_on_after(self.limits.leave_patience_s):
             while not self.http2.is_ending:
@@ -218,13 +218,13 @@ class Connection:
                     await self._handle(data)
                 except ProtocolError as error:
                     self._break_off(error)
-                self._heard_at = trio.current_time()  # no time to hear of it before
+                self._heard_at = trio.current_time()  # nothing was read during `_handle`
         except OSError as error:
             log.debug("%s: %s", self.peer, error)
 
     async def _receive(self) -> bytes:
-        """Wait for bytes; what is incomplete has no more than its time for that. The time in which
-        the server does not read does not count."""
+        """Wait for bytes. The rest of an incomplete frame must come in `Limits.frame_timeout_s`, of
+        which the time does not count in which the server does not read."""
         began_at = self._heard_at
         if self._frame_left_s < math.inf:
             began_at = trio.current_time()
@@ -249,8 +249,8 @@ class Connection:
         self._nursery.start_soon(self._linger)
 
     async def _end_calls(self) -> None:
-        """End all calls: those that have a request at once, and of the others, of which a client
-        may have a thousand for nothing, a few in each turn of the loop.
+        """End all calls: those with a request at once, the others a few in each turn of the loop,
+        because a client may begin a thousand of them at no cost.
 
         Cancellation: safe, as all calls are cancelled.
         """
@@ -289,8 +289,8 @@ class Connection:
                 await trio.lowlevel.checkpoint()
 
     async def _decompress(self, body: RequestBody) -> None:
-        """Decompress a request's large message in parts, between which others run. Nothing more is
-        read before the client has paid for it.
+        """Decompress a request's large message in parts, between which other tasks run. Nothing
+        more is read from the connection meanwhile.
 
         Cancellation: safe, as the connection ends.
         """
@@ -304,8 +304,8 @@ class Connection:
                 await trio.lowlevel.checkpoint()
 
     def _limit_frame(self, num_before: int) -> None:
-        """Give what is incomplete a time to become complete; it had its time already if nothing
-        became complete since there were ``num_before`` frames."""
+        """Begin the time of an incomplete frame. If no frame has become complete since there were
+        ``num_before``, it is the same one, and its time runs already."""
         if not self.http2.is_amid_frame:
             self._frame_left_s = math.inf
         elif self._frame_left_s == math.inf or self.http2.num_whole_frames != num_before:

@@ -1,9 +1,9 @@
 """Decides which connections are taken, as they are accepted, before anything is done for them.
 
-Rule 1: one address cannot fill the way of the others: it has so many connections that are being
-opened, and fewer while it owes time (`grpc_service.rpc.accounts`). Rule 2: connections beyond
+Rule 1: one address cannot keep others out: its connections that are being opened are bounded, and
+more narrowly while it owes time (`grpc_service.rpc.accounts`). Rule 2: connections beyond
 `Limits.connections_max` come into a reserve, which serves `Limits.lasting_methods` alone, so that a
-probe tells a server that is full from one that hangs. Nobody keeps a place there (`Places`).
+probe tells a server that is full from one that hangs. New connections push out old ones (`Places`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Pass(enum.Enum):
-    """What a connection may do: nothing, everything, or only call the methods that last."""
+    """What a connection may do: nothing, everything, or only call `Limits.lasting_methods`."""
 
     REFUSED = enum.auto()
     FULL = enum.auto()
@@ -39,14 +39,14 @@ class Entrance:
         self._limits = limits
         self._open: Counter[str] = Counter()  # without the reserve
         self._num_open = 0  # of all addresses, of which there may be thousands
-        self._opening: Counter[str] = Counter()  # not ready for bytes yet
-        self._paying: Counter[str] = Counter()  # that wait for what their addresses owe
+        self._opening: Counter[str] = Counter()  # with TLS: during the handshake
+        self._paying: Counter[str] = Counter()  # waiting until their address's debt is paid
         self._reserve = Places(limits.reserved_max)
         self.num_refused = 0
 
     def admit(self, address: str) -> Pass:
-        """Decide about a connection that was accepted. Unless it is refused, it counts until
-        `note_opened` and `staying`."""
+        """Decide about a connection that was accepted. Unless it is refused, it counts as
+        opening until `note_opened`, and as open until the block of `staying` ends."""
         given = self._judge(address)
         if given is Pass.REFUSED:
             self.num_refused += 1
@@ -87,12 +87,12 @@ class Entrance:
         _take_one(self._opening, address)
 
     def is_paying(self, address: str) -> bool:
-        """Return whether a connection of the address waits for what that owes."""
+        """Return whether a connection waits until the debt of its address is paid."""
         return address in self._paying
 
     @contextmanager
     def paying(self, address: str) -> Iterator[None]:
-        """Count a connection that waits for what its address owes."""
+        """Count a connection that waits until the debt of its address is paid."""
         self._paying[address] += 1
         try:
             yield

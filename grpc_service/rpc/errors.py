@@ -1,4 +1,4 @@
-"""What the library raises. The codes are those of gRPC's servers (grpc/doc/statuscodes.md)."""
+"""The library's exceptions. The codes are those of gRPC's servers (grpc/doc/statuscodes.md)."""
 
 from __future__ import annotations
 

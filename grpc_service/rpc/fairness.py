@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Seconds of the bucket that one owner gets before the next one, so that an owner that needs few
 # does not wait for one that needs many. Guess.
 TURN_S = 1e-3
-WAIT_MIN_S = 1e-4  # a shorter wait may be nothing, as clocks have no finer steps
+WAIT_MIN_S = 1e-4  # of a sleep: a clock's step may be longer than a shorter one
 
 
 class _Turns:
@@ -183,9 +183,9 @@ class OverheadLimiter:
                 waiters.remove(waiter)
 
     async def run(self) -> None:
-        """Give turns to those that wait.
+        """Give turns to the owners of waiting tasks.
 
-        Cancellation: nobody gets a turn any more.
+        Cancellation: no waiting task gets a turn any more.
         """
         while True:
             await self._has_waiting.wait()
@@ -198,8 +198,8 @@ class OverheadLimiter:
                     self._give_turn()
 
     def _give_turn(self) -> None:
-        """Let the first owner's first waiter take its next part; the owner's next turn comes after
-        those of all others."""
+        """Let the first owner's first waiter take up to `TURN_S` of its seconds; the owner's next
+        turn comes after those of all others."""
         owner = next(iter(self._waiting))
         waiters = self._waiting.pop(owner)
         if waiters:  # every waiter may have been cancelled

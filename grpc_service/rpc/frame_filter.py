@@ -26,7 +26,7 @@ _PING_HEAD = bytes([0, 0, 8, frames.PING, frames.ACK, 0, 0, 0, 0])
 _SETTING_BYTES = 6
 _PING_BYTES, _PRIORITY_BYTES, _NUMBER_BYTES = 8, 5, 4
 _WINDOW_MAX = 2**31 - 1  # Source: RFC 9113, section 6.9.1.
-_GIVE_BACK_BYTES = 2**15  # guess: half of the smallest window that a connection has
+_GIVE_BACK_BYTES = 2**15  # skipped before the window reopens. Guess: half of the smallest one
 
 
 def _window_update(size: int) -> bytes:
@@ -41,7 +41,7 @@ class FrameFilter:
         self._connection = connection
         self._account = connection.account
         self._left: dict[int, None] = {}  # streams that ended while their clients were sending
-        self._dropped_bytes = 0  # of the connection's window, not given back yet
+        self._dropped_bytes = 0  # skipped, and still missing in the connection's window
 
     def take(self, frame: Frame) -> bool:
         """Act on a frame, and return True; return False for a frame that h2 has to see.

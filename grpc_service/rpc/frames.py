@@ -23,11 +23,11 @@ UNCUT = -1  # the kind of bytes that h2 has to look at, whatever they are
 END_STREAM = ACK = 0x1
 END_HEADERS, PADDED = 0x4, 0x8
 _STREAM_BITS = 2**31 - 1
-_HEAD = Struct(">HBBBI")  # two bytes and one of the length, then kind, flags and stream
+_HEAD = Struct(">HBBBI")  # the length's upper 16 and lower 8 bits, kind, flags and stream
 
 
 class Frame(NamedTuple):
-    """One frame, or a part of one that is too large. ``data`` is what there is of it, its head
+    """One frame, or a part of one that is too large. ``data`` are its bytes so far, head
     included; ``size`` is the length of its body in bytes, as the head has it."""
 
     kind: int
@@ -49,7 +49,7 @@ class FrameSplitter:
     The connection's preface, the head of a frame that is too long, and whatever comes while a block
     of headers is incomplete have the kind `UNCUT`: only h2 knows whether they are errors.
     ``num_block_bytes`` is the size of the last block of headers as far as it has come.
-    ``num_whole`` counts the frames after which nothing is incomplete but, perhaps, another frame.
+    ``num_whole`` counts complete frames, and a block of headers of several frames once.
     ``is_amid``: the preface, a frame or a block of headers is incomplete.
     """
 

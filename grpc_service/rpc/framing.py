@@ -27,13 +27,13 @@ COMPRESSIONS = frozenset(_WINDOW_BITS)
 # Decompressed bytes for each compressed one that are counted as usual. Text has three to ten.
 INFLATION_FREE = 16
 DECOMPRESSED_PART_BYTES = 2**16  # takes about a quarter of a millisecond
-_COMPRESSED_PART_BYTES = 2**14  # zlib copies what it has not used yet
+_COMPRESSED_PART_BYTES = 2**14  # passed to zlib at once: it copies what it leaves unused
 # The buffer of a body is emptied into a block of the heap when it has this many bytes, and blocks
 # into a segment, which is a memory mapping of its own. Buffers that grow side by side, and blocks
 # that are freed, leave holes in the heap, which nothing fills (`python -m tools.lab.bench abuse`).
 _BLOCK_BYTES = 2**14
 _SEGMENT_BYTES = 2**20
-_LEVEL = 1  # higher ones take several times as long for some per cent
+_LEVEL = 1  # of zlib: higher ones take several times as long to save a few per cent
 _IDENTITY = b"identity"
 
 
@@ -89,7 +89,7 @@ class MessageReader:
     ``limit`` bytes, unless there is only one. ``error`` is the first error of the body; whatever
     follows it is ignored. Nothing of a message that is too large is kept.
 
-    While it ``is_decompressing`` more than one part, what follows waits; the owner calls
+    While a message of several parts ``is_decompressing``, the bytes after it wait; the owner calls
     `decompress_part`. ``inflated_bytes`` counts what decompression made beyond `INFLATION_FREE`
     times the compressed bytes; its reader resets it.
     """
@@ -105,7 +105,7 @@ class MessageReader:
         self._encoding = encoding
         self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
         self._num_compressed = 0  # its size as it came
-        self._free_bytes = 0  # that it may still have without being called inflated
+        self._free_bytes = 0  # decompressed bytes before more count as inflated
         self.inflated_bytes = 0
         self._buffer = bytearray()  # what has come last
         self._missing: int | None = None  # bytes of the message whose prefix has come

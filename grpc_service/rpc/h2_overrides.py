@@ -13,7 +13,7 @@ changes inside: run those tests before allowing a new version of h2.
 | `ServerH2.release_connection`, `ServerH2.release_stream` | h2 opens both windows at once |
 | `ServerH2.open_inbound_streams` | h2 ends the connection for one stream too many |
 | `ServerH2.drop` | h2 looks for closed streams among all of them |
-| `ServerH2._receive_settings_frame` | h2 keeps what it does not know |
+| `ServerH2._receive_settings_frame` | h2 keeps unknown settings for ever |
 | `ServerH2._receive_goaway_frame` | h2 ends running streams when the client opens no more |
 | `ServerH2._receive_headers_frame` | h2 does not tell faults of compression from others |
 | `ServerH2._acknowledge_settings` | h2 lets the client choose the size of our header table |
@@ -60,7 +60,7 @@ class Window(Protocol):
 
 class FrameLengths(FrameBuffer):
     """Refuses a frame that is too long as soon as its length is known; h2 waits for the frame's
-    body, of up to 16 MiB, before it says no."""
+    body, of up to 16 MiB, before it refuses the frame."""
 
     def __next__(self) -> Frame:
         if len(self._data) >= _LENGTH_BYTES:
@@ -120,8 +120,8 @@ class ServerH2(H2Connection):
                 SettingCodes.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
             },
         )
-        # Larger lists than announced end their calls (`Call.fault`). Much larger ones would keep
-        # the decoder busy for nobody, and end the connection.
+        # Header lists larger than announced end their calls (`Call.fault`). Lists twice as large
+        # end the connection, as decoding them takes long and serves no call.
         self.decoder.max_header_list_size = 2 * limits.header_list_bytes
         self.incoming_buffer = FrameLengths(server=True)
         self._frame_dispatch_table[QuietDataFrame] = self._receive_data_frame
@@ -160,12 +160,12 @@ class ServerH2(H2Connection):
         return GoAwayFrame(0, last_stream_id=last_stream_id).serialize()
 
     def release_connection(self, num_bytes: int) -> None:
-        """Let the client send so many bytes more on the connection."""
+        """Let the client send ``num_bytes`` more on the connection."""
         if increment := self._inbound_flow_control_window_manager.process_bytes(num_bytes):
             self._prepare_for_sending([WindowUpdateFrame(0, window_increment=increment)])
 
     def release_stream(self, stream_id: int, num_bytes: int) -> None:
-        """Let the client send so many bytes more on a stream, if it is open."""
+        """Let the client send ``num_bytes`` more on a stream, if the stream is open."""
         state = self.streams.get(stream_id)
         if state is not None and not state.closed:
             self._prepare_for_sending(state.acknowledge_received_data(num_bytes))

@@ -1,4 +1,4 @@
-"""The headers of gRPC: what a request's mean, whether they are well-formed, and the trailers of a
+"""The headers of gRPC: checks and parses the headers of requests, and makes the trailers of a
 status.
 
 The functions are pure: bytes go in, values come out, and nothing waits.
@@ -51,10 +51,10 @@ _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 def fault_of(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Return why a request's headers are malformed, and "" for those that are not.
 
-    Spaces around a value are no fault, because gRPC's metadata may have them. A host beside another
-    :authority is none either: a proxy may write it in its own way, a server of one name looks at
-    neither, and grpcio serves the call. Source: RFC 9113, section 8.1.1: the stream of a malformed
-    request is reset, and its connection goes on.
+    Spaces around a value are no fault, because gRPC's metadata may have them. A host header that
+    differs from :authority is none either: a proxy may have changed it, this server uses neither,
+    and grpcio serves such calls. Source: RFC 9113, section 8.1.1: the stream of a malformed request
+    is reset, and its connection goes on.
     """
     pseudo: dict[bytes, bytes] = {}
     is_past_pseudo = False

@@ -4,18 +4,18 @@ Counted are incomplete requests, unread answers, calls that wait for their reque
 client's window, and output that a client's connection does not accept. One object counts them for
 all connections. Beyond `Limits.held_bytes`
 
-1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
-   with the most bytes first, and there those of the connection with the most, so that a client pays
-   before others behind the same proxy (calls are ended as well while a request waits for room, but
-   none whose request has come and waits for the server);
-2. incomplete requests get no larger window, with two exceptions: the one that asked first, so that
-   one can always be completed, and those whose address holds less than its share even when they are
-   complete, so that nobody waits for a client that sends slowly. The others wait in their order.
+1. calls of connections without progress for `Limits.held_stall_s` are ended: first those of the
+   address with the most bytes, and of these those of the connection with the most, so that it is
+   not the others behind the same proxy that lose calls. A call whose request waits for the server
+   is not ended. Calls are also ended while a request waits for room;
+2. incomplete requests get no larger window, and wait for room in order. Two exceptions get it: the
+   request that asked first, so that one can always be completed; and requests whose addresses hold
+   less than their share even with the whole request, so that slow senders keep no others waiting.
 
 A request asks for room for all of its missing bytes, so that many large requests do not fill the
 room while none of them can be completed.
 
-Beyond twice that, calls are ended even if they progress. Nothing here waits.
+Beyond twice `Limits.held_bytes`, calls are ended even if they progress. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CALL_BYTES = 2**14  # what a call takes without its messages, about. Measured wi
 
 class Holder:
     """One connection, for which ``num_bytes`` are kept. ``progressed_at`` is when it had last
-    delivered `PROGRESS_BYTES` of requests, or taken so many of answers or the end of one, in the
-    clock's seconds."""
+    delivered `PROGRESS_BYTES` of requests, or taken as many bytes of answers, or the end of an
+    answer; in the clock's seconds."""
 
     __slots__ = ("_num_moved", "address", "num_bytes", "progressed_at")
 
@@ -51,7 +51,7 @@ class Holder:
         self.address = address
         self.num_bytes = 0
         self.progressed_at = -math.inf
-        self._num_moved = 0  # bytes since then
+        self._num_moved = 0  # bytes delivered or taken since then
 
     def note_progress(self, num_bytes: int, now: float, *, is_whole: bool) -> None:
         """Note that bytes have moved; ``is_whole``: they ended an answer."""
@@ -65,10 +65,9 @@ class Holding:
     unsent output.
 
     ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window; None for an
-    answer and for output.
-    ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds. ``num_missing`` are
-    the bytes that an incomplete request lacks; one that ``is_whole`` waits for the server. Nothing
-    is counted once it ``is_closed``.
+    answer and for output. ``changed_at`` is when ``num_bytes`` last changed, in the clock's
+    seconds. ``num_missing`` are the bytes that an incomplete request lacks; a request that
+    ``is_whole`` waits for the server. Nothing is counted once it ``is_closed``.
     """
 
     __slots__ = (
@@ -103,10 +102,10 @@ class HeldBytes:
         self._stall_s = limits.held_stall_s
         self._clock = clock
         self._holdings: dict[Holding, None] = {}  # those with bytes, the last changed one last
-        self._growing: dict[Holding, None] = {}  # requests that asked, the first one first
-        self._waiting: dict[Holding, None] = {}  # those of them that may not grow
+        self._growing: dict[Holding, None] = {}  # requests that asked for room, in that order
+        self._waiting: dict[Holding, None] = {}  # those of `_growing` that got none
         self._by_address: Counter[str] = Counter()
-        self._looked_at = -math.inf  # for calls without progress
+        self._looked_at = -math.inf  # when stalled calls were last looked for
         self.num_bytes = 0
 
     def set_bytes(self, holding: Holding, num_bytes: int) -> None:
@@ -125,8 +124,8 @@ class HeldBytes:
             self.make_room()
 
     def close(self, holding: Holding) -> None:
-        """Count nothing for a holding any more. It forgets whom it would end: the two refer to each
-        other, and Python looks for such garbage seldom."""
+        """Count nothing for a holding any more. Its callbacks are dropped, which refer to the call
+        that refers to the holding: Python collects such cycles late."""
         self.set_bytes(holding, 0)
         holding.is_closed = True
         holding.evict = holding.grow = lambda: None
@@ -209,8 +208,8 @@ class HeldBytes:
         return self._by_address[holder.address], holder.num_bytes
 
     def _let_grow(self) -> None:
-        """Let those requests grow that may, of the first ones that wait."""
-        first = next(iter(self._growing))  # it may be behind many in the other queue
+        """Of the first `LOOKS_MAX` requests that wait, let those grow that may."""
+        first = next(iter(self._growing))  # it may stand far behind in `_waiting`
         for holding in [first, *itertools.islice(self._waiting, LOOKS_MAX)]:
             if holding in self._waiting and self._may_grow(holding):
                 self._grow(holding)

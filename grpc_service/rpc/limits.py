@@ -78,8 +78,8 @@ class Limits:
     openings_in_debt_max: int = 256
     # Time that a client gets to answer that its connection will end. Guess: a slow round trip.
     leave_patience_s: float = 1.0
-    # Beginnings of the paths of methods that a full server serves on its reserve's connections, and
-    # a server which leaves on those that are open. A client that obeys GOAWAY opens no such call.
+    # Prefixes of paths. A full server serves these methods alone on the connections of its reserve,
+    # a leaving server on connections that are still open, to clients that do not obey GOAWAY.
     lasting_methods: tuple[bytes, ...] = ()
     # Time that a server which leaves gives the calls that are on their way. Guess: 4 MiB over a
     # usual network.
@@ -97,7 +97,7 @@ class Limits:
     # (``max_message_bytes``, and what its method may have beyond); others then wait for their
     # windows in their order.
     held_bytes: int = 16 * 2**20
-    # A request or an answer that did not change for so long makes no progress. Guess.
+    # Time after which a request or an answer whose bytes do not change makes no progress. Guess.
     held_stall_s: float = 1.0
 
     # ---- clients that cost more than they bring (`grpc_service.rpc.accounts`)
@@ -107,8 +107,8 @@ class Limits:
     budget: float = 10_000.0
     # Points that come back in a second: 50 ms of the loop.
     budget_per_s: float = 5_000.0
-    # What remains of that for new connections from the address of a client whose connection was
-    # ended for its cost, and for how many seconds. Guess.
+    # Share of `budget` for new connections from the address of a client whose connection was ended
+    # for its cost, and for how many seconds after that. Guess.
     offender_share: float = 0.1
     offender_time_s: float = 60.0
     # Share of the loop's time that useless frames and calls of all clients may take. Guess.
@@ -128,7 +128,7 @@ class Limits:
     share_s: float = 0.004
     # Calls of one connection that wait to be refused; beyond it nothing more is read. Guess.
     refusals_queued_max: int = 64
-    # Clients that are let in at once when a new turn begins. Guess.
+    # Waiting clients whose bytes are handled when a turn of the loop begins. Guess.
     parts_per_turn: int = 16
     # Calls that start in one turn of Trio's loop: some 3 ms.
     starts_per_turn: int = 6

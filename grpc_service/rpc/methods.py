@@ -33,8 +33,8 @@ class Method(NamedTuple):
     call. It returns the answer, or writes all messages itself and returns None. With
     ``takes_stream`` the request is None, and the handler reads the messages itself (`Call.read`).
     ``judge`` is called with the request's bytes before they are parsed; it may raise an `RpcError`.
-    ``translate`` returns, for a call, what makes of the parsed message what the handler takes
-    instead of it. The judge and what ``translate`` returned may run in a thread.
+    ``translate`` returns, for a call, a function from the parsed message to the value that the
+    handler takes instead. That function and ``judge`` may run in a thread.
     """
 
     name: str  # such as helloworld.Greeter/SayHello
@@ -73,8 +73,8 @@ async def read_request(method: Method, call: Call) -> Any:
     Raises:
         MissingMessage: no request was sent.
         InvalidMessage: the bytes are not of the method's type.
-        RpcError: as `Call.read` and ``Method.judge``, or the request did not become complete in
-            time.
+        RpcError: the request was refused (`Call.read`, ``Method.judge``), or did not become
+            complete in time.
     Cancellation: safe.
     """
     decode = await wait_for_request(method, call)
@@ -87,7 +87,7 @@ async def wait_for_request(method: Method, call: Call) -> Callable[[bytes], Any]
 
     Raises:
         MissingMessage: no request was sent.
-        RpcError: as `Call.read`, or the request did not become complete in time.
+        RpcError: the request was refused (`Call.read`), or did not become complete in time.
     Cancellation: safe.
     """
     if not call.request.has_message:
@@ -117,9 +117,9 @@ async def take_request(method: Method, call: Call) -> bytes:
 
 
 def decoder_of(method: Method, call: Call) -> Callable[[bytes], Any]:
-    """Return what makes of the bytes of a call's request what the handler takes. It may run in a
-    thread. It raises InvalidMessage for bytes that are not of the method's type, and what
-    ``Method.judge`` and ``Method.translate`` raise."""
+    """Return a function from the bytes of a call's request to the value that the handler takes. It
+    may run in a thread. It raises InvalidMessage for bytes that are not of the method's type, and
+    what ``Method.judge`` and ``Method.translate`` raise."""
     return partial(_decode, method, None if method.translate is None else method.translate(call))
 
 
@@ -175,7 +175,7 @@ class Dispatcher:
         """Read the request, and return the handler's answer.
 
         Raises: as `read_request` and the handler.
-        Cancellation: as `serve`.
+        Cancellation: the call's client or its deadline ends it (`serve`).
         """
         request = None if method.takes_stream else await read_request(method, call)
         return await method.handler(request, call)

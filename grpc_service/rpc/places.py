@@ -1,4 +1,4 @@
-"""Places of which there are few, so that those who hold the most give way to those who come."""
+"""A bounded number of places, in which the owner of the most gives way to newcomers."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class RequestBody:
             self._count()
 
     def note_request(self) -> None:
-        """Give back what the call owes for being without a request, as that is there."""
+        """Note that the request has come; give back what the call owed until then."""
         if not self.has_request:
             self.has_request, self._is_waiting = True, False
             self._account.owe(-accounts.WAITING_CALL)
@@ -108,7 +108,7 @@ class RequestBody:
         """Drop what has come and what will come, as the call has ended or takes no more messages.
         Idempotent."""
         self._is_closed = True
-        # An error that was raised refers to the call, which refers to this body.
+        # A new error replaces a raised one, which refers to the call, and that to this body.
         self.reader.fail(TooManyHeld("the call takes no more messages"))
         self._on_change = lambda: None
         self._held.close(self._holding)

@@ -75,8 +75,8 @@ class RpcServer:
         )
         self._connections: dict[Connection, None] = {}
         self._entrance = Entrance(self.limits)
-        self._warned_at = -math.inf  # of connections that are refused
-        self._told: set[str] = set()  # why handshakes failed
+        self._warned_at = -math.inf  # when refused connections were last logged
+        self._told: set[str] = set()  # reasons of failed handshakes that were logged
         self._listeners: Sequence[SocketListener] = ()
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
@@ -113,13 +113,13 @@ class RpcServer:
         run, or are on their way, are served, and so are `Limits.lasting_methods` on connections
         that their clients keep open. Idempotent."""
         self._listening.cancel(reason="the server leaves")
-        for listener in self._listeners:  # now: who hears that it is asked to leave connects anew
+        for listener in self._listeners:  # before clients hear of it, as these connect anew
             listener.close()
         for connection in self.connections:
             connection.drain(stays=True)
 
     async def settle(self) -> None:
-        """After `leave`: wait until every client knows, and every call that was on its way has been
+        """After `leave`: wait until every client knows of it, and every call on its way has been
         taken by its handler (`Arrivals.note_taken`); at most for `Limits.settle_patience_s`.
 
         Cancellation: safe.
@@ -174,13 +174,13 @@ class RpcServer:
                     nursery.start_soon(self._serve, transport, peer, given)
 
     async def _refuse(self, transport: PlainTransport, peer: str) -> None:
-        """Close a connection for which nothing was done yet; log one in a while."""
+        """Close a connection before it is opened; log that every `WARNING_PAUSE_S` at most."""
         now = trio.current_time()
         if now >= self._warned_at + WARNING_PAUSE_S:
             self._warned_at = now
             count = self._entrance.num_refused
             log.warning("%s: refused, as there are too many connections (%d so far)", peer, count)
-        with trio.CancelScope(shield=True):  # the rest of the batch is to be served; never waits
+        with trio.CancelScope(shield=True):  # never waits, and the rest of the batch is served
             await transport.close()
 
     async def _serve(self, transport: PlainTransport, peer: str, given: Pass) -> None:
@@ -198,7 +198,7 @@ class RpcServer:
             self._connections[connection] = None
             if self._listening.cancel_called:  # the client was accepted just before `leave`
                 connection.drain()
-                connection.http2.send_goaway(knows=False)  # at once, as nobody waits for its calls
+                connection.http2.send_goaway(knows=False)  # at once, as it has no calls yet
             try:
                 await connection.run()
             except Exception:
@@ -208,8 +208,8 @@ class RpcServer:
                 self._on_progress()
 
     def _level_of(self, error: OSError) -> int:
-        """Return WARNING for the first handshake that fails for a reason that is not known yet.
-        There are few reasons, and a client that leaves has none."""
+        """Return WARNING for the first failed handshake of each reason, and DEBUG otherwise. There
+        are few reasons; that a client has left is none."""
         is_tls = isinstance(error, ssl.SSLError)
         has_left = isinstance(error, ssl.SSLEOFError) or not (is_tls or error.errno is None)
         reason = getattr(error, "reason", None) or str(error)
@@ -224,7 +224,7 @@ class RpcServer:
         open.
 
         Raises:
-            OSError: there is no connection; the address owes for it.
+            OSError: the transport cannot be opened; the address owes for the attempt.
         Cancellation: the transport is closed; the address owes for an opening that had begun.
         """
         shared, is_open, broken_s = self._shared, False, 0.0
@@ -248,7 +248,7 @@ class RpcServer:
 
     async def _pay(self, transport: PlainTransport, address: str) -> bool:
         """Wait until the time is paid that the address owes. Return whether the client is still
-        there: one that has left pays little, so that a client behind many of them is served soon.
+        there: clients that have left take little time, so that one behind them is served soon.
 
         Cancellation: safe; the address owes what it owed.
         """

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Shared:
     """What the connections of one server share.
 
-    ``decompressing`` is held by the one that decompresses a large message. ``serve_call`` serves a
-    call from start to end. ``on_progress`` is called when a call has ended, and when waiting output
-    was sent.
+    ``decompressing`` is held by the connection that decompresses a large message. ``serve_call``
+    serves a call from start to end. ``on_progress`` is called when a call has ended, and when
+    waiting output was sent.
     """
 
     limits: Limits

@@ -30,7 +30,7 @@ RECEIVE_BYTES = 2**16  # upper bound of one read. Guess.
 # Connections that wait to be accepted: as many as Linux allows by default. Beyond them, clients try
 # again after a second and more.
 BACKLOG = 4096
-BUSY_PAUSE_S = 0.01  # until the writer may have made room. Guess.
+BUSY_PAUSE_S = 0.01  # while a writer waits for room in the socket's buffer. Guess.
 HANDSHAKE_S = 1.2e-3  # of TLS, with a key of RSA and 2048 bits. Measured on an AMD EPYC.
 ACCEPTS_MAX = 64  # connections that are taken in one turn of the loop: some 2 ms
 ACCEPT_PAUSE_S = 0.1  # until a file descriptor may be free again. Guess.
@@ -194,9 +194,9 @@ def _peer_of(client: socket.socket, address: object) -> str:
 
 
 def address_of(peer: str) -> str:
-    """Return whom a client counts as: ``ipv4:10.0.0.7`` for ``ipv4:10.0.0.7:5123``; of IPv6 the
-    network of 64 bits, as one host has all of its addresses; all of it for a Unix socket, whose
-    clients count by their users."""
+    """Return the address by which a client's use is counted: ``ipv4:10.0.0.7`` for
+    ``ipv4:10.0.0.7:5123``; for IPv6 the network of 64 bits, as one host has all of its addresses;
+    for a Unix socket ``peer`` itself, which names the user."""
     if peer.startswith("unix:"):
         return peer
     host = peer.rpartition(":")[0]
@@ -272,8 +272,8 @@ class PlainTransport:
         await trio.lowlevel.wait_writable(self._socket)
 
     def end(self) -> None:
-        """Announce that nothing more will be sent. Never waits or raises; what still waits is
-        lost."""
+        """Announce that nothing more will be sent. Never waits or raises; bytes that
+        `send_now` has not taken are lost."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 

@@ -54,8 +54,8 @@ class StreamListener(Protocol):
         connection; nothing can be sent any more."""
 
     def on_sent(self) -> None:
-        """Take note that some of the message that waited for the client's window, or the rest of
-        it, may have been sent."""
+        """Take note that a part of the message that waits for the client's window, or its last
+        part, was sent, or that a watched window has opened."""
 
 
 class _Nobody:
@@ -249,7 +249,7 @@ class Stream:
         self._wait()
 
     def _wait(self) -> None:
-        """Enter the stream among those that wait for what it lacks, if it lacks anything."""
+        """Enter the stream among those that wait for a window: its own or the connection's."""
         connection, num_missing = self._connection, len(self._rest)
         own = self.window.outbound_flow_control_window
         is_too_small = not self._is_begun and own < num_missing <= connection.whole_bytes

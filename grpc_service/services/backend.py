@@ -1,4 +1,4 @@
-"""The engine as the services see it, with what the gRPC side adds to its figures."""
+"""The engine as the services see it, whose counters include those of the gRPC side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backend:
         return self._with_unread_calls(self.engine.statistics())
 
     def telemetry(self) -> EngineTelemetry:
-        """Return the counters and how long things took, with the number of unread calls."""
+        """Return the counters and the measured durations, with the number of unread calls."""
         telemetry = self.engine.telemetry()
         return replace(telemetry, statistics=self._with_unread_calls(telemetry.statistics))
 

@@ -97,7 +97,7 @@ class CallWriter:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether the client takes what waits on the call's connection."""
+        """Whether the client still reads from the call's connection, if only slowly."""
         return self._call.connection.is_being_read
 
     # ---- the engine's side, in the delivery of a step
@@ -154,7 +154,7 @@ class CallWriter:
 
     async def serve(self, engine: Engine, request: ClientRequest) -> None:
         """Submit a request and write its events until the call ends. The request's timeout counts
-        from `Rpc.arrived_at`. Raises and cancellation as `run`."""
+        from `Rpc.arrived_at`. Raises `Disconnected`, and ends the request if cancelled (`run`)."""
         stream = engine.submit(
             request,
             buffer=engine.config.stream_buffer,

@@ -1,6 +1,6 @@
 """Control of triolet.v1: figures, pausing, aborting, draining.
 
-Rule: a handler decodes the request, asks the engine, and encodes the answer. Every end other than
+Rule: a handler decodes the request, calls the engine, and encodes the answer. Every end other than
 success is an exception, which `grpc_service.access.interceptor` turns into a status.
 """
 

@@ -57,7 +57,7 @@ class Row:
     retry_s: float | None = None
 
 
-# The codes that a client's retry policy usually names.
+# The codes on which clients usually retry: only these statuses have `PUSHBACK_KEY`.
 PUSHED_BACK = {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED}
 
 # The waiting times are guesses, except that of a dead worker: its first restart comes after 1 s.
@@ -87,9 +87,9 @@ TABLE: dict[type[errors.TrioletError], Row] = {
     errors.NotAllowed: Row(StatusCode.PERMISSION_DENIED),
 }
 
-# The RPC library's errors that get the details of one of the engine's. They keep their codes, those
-# of every gRPC server, but for bytes that are no message: an INTERNAL is a bug of ours, for which
-# operators are called.
+# The RPC library's errors that get the details of one of the engine's. They keep their codes, as
+# every gRPC server sends them, but for InvalidMessage: operators are called for an INTERNAL, which
+# is a bug of the server's.
 TRANSLATED: dict[type[RpcError], Callable[[str], errors.TrioletError]] = {
     InvalidMessage: lambda text: errors.InvalidRequest([], message=text),
     MissingMessage: lambda text: errors.InvalidRequest([], message=text),
@@ -157,8 +157,8 @@ def _metadata(error: errors.TrioletError) -> Iterator[tuple[str, str]]:
 
 
 def _bad_request(violations: Sequence[errors.FieldViolation]) -> error_details_pb2.BadRequest:
-    """Return the violations that fit. A last entry says how many do not: of 20,000, nothing more is
-    made, as that would take the loop 0.1 s."""
+    """Return the violations that fit. A last entry says how many do not. No message is made
+    of these, as 20,000 would take the loop 0.1 s."""
     request = error_details_pb2.BadRequest()
     for number, violation in enumerate(violations):
         entry = error_details_pb2.BadRequest.FieldViolation(

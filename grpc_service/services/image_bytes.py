@@ -1,4 +1,4 @@
-"""How many bytes of a request are images, before it is parsed.
+"""Counts the bytes of images in a request before it is parsed.
 
 Only images may make a request larger than --max-message-bytes. The bytes are judged before they are
 parsed: parsing 16 MiB of empty inputs would stop every stream for longer than a token takes, while
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-FIELDS_MAX = 2 * MAX_INPUTS  # of a message; those beyond it count as no images
+FIELDS_MAX = 2 * MAX_INPUTS  # that are looked at in a request; images beyond them are not counted
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
 
 def _path(request: type[Message], *names: str) -> tuple[int, ...]:
-    """Return the numbers of the fields that lead to an image, from the request on: a message for
-    each, and the bytes."""
+    """Return the numbers of the fields on the way from the request to the bytes of an image."""
     message: Any = request.DESCRIPTOR
     path: list[int] = []
     for name in names:
@@ -60,9 +59,9 @@ def judge_of(path: tuple[int, ...], max_bytes: int) -> Callable[[bytes], None]:
 
 
 def image_bytes_of(data: bytes, path: tuple[int, ...] = EMBED) -> int:
-    """Return how many bytes of a request are images, which the fields of ``path`` lead to. Bytes
-    that are no message have none from the place on where that shows. An image counts only if its
-    message has no other field."""
+    """Return how many bytes of a request are images, to which the fields of ``path`` lead. The
+    count ends where the bytes are found to be no message. An image counts only if its message has
+    no other field."""
     return _Count(data).inside(path, 0, len(data))
 
 

@@ -1,6 +1,6 @@
 """Inference of triolet.v1: generating, encoding, drawing, and turning text into tokens.
 
-Rule: a handler gets the request decoded (`translators`), asks the engine, and encodes the answer.
+Rule: a handler gets the request decoded (`translators`), calls the engine, and encodes the answer.
 Every end other than success is an exception, which `grpc_service.access.interceptor` turns into a
 status.
 """
@@ -35,7 +35,7 @@ class Inference:
         self._backend = backend
 
     async def Generate(self, asked: GenerateRequest, rpc: Rpc) -> None:
-        """Stream what the model generates. Raises as `CallWriter.serve`.
+        """Stream what the model generates. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
@@ -94,7 +94,7 @@ class Inference:
         )
 
     async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
-        """Stream one vector for each input. Raises as `CallWriter.serve`.
+        """Stream one vector for each input. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
@@ -102,7 +102,7 @@ class Inference:
         await writer.serve(self._backend.engine, asked)
 
     async def Rerank(self, asked: RerankRequest, rpc: Rpc) -> None:
-        """Stream one score for each document. Raises as `CallWriter.serve`.
+        """Stream one score for each document. Raises `Disconnected` like `Embed`.
 
         Cancellation: ends the request.
         """
@@ -110,7 +110,7 @@ class Inference:
         await writer.serve(self._backend.engine, asked)
 
     async def GenerateImage(self, asked: DrawRequest, rpc: Rpc) -> None:
-        """Stream the progress of a drawing, and its images in parts. Raises as `CallWriter.serve`.
+        """Stream the progress of a drawing, and its images in parts. Raises `Disconnected`, too.
 
         Cancellation: ends the request.
         """
@@ -148,8 +148,8 @@ def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
 
 
 def _timed(decode: Callable[[Any, float | None], Any]) -> Callable[[Call], Callable[[Any], Any]]:
-    """Return a translator that gives ``decode`` the message, and the timeout that a call has now,
-    before the request is decoded."""
+    """Return a translator that passes ``decode`` the message, and the seconds that the client's
+    timeout has left when the call's request has come."""
 
     def translate(call: Call) -> Callable[[Any], Any]:
         timeout_s = clients_timeout(call.time_remaining())

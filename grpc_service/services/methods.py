@@ -25,14 +25,14 @@ CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
 # The methods whose requests may have images, and the fields that lead to these.
 IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "GenerateImage": DRAW, "Tokenize": TOKENIZE}
-# What clients that are connected may still call while the server drains, and some while it is full.
+# What connected clients may call while the server drains, and clients of a full server's reserve.
 LASTING_METHODS = (f"{CONTROL.full_name}/", f"{INFERENCE.full_name}/Attach")
 TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)
 
 
 def methods(backend: Backend, max_message_bytes: int, *, adapter_root: str = "") -> list[Method]:
     """Return every method of triolet.v1. `grpc_service.access.interceptor` decides who may call
-    which. ``max_message_bytes`` is how much a request may have beside its images. Adapters are
+    which. A request may have ``max_message_bytes`` beside its images. Adapters are
     loaded from below ``adapter_root``; "": from nowhere."""
     sizes = {name: judge_of(path, max_message_bytes) for name, path in IMAGE_FIELDS.items()}
     judges = judges_of(INFERENCE, COUNT_LIMITS, sizes)

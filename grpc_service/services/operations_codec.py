@@ -1,5 +1,5 @@
-"""Translates the messages by which Control and Models are operated into the engine's values, and
-back. Pure, like `grpc_service.services.text_codec`."""
+"""Translates the requests of Control and Models into the engine's values, and the results back.
+Pure, like `grpc_service.services.text_codec`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.pool.load_watch import LoadStatus
     from engine.status import AbortOutcome
 
-ABORTS_MAX = 1024  # guess: to end so many requests takes the loop a few milliseconds
+ABORTS_MAX = 1024  # of one call. Guess: ending 1,024 takes the loop a few milliseconds
 
 
 def decode_pause_mode(message: control_pb2.PauseRequest) -> PauseMode:

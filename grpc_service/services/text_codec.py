@@ -48,7 +48,7 @@ def decode_generate(
     """Return the engine's request. Its ranges are not checked yet (`GenerateRequest.validate`).
 
     Raises:
-        InvalidRequest: The constraint cannot be represented, with every broken field.
+        InvalidRequest: The constraint, or the parts of a chat's messages, cannot be represented.
     """
     request = GenerateRequest(
         model=message.model,
@@ -79,7 +79,7 @@ def decode_generate(
 
 
 def given(message: Message, *names: str) -> dict[str, Any]:
-    """Return those of the fields with presence that are set, by name."""
+    """Return the fields of ``names`` that are set, by name. All must have presence."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
@@ -122,7 +122,7 @@ def _decode_chat(message: inference_pb2.Chat) -> Chat:
 
 
 def decode_received(message: common_pb2.AttachRequest) -> tuple[ReceivedChoice, ...]:
-    """Return what a client has of each choice.
+    """Return how many tokens of each choice a client has, and whether it has the choice's end.
 
     Raises:
         InvalidRequest: the id or the token is empty.

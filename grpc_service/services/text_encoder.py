@@ -85,7 +85,7 @@ class ShortDelta:
         if event.__class__ is not Tokens:
             return None
         _, choice, ids, text, logprobs, _, _ = event
-        # A character takes at most 4 bytes, an id 5; 20 are enough for the rest.
+        # A character takes at most 4 bytes, an id 5; 20 are enough for tags and lengths.
         if logprobs or 4 * len(text) + 5 * len(ids) + 20 > MESSAGE_BYTES_MAX:
             return None
         delta = self._delta

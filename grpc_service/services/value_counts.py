@@ -1,12 +1,11 @@
-"""How many values a request has, counted in its bytes before an object is made of any of them.
+"""Counts the values of a request in its bytes, before any object is made of them.
 
 An empty value takes two bytes of a message and some hundred of memory, and to make it takes a
 thousand times as long as to skip it. Rule 1: every repeated field and every map of a request has a
 limit, which the comment of the field in the proto says; a field is counted over the whole request.
 Rule 2: the walk ends at the first limit that is exceeded, and after `VALUES_MAX` values, so that
 its time, and that of dropping the request, is bounded by the limits and not by the message. Rule 3:
-bytes that are no message are left to
-the parser, which refuses them.
+bytes that are no message are left to the parser, which refuses them.
 Source: protobuf.dev/programming-guides/encoding.
 """
 
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     # A limit by the full name of its field: values, and levels of a tree of JSON values.
     Limits = Mapping[str, tuple[int, int | None]]
 
-# Fields of a request on the wire, those of its messages included, unknown and repeated ones too,
-# and packed numbers. Two trees of JSON values have 262,144 at most (four for a value of an object),
-# as has the longest prompt of ids; beside it there is room for the other fields.
+# Upper bound of a request's values: the fields on the wire, those of its messages, unknown and
+# repeated ones included, and packed numbers. The longest prompt of ids has 2**18, and two trees of
+# JSON values have as many (an object's value takes four); 2**16 are left for other fields.
 VALUES_MAX = 2**18 + 2**16
 VARINT_BYTES_MAX = 10
 COUNTED_BYTES = 2**20  # of packed numbers, counted in one call: about a millisecond
@@ -44,11 +43,12 @@ KINDS = {
     **dict.fromkeys((FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_GROUP), LENGTH_DELIMITED),
 }
 TREES = {one.DESCRIPTOR.full_name for one in (Struct, ListValue, Value)}
-LEVELS = {one.DESCRIPTOR.full_name for one in (Struct, ListValue)}  # of a tree
+LEVELS = {one.DESCRIPTOR.full_name for one in (Struct, ListValue)}  # those that open a level
 
 
 class Counted(NamedTuple):
-    """A path of a request whose values are counted, such as ``chat.messages``."""
+    """A path of a request, such as ``chat.messages``, which may have ``most`` values and, if these
+    are trees of JSON values, ``levels`` levels."""
 
     path: str
     most: int
@@ -65,8 +65,8 @@ class _Field(NamedTuple):
 
 
 class _Plan:
-    """The fields of a message that matter, by their tags. ``counter`` is that of the tree of which
-    the message is a level; None elsewhere."""
+    """The fields of a message that the walk acts on, by their tags. ``counter`` is the index of the
+    `Counted` of the tree of which the message is a level; None elsewhere."""
 
     __slots__ = ("counter", "fields")
 
@@ -87,8 +87,8 @@ class CountJudge:
         """Check the bytes of a request.
 
         Raises:
-            InvalidRequest: a field has more values than it may, which it names; or the request has
-                too many values.
+            InvalidRequest: a field has too many values, and the error names it; or the request has
+                more than `VALUES_MAX`.
         """
         walk = _Walk(data, self.counted)
         try:
@@ -173,7 +173,7 @@ class _Walk:
                 at += 4
             elif kind == FIXED64:
                 at += 8
-            elif kind == GROUP:  # unknown: no request has one, and nothing in it is known
+            elif kind == GROUP:  # no request has groups, so all in it is unknown
                 num_groups += 1
             elif kind == GROUP_END:
                 num_groups -= 1
@@ -241,8 +241,8 @@ def judges_of(
     limits: Limits,
     others: Mapping[str, Callable[[bytes], None]] | None = None,
 ) -> dict[str, Callable[[bytes], None]]:
-    """Return what judges the bytes of each method's request, by the method's name: its counts, and
-    first of all what ``others`` have for it."""
+    """Return, by the name of each method, a function that checks the bytes of its request: first as
+    the method's function in ``others`` does, if there is one, then by a `CountJudge`."""
     found: dict[str, Callable[[bytes], None]] = {}
     for method in service.methods:
         counts = CountJudge(method.input_type, limits)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grpc_service.services.backend import Backend
 
 WATCH_INTERVAL_S = 1.0
-WATCHERS_MAX = 64  # guess: dashboards and people. Each watcher's snapshots take the engine's time.
+WATCHERS_MAX = 64  # guess: more than a server's dashboards; snapshots take the engine's time
 
 _watchers: set[object] = set()
 

@@ -1,9 +1,9 @@
 """Translates the events of a request into VllmEngine's messages.
 
-Rule 1: with ``stream``, each choice gets a chunk for every event with its tokens, and then one
-complete without them. Without, it gets one complete with all of them and nothing else. Rule 2: an
-end without success gives no message; the call's status reports it. Rule 3: a message stays below
-4 MiB, the gateway's limit.
+Rule 1: with ``stream``, each choice gets a chunk for every event with its tokens, and then a
+`GenerateComplete` without tokens; otherwise it gets one `GenerateComplete` with all its tokens.
+Rule 2: an end without success gives no message; the call's status reports it. Rule 3: a message
+stays below 4 MiB, the gateway's limit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from engine.requests.encode.values import EncodeEvent
     from engine.requests.text.values import StreamEvent
 
-# Upper bounds of a token's bytes in a message: its id, and with log-probabilities its id, its
-# number and the bytes of their tags, and as much for each alternative.
+# Upper bounds of bytes in a message: a token's id; its log-probability, with another copy of the id
+# and the tags; and the same for one of its alternatives.
 TOKEN_BYTES = 5
 LOGPROB_BYTES = 16
 ALTERNATIVE_BYTES = 9
@@ -47,7 +47,7 @@ def encode_embeddings(events: Sequence[EncodeEvent]) -> list[Any]:
 
 class GenerateEncoder:
     """Makes the messages of one Generate call. Keeps what a call's later messages repeat or sum
-    up. ``alternatives`` is how many were asked for with each token; None without
+    up. ``alternatives`` is how many the client wants for each token; None without
     log-probabilities."""
 
     def __init__(self, *, is_stream: bool, alternatives: int | None) -> None:
@@ -57,9 +57,9 @@ class GenerateEncoder:
             self._token_bytes += LOGPROB_BYTES + ALTERNATIVE_BYTES * alternatives
         self._prompt_tokens = 0
         self._input_logprobs: Any = None
-        self._parts: dict[int, Any] = {}  # by choice: a complete with its tokens so far
+        self._parts: dict[int, Any] = {}  # by choice: the message with its tokens so far
         self._counts: dict[int, int] = {}  # by choice: tokens so far
-        self._chunk = vllm_engine_pb2.GenerateResponse()  # made anew for each event
+        self._chunk = vllm_engine_pb2.GenerateResponse()  # filled anew for each event
 
     def encode_short(self, event: StreamEvent) -> bytes | None:
         """Return the message's bytes of a Tokens event that fits one message: b"" if there is
@@ -117,7 +117,7 @@ class GenerateEncoder:
             chunk.input_logprobs.CopyFrom(self._input_logprobs)
 
     def _add(self, event: Tokens) -> None:
-        """Keep an event's tokens for the complete of its choice."""
+        """Keep an event's tokens for the last message of its choice."""
         choice = event.choice
         part = self._parts.setdefault(choice, vllm_engine_pb2.GenerateComplete())
         self._counts[choice] = self._counts.get(choice, 0) + len(event.token_ids)
@@ -132,7 +132,8 @@ class GenerateEncoder:
             _add_logprobs(part.output_logprobs, event.logprobs)
 
     def _complete(self, event: Finished) -> Any:
-        """Return the last message of a choice. Only one without chunks repeats its tokens."""
+        """Return the last message of a choice, with the choice's tokens if no chunk has had
+        them."""
         complete = self._parts.pop(event.choice, None) or vllm_engine_pb2.GenerateComplete()
         complete.finish_reason = event.reason.value  # stop and length are the protocol's words
         complete.prompt_tokens = event.usage.prompt_tokens

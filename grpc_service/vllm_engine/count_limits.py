@@ -1,8 +1,8 @@
 """How many values the repeated fields and maps of vllm_engine.proto may have, by their full names.
 
-The proto is smg-grpc-proto's, whose comments have no limits. They are those of the fields of
-triolet.v1 that mean the same. Those of fields that this server refuses by name are guesses that
-leave a gateway's honest request its own refusal.
+The proto is smg-grpc-proto's, whose comments have no limits. The limits are those of the
+fields of triolet.v1 with the same meaning. The limits of fields that this server refuses by name
+are guesses: high enough that an honest request is refused for the field, not for its count.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ connection names the last number that it got, and goes on from there if the chan
 still kept; if not, it gets OUT_OF_RANGE, and begins anew without a number.
 
 Rule: each subscription numbers its batches from its own origin, the time in nanoseconds, and
-batches take longer than that. So a number belongs to one subscription, of one process: a gateway
-that comes back after the server's restart, or whose snapshot broke off, gets OUT_OF_RANGE.
+a batch takes longer than one to make. So a number belongs to one subscription, of one process: a
+gateway that reconnects after the server's restart, or whose snapshot broke off, gets OUT_OF_RANGE.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from grpc_service.rpc.call import Call
 
 SUBSCRIBERS_MAX = 64  # guess: gateways of one fleet
-BATCHES_MAX = 1024  # kept for gateways that come back; guess: a minute of a busy server
+BATCHES_MAX = 1024  # kept for gateways that reconnect. Guess: a minute of a busy server
 KEPT_BYTES_MAX = 2**24  # of these batches, whose sizes differ by a factor of a thousand
 CHANGES_MAX = 4096  # blocks of one batch; what comes while nobody subscribes is one batch. Guess.
-SNAPSHOT_BLOCKS_MAX = 1024  # of one batch: encoded in about 4 ms, between which others are served
+SNAPSHOT_BLOCKS_MAX = 1024  # of one batch, encoded in about 4 ms; other tasks run between batches
 SNAPSHOT_BYTES_MAX = 2**21  # of one batch; the gateway takes 4 MiB
 
 
@@ -124,9 +124,9 @@ class KvFeed:
         self._changed = trio.Event()
 
     def _collect(self) -> None:
-        """Make a change of all that has happened since the last one."""
+        """Make one change of all blocks that came or went since the last change."""
         changes = self._prefixes.take_changes()
-        if changes is None:  # what happened is unknown
+        if changes is None:  # there were too many to be kept
             self._kept.clear()
             self._kept_bytes = 0
             self._last += 1
@@ -138,7 +138,8 @@ class KvFeed:
                 self._kept_bytes -= len(self._kept.popleft())
 
     async def _begin(self, call: Call) -> tuple[_Origin, int]:
-        """Send a snapshot; return how the subscription goes on, and the last change in it."""
+        """Send a snapshot; return its subscription's origin, and the last change in the
+        snapshot."""
         blocks = list(self._prefixes.blocks.values())
         size = _chunk_size(blocks)
         count = max(1, -(-len(blocks) // size))
@@ -155,10 +156,10 @@ class KvFeed:
         return origin, origin.base
 
     def _resume(self, start: int) -> tuple[_Origin, int]:
-        """Return how the subscription goes on whose batch ``start`` was received.
+        """Return the origin of the subscription whose batch ``start`` was received, and its change.
 
         Raises:
-            RpcError: OUT_OF_RANGE, if that is unknown.
+            RpcError: OUT_OF_RANGE, if no kept batches follow ``start``.
         """
         origin = max(
             (one for one in self._origins if one.first <= start),

@@ -1,4 +1,4 @@
-"""What a gateway asks about a model's load, from the engine's own counters.
+"""Reports the load of a model to gateways (GetLoads), from the engine's counters.
 
 Rule: a model's replicas are one worker to the gateway, so their counters are summed.
 """
@@ -63,8 +63,8 @@ class Loads:
         )
 
     def _tokens_per_s(self, generated: int) -> float:
-        """Return the rate since it was last asked for; the last one again within a second. The
-        total falls when a replica dies, and the rate is 0 then."""
+        """Return the rate since it was last computed; within `RATE_INTERVAL_S` of that, return the
+        same rate again. The total falls when a replica dies, and the rate is 0 then."""
         now = trio.current_time()
         if now - self._counted_at >= RATE_INTERVAL_S:
             made = max(0, generated - self._counted)

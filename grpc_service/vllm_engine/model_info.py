@@ -1,4 +1,4 @@
-"""What a gateway must know of a model: its description, and the files of its tokenizer."""
+"""Makes the messages about a model for a gateway: its description and its tokenizer's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The defaults that a gateway puts into requests without own values.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-CHUNK_BYTES = 2**16  # the most that the gateway takes
+CHUNK_BYTES = 2**16  # of a zip in one message: the gateway takes no more
 # The files from which the gateway builds a tokenizer, and those that its chat templates need.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"),

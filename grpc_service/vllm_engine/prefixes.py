@@ -1,9 +1,9 @@
 """Mirrors the prefix caches of a model's replicas, as far as requests can find them. Pure.
 
-A cache may hold blocks that no request can find, because a block before them is gone: the block
-that was kept belonged to another sequence. The gateway places a block whose parent it does not know
-at the beginning of a prompt, and would send requests astray. So a mirror announces a block when all
-blocks before it are there, and withdraws it as soon as one of them is not.
+A cache may hold blocks that no request can find, because a block before them, which belonged to
+another sequence, was dropped first. The gateway places a block whose parent it does not know at the
+beginning of a prompt, and would send requests to the wrong server. So a mirror announces a block
+when all blocks before it are there, and withdraws it as soon as one of them is not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 class ModelPrefixes:
-    """The blocks that requests find at one replica of a model or more.
+    """The blocks that requests find at one or more replicas of a model.
 
     ``blocks`` has them by key, every block after its parent. ``on_change`` is called after each
     change, which `take_changes` then returns. When more than ``changes_max`` changes wait, they are
@@ -70,7 +70,7 @@ class ModelPrefixes:
 
 
 class ReplicaPrefixes:
-    """The `PrefixObserver` of one replica; it tells ``model`` which blocks can be found."""
+    """The `PrefixObserver` of one replica; it keeps in ``model`` the blocks that requests find."""
 
     def __init__(self, model: ModelPrefixes) -> None:
         self._model = model

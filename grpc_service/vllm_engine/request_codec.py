@@ -43,7 +43,7 @@ def decode_generate(
     are not checked yet.
 
     Raises:
-        Unsupported: a field asks for what this server does not have.
+        Unsupported: a field is set that this server does not support.
         InvalidRequest: there is no input, or a constraint that cannot be represented.
     """
     _refuse_unsupported(message)
@@ -126,8 +126,8 @@ def _decode_sampling(params: Any) -> SamplingParams:
 
 
 def _decode_truncation(params: Any, max_model_len: int) -> PromptOptions:
-    """Return the options that keep the end of the prompt; -1 keeps what leaves room for one
-    token."""
+    """Return the options that keep the end of the prompt; -1 keeps as many tokens as leave
+    room for one more."""
     kept = _optional(params, "truncate_prompt_tokens")
     if kept is None:
         return PromptOptions()

@@ -1,6 +1,6 @@
 """VllmEngine for one model: what a gateway calls.
 
-Rule: a handler gets the request decoded, asks the engine, and encodes the answer, as those of
+Rule: a handler gets the request decoded, calls the engine, and encodes the answer, as those of
 triolet.v1 do. Every end other than success is an exception, which
 `grpc_service.access.interceptor` turns into a status.
 """
@@ -115,8 +115,8 @@ class VllmEngine:
         return lambda message: decode_embed(message, self._name, timeout_s)
 
     async def Generate(self, asked: AskedGenerate, rpc: Rpc) -> None:
-        """Stream the tokens that the model generates, or send them all at the end. Raises as
-        `CallWriter.serve`.
+        """Stream the tokens that the model generates, or send them all at the end. Raises
+        `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
@@ -135,7 +135,7 @@ class VllmEngine:
         await serving
 
     async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
-        """Send the vector of one input. Raises as `CallWriter.serve`.
+        """Send the vector of one input. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
@@ -144,8 +144,8 @@ class VllmEngine:
         await writer.serve(self._engine, asked)
 
     def _timeout_s(self, call: Call) -> float:
-        """Return how long a request may take: until the caller's deadline or, without one, as long
-        as the server's own says."""
+        """Return how long a request may take: until the caller's deadline or, without one,
+        `EngineConfig.default_deadline_s` or `DEADLINE_S`."""
         given = clients_timeout(call.time_remaining())
         own = self._engine.config.default_deadline_s or DEADLINE_S
         return own if given is None else given
@@ -189,7 +189,7 @@ class VllmEngine:
         return await encode_in_thread(partial(encode_info, self._name, replica.info, directory))
 
     async def GetServerInfo(self, request: Any, rpc: Rpc) -> Any:
-        """Return what the server does. Never waits."""
+        """Return the server's activity and settings. Never waits."""
         status, config = self._entry.status(), self._engine.config
         return vllm_engine_pb2.GetServerInfoResponse(
             active_requests=status.leases,
@@ -226,7 +226,7 @@ class VllmEngine:
         `KvFeed.serve`.
 
         Raises:
-            Unsupported: the model has no prefix cache. A gateway then never asks again.
+            Unsupported: the model has no prefix cache. A gateway then never subscribes again.
         Cancellation: safe; every subscription ends by it.
         """
         if not self._has_prefixes:

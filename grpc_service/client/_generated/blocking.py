@@ -1,7 +1,7 @@
 # Written by tools/regen_faces.py from grpc_service/client/aio.py; do not edit.
 """A client for threads that block: `Client`, and the streams that its calls return.
 
-A method has its RPC's name, takes the RPC's request message or what stands for it
+A method has its RPC's name, takes the RPC's request message, or a mapping or text in its place
 (`grpc_service.client.requests`), and returns the response message or a stream of them. ``timeout``
 is in seconds and becomes the server's deadline; without it the call has no deadline. A status other
 than OK is raised as a `CallError`, and an argument that a method cannot take as a TypeError or
@@ -104,10 +104,10 @@ class TextStream(Stream[messages.GenerateResponse]):
                 return shown
 
     def _go_on(self, error: CallError) -> None:
-        """Make the call that goes on after ``error``, or raise it.
+        """Make the call that continues the stream after ``error``, or raise it.
 
         Raises:
-            StopIteration: the stream is whole. CallError: it cannot go on.
+            StopIteration: all choices have ended. CallError: the stream cannot go on.
         """
         if self._resumption.is_whole and self._resumption.is_resumable(error):
             raise StopIteration
@@ -161,8 +161,8 @@ class Client:
     see `ChannelSettings`. ``models`` and ``control`` have the calls for operators.
 
     A Generate stream that breaks because the server cannot be reached, or shuts down, goes on where
-    it was, with any server at the address that has the same model. It is given up when for
-    ``resume_s`` seconds nothing new has come; 0 gives it up at once.
+    it was, with any server at the address that has the same model. It fails if
+    nothing new has come for ``resume_s`` seconds; with 0, a stream that breaks fails at once.
 
     Raises:
         PemError: a TLS file is wrong.
@@ -213,7 +213,7 @@ class Client:
     def attach(
         self, request: Given[messages.AttachRequest] | str, *, timeout: float | None = None
     ) -> Stream[messages.GenerateResponse]:
-        """Take up a stream whose call was lost. `generate` does so by itself."""
+        """Continue a stream whose call was lost. `generate` does so by itself."""
         asked = request_of("attach", messages.AttachRequest, request)
         return Stream(self._calls.start(self._stub.Attach, asked, timeout))
 
