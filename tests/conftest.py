@@ -13,7 +13,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before any test imports torc
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from engine.gc_tuning import collect_seldom
 from tests.support.workers import Workers
+
+collect_seldom()  # as servers do; otherwise a tenth of the tests' time are collections
 
 # As tools/test does: without bytecode each server and worker process compiles torch, transformers
 # and diffusers for 12 s of CPU time, and tests wait for many of them.

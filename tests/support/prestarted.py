@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -226,8 +227,12 @@ def main():
     """Import the modules, serve, and be the server in each process that is forked."""
     path, *modules = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests
+    gc.disable()
     for name in modules:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each collection of a server would walk, and so copy, all that is imported
+    gc.enable()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"cannot fork beside {len(threads) - 1} other threads"
     request = _serve(path)
