@@ -67,7 +67,7 @@ def test_a_model_that_has_learnt_nothing_misses_the_bar(folder):
     assert figures["size_bytes"] < measure_draw.SIZE_BYTES_MAX
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_whitened_latents_are_as_the_noise_and_give_the_same_pixels():
     torch.manual_seed(0)
     vae = train_draw.build_autoencoder().eval().requires_grad_(False)

@@ -53,7 +53,7 @@ def test_kernels_that_cannot_be_kept_are_compiled_with_a_warning(root):
     assert "runs compiled" in log
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.model
 def test_a_worker_process_needs_no_more_than_the_server(root):
     served(root, "--runner", "process")
