@@ -266,7 +266,7 @@ def a_cancel(server):
 
 @contextlib.contextmanager
 def a_missed_deadline(server):
-    error = generate(server.channel, prompt_ids=[3], max_tokens=LONG, timeout=0.5).error
+    error = generate(server.channel, prompt_ids=[3], max_tokens=LONG, server_timeout=0.5).error
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     yield
 

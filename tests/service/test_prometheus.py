@@ -117,7 +117,7 @@ def refused_calls(server):
 
 @contextlib.contextmanager
 def missed_deadlines(server):
-    yield lambda: generate(server.channel, prompt_ids=[3], max_tokens=LONG, timeout=0.1)
+    yield lambda: generate(server.channel, prompt_ids=[3], max_tokens=LONG, server_timeout=0.1)
 
 
 @contextlib.contextmanager
