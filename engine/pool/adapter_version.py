@@ -1,5 +1,4 @@
-"""One version of an adapter: its name's content since it was loaded, and the requests that hold
-it."""
+"""An adapter's version: the files loaded under its name, and the requests that hold it."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class AdapterVersion:
-    """An adapter of the model ``base``. Which replicas have it, they say themselves
-    (`Replica.adapters`). ``error`` is why the last load of a replica did not bring it."""
+    """An adapter of the model ``base``. `Replica.adapters` has the versions that a replica has
+    loaded. ``error`` is why the replica that loaded last has not got this one, or None."""
 
     base: str
     config: AdapterConfig
     error: Exception | None = None
     last_used: float = 0.0  # seconds since the epoch
-    counts: AdapterCounts = field(default_factory=AdapterCounts)  # of all versions of the name
+    counts: AdapterCounts = field(default_factory=AdapterCounts)  # of all versions under its name
     _holders: dict[object, Callable[[], None]] = field(default_factory=dict)
     _went_free: trio.Event = field(default_factory=trio.Event)
 
@@ -43,8 +42,8 @@ class AdapterVersion:
 
     @contextmanager
     def leased(self, cut: Callable[[], None], tokens: Callable[[], int]) -> Iterator[None]:
-        """Hold the version while the block lasts. ``cut`` asks the holder to leave soon; ``tokens``
-        returns how many it has got."""
+        """Hold the version while the block lasts. ``cut`` cancels the holder's request; ``tokens``
+        returns how many tokens the request has got."""
         holder = object()
         self._holders[holder] = cut
         self.counts.running += 1
@@ -60,12 +59,12 @@ class AdapterVersion:
                 self._went_free.set()
 
     def cut(self) -> None:
-        """Ask every holder to leave."""
+        """Cancel the requests of all holders."""
         for cut in list(self._holders.values()):
             cut()
 
     async def wait_free(self) -> None:
-        """Wait until nobody holds the version.
+        """Wait until no request holds the version.
 
         Cancellation: ends the wait.
         """

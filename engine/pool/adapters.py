@@ -1,10 +1,11 @@
 """The adapters (LoRA) of the pool's models: loading and unloading them while their bases serve.
 
-Rule 1: an adapter's name stands for one version of it. A reload makes a new version, to which the
-name goes over once every replica has it; requests that run keep theirs (`AdapterVersion.leased`),
-and it is dropped when the last of them has ended. Rule 2: nothing is awaited between a look at
-which replicas have a version, and which names are free, and the change of its names. Rule 3: an
-adapter's bytes belong to the reservation of each replica that has it.
+Rule 1: an adapter's name stands for one version of it. A reload makes a new version, which gets the
+name once every replica has loaded it; running requests keep the old version
+(`AdapterVersion.leased`), which is unloaded when the last of them has ended. Rule 2: nothing is
+awaited between the check that all replicas have a version, and that its names are free, and the
+change of the names. Rule 3: each replica that has an adapter holds the adapter's bytes in its own
+reservation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5.0  # guess: until the base's unload has ended
+RETRY_AFTER_S = 5.0  # a guess: by then the base's unload has ended
 
 
 @dataclass(eq=False)
@@ -56,15 +57,15 @@ class Adapters:
         self, name: str, directory: str | os.PathLike[str], aliases: tuple[str, ...] = ()
     ) -> ModelStatus:
         """Load the adapter ``BASE:NAME`` from a directory, on every replica of its base. The base
-        is loaded first if it is not. An adapter with this name is replaced: requests that run keep
-        the old one. Returns its status.
+        is loaded first if it is not loaded. An adapter with this name is replaced: running requests
+        keep the old version. Returns the adapter's status.
 
         Raises:
             InvalidRequest: the name or an alias cannot be given.
             ModelNotFound, ShuttingDown, NoWorkers, SpawnTimeout: as `Leases.acquire`, of the base.
-            SpawnFailed, MemoryExhausted: it cannot be loaded. The old one stays.
-            WorkerLost: a replica died meanwhile. The old one stays with the others.
-        Cancellation: what was loaded is dropped again; the old one stays.
+            SpawnFailed, MemoryExhausted: it cannot be loaded. The old version stays.
+            WorkerLost: a replica died meanwhile. The others keep the old version.
+        Cancellation: the new version is unloaded again; the old version stays.
         """
         entry, config = self._registry.adapter_config(name, os.fspath(directory), aliases)
         base = entry.config.name
@@ -93,8 +94,9 @@ class Adapters:
 
     async def unload(self, name: str, drain_s: float | None = None) -> None:
         """Forget an adapter, and wait until its memory is free. Requests that run on it have
-        ``drain_s`` seconds to finish (None: the configured drain timeout); then they are cut. A
-        replica that is being loaded drops the adapter before it serves; nothing waits for that.
+        ``drain_s`` seconds to finish (None: the configured drain timeout); then they are cancelled.
+        A replica that is loading drops the adapter before it serves, which this call does not
+        await.
 
         Raises:
             ModelNotFound: no model has this name. InvalidRequest: it is not an adapter.
@@ -111,8 +113,8 @@ class Adapters:
         await done.wait()
 
     def _start(self, task: Callable[[], Any]) -> None:
-        """Start a task that gives back what adapters take. While the pool ends, its replicas give
-        everything back, and no task can be started any more."""
+        """Start a task that unloads a version. While the pool ends, no task can be started any
+        more, and the end of each replica frees its adapters."""
         if not self._registry.is_closed:
             self._start_task(task)
 
@@ -138,7 +140,7 @@ class Adapters:
             raise
         reservation.change(info.num_bytes - need)
         replica.adapters[version] = info
-        if info.num_bytes > need:  # nobody has granted the difference
+        if info.num_bytes > need:  # the governor has not granted the difference
             raise SpawnFailed(
                 f"{version.name}: it takes more memory than its files showed before; they changed "
                 "while it was loaded"
@@ -153,10 +155,10 @@ class Adapters:
             raise error_for_request(version.name, error) from error
 
     def _require_one_content(self, entry: Entry, version: AdapterVersion) -> None:
-        """Check that a version was loaded by a replica, and by all with the same content.
+        """Check that a replica has loaded a version, and that all have loaded the same content.
 
         Raises:
-            ShuttingDown, NoWorkers: the model has gone meanwhile. SpawnFailed: the contents differ.
+            ShuttingDown, NoWorkers: no replica is left to serve. SpawnFailed: the contents differ.
         """
         self._registry.require_open(entry)
         digests = {one.adapters[version].digest for one in entry.ready}
@@ -175,7 +177,8 @@ class Adapters:
         drain_s: float | None = None,
         done: trio.Event | None = None,
     ) -> None:
-        """Drop a version when no request runs on it. After ``drain_s`` seconds, they are cut."""
+        """Drop a version when no request holds it; cancel those that do after ``drain_s``
+        seconds."""
         try:
             if drain_s is not None:
                 with trio.move_on_after(drain_s):
@@ -189,7 +192,7 @@ class Adapters:
             self._registry.on_change()
 
     async def _drop(self, entry: Entry, version: AdapterVersion) -> None:
-        """Give back what a version takes on each replica."""
+        """Unload a version from each replica, and give its memory back."""
         for replica in list(entry.replicas):
             info = replica.adapters.pop(version, None)
             store = getattr(replica.tools, "adapters", None)

@@ -1,4 +1,4 @@
-"""When something that failed may be tried again: a model's load, and a replica that died.
+"""When a model's load that failed, or a replica that died, may be tried again.
 
 Rule: pure; the caller passes the time, in seconds of any one clock.
 

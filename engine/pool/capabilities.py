@@ -1,4 +1,4 @@
-"""What the pool knows about each capability: how to describe its models, and how they load.
+"""How the pool describes and loads the models of each capability.
 
 Nothing else in the pool depends on what a model computes.
 """
@@ -48,5 +48,5 @@ TRAITS = {
 
 
 def can(own: Capability, needed: Capability | None) -> bool:
-    """Return whether a model of the capability ``own`` can do what is needed; None is nothing."""
+    """Return whether a model of the capability ``own`` can do ``needed``; None needs nothing."""
     return needed is None or needed is own or needed in TRAITS[own].also

@@ -1,4 +1,4 @@
-"""A configured model: its replicas, the load under way, and what went wrong last.
+"""A configured model: its replicas, the load under way, and its last error.
 
 Rule 1: a model's state is computed from these and stored nowhere, so that it cannot contradict
 them. Rule 2: at most one load of a model is under way; any number of requests wait for it.
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 class Load:
     """One load of ``wanted`` replicas of a model.
 
-    ``settled`` is set when one of them serves or none will; ``cause`` then says why waiting
-    requests must end, or is None if a restart follows by itself. ``done`` is set when the load is
-    over; ``failure`` then says why a replica did not load. ``granted`` is how many replicas found
-    memory. ``may_evict``: the load may take memory from other models. ``is_preload``: the server's
-    start asked for it. ``is_restart``: it brings back a replica that died, after the deadline of
-    ``backoff``, which is a time on Trio's clock, or as soon as ``start_now`` is set. ``room`` is
-    the scope of the wait for memory.
+    ``settled`` is set when one of them serves or none will; ``cause`` is then the error for the
+    waiting requests, or None if a replica serves or a restart follows by itself. ``done`` is set
+    when the load is over; ``failure`` is then the first error of a replica that did not load.
+    ``granted`` is how many replicas found memory. ``may_evict``: the load may take memory from
+    other models. ``is_preload``: the server's start asked for it. ``is_restart``: it replaces a
+    replica that died, and begins at the deadline of ``backoff``, on Trio's clock, or as soon as
+    ``start_now`` is set. ``room`` is the scope of the wait for memory.
     """
 
     wanted: int
@@ -74,14 +74,14 @@ class Load:
 @dataclass(eq=False)
 class Entry:
     """A configured model. ``capability`` is None while it is unknown, because the model's files are
-    not on this machine yet. ``settled`` is set when the first load has ended."""
+    not on this machine yet. ``settled``: a replica has loaded, or the first load has ended."""
 
     config: ModelConfig
     capability: Capability | None = None
     settled: trio.Event = field(default_factory=trio.Event)
     replicas: list[AnyReplica] = field(default_factory=list)
     load: Load | None = None
-    cause: BaseException | None = None  # of the last failure, until a replica has loaded
+    cause: BaseException | None = None  # the last failure's error, until a replica has loaded
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     deaths: dict[int, RestartBackoff] = field(default_factory=dict)  # by replica id
     missing: list[float] = field(default_factory=list)  # when dead replicas restart, Trio's clock
@@ -114,7 +114,7 @@ class Entry:
 
     @property
     def state(self) -> ModelState:
-        """Where the model stands (rule 1)."""
+        """The model's state (rule 1)."""
         if self.num_unloads and self.replicas:
             return ModelState.DRAINING
         if self.ready:
@@ -138,7 +138,7 @@ class Entry:
 
     def note_progress(self, progress: LoadProgress) -> None:
         """Store a stage of the load. The loading thread calls this. A stage whose totals are
-        unknown keeps those of the stage before."""
+        unknown keeps the totals of the stage before."""
         before = self.progress
         if before is not None and before.bytes_total and not progress.bytes_total:
             progress = replace(before, phase=progress.phase)
@@ -149,8 +149,8 @@ class Entry:
         return [one for one in self.ready if version is None or version in one.adapters]
 
     def pick(self, routing: str, version: AdapterVersion | None = None) -> AnyReplica | None:
-        """Return the ready replica for a request whose prompt is not known yet; None if no replica
-        is ready that has its adapter."""
+        """Return the ready replica for a request whose prompt is not known yet; None if no ready
+        replica has its adapter."""
         ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
@@ -164,13 +164,13 @@ class Entry:
     ) -> AnyReplica | None:
         """Return the ready replica for a request whose tokens are known, by how many of them each
         replica has cached; None if no replica is ready that has its adapter. ``request`` is the
-        core's request. ``version`` is what it holds: a replica that has the same content under
-        another name may drop that at any time."""
+        core's request. ``version`` is the adapter that it holds: a replica that has the same
+        content under another name may drop that content at any time."""
         ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
         caches = [one.loop.core.prefixes for one in ready]
-        # Equal for all replicas: they have one name and one block size.
+        # The keys are equal for all replicas, which have one model name and one block size.
         keys = [] if caches[0] is None else caches[0].keys_of(request)
         cached = [0 if one is None else one.cached_tokens(keys) for one in caches]
         return ready[by_prefix([replica.work for replica in ready], cached, self._turn)]
@@ -185,8 +185,8 @@ class Entry:
         return list(itertools.islice(numbers, count))
 
     def adapter_status(self, version: AdapterVersion) -> ModelStatus:
-        """Return the snapshot of one of its adapters. An adapter is in the state of its base,
-        unless it did not load."""
+        """Return the snapshot of one of the model's adapters. An adapter has the state of the
+        model, unless it did not load."""
         infos = [one.adapters[version] for one in self.replicas if version in one.adapters]
         own = self.status()
         has_failed = version.error is not None and not infos

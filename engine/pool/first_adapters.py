@@ -36,9 +36,9 @@ def measure(entry: Entry, runner: AnyRunner) -> int:
 async def load_all(
     entry: Entry, runner: AnyRunner, jobs: RunnerJobs
 ) -> dict[AdapterVersion, AdapterInfo]:
-    """Load the model's adapters. One that does not load does not end that: its error is logged and
-    shown by ListModels. What was forgotten meanwhile is unloaded. After the last look at the
-    model's adapters nothing is awaited.
+    """Load the model's adapters. If an adapter does not load, its error is logged and shown by
+    ListModels, and the others load. An adapter that was unloaded meanwhile is unloaded here, too.
+    Nothing is awaited between the last look at the model's adapters and the return.
 
     Cancellation: before and between adapters; the replica is closed then.
     """
@@ -67,7 +67,7 @@ async def _load(
     """Load a version.
 
     Raises:
-        SpawnFailed: other replicas have another content of it.
+        SpawnFailed: other replicas have loaded another content.
     """
 
     def load() -> AdapterInfo:

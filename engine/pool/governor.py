@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 5.0  # guess: until a replica that is in use now may be idle
+ROOM_RETRY_S = 5.0  # a guess: by then a replica that is in use may be idle
 
 
 class Governor:
@@ -116,7 +116,7 @@ class Governor:
         device. No other model is evicted for it.
 
         Raises:
-            MemoryExhausted: they are not free.
+            MemoryExhausted: the bytes are not free.
         """
         [device] = reservation.by_device
         reserved = self._memory.reserved(device) + self._pledged(device)
@@ -137,7 +137,7 @@ class Governor:
         return plan_workers(reserved, need.num_bytes, limit, wanted=1) == 1
 
     def _pledged(self, device: str, load: Load | None = None) -> int:
-        """Return how many bytes of a device are being freed for other loads than this one."""
+        """Return how many bytes of a device are being freed for other loads than ``load``."""
         return sum(
             part.num_bytes
             for other, need in self._pledges.items()
@@ -176,8 +176,8 @@ class Governor:
         await self._freed.wait()
 
     def _missing(self, need: MemoryEstimate, load: Load) -> int:
-        """Return how many bytes of one device are neither free nor about to be. Fewer than none are
-        free if loads needed more than was estimated and more than the limit."""
+        """Return how many of the needed bytes of a device are neither free nor being freed. The
+        free bytes may be negative, because loads may have taken more than their estimates."""
         device = need.device
         coming = self._memory.limit(device) - self._memory.reserved(device)
         coming -= self._pledged(device, load)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from engine.status import Capability
 
 
-TIMEOUT_RETRY_S = 5.0  # guess: when a load that outlasted a request may have ended
+TIMEOUT_RETRY_S = 5.0  # a guess: by then a load that outlasted a request may have ended
 
 
 class Lease(NamedTuple):
     """A request's right to a replica, and to the adapter that it is computed with.
 
-    ``cut`` asks the holder to leave. ``model`` is the name of the model or of its adapter.
+    ``cut`` cancels the holder's request. ``model`` is the name of the model or of its adapter.
     ``adapter`` is the digest of the adapter, and ``version`` the adapter itself; "" and None
     without one.
     """
@@ -81,8 +81,8 @@ class Leases:
         tokens: Callable[[], int],
     ) -> AsyncIterator[Lease]:
         """Hold a replica for a request while the block runs, and the adapter if ``name`` is that of
-        one. ``tokens`` returns how many of the request's tokens are computed. The rest is as
-        `acquire`."""
+        one. ``tokens`` returns how many tokens the request has got. Loading, errors and
+        cancellation are as in `acquire`."""
         replica, version = await self._wait_for_replica(name, capability)
         with replica.leased(cut):
             if version is None:
@@ -109,8 +109,8 @@ class Leases:
     async def _wait_for_replica(
         self, name: str, capability: Capability | None
     ) -> tuple[AnyReplica, AdapterVersion | None]:
-        """Return a ready replica, without a pause for other tasks if there is one, and the adapter
-        with this name. The caller must lease both before it awaits anything."""
+        """Return a ready replica and the adapter with this name, without a checkpoint if a replica
+        is ready. The caller must lease both before it awaits anything."""
         deadline = trio.current_time() + self._spawn_timeout_s
         while True:
             entry = self._loads.ensure(name, capability)

@@ -21,10 +21,10 @@ _KEPT_CAUSES = (MemoryExhausted, ShuttingDown, NoWorkers, WorkerLost)
 
 
 def error_for_request(model: str, cause: BaseException | None, hint: str = "") -> TrioletError:
-    """Return an error of a request's own, chained to the cause of a failed load.
+    """Return a new error for one request, chained to the cause of a failed load.
 
-    ``hint`` is appended to the message of a SpawnFailed. What is not a `TrioletError` stays in the
-    log.
+    ``hint`` is appended to the message of a SpawnFailed. The text of a cause that is not a
+    `TrioletError` stays in the log.
     """
     if isinstance(cause, EngineBug):
         return EngineBug(cause.log_detail)
@@ -39,17 +39,17 @@ def error_for_request(model: str, cause: BaseException | None, hint: str = "") -
 
 
 def reason(cause: BaseException | None) -> str:
-    """Return why a load failed, to stand behind the model's name; what is not a `TrioletError`
-    stays in the log."""
+    """Return why a load failed, as text to follow the model's name. The text of a cause that is not
+    a `TrioletError` stays in the log."""
     if not isinstance(cause, TrioletError):
         return "its loading failed; the reason was logged"
     return str(cause).removeprefix(SpawnFailed.prefix)
 
 
 def log_failed_load(model: str, error: Exception) -> None:
-    """Log why a replica did not load, with the detail that only the operator may see, which the
-    record also has by itself as ``detail``. A load that was given up, because its model or the
-    server is going, has not failed and is not logged."""
+    """Log why a replica did not load, with the detail that only the operator may see, which is also
+    the log record's ``detail``. A load that was given up, because the model is being unloaded or
+    the server is ending, has not failed and is not logged."""
     _log(f"a worker of {model}", error)
 
 

@@ -28,14 +28,14 @@ class Ensure(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadStatus:
-    """A stage of a load, and where the model stands."""
+    """A stage of a load, and the model's state."""
 
     progress: LoadProgress
     state: ModelState
 
 
 class LoadWatch:
-    """Watches a load that has begun (`Pool.watch_load`). The load goes on when the watch is left.
+    """Watches a load that has begun (`Pool.watch_load`). The load goes on if the watch is dropped.
 
     ``count`` is how many replicas the operator wants. ``is_own``: the load under way was begun for
     this watch.
@@ -48,7 +48,7 @@ class LoadWatch:
         self._count = count
         self._load: Load | None = entry.load
         self._seen: LoadProgress | None = None
-        self._is_limited = False  # the load that was begun for this watch found no more memory
+        self._is_limited = False  # no further replicas are to load (`_look_at_end`)
         self._is_over = False
 
     async def next(self) -> LoadStatus | None:

@@ -110,7 +110,7 @@ class ReplicaLoader:
         return candidates
 
     async def _make_candidate(self, entry: Entry, config: ModelConfig) -> _Candidate:
-        """Make a runner in a thread, because that may import torch, for seconds, or fetch files."""
+        """Make a runner in a thread: importing torch takes seconds, and files may be fetched."""
         self._registry.require_open(entry)
 
         def make() -> _Candidate:
@@ -190,6 +190,6 @@ class ReplicaLoader:
 
 
 def _loads_alone(entry: Entry, config: ModelConfig) -> bool:
-    """Return whether a replica loads while no other such one does. What a load changes for every
-    thread, it changes in a process of its own for no other model."""
+    """Return whether a replica must not load while another one for which this is true does. A load
+    in a worker process of its own changes nothing for other models' threads."""
     return entry.traits.loads_alone and config.runner != "process"

@@ -1,8 +1,8 @@
-"""When a model loads: once for all who wait for it, again after a backoff when a load has failed.
+"""When a model loads: once for all waiting requests, and after a backoff if a load has failed.
 
 Rule 1: `Loads.ensure` is the only way to a load, beside `Loads.revive` for replicas that died.
-Nothing is awaited between a look at a model's state and its change. Rule 2: a load
-belongs to the pool, so that the request which began it may leave.
+Nothing is awaited between a look at a model's state and its change. Rule 2: a load runs in a task
+of the pool, so it goes on if the request that began it ends.
 """
 
 from __future__ import annotations

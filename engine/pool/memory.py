@@ -1,4 +1,4 @@
-"""Who has reserved how much of each device's memory.
+"""How much of each device's memory is reserved, and for which model.
 
 Rule 1: bytes are reserved before a load begins and released exactly once, and never more than are
 free. Rule 2: each device has a limit of its own (D16).
@@ -26,8 +26,8 @@ def plan_workers(reserved: int, each: int, limit: int, wanted: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Bytes that are reserved for ``owner``, a model's name, by device: of one device, or of one
-    for each rank of a divided model."""
+    """Bytes that are reserved for ``owner``, a model's name, by device: one device or, for a
+    divided model, a device for each rank."""
 
     owner: str
     by_device: dict[str, int]
@@ -45,8 +45,8 @@ class Reservation:
 
     def measured(self, num_bytes: int) -> None:
         """Replace the estimate by ``num_bytes``, which a load turned out to need; several devices
-        have the same shares of it as of the estimate. They are in use already and may pass the
-        limit; the next reservation is then refused."""
+        keep their shares. The bytes are in use already and may pass the limit; the next reservation
+        is then refused."""
         self._require_held()
         estimate, left = self.num_bytes, num_bytes
         *others, last = self.by_device
@@ -57,9 +57,8 @@ class Reservation:
         self._change(last, left)
 
     def change(self, num_bytes: int) -> None:
-        """Add ``num_bytes``, which may be negative, for what was loaded beside on the only device;
-        without effect once the reservation is released. The caller has checked that they are
-        free."""
+        """Add ``num_bytes``, which may be negative, for an adapter on the only device; without
+        effect once the reservation is released. The caller has checked that the bytes are free."""
         if not self.is_released:
             [device] = self.by_device
             self._change(device, self.by_device[device] + num_bytes)

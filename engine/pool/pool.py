@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 class Pool:
     """Owns every model. ``on_change`` is called on the Trio thread whenever a model's state may
     have changed, ``on_event`` with everything that goes into and out of a scheduler. ``kinds`` and
-    ``batch`` are what `ReplicaMaker` makes replicas with."""
+    ``batch`` go to `ReplicaMaker`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Pool:
         batch: WriteBatch,
     ) -> None:
         self._config = config
-        self._early_tasks: list[Task] = []  # they start with `run`
+        self._early_tasks: list[Task] = []  # tasks that `run` starts first
         self._nursery: trio.Nursery | None = None
         self._closed = trio.Event()
         self.registry = Registry(config, find_capability, on_change)
@@ -148,7 +148,7 @@ class Pool:
 
     def _start_task(self, task: Task) -> None:
         """Start a task in the pool's nursery. Even if the nursery is cancelled before the task
-        begins, the task begins, and can give back what it was given."""
+        begins, the task begins, and can release the resources that it was given."""
         if self._nursery is None:
             self._early_tasks.append(task)
         else:
@@ -176,7 +176,7 @@ class Pool:
 
     def watch_load(self, name: str, replicas: int | None = None) -> LoadWatch:
         """Have a model loaded with ``replicas`` replicas, or as many as are configured, and return
-        a watch over that. Only as many load as find memory; surplus replicas stay. Never waits.
+        a watch over the load. Only as many load as find memory; surplus replicas stay. Never waits.
 
         Raises:
             ModelNotFound, ShuttingDown, NoWorkers: as `Loads.ensure`.
@@ -189,7 +189,7 @@ class Pool:
 
     async def unload(self, name: str, drain_s: float) -> None:
         """Unload a model and wait until its memory is free. A load under way ends first. Requests
-        that run have ``drain_s`` seconds to finish; then they are cut.
+        that run have ``drain_s`` seconds to finish; then they are cancelled.
 
         Raises:
             ModelNotFound: no model has this name.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     FindCapability = Callable[[ModelConfig], Capability | None]
 
-RETRY_AFTER_S = 5.0  # guess: until an unload has ended, or another server has taken over
+RETRY_AFTER_S = 5.0  # a guess: by then an unload has ended or another server serves
 
 
 class Registry:
@@ -46,7 +46,7 @@ class Registry:
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
         }
-        self._adapters: dict[str, tuple[Entry, AdapterVersion]] = {}  # by every name
+        self._adapters: dict[str, tuple[Entry, AdapterVersion]] = {}  # by full name and alias
         for entry in self.entries.values():
             for adapter in entry.config.adapters:
                 self.set_adapter(entry, AdapterVersion(entry.config.name, adapter))
@@ -66,7 +66,7 @@ class Registry:
         model that has the capability; None stands for any.
 
         Raises:
-            ModelNotFound: no model has this name, or none the capability.
+            ModelNotFound: no model has this name, or no model the capability.
             InvalidRequest: the named model has another capability, or is an adapter.
         """
         if not name:
@@ -198,7 +198,7 @@ class Registry:
         """Check that a model has a capability, unless its own is unknown.
 
         Raises:
-            InvalidRequest: it has another one.
+            InvalidRequest: it has another capability.
         """
         if entry.capability is None or can(entry.capability, capability):
             return

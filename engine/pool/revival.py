@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 10.0  # guess: until a replica that found no memory looks again
+ROOM_RETRY_S = 10.0  # a guess: how long a restart that found no memory waits
 
 
 class Revival:
@@ -55,8 +55,8 @@ class Revival:
     def next_load(self, entry: Entry) -> Load | None:
         """Return the load of a restart, whose task waits for its backoff; None if none is due.
 
-        It does not matter which replica comes back. So a restart that waits for a later end of its
-        backoff takes the earlier one.
+        It does not matter which replica restarts first. So if a load is waiting for a later time
+        than the earliest in ``entry.missing``, the two times are swapped.
         """
         if not entry.missing or entry.num_unloads or self._registry.is_closed:
             return None

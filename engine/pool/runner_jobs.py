@@ -1,4 +1,4 @@
-"""Runs the work of runners that blocks, in worker threads: making, loading and closing them.
+"""Runs jobs that block in worker threads: making runners, loading them, and closing them.
 
 Rule: whatever such a job raises becomes an `Exception`, so that a library's SystemExit ends one
 load and not the process.
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LOADS_AT_ONCE = 16  # guess: threads that loads may hold; a load mostly reads files
+LOADS_AT_ONCE = 16  # threads for loads, and as many for closes; a guess: loads mostly read files
 
 
 class RunnerJobs:

@@ -125,7 +125,7 @@ class Serving:
 
 
 def _log_end(replica: AnyReplica) -> None:
-    """Log what a replica has done whose loop has ended in order."""
+    """Log the counts of a replica whose loop has ended without an error."""
     log.info(
         "replica %d of %s has ended: it finished %d requests, %d failed and %d were cancelled; "
         "its steps took %.1f s",

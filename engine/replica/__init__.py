@@ -1,2 +1,1 @@
-"""One loaded model as the Trio thread has it: its step loop, its worker thread, the watchdog and
-the telemetry."""
+"""One loaded model on the Trio thread: its step loop, its threads, the watchdog, the telemetry."""

@@ -4,10 +4,10 @@ Rule 1: the loop never waits for a reader. A stream whose credit is used up is p
 Rule 2: no lock of ours is held or taken around a step.
 Rule 3: an idle or paused engine makes no wake-ups.
 
-Phases of a turn, each of which is timed: apply commands · plan · start the step · deliver
-what the last step caused · prepare the next plan · wait for the step · commit. Between two steps,
-the loop does only what the next plan depends on; delivering the tokens of 128 readers takes 0.3 ms
-and preparing takes 0.1 ms (`python -m tools.lab.bench gap`).
+Phases of a turn, each of which is timed: apply commands · plan · start the step · deliver the
+events of the last step · prepare the next plan · wait for the step · commit. Between two steps, the
+loop does only the work that the next plan depends on; delivering the tokens of 128 readers takes
+0.3 ms and preparing takes 0.1 ms (`python -m tools.lab.bench gap`).
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ log = logging.getLogger(__name__)
 
 # From this many events on, the loop waits until the step's thread has begun before it delivers
 # them: the thread needs the GIL to begin, and delivering holds the GIL. Waiting costs a
-# wake-up of about 45 µs, and fewer events do not hold the thread up for longer than that.
+# wake-up of about 45 µs, and fewer events are delivered within that time.
 EVENTS_TO_HOLD_BACK = 32
 # With no more events and rows than this, the loop delivers the events and prepares the next plan
-# before the step starts. The two threads then do not compete for the lock: that spares half of
-# their switches and 5 % of what a token of a single stream costs, and the token leaves sooner. The
-# gap between two steps is 0.1 ms longer.
+# before the step starts. The two threads then do not compete for the GIL: that saves half of their
+# switches and 5 % of the time of a single stream's token, and the token leaves sooner. The gap
+# between two steps is 0.1 ms longer.
 EVENTS_TO_SEND_FIRST = 4
 
-# Checking the invariants of a KV pool of 100,000 blocks takes 0.4 ms, and the next request waits.
+# The least time between two checks of the invariants by an idle loop, in seconds. A check of
+# 100,000 blocks takes 0.4 ms, for which a new request would wait.
 CHECK_INTERVAL_S = 1.0
 
 
@@ -67,18 +68,18 @@ class EventStream(Protocol):
         """Take the next event of the request."""
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
-        """Take note that the loop has died. ``has_begun``: the worker knew of the request."""
+        """Take note that the loop has died. ``has_begun``: the request was in a step before."""
 
 
 class WriteBatch(Protocol):
-    """Holds back what readers write while the loop delivers a step's events, and sends it together
-    at the end. Neither method raises."""
+    """Holds back the readers' writes while the loop delivers a step's events, and sends them
+    together at the end. Neither method raises."""
 
     def hold(self) -> None:
-        """Hold back everything that is written from now on."""
+        """Hold back every write from now on."""
 
     def release(self) -> None:
-        """Send everything that was held back, and from now on send at once."""
+        """Send the writes that were held back, and from now on send each write at once."""
 
 
 class Unbatched:
@@ -97,10 +98,9 @@ class LoopSettings:
 
     ``check_level`` is the environment's ENGINE_CHECK: at 1 the core's invariants are checked at the
     loop's end and when it goes idle, at most each `CHECK_INTERVAL_S`; at 2 after every commit.
-    ``on_event`` is called with everything that goes into and out of the core, ``watch`` when steps
-    begin and end, ``telemetry`` with what took how long. ``on_death`` is called when the loop ends
-    by an error, before any request hears of it. ``batch`` holds back what the delivery of a
-    step writes.
+    ``on_event`` is called with every event and plan that goes into or out of the core, ``watch``
+    when steps begin and end; ``telemetry`` takes times. ``on_death`` is called when the loop ends
+    by an error, before any request gets the error. ``batch`` holds back the writes of a delivery.
     """
 
     check_level: int = 1
@@ -146,7 +146,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._has_ended = False
         self._on_death = settings.on_death
         self._cause: TrioletError | None = None  # why the loop died
-        self._lost: WorkerLost | None = None  # what `lose` was given
+        self._lost: WorkerLost | None = None  # the error that `lose` was given
 
     # ---- commands: synchronous, in order, applied between steps
 
@@ -174,7 +174,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         The buffer needs no bound: live requests are bounded, and each posts only a few events.
         """
         if self._has_ended:
-            return  # nothing is live any more, and nobody would apply it
+            return  # nothing is live any more, and the event would never be applied
         self._commands.append(event)
         self._wake.set()
 
@@ -199,8 +199,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._wake.set()
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Return why a request is where it is, also while a step is in flight; None if it is not
-        known."""
+        """Return what a request does and waits for, even during a step; None if it is unknown."""
         explained = self.core.explain(request_id, trio.current_time())
         if explained is None and any(
             isinstance(event, Submit) and event.request.request_id == request_id
@@ -230,8 +229,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         return self.core.is_idle and not self._commands
 
     def num_undelivered(self, request_id: RequestId, kind: type[OutputEvent]) -> int:
-        """Return how many events of one kind a request has in the loop: the core has made them, and
-        the next delivery brings them to the request's stream."""
+        """Return how many events of one kind a request has in the loop: the core has made these
+        events, and the next delivery pushes them into the request's stream."""
         return sum(isinstance(e, kind) and e.request_id == request_id for e in self._outbox)
 
     async def wait_idle(self) -> None:
@@ -274,8 +273,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._went_idle.set()
 
     def _has_begun(self, request_id: RequestId) -> bool:
-        """Return whether the worker knew of a request when the loop died. After a bug in the core
-        this cannot be known, and the answer is True."""
+        """Return whether a request had been in a step when the loop died; True if a bug ended the
+        loop, because the core's state is then unreliable."""
         return not isinstance(self._cause, WorkerLost) or self.core.has_begun(request_id)
 
     async def _turn(self, began: float) -> float | None:
@@ -325,8 +324,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
 
     async def _step(self, plan: PlanT, started: float) -> float:
         """Execute one plan in the worker's thread, commit its result, and return the time
-        afterwards. Meanwhile deliver what the last step caused, and prepare the next plan.
-        ``started`` is now."""
+        afterwards. Meanwhile deliver the last step's events, and prepare the next plan. ``started``
+        is now."""
         await trio.lowlevel.checkpoint_if_cancelled()
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
@@ -357,15 +356,15 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         return committed
 
     def _work_ahead(self, now: float) -> None:
-        """Do what needs no result of the step: deliver what the last one caused, and prepare the
-        next plan."""
+        """Do the work that needs no result of the step: deliver the last step's events, and prepare
+        the next plan."""
         delivered = self._deliver(now)
         self.core.prepare(delivered)
         if self.telemetry is not None:
             self.telemetry.loop_s["prepare"] += self._time() - delivered
 
     def _execute(self, plan: PlanT) -> StepDone[ResultT] | StepFailed:
-        """Execute the plan, in the worker's thread. What the model raises becomes a value."""
+        """Execute the plan, in the worker's thread. The model's exceptions become values."""
         try:
             return StepDone(self._runner.execute(plan))
         except WorkerLost:
@@ -410,7 +409,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         try:
             for event in events:
                 stream = streams.get(event.request_id)
-                if stream is not None:  # the request was not ended from outside
+                if stream is not None:  # None: the request was ended from outside
                     stream.push(event)
         finally:
             self._batch.release()

@@ -97,11 +97,11 @@ class ReplicaKind(Protocol):
         None for a kind without them. Such an event has a ``choice``."""
 
     def make_core(self, info: Any, config: EngineConfig, name: str) -> AnyCore:
-        """Return the scheduler of one replica of the model ``name``, which is loaded as ``info``
-        says."""
+        """Return the scheduler of one replica of the model ``name``, loaded as described by
+        ``info``."""
 
     def make_tools(self, runner: Any, threads: Threads) -> Any:
-        """Return the parts of a loaded runner that preparing requests needs, but its tokenizer."""
+        """Return the parts of a loaded runner, beside its tokenizer, that preparers use."""
 
 
 class Work(NamedTuple):
@@ -115,8 +115,8 @@ class Work(NamedTuple):
 class Replica(Generic[InfoT, ToolsT]):
     """A worker that serves. ``on_idle`` is called at the end of the last lease.
 
-    ``tools`` are what the kind of work made of the runner (`ReplicaKind.make_tools`). ``process``
-    is set where the runner has a process of its own.
+    ``tools`` are the runner's parts for preparers (`ReplicaKind.make_tools`). ``process`` is set if
+    the runner has a process of its own.
     """
 
     model: str
@@ -129,10 +129,10 @@ class Replica(Generic[InfoT, ToolsT]):
     reservation: ReservedMemory
     on_idle: Callable[[Replica[Any, Any]], None]
     process: ProcessWorker | None = None
-    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded ones, by version
+    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded ones, by their versions
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
-    outstanding_tokens: int = 0  # at most; without requests of absent clients
+    outstanding_tokens: int = 0  # upper bound; without requests of absent clients
     restarts: int = 0
     processed: int = 0
     failed: int = 0
@@ -162,7 +162,7 @@ class Replica(Generic[InfoT, ToolsT]):
 
     @contextmanager
     def leased(self, cut: Callable[[], None]) -> Iterator[None]:
-        """Hold the replica while the block lasts. ``cut`` asks the holder to leave soon."""
+        """Hold the replica while the block lasts. ``cut`` cancels the holder's request."""
         holder = object()
         self._holders[holder] = cut
         try:
@@ -188,7 +188,7 @@ class Replica(Generic[InfoT, ToolsT]):
         return is_missed
 
     def cut(self) -> None:
-        """Ask every holder to leave."""
+        """Cancel the requests of all holders."""
         for cut in list(self._holders.values()):
             cut()
 
@@ -227,8 +227,8 @@ class TokensAhead:
         self._num_counted = 0
 
     def count(self, is_counted: bool) -> None:
-        """Let the tokens count as work of the replica, or not. Idempotent; no effect after
-        `end`."""
+        """Count the tokens as the replica's work, or stop counting them. Idempotent; no effect
+        after `end`."""
         num_tokens = self._num_tokens if is_counted else 0
         self._replica.outstanding_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens
@@ -241,10 +241,10 @@ class TokensAhead:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMaker:
-    """Makes replicas from runners that have loaded, with what all replicas share.
+    """Makes replicas from runners that have loaded. All replicas share its attributes.
 
-    ``kinds`` has the kind of work of each capability. ``batch`` holds back what the delivery of a
-    step writes (`engine.replica.loop.WriteBatch`).
+    ``kinds`` has the kind of work of each capability. ``batch`` holds back the writes of a delivery
+    (`engine.replica.loop.WriteBatch`).
     """
 
     config: EngineConfig

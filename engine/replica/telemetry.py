@@ -1,12 +1,12 @@
-"""Histograms and sums of how long things took, filled while they happen.
+"""Histograms and sums of the times and counts of replicas, filled by their loops.
 
 Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
 there. Rule 2: the loop calls once per step and per delivery, not per token, which costs a fraction
 of a microsecond per token (`python -m tools.lab.bench metrics`). Rule 3: no label comes from a
-client: the labels are models, replicas, phases and ends. Rule 4: what every step adds, its rows,
-its times and the intervals between tokens, is noted in lists and counted later, many entries at
-once, because the histograms are not in the processor's caches between two steps. What a request
-adds is counted at once.
+client: the labels are models, replicas, phases and ends. Rule 4: the values of every step (its
+rows, its times, the intervals between tokens) are noted in lists and counted later, many entries at
+once, because the histograms are not in the processor's caches between two steps. The values of a
+request are counted at once.
 
 `grpc_service.app.metrics` exports them.
 """
@@ -46,7 +46,7 @@ SHORT_BOUNDS = (
 )
 COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
 
-# Entries of a list (rule 4); a guess. With more, one step in so many would start later.
+# Entries of a list before they are counted (rule 4); a guess. Counting more would delay a step.
 UNCOUNTED_MAX = 16
 
 
@@ -87,7 +87,7 @@ class Histogram:
 
 
 class _Live:
-    """A request that a loop has: when it arrived, and when each of its choices last got a token."""
+    """A live request: when it arrived, and when each of its choices last got a token."""
 
     __slots__ = ("arrived_at", "last", "num_open", "others")
 
@@ -111,8 +111,8 @@ class TelemetrySnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """One replica's figures. ``telemetry`` is None if it is switched off, ``process_bytes`` if the
-    worker has no process of its own."""
+    """One replica's figures. ``telemetry`` is None if it is switched off. ``process_bytes`` is the
+    resident memory of the worker's own process, None without one."""
 
     model: str
     replica: int
@@ -124,16 +124,16 @@ class ReplicaSnapshot:
 
 @dataclass(slots=True)
 class AdapterCounts:
-    """What requests have done under an adapter's name since it was first loaded."""
+    """Counts of an adapter's requests since its name was first loaded."""
 
     running: int = 0  # requests that hold it now
     requests: int = 0
-    tokens: int = 0  # that its requests have got
+    tokens: int = 0  # that its ended requests have got
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTelemetry:
-    """The whole engine's figures. ``models`` says of each model, by name, whether it serves.
+    """The whole engine's figures. ``models`` has for each model's name whether it serves.
     ``deadlines_missed`` are counted by phase. ``num_draining`` is how many requests a drain still
     waits for; 0 while the engine does not drain."""
 
@@ -141,7 +141,7 @@ class EngineTelemetry:
     replicas: tuple[ReplicaSnapshot, ...]
     models: dict[str, bool]
     deaths: dict[str, int]  # of workers, by model
-    degraded: dict[str, int]  # replicas that died and are to come back, or hang, by model
+    degraded: dict[str, int]  # replicas that restart or hang, by model
     deadlines_missed: dict[str, int]
     num_draining: int
     adapters: dict[str, AdapterCounts] = field(default_factory=dict)  # by name
@@ -151,7 +151,8 @@ class ReplicaTelemetry:
     """The histograms of one replica, filled by its loop. All times are of Trio's clock.
 
     ``token_event`` is `ReplicaKind.token_event`. ``loop_s`` are the seconds that the loop has spent
-    in each of the `PHASES` of its turns; it adds them itself. The step has a histogram.
+    in each of the `PHASES` of its turns, which the loop adds itself. Steps have a histogram
+    instead.
     """
 
     PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")
@@ -160,8 +161,8 @@ class ReplicaTelemetry:
         self._token_event = token_event
         self._live: dict[RequestId, _Live] = {}
         self._steps: list[tuple[int, float, float]] = []  # uncounted: rows, start, end
-        self._intervals: list[tuple[float, int]] = []  # uncounted: seconds, and how many
-        self._step_ended_at: float | None = None  # by the last counted step; None after idling
+        self._intervals: list[tuple[float, int]] = []  # uncounted: seconds, how often
+        self._step_ended_at: float | None = None  # end of the last counted step; None after idling
         self._cancelled: dict[RequestId, tuple[float, Phase]] = {}
         self._cancel_to_free: dict[Phase, Histogram] = {}
         self._ends: dict[str, int] = {}
@@ -194,7 +195,7 @@ class ReplicaTelemetry:
         self._step_ended_at = None
 
     def _count(self) -> None:
-        """Count what was noted since the last call."""
+        """Count the steps and intervals noted since the last call."""
         for num_rows, started_at, ended_at in self._steps:
             if self._step_ended_at is not None:
                 self.step_gap.observe(started_at - self._step_ended_at)
@@ -273,8 +274,8 @@ class ReplicaTelemetry:
         self._cancelled[request_id] = (now, phase)
 
     def look_at_cancelled(self, holds: Callable[[RequestId], bool], now: float) -> None:
-        """Count the cancelled requests that hold nothing any more. Called between two steps;
-        ``holds`` says whether a request still holds something."""
+        """Count the cancelled requests whose resources are free by now. Called between two steps;
+        ``holds`` returns whether a request still holds resources."""
         if not self._cancelled:
             return
         for request_id in [one for one in self._cancelled if not holds(one)]:

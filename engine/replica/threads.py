@@ -31,8 +31,8 @@ from trio.lowlevel import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The longest time, in seconds, for which a job keeps Python's lock from the loop or from a step,
-# which need it several times for a token. Guess: a tenth of Python's own interval.
+# The longest time, in seconds, for which a job keeps the GIL from the loop or from a step, which
+# need it several times for a token. A guess: a tenth of Python's own interval.
 SHORT_TURN_S = 5e-4
 
 T = TypeVar("T")
@@ -73,15 +73,15 @@ class Threads(Protocol):
 
 
 class WorkerThreads:
-    """`Threads` on Trio's threads. Those of past jobs are kept until `close`, with their wake-ups.
+    """`Threads` on Trio's threads. The threads of past jobs are kept until `close`, with their
+    wake-ups.
 
     `start` is `trio.to_thread.run_sync`, split where it begins to wait, because between a step's
-    start and its end the loop delivers and plans. It differs in two ways. The end comes
-    over an eventfd on which the task itself waits, instead of over Trio's token, which sends to a
-    socket whose reader, a task of Trio's own, wakes ours. Of the 170-185 µs of processor time that
-    a hop with a job of 2 ms takes, that saves 35-40 µs. A thread waits for its next job here,
-    instead of in Trio's cache, which saves about 10 µs. Shielding each wait from cancellation would
-    cost 25 µs.
+    start and its end the loop delivers and plans. It differs in two ways. The end is signalled by
+    an eventfd on which the task itself waits, instead of over Trio's token, which sends to a socket
+    whose reader, a task of Trio's own, wakes ours. Of the 170-185 µs of processor time of a hop
+    with a job of 2 ms, this saves 35-40 µs. A thread waits for its next job here, instead of in
+    Trio's cache, which saves about 10 µs. Shielding each wait from cancellation would cost 25 µs.
     """
 
     def __init__(self) -> None:
@@ -89,9 +89,9 @@ class WorkerThreads:
         self._idle: list[_JobThread] = []
 
     def close(self) -> None:
-        """End the threads and close their descriptors. No job may be running; more may be started
-        later. A thread whose job has just ended may hold its descriptor open for some microseconds
-        more (rule 3)."""
+        """End the threads and close their descriptors. No job may be running; further jobs may be
+        started later. A thread whose job has just ended may hold its descriptor open for some
+        microseconds more (rule 3)."""
         self._idle.clear()
 
     async def run(self, job: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
@@ -131,7 +131,7 @@ class _ShortTurns:
             with self._lock:
                 self._num_jobs -= 1
                 if not self._num_jobs:
-                    # Python cuts off what is less than a microsecond.
+                    # Python cuts off fractions of a microsecond.
                     sys.setswitchinterval(self._usual_s + 5e-7)
 
 
@@ -140,7 +140,7 @@ _short_turns = _ShortTurns()
 
 class _JobThread:
     """A thread that runs one job after another, and the wake-up of the task that waits for the job.
-    The thread ends with the last reference to this object, and a running job holds one of them."""
+    The thread ends with the last reference to this object; a running job holds a reference."""
 
     __slots__ = ("__weakref__", "inbox", "wakeup")
 
@@ -152,7 +152,7 @@ class _JobThread:
 
 
 class _Inbox:
-    """The next job of a thread. The lock is free while there is one."""
+    """The next job of a thread. The lock is free while there is a next job."""
 
     __slots__ = ("_job", "_lock")
 
@@ -162,8 +162,8 @@ class _Inbox:
         self._lock.acquire()
 
     def put(self, job: _ThreadJob[Any] | None) -> None:
-        """Give the thread its next job, which it begins once it has ended the last one; or None,
-        which ends it."""
+        """Give the thread its next job, which it begins once it has ended the last job; or None,
+        which ends the thread."""
         self._job = job
         self._lock.release()
 
@@ -187,7 +187,7 @@ def _new_wakeup() -> _EventfdWakeup | _TokenWakeup:
 
 class _EventfdWakeup:
     """Signals from a thread to a task, counted by an eventfd. The descriptor is closed with the
-    last reference to this object, and the thread that is to send holds one of them."""
+    last reference to this object; a thread that still has to send holds a reference."""
 
     __slots__ = ("__weakref__", "_fd", "num_received")
 
@@ -226,7 +226,7 @@ class _TokenWakeup:
 
     def __init__(self) -> None:
         self._token = current_trio_token()
-        self._task: trio.lowlevel.Task | None = None  # the task that waits, if it does
+        self._task: trio.lowlevel.Task | None = None  # the task that waits; None: no task
         self._num_received = 0
 
     def send(self) -> None:
@@ -249,9 +249,9 @@ class _ThreadJob(Generic[T]):
     """A job in a thread.
 
     Life: 1. made, which starts it; 2. a thread begins it; 3. its result or its error is stored; 4.
-    the thread sends its last signal; 5. the task has waited for it, and the thread is among the
-    ``idle`` ones if it has an eventfd; otherwise it ends. The thread owns the outcome until 4, the
-    task afterwards.
+    the thread sends its last signal; 5. the task has waited for the job, and the thread is among
+    the ``idle`` threads if it has an eventfd; otherwise the thread ends. The thread owns the
+    outcome until 4, the task afterwards.
     """
 
     __slots__ = ("_error", "_idle", "_job", "_num_signals", "_result", "_thread")
@@ -268,7 +268,7 @@ class _ThreadJob(Generic[T]):
     # ---- in the thread
 
     def run(self) -> None:
-        """Run the job, and send its signals. What it raises is stored."""
+        """Run the job, and send its signals. An exception of the job is stored."""
         wakeup = self._thread.wakeup  # the task deletes `_thread` while this sends
         if self._num_signals == 2:
             wakeup.send()

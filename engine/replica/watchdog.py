@@ -1,4 +1,4 @@
-"""Detects steps that hang, in a plain thread, which can also end a process that a step holds up.
+"""Detects steps that hang, in a plain thread, which can also end a process that a step blocks.
 
 A step that hangs cannot be cancelled, and whatever joins its thread hangs too (D17). So one thread
 watches when the running steps began. It reports a step that takes too long, once, with the stacks
@@ -8,8 +8,8 @@ the thread ends the process rather than letting it wait for ever.
 Rule 1: a step costs its loop a look at the clock and a few attributes, no lock and no wake-up: the
 thread sleeps until the oldest step reaches its limit and then looks again. It wakes once per limit
 while steps follow each other; an idle engine causes one last look and no further wake-ups.
-Rule 2: nothing here waits for what a hung thread may hold: log lines are written by a helper thread
-that is waited for `WRITE_LIMIT_S`, and the loop gets callbacks and is never queried.
+Rule 2: nothing here waits for locks that a hung thread may hold: a helper thread, waited for
+`WRITE_LIMIT_S` at most, writes the log lines, and the loop gets callbacks and is never queried.
 Rule 3: nothing here knows an event loop; ``call_soon`` runs a callback on the loop's thread.
 
 The watchdog cannot see a step that hangs with Python's global lock held, as no thread runs then.
@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EXIT_HUNG = 70  # D17; EX_SOFTWARE of sysexits.h
-WRITE_LIMIT_S = 1.0  # a guess: a log line takes microseconds, unless the pipe is full
-LEAVE_POLL_S = 0.05  # a guess: the process is ending and has nothing else to do
+EXIT_HUNG = 70  # exit code of a process whose step hangs (D17): EX_SOFTWARE of sysexits.h
+WRITE_LIMIT_S = 1.0  # for a log line, a guess: it takes microseconds, unless the pipe is full
+LEAVE_POLL_S = 0.05  # between two looks while the process ends; a guess
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class StepWatch:
 
 
 class _Leave(NamedTuple):
-    """The arguments of the last `Watchdog.leave`; ``at`` is when its patience ends."""
+    """The arguments of the last `Watchdog.leave`; ``at`` is when ``patience_s`` ends."""
 
     code: int
     at: float
@@ -163,7 +163,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._is_stopped:
-            self._wake.clear()  # before the look, so that what happens after it wakes us again
+            self._wake.clear()  # before the look, so that a later `wake` is not lost
             next_look = self._look(time.monotonic())
             if next_look == math.inf:
                 self.is_asleep = True
@@ -174,7 +174,8 @@ class Watchdog:
                 self._wake.wait(max(0.0, next_look - time.monotonic()))
 
     def _look(self, now: float) -> float:
-        """Do what is due, and return when to look again; infinity means not before a wake-up."""
+        """Report hung steps; end the process if due. Return when to look again; infinity: when
+        woken."""
         next_look = math.inf
         for watch in self._watches:
             started_at = watch.started_at

@@ -1,4 +1,4 @@
-"""What every kind of work does alike, from an input event to a plan: the base of its scheduler.
+"""The base of the schedulers of all kinds of work: input events in, output events and plans out.
 
 A kind of work (text, encoders, drawing) is a request, a plan and a result. The loop, the replica
 and the supervisor know its scheduler as a `Core`. Its runner turns a plan into a result.
@@ -79,7 +79,7 @@ StepT = TypeVar("StepT", bound=Step)
 
 
 class PrefixLookup(Protocol):
-    """The prefix cache of a core, for those who choose among replicas."""
+    """The prefix cache of a core, as the pool asks it to choose among replicas."""
 
     def keys_of(self, request: Any) -> list[bytes]:
         """Return the keys of the parts of a request's prompt that may be cached. The request need
@@ -92,16 +92,16 @@ class PrefixLookup(Protocol):
 class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT]):
     """One replica's scheduler: synchronous, not thread-safe, and never waits.
 
-    A kind says what it alone knows: which requests it refuses, what the next step computes, what a
-    row's result means, and what a request holds.
+    A kind's subclass decides which requests it refuses, what the next step computes, what a row's
+    result means, and what a request holds.
     """
 
-    prefixes: PrefixLookup | None = None  # of a kind with a prefix cache
+    prefixes: PrefixLookup | None = None  # set by a kind that has a prefix cache
     token_word = "tokens"  # what a refusal calls `CoreRequest.num_tokens`
 
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
-        self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
+        self._events: list[OutputEvent] = []  # of the call in progress; all of its parts append
         self._step: StepT | None = None
 
     # ---- the two verbs
@@ -156,8 +156,8 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         return step.plan, self._take_events()
 
     def prepare(self, now: float) -> None:
-        """Make the next plan while a step runs, so that `plan` only has to return it. Do nothing
-        where planning takes microseconds."""
+        """Make the next plan while a step runs, so that `plan` only has to return it. A kind whose
+        planning takes microseconds does nothing."""
 
     @property
     def is_idle(self) -> bool:
@@ -211,7 +211,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
     @property
     @abstractmethod
     def _tokens_per_s(self) -> float:
-        """The recent rate of what `CoreRequest.num_tokens` counts; 0 while it is unknown."""
+        """Tokens computed per second of late, as `CoreRequest.num_tokens` counts; 0 if unknown."""
 
     def _queued(self) -> tuple[int, int]:
         """Return how many requests and tokens the queue holds before a new one."""
@@ -258,7 +258,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         """Undo a step that failed, and decide what becomes of its rows."""
 
     def _apply_own(self, event: InputEvent[RequestT, ResultT], now: float) -> None:
-        """Take an event that only some kinds know; the others ignore it."""
+        """Take an event that only some kinds of work handle; the other kinds ignore it."""
 
 
 AnyCore: TypeAlias = Core[Any, Any, Any, Any, Any]

@@ -3,8 +3,8 @@
 Rule 1: one `Credit` for each stream counts its messages, wherever they are between the step that
 makes them and the reader that takes them: reserved by a plan, in the channel, or handed to the gRPC
 side and not written yet. Their sum never exceeds ``capacity``.
-Rule 2: nothing here waits or wakes a task. ``starved`` asks the reader's side to report its next
-release to the scheduler.
+Rule 2: nothing here waits or wakes a task. While ``starved`` is set, the reader's side has to
+report the next release to the scheduler.
 
 Lifecycle of a slot: `try_reserve` (a plan includes the row) → `fill` (the row gave a message) or
 `cancel` (it gave none); after `fill`: `release` (the reader took the message).
@@ -35,9 +35,9 @@ class Credit:
         self.capacity = capacity
         self.free = capacity  # slots that neither hold a message nor are promised to a plan
         self.reserved = 0  # slots promised to plans in flight
-        self.again = 0  # messages without slots that the reader is to take first
+        self.again = 0  # messages sent again whose slots are free already; they come first
         self.starved = False
-        self.waits_until = -math.inf  # the reader has left, and may come back until then
+        self.waits_until = -math.inf  # until when a reader that has left may come back
 
     def __repr__(self) -> str:
         return f"<Credit {self.filled}+{self.reserved}/{self.capacity}>"
@@ -58,8 +58,8 @@ class Credit:
     def send_again(self, count: int, num_undelivered: int = 0) -> bool:
         """Let a new reader take ``count`` messages that were delivered to the former one. After
         them it gets ``num_undelivered`` messages that were made and not delivered to any reader
-        yet. The former reader may have freed slots of the first ones, or may have taken messages
-        without freeing their slots. Return as `release`."""
+        yet. The former reader may have freed slots of the ``count`` messages, or may have taken
+        further messages without freeing their slots, which are freed now. Return as `release`."""
         delivered = self.filled - num_undelivered
         self.again = max(0, count - delivered)
         return self.release(max(0, delivered - count))

@@ -69,7 +69,7 @@ class CoreRequest(Journaled, Protocol):
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The most tokens that have to be computed, those of the output included."""
+        """The most tokens that the request may need computed, output tokens included."""
 
 
 class CoreResult(Protocol):
@@ -85,7 +85,7 @@ ResultT = TypeVar("ResultT", bound=CoreResult)
 
 
 class Event:
-    """An event. ``LINE`` is the format of its line; without one, the line is its name."""
+    """An event. ``LINE`` is the format of its journal line; "" means the class's name."""
 
     __slots__ = ()
     LINE: ClassVar[str] = ""
@@ -167,11 +167,11 @@ class Resume(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Act on what is due now (`Core.next_wakeup`)."""
+    """End the requests whose end is due, such as stalled ones (`Core.next_wakeup`)."""
 
 
 class KindEvent(Event):
-    """An input that only some kinds of work know; the others ignore it."""
+    """An input that only some kinds of work handle; the other kinds ignore it."""
 
     __slots__ = ()
 
@@ -205,9 +205,9 @@ class Admitted(Event):
 class Finished:
     """The one terminal event of a choice.
 
-    ``matched`` is the stop string or stop token id that ended it. ``phase`` is the phase in which
-    it ended. ``detail`` describes a failure; ``violation`` names the field of the
-    request that caused the failure.
+    ``matched`` is the stop string or stop token id that ended the choice, ``phase`` the phase in
+    which it ended. ``detail`` describes a failure; ``violation`` names the field of the request
+    that caused the failure.
     """
 
     request_id: RequestId

@@ -1,6 +1,6 @@
-"""The one table of live requests, what is kept of each, and what is asked of them between steps.
+"""The table of a scheduler's live requests, with a record of each, and the queries about them.
 
-Rule: what is asked here decides nothing and never waits, so a step in flight does not delay it.
+Rule: a query changes nothing and never waits, so it is answered while a step is in flight, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NOT_READ = "reader: it has not read what was sent"
 
-# The pauses that hold up a request: one that has begun goes on under WAIT.
+# The pauses that hold up a request. Under WAIT, requests that have begun go on.
 HELD_BY_NONE: Set[PauseMode] = frozenset()
 HELD_WHILE_RUNNING: Set[PauseMode] = frozenset({PauseMode.KEEP})
 HELD_WHILE_WAITING: Set[PauseMode] = frozenset({PauseMode.KEEP, PauseMode.WAIT})
@@ -59,8 +59,9 @@ class LiveRequest(ABC, Generic[RequestT]):
         return self.request.deadline is not None and self.request.deadline <= now
 
     def stalls_at(self, timeout_s: float) -> float:
-        """Return when a request stalls that has been parked for ``timeout_s``; infinity if it is
-        not parked, or if its reader has taken something since, whose report is on its way."""
+        """Return when a parked request stalls, if it may be parked for ``timeout_s`` seconds.
+        Infinity if it is not parked, or if its reader has taken a message since: a `ReaderDrained`
+        is coming."""
         if self.parked_since is None or not self.credit.starved:
             return math.inf
         return max(self.parked_since, self.credit.waits_until) + timeout_s
@@ -70,7 +71,7 @@ LiveT = TypeVar("LiveT", bound=LiveRequest[Any])
 
 
 class Places(NamedTuple):
-    """How many sequences, inputs of an encoder or drawings are where (`CoreStatistics`)."""
+    """How many sequences, encoder inputs or drawings are in each state (`CoreStatistics`)."""
 
     running: int
     waiting: int
@@ -91,11 +92,11 @@ class Counters:
 class LiveRequests(ABC, Generic[LiveT]):
     """The live requests of one scheduler, in the order of their admission.
 
-    ``_waiting`` is the queue of what waits for its start. ``_parked`` are the requests whose
-    readers have not taken what was sent, the one that has been parked longest first.
+    ``_waiting`` is the queue of the requests, or parts of requests, that have not started.
+    ``_parked`` are the parked requests, the one that has been parked longest first.
     """
 
-    aging_late_s = 0.0  # how late the queue may apply aging
+    aging_late_s = 0.0  # by how many seconds the queue may apply aging too late
 
     def __init__(self, config: QueueLimits) -> None:
         self.config = config
@@ -136,7 +137,7 @@ class LiveRequests(ABC, Generic[LiveT]):
         """Return what a live request does, what it waits for unless the model is paused, and the
         pauses that hold it up."""
 
-    # Both compare with `LiveRequest.stalls_at`. If one of them computed a difference instead, it
+    # `next_wakeup` and `_stalled` both compare times. If one of them compared a difference, it
     # would round differently: the loop would wake up when nothing is stalled yet, again and again.
 
     def next_wakeup(self, now: float) -> float | None:
@@ -172,7 +173,7 @@ class LiveRequests(ABC, Generic[LiveT]):
 
     @abstractmethod
     def _places(self) -> Places:
-        """Return how many of what the kind computes are where."""
+        """Return how many sequences, encoder inputs or drawings are in each state."""
 
     def check(self) -> None:
         """Check that the queue is sorted and counted, and that the parked requests are live.

@@ -190,7 +190,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
 
     @abstractmethod
     def _leave(self, live: OneT) -> None:
-        """Take a request that ends out of its place, and give back what it holds."""
+        """Take a request that ends out of the queue, and give back its seat if it has one."""
 
     # ---- steps
 
@@ -235,12 +235,12 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
                     self._end(live, EndReason.STOP, now)
 
     def _note_step(self, step: OneChoiceStep, result: ResultT, seconds: float) -> None:
-        """Learn from how long a step took."""
+        """Update the estimates of speed by how long a step took."""
         self._rate.note(step.plan.num_tokens, seconds)
 
     @abstractmethod
     def _take_result(self, live: OneT, part: Any, got: Any, now: float) -> None:
-        """Emit the event of a part's result, if the reader is to have one."""
+        """Emit the event of a part's result, if the reader is to get an event."""
 
     def _give_up_slot(self, live: OneT, part: Any) -> None:
         if live.needs_slot(part):
@@ -310,8 +310,8 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
     # ---- views
 
     def _places(self) -> Places:
-        """Count the requests that have started, have not, are parked, or have ended while the step
-        in flight still computes them."""
+        """Count the requests that have started, that have not started, that are parked, and that
+        have ended while the step in flight still computes them."""
         parked = len(self._parked)
         waiting = sum(live.started_at is None for live in self._requests.values())
         rows = () if self._step is None else self._step.rows

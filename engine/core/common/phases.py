@@ -15,10 +15,10 @@ class Phase(Enum):
     LOAD = "load"  # waits for a replica of its model
     TOKENIZE = "tokenize"
     DECODE_IMAGE = "decode image"
-    COMPILE = "compile"  # its constraint
+    COMPILE = "compile"  # compiles its constraint
     QUEUED = "queued"
     PREFILL = "prefill"
-    ENCODE = "encode"  # its inputs, or a drawing's prompt
+    ENCODE = "encode"  # computes its inputs, or a drawing's prompt
     DENOISE = "denoise"
     DECODE = "decode"  # samples tokens, or makes images from latents
     PARKED = "parked"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RATE_SMOOTHING = 0.2  # guess: the last five steps have two thirds of the weight
+RATE_SMOOTHING = 0.2  # the newest step's weight; a guess: the last five have two thirds
 
 
 class RecentRate:

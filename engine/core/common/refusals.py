@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.errors import TrioletError
     from engine.settings import QueueLimits
 
-RETRY_AFTER_S = (1.0, 30.0)  # the estimate of the queue's time is clamped to this range
+RETRY_AFTER_S = (1.0, 30.0)  # seconds: the least and the most that a refused client is to wait
 
 
 def duplicate_or_paused(
@@ -40,8 +40,8 @@ def queue_full(
     token_word: str,
 ) -> Overloaded | None:
     """Refuse a request for which the queue, with its ``queued`` requests and tokens, has no room. A
-    request of any size fits in a queue without tokens. ``token_word`` is what the refusal calls the
-    tokens of this kind of work."""
+    queue that holds no tokens has room for a request of any size. ``token_word`` is what the
+    refusal calls the tokens of this kind of work."""
     (num_queued, tokens_queued), num_tokens = queued, request.num_tokens
     most = limits.max_queued_requests
     is_full = num_queued >= most

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CLEAN_STEPS = 16  # guess: steps without running out of memory before the budget doubles
+CLEAN_STEPS = 16  # successful steps after which the budget doubles; a guess
 
 
 class StepBudget:

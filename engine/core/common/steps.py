@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RowPhase(StrEnum):
-    """What a worker did for a row when that failed. The value is for the log."""
+    """What a worker did for a row when the row failed. The value is for the log."""
 
     ENCODE = "encode"
     DENOISE = "denoise"
@@ -23,14 +23,14 @@ class RowPhase(StrEnum):
     SAMPLE = "sample"
     TEXT = "text"  # making text of tokens
     REPLAY = "replay"  # following a constraint through tokens of an earlier stream
-    ADAPTER = "adapter"  # finding it
+    ADAPTER = "adapter"  # looking up the row's adapter
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
     """The failure of a single row: its sequence got nothing from the step.
 
-    ``phase`` is what was done then. ``detail`` is for the log only.
+    ``phase`` is what the worker did when the row failed. ``detail`` is for the log only.
     ``violation`` names the field of the request that is the cause, if one is.
     """
 
@@ -66,8 +66,8 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """The failure of a whole step, whose execution raised an error. Nothing of its plan took effect
-    except ``released`` and ``admitted``, which the next plan does not repeat."""
+    """The failure of a whole step, whose execution raised an error. Of its plan, only the lists
+    ``released`` and ``admitted`` took effect; the next plan does not repeat them."""
 
     plan_id: PlanId
     kind: FailureKind

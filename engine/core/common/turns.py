@@ -1,10 +1,11 @@
-"""What the kinds of work whose requests take turns do alike: seats, and whose turn it is.
+"""Seats and turns, for the kinds of work whose requests take turns, one step each.
 
-Rule 1: requests take turns in the order of their ranks (priority, arrival), one step each. One that
-cannot go on is passed over. So between two steps of a request that could go on all the time, no
-other one gets two. Rule 2: a request keeps its seat until its end, because the worker keeps its
-state. One that is parked, or late and about to be cancelled, does not count against the seats, so
-that clients which do not read hold up nobody, until `HELD_SHARE` times as many requests have seats.
+Rule 1: requests take turns in the order of their ranks (priority, arrival), one step each. A
+request that cannot go on is passed over. So between two steps of a request that could go on all the
+time, no other request gets two steps. Rule 2: a request keeps its seat until its end, because the
+worker keeps its state. Requests that are parked, or late and about to be cancelled, do not count
+against ``max_seats``, so that clients which do not read hold up no others; but at most `HELD_SHARE`
+times ``max_seats`` requests have seats.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from engine.core.common.waiting_queue import WaitingQueue
     from engine.settings import QueueLimits
 
-HELD_SHARE = 4  # guess: a drawing's state is small beside the model's workspace
+HELD_SHARE = 4  # a guess (rule 2): a drawing's state is small beside the model's workspace
 
 
 class InTurn(OneChoice[RequestT]):
@@ -42,7 +43,7 @@ class InTurn(OneChoice[RequestT]):
     @property
     @abstractmethod
     def part(self) -> Any:
-        """What its next step computes, or the one in flight."""
+        """The part that its next step computes, or that the step in flight computes."""
 
     @property
     def has_begun(self) -> bool:
@@ -54,8 +55,8 @@ TurnT = TypeVar("TurnT", bound=InTurn[Any])
 
 
 class Seats:
-    """Lets at most ``max_seats`` requests take turns. ``park`` parks one whose reader has no
-    room."""
+    """Lets at most ``max_seats`` requests take turns. ``park`` parks a request whose stream has no
+    message slot."""
 
     def __init__(self, max_seats: int, park: Callable[[Any, float], None]) -> None:
         self._max_seats = max_seats
@@ -71,7 +72,8 @@ class Seats:
         return iter(self._seated)
 
     def fill(self, queue: WaitingQueue[Any], now: float) -> bool:
-        """Give free seats to the first in the queue. Return whether anyone got one."""
+        """Seat the first requests of the queue while there is room. Return whether any got a
+        seat."""
         num_before = len(self._seated)
         while self._has_room(now):
             ready = (live for live in queue.in_order(now) if not live.is_late(now))
@@ -91,7 +93,7 @@ class Seats:
 
     def next_in_turn(self, now: float, *, only_begun: bool = False) -> Any | None:
         """Return the request whose turn it is, with the slot of its step's message reserved. Park
-        those whose readers have no room. ``only_begun`` passes over those without a step so far."""
+        requests whose streams have no slot. ``only_begun`` passes over requests not begun."""
         after = [live for live in self._seated if live.rank > self._last_rank]
         before = [live for live in self._seated if live.rank <= self._last_rank]
         for live in (*after, *before):
@@ -123,7 +125,7 @@ class Seats:
 
 class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
     """A `Core` for requests that take turns, at most ``max_seats`` of them at a time. ``plural`` is
-    what they are called."""
+    the word for them in explanations."""
 
     plural: str
 
@@ -142,8 +144,8 @@ class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
         return sorted(super()._stalled(now), key=lambda live: live.rank)
 
     def _choose(self, now: float) -> Parts[TurnT]:
-        """Return the request that takes the next step. If all those with seats turn out to be
-        parked, others get seats."""
+        """Return the request that takes the next step. If all requests with seats turn out to be
+        parked, waiting requests get seats."""
         is_paused = self._pause is not None
         if not is_paused:
             self._seats.fill(self._waiting, now)
@@ -166,7 +168,7 @@ class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
         return f"a seat: {num_begun} {self.plural} take turns" if num_begun else "a step"
 
     def check(self) -> None:
-        """Check that each request is in one place.
+        """Check that each request either waits or has a seat.
 
         Raises:
             AssertionError: It names the first request for which this does not hold.

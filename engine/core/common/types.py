@@ -80,11 +80,11 @@ class DraftCounts(NamedTuple):
 class Explanation:
     """What a live request is doing, and why.
 
-    ``position`` is its place in the waiting queue: 1 starts next, 0 is not in the queue.
+    ``position`` is its place in the waiting queue: 1 starts next, 0 if it is not queued.
     ``estimate_s`` is the time until it starts, None if that is unknown or it has started.
-    ``computed_tokens`` have their KV values in the pool. Of its choices together,
-    ``drafted_tokens`` were guessed ahead, and ``accepted_tokens`` of them were right; ``drafts``
-    says the same by drafter.
+    ``computed_tokens`` have their KV values in the pool. Over all its choices, ``drafted_tokens``
+    were guessed ahead and ``accepted_tokens`` of them were right; ``drafts`` has the counts of each
+    drafter.
     """
 
     state: str
@@ -99,7 +99,8 @@ class Explanation:
     drafts: tuple[DraftCounts, ...] = ()
 
     def waiting_for_client(self, left_s: float) -> Explanation:
-        """Return the same of a request that goes on for ``left_s`` without its client."""
+        """Return this with the note that the request goes on for ``left_s`` seconds without a
+        client."""
         what = f"its client, which lost its connection and has {left_s:.1f} s to attach"
         return replace(
             self, waiting_for=f"{self.waiting_for}; {what}" if self.waiting_for else what
@@ -111,11 +112,11 @@ class CoreStatistics:
     """A snapshot of one scheduler: what every kind of work counts. A kind may have a class of its
     own with more.
 
-    The first four count sequences, inputs of an encoder, or drawings: those in a step or ready for
-    one, those that wait for their start, those parked because of their reader, and those that have
-    ended while a step still uses what they hold. ``queued_tokens`` are the tokens of those that
-    wait, and ``peak_waiting`` is how many have been in the queue at most. The other fields count
-    since the start; ``late_results`` are results for what had ended.
+    The first four fields count sequences, encoder inputs or drawings: ``running`` ones are in a
+    step or ready for a step, ``waiting`` ones have not started, ``parked`` ones wait for their
+    reader, and ``ending`` ones have ended while a step still uses their memory. ``queued_tokens``
+    are the tokens in the queue, ``peak_waiting`` is the most entries it has had. The other fields
+    count since the start; ``late_results`` are results for choices that had ended.
     """
 
     running: int = 0

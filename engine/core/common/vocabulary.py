@@ -1,7 +1,7 @@
-"""Checks that token ids are in a model's vocabulary, which has one for each row of its embedding.
+"""Checks that token ids are in a model's vocabulary: an id for each row of the model's embedding.
 
 A tokenizer may have more tokens: fine-tunes add some without a row for them. Rule: every id is
-checked here, once, where it enters the engine; whatever computes may rely on it.
+checked here, once, where it enters the engine; the code that computes relies on it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from engine.errors import FieldViolation, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TOKEN_CHARS = 60  # of a token's text in a message; guess: added tokens are shorter
+TOKEN_CHARS = 60  # most of a token's text that a message shows, a guess: added tokens are shorter
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that a violation's words need."""
+    """The method of a tokenizer with which a violation shows a token."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""

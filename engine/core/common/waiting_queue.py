@@ -1,6 +1,6 @@
-"""The waiting queue: who goes next, by each kind's own key.
+"""The waiting queue, sorted by a key that each kind of work computes.
 
-Rule: the queue orders what waits and counts its tokens; who may start is decided by the scheduler.
+Rule: the queue sorts its items and counts their tokens; the scheduler decides which of them start.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Key: TypeAlias = "tuple[float, ...]"
 
 
 class Queued(Protocol):
-    """What waits: a request, or a part of one that starts by itself.
+    """An item of the queue: a request, or a part of a request that starts by itself.
 
-    ``waiting_key`` belongs to the queue: it is the key by which it was sorted last.
+    ``waiting_key`` is written by the queue: the key by which the item was last sorted.
     """
 
     waiting_key: Key
 
     @property
     def queued_tokens(self) -> int:
-        """The tokens that wait; they change only by `WaitingQueue.recount` while it is queued."""
+        """Its tokens to compute; if they change while it is queued, call `WaitingQueue.recount`."""
 
     def key_in_queue(self, now: float, aging_s: float) -> Key:
         """Return the key of its place: its level (`aged_priority`) first, a tie-breaker last."""
@@ -41,11 +41,11 @@ def aged_priority(request: CoreRequest, now: float, aging_s: float) -> int:
 
 
 class WaitingQueue(Generic[QueuedT]):
-    """What waits, sorted by `Queued.key_in_queue`. Not thread-safe.
+    """The items that wait, sorted by `Queued.key_in_queue`. Not thread-safe.
 
-    Aging is applied at most ``late_s`` seconds late. ``items`` is sorted by the keys as they were
-    then; ``num_tokens`` is the sum of their tokens; ``peak`` is how many there have been at most.
-    All are read-only outside.
+    Aging is applied at most ``late_s`` seconds late. ``items`` is sorted by the keys of the last
+    time that it was applied; ``num_tokens`` is the sum of the items' tokens; ``peak`` is the most
+    items that there have been. All are read-only outside.
     """
 
     def __init__(self, aging_s: float, late_s: float = 0.0) -> None:
