@@ -9,8 +9,6 @@ Rule 1: the same arguments write the same weights; all randomness comes from ``-
 libraries themselves write the files, so that they are like those of real models.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

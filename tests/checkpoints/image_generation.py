@@ -5,8 +5,6 @@ kilobytes, whose images of 64 x 64 pixels are noise. `--lcm` makes its unet read
 scale, as those of latent consistency models do.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

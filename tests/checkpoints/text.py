@@ -13,17 +13,14 @@ The tokenizer is a byte-level BPE trained on the text below (0.1 s). Ids that it
 made-up words, so that every id of a large vocabulary decodes to some text.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 EOS = "<|end|>"
 # With 512 entries and this spread, the two best logits are within 1e-3 of each other at about 0.1 %

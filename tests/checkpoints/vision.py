@@ -6,17 +6,13 @@ Rule 1: the same arguments write the same weights. Rule 2: the libraries themsel
 so that they are like those of real models. The weights are as those of `tests.checkpoints.text`.
 """
 
-from __future__ import annotations
-
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.checkpoints.text import EOS, fill, write_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 VOCAB = 512
 WORDS = 400  # ids of the tokenizer's own; special tokens follow

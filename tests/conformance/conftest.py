@@ -1,6 +1,21 @@
-"""Fixtures of several suites."""
+"""Fixtures of several suites, and the marks of all tests of models."""
+
+from pathlib import Path
 
 import pytest
+
+MARKS = (
+    pytest.mark.model,
+    # diffusers 0.42 beside numpy 2.4
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+)
+
+
+def pytest_itemcollected(item):
+    """Mark the tests that lie here; below are those of HTTP/2."""
+    if item.path.parent == Path(__file__).parent:
+        for mark in MARKS:
+            item.add_marker(mark)
 
 
 @pytest.fixture(scope="module")

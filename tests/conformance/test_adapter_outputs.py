@@ -12,32 +12,29 @@ import re
 import signal
 
 import pytest
+import torch
+import trio
 
-torch = pytest.importorskip("torch")
-
-import trio  # noqa: E402
-
-from engine.api.engine import open_engine  # noqa: E402
-from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig  # noqa: E402
-from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.drafting.draft_lengths import StepCosts  # noqa: E402
-from engine.core.text.types import Tokens  # noqa: E402
-from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started  # noqa: E402
-from engine.status import ModelState  # noqa: E402
-from engine.worker.load.adapter_config import read_form  # noqa: E402
-from engine.worker.text import sequences  # noqa: E402
-from tests.conformance.test_adapter_serving import (  # noqa: E402
+from engine.api.engine import open_engine
+from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
+from engine.core.common.events import Finished
+from engine.core.text.drafting.draft_lengths import StepCosts
+from engine.core.text.types import Tokens
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started
+from engine.status import ModelState
+from engine.worker.load.adapter_config import read_form
+from engine.worker.text import sequences
+from tests.conformance.test_adapter_serving import (
     NEW,
     prompts,
     wanted_of,
     written_by_ranks,
 )
-from tests.conformance.test_adapters import COUNTS, Adapted  # noqa: E402
-from tests.support.adapters import ATTENTION, LINEARS, peft_model, write_by_hand  # noqa: E402
-from tests.support.draft_rows import Replaying  # noqa: E402
+from tests.conformance.test_adapters import COUNTS, Adapted
+from tests.support.adapters import ATTENTION, LINEARS, peft_model, write_by_hand
+from tests.support.draft_rows import Replaying
 
 pytestmark = [
-    pytest.mark.model,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

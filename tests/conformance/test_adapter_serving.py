@@ -10,28 +10,25 @@ import threading
 import time
 
 import pytest
+import torch
+import trio
+import trio.testing
 
-torch = pytest.importorskip("torch")
-
-import trio  # noqa: E402
-import trio.testing  # noqa: E402
-
-from engine.api.engine import open_engine  # noqa: E402
-from engine.config import AdapterConfig, EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.types import Tokens  # noqa: E402
-from engine.errors import InvalidRequest, MemoryExhausted, ModelNotFound, SpawnFailed  # noqa: E402
-from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.status import ModelState  # noqa: E402
-from grpc_service.client import messages as pb  # noqa: E402
-from grpc_service.client import stubs  # noqa: E402
-from tests.conformance.test_hybrid import KINDS  # noqa: E402
-from tests.support.adapters import peft_model, places_of, write_by_hand  # noqa: E402
-from tests.support.server import real  # noqa: E402
-from tests.support.wire import broken_fields, error_of, generate, list_models, reason  # noqa: E402
+from engine.api.engine import open_engine
+from engine.config import AdapterConfig, EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.text.types import Tokens
+from engine.errors import InvalidRequest, MemoryExhausted, ModelNotFound, SpawnFailed
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.status import ModelState
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
+from tests.conformance.test_hybrid import KINDS
+from tests.support.adapters import peft_model, places_of, write_by_hand
+from tests.support.server import real
+from tests.support.wire import broken_fields, error_of, generate, list_models, reason
 
 pytestmark = [
-    pytest.mark.model,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

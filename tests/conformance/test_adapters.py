@@ -11,32 +11,30 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-
-from engine.config import ADAPTER_FILES  # noqa: E402
-from engine.worker.forward.attention import KEYWORD  # noqa: E402
-from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
-from engine.worker.forward.kv_cache import KvCache  # noqa: E402
-from engine.worker.forward.packing import pack  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
-from engine.worker.load.adapter import (  # noqa: E402
+from engine.config import ADAPTER_FILES
+from engine.worker.forward.attention import KEYWORD
+from engine.worker.forward.backends import pick_backend, prepare
+from engine.worker.forward.kv_cache import KvCache
+from engine.worker.forward.packing import pack
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.load.adapter import (
     WEIGHTS_NAME,
     LowRank,
     StoredAdapter,
     measure_adapter,
     read_adapter,
 )
-from engine.worker.load.adapter_config import AdapterForm  # noqa: E402
-from engine.worker.load.architectures import layer_shapes  # noqa: E402
-from engine.worker.load.foreign import ADAPTER_NAME  # noqa: E402
-from engine.worker.load.probe import probe  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.text.adapters import LoadedAdapters, group_rows  # noqa: E402
-from tests.conformance.test_rewrites import CPU, load  # noqa: E402
-from tests.support.adapter_files import files_in  # noqa: E402
-from tests.support.adapters import (  # noqa: E402
+from engine.worker.load.adapter_config import AdapterForm
+from engine.worker.load.architectures import layer_shapes
+from engine.worker.load.foreign import ADAPTER_NAME
+from engine.worker.load.probe import probe
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.adapters import LoadedAdapters, group_rows
+from tests.conformance.test_rewrites import CPU, load
+from tests.support.adapter_files import files_in
+from tests.support.adapters import (
     ATTENTION,
     LINEARS,
     change_tensors,
@@ -46,7 +44,6 @@ from tests.support.adapters import (  # noqa: E402
 )
 
 pytestmark = [
-    pytest.mark.model,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

@@ -6,13 +6,11 @@ however they are run.
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.checkpoints.text import PRESETS, make
 from tools.lab.peers.environments import PEERS
 from tools.lab.peers.process import OURS, start
 
-pytestmark = [pytest.mark.model, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 STEPS = 5
 

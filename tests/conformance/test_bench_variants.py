@@ -1,13 +1,7 @@
 """The bench's rows of other processors' kernels have bars against our own build and the peer."""
 
-import pytest
-
-pytest.importorskip("torch")
-
 from tools.lab.bench import variants
 from tools.lab.bench.step import STEPS, Case
-
-pytestmark = pytest.mark.model
 
 CASE = Case("s135", "decode", 1, 129, None)
 

@@ -1,7 +1,5 @@
 """Turns with tool calls reach each kind of template in the form that it reads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,8 +11,6 @@ from engine.requests.text.prepare_chat import _in_parts
 from engine.worker.tokenizing.call_turns import form_of
 from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
-
-pytestmark = pytest.mark.model
 
 ARGUMENTS = {"city": "Łódź", "days": [1, 2.5]}
 WRITTEN = '{"city":  "Łódź", "days": [1,2.50]}'  # as a model wrote it

@@ -4,8 +4,6 @@ The judges are not ours: `jsonschema` and `re` for answers that stopped, llguida
 matcher and the `regex` library's partial match for answers that were cut by length.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -17,31 +15,25 @@ from dataclasses import replace
 import jsonschema
 import pytest
 import regex
+import torch
+import trio
+from llguidance import LLMatcher, LLTokenizer
 
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-torch = pytest.importorskip("torch")
-
-import trio  # noqa: E402
-from llguidance import LLMatcher, LLTokenizer  # noqa: E402
-
-from engine.api.engine import open_engine  # noqa: E402
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished, PauseMode  # noqa: E402
-from engine.core.common.types import EndReason  # noqa: E402
-from engine.core.text.types import Constraint, Sampling, Tokens  # noqa: E402
-from engine.errors import InvalidRequest, Unsupported  # noqa: E402
-from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams  # noqa: E402
-from engine.worker.sampling import sampler  # noqa: E402
-from engine.worker.sampling.constraint_compiler import WHITESPACE, ConstraintCompiler  # noqa: E402
-from engine.worker.sampling.masks import Mask, apply_batch  # noqa: E402
-from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample  # noqa: E402
-from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
-from tests.support import toy_tokenizers  # noqa: E402
-from tests.support.forms import drawn, regexes, schema_constraint, schemas  # noqa: E402
-from tests.support.wire import wait_until  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.api.engine import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.events import Finished, PauseMode
+from engine.core.common.types import EndReason
+from engine.core.text.types import Constraint, Sampling, Tokens
+from engine.errors import InvalidRequest, Unsupported
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams
+from engine.worker.sampling import sampler
+from engine.worker.sampling.constraint_compiler import WHITESPACE, ConstraintCompiler
+from engine.worker.sampling.masks import Mask, apply_batch
+from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample
+from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer
+from tests.support import toy_tokenizers
+from tests.support.forms import drawn, regexes, schema_constraint, schemas
+from tests.support.wire import wait_until
 
 MAX_TOKENS = 250
 STOPPED_SHARE_MIN = 0.9

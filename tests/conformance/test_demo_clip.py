@@ -4,8 +4,6 @@ It reaches its bars on a part of the held-out drawings. `python -m tools.lab.mea
 measures all of them.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -18,8 +16,6 @@ from tools.lab.demo import measure_clip
 from tools.lab.demo.drawings import paint, png_of
 from tools.lab.demo.figures import SIZE_BYTES_MAX, size_of
 from tools.lab.demo.pieces import Pieces, Unfinished
-
-pytestmark = pytest.mark.model
 
 SOURCE = resolve("demo-clip")
 GROUPS = 5

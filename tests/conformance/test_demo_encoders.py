@@ -4,8 +4,6 @@ They reach their bars on a part of the held-out texts. `python -m tools.lab.meas
 measures all of them.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -21,8 +19,6 @@ from tools.lab.demo import measure_embed, measure_rerank
 from tools.lab.demo.figures import SIZE_BYTES_MAX, missed_bars, size_of
 from tools.lab.demo.searches import held_out_search
 from tools.lab.demo.triples import held_out_triple
-
-pytestmark = pytest.mark.model
 
 EMBED, RERANK = resolve("demo-embed"), resolve("demo-rerank")
 TRIPLES, SEARCHES = 600, 100

@@ -4,8 +4,6 @@ It reaches its bars on a part of the held-out drawings. `python -m tools.lab.mea
 measures all of them.
 """
 
-from __future__ import annotations
-
 import json
 from random import Random
 
@@ -17,8 +15,6 @@ from tools.lab.demo import measure_see
 from tools.lab.demo.drawing_words import NO_PICTURE, ask_description
 from tools.lab.demo.drawings import held_out_drawing, png_of
 from tools.lab.demo.figures import missed_bars, size_of
-
-pytestmark = pytest.mark.model
 
 SOURCE = resolve("demo-see")
 DRAWINGS = 25

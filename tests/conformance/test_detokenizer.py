@@ -8,11 +8,6 @@ that the module states.
 from itertools import chain, takewhile
 
 import pytest
-
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-pytest.importorskip("torch")
-
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +16,6 @@ from engine.core.text.types import Stops
 from engine.worker.tokenizing.detokenizer import IncrementalDecoder, StopMatcher, TextState
 from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
-
-pytestmark = pytest.mark.model
 
 STOP = EndReason.STOP
 BYTES = HfTokenizer(toy_tokenizers.byte_level())

@@ -12,30 +12,26 @@ from dataclasses import replace
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from engine.core.text.plan import StepResult  # noqa: E402
-from engine.core.text.types import Constraint, Sampling, Stops  # noqa: E402
-from engine.errors import EngineBug, SpawnFailed  # noqa: E402
-from engine.status import Capability  # noqa: E402
-from engine.worker.factory import runner_of  # noqa: E402
-from engine.worker.forward.collectives import Ranks  # noqa: E402
-from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load import division  # noqa: E402
-from engine.worker.load.architectures import SERVED  # noqa: E402
-from engine.worker.load.division import DividedCheckpoint, Division  # noqa: E402
-from engine.worker.load.recurrent import RECURRENT  # noqa: E402
-from engine.worker.skeleton.division_plans import PLANS, Style, style_of  # noqa: E402
-from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.conformance.test_parity import run_alone, run_packed  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import COMPILED, REFERENCE, ZOO, Loaded, prompt_of  # noqa: E402
-from tests.support.parity import Tally  # noqa: E402
-from tests.support.process_fakes import drive  # noqa: E402
-from tests.support.rank_threads import RankThreads  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.core.text.plan import StepResult
+from engine.core.text.types import Constraint, Sampling, Stops
+from engine.errors import EngineBug, SpawnFailed
+from engine.status import Capability
+from engine.worker.factory import runner_of
+from engine.worker.forward.collectives import Ranks
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.interface import RunnerSpec
+from engine.worker.load import division
+from engine.worker.load.architectures import SERVED
+from engine.worker.load.division import DividedCheckpoint, Division
+from engine.worker.load.recurrent import RECURRENT
+from engine.worker.skeleton.division_plans import PLANS, Style, style_of
+from tests.checkpoints.text import Shape, make
+from tests.conformance.test_parity import run_alone, run_packed
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import COMPILED, REFERENCE, ZOO, Loaded, prompt_of
+from tests.support.parity import Tally
+from tests.support.process_fakes import drive
+from tests.support.rank_threads import RankThreads
 
 NO_PLAN = ("gpt2", "gpt2, layer-scaled", "opt", "opt, projected", "gpt_neox",
            "gpt_neox, in sequence", "hunyuan", "hunyuan, alpha", "phi, normed heads",

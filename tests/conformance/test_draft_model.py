@@ -5,8 +5,6 @@ holds must be rolled back at every place; test_drafts.py compares the answers. T
 model is tested with the story model at the end.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -14,22 +12,19 @@ from collections import Counter
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-
-from engine.api._generated.blocking import open_engine  # noqa: E402
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.text.drafting.draft_lengths import Lengths  # noqa: E402
-from engine.core.text.types import Constraint, Tokens  # noqa: E402
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker.factory import runner_of, runner_spec  # noqa: E402
-from engine.worker.text import draft_model, sequences  # noqa: E402
-from engine.worker.text.draft_cache import Resident  # noqa: E402
-from engine.worker.text.draft_model import DraftModel  # noqa: E402
-from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.simulator.mutants import Mutant, planted  # noqa: E402
-from tests.support.draft_rows import (  # noqa: E402
+from engine.api._generated.blocking import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.text.drafting.draft_lengths import Lengths
+from engine.core.text.types import Constraint, Tokens
+from engine.errors import SpawnFailed
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.factory import runner_of, runner_spec
+from engine.worker.text import draft_model, sequences
+from engine.worker.text.draft_cache import Resident
+from engine.worker.text.draft_model import DraftModel
+from tests.checkpoints.text import Shape, make
+from tests.simulator.mutants import Mutant, planted
+from tests.support.draft_rows import (
     PROMPT,
     Lying,
     ask,
@@ -39,8 +34,6 @@ from tests.support.draft_rows import (  # noqa: E402
     draft_by,
     drafts_of,
 )
-
-pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module", autouse=True)

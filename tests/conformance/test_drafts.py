@@ -6,38 +6,34 @@ random model. The n-gram drafter itself is tested at the end, and with a constra
 tokens are drafts.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from engine.api._generated.blocking import open_engine  # noqa: E402
-from engine.core.common.types import BlockId, PlanId, SequenceId  # noqa: E402
-from engine.core.text.plan import (  # noqa: E402
+from engine.api._generated.blocking import open_engine
+from engine.core.common.types import BlockId, PlanId, SequenceId
+from engine.core.text.plan import (
     AdmittedSequence,
     BlockDelta,
     Logits,
     Row,
     StepPlan,
 )
-from engine.core.text.types import Constraint, Sampling, Stops  # noqa: E402
-from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
-from engine.worker.text import runner as text_runner  # noqa: E402
-from engine.worker.text import sequences  # noqa: E402
-from engine.worker.text.ngram_drafter import REST_MAX, NgramDrafter  # noqa: E402
-from engine.worker.text.runner import NO_SCORES, TorchRunner  # noqa: E402
-from tests.simulator.mutants import Mutant, planted  # noqa: E402
-from tests.support.draft_rows import (  # noqa: E402
+from engine.core.text.types import Constraint, Sampling, Stops
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.sampling.constraint_compiler import Matching
+from engine.worker.text import runner as text_runner
+from engine.worker.text import sequences
+from engine.worker.text.ngram_drafter import REST_MAX, NgramDrafter
+from engine.worker.text.runner import NO_SCORES, TorchRunner
+from tests.simulator.mutants import Mutant, planted
+from tests.support.draft_rows import (
     PROMPT,
     ROWS,
     SAMPLING,
@@ -51,10 +47,8 @@ from tests.support.draft_rows import (  # noqa: E402
     know,
     request_of,
 )
-from tests.support.examples import examples  # noqa: E402
-from tests.support.model_zoo import load_runner  # noqa: E402
-
-pytestmark = pytest.mark.model
+from tests.support.examples import examples
+from tests.support.model_zoo import load_runner
 
 
 @pytest.fixture(scope="module", params=["model", "lookup"])

@@ -3,8 +3,6 @@
 What a whole training reaches is measured by `python -m tools.lab.measure_demo draw`.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 
@@ -16,12 +14,6 @@ from PIL import Image
 import engine
 from engine.worker.load.devices import pick_dtype
 from tools.lab.demo import measure_draw, train_draw
-
-pytestmark = [
-    pytest.mark.model,
-    # NumPy warns of what diffusers' schedulers do with torch's tensors.
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
 
 PROMPT = "a red circle left of a small blue square"
 

@@ -11,15 +11,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-torch = pytest.importorskip("torch")
-
-import trio  # noqa: E402
-from hypothesis import assume, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from transformers.generation.logits_process import (  # noqa: E402
+import torch
+import trio
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
@@ -32,18 +28,17 @@ from transformers.generation.logits_process import (  # noqa: E402
     TypicalLogitsWarper,
 )
 
-from engine.api.engine import open_engine  # noqa: E402
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.types import SequenceId  # noqa: E402
-from engine.core.text.plan import AdmittedSequence  # noqa: E402
-from engine.core.text.types import Sampling, Stops, Tokens  # noqa: E402
-from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker.sampling import candidates, draw_batch, draw_rows, sampler  # noqa: E402
-from engine.worker.sampling.edits import TokenCounts, make_edits  # noqa: E402
-from engine.worker.sampling.sampler import SampleRow, sample  # noqa: E402
-from engine.worker.text.sequences import SequenceState  # noqa: E402
+from engine.api.engine import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.types import SequenceId
+from engine.core.text.plan import AdmittedSequence
+from engine.core.text.types import Sampling, Stops, Tokens
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.sampling import candidates, draw_batch, draw_rows, sampler
+from engine.worker.sampling.edits import TokenCounts, make_edits
+from engine.worker.sampling.sampler import SampleRow, sample
+from engine.worker.text.sequences import SequenceState
 
-pytestmark = pytest.mark.model
 VOCAB = 60
 inf = math.inf
 

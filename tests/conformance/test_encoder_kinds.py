@@ -18,8 +18,6 @@ from engine.worker.encode.tokenizer import TEXTS_AT_ONCE
 from tests.conformance.test_encoders import PAIRS, QUERY, TEXTS, drop_tensor, embed, execute, load
 from tests.support import encoder_zoo as zoo
 
-pytestmark = pytest.mark.model
-
 FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
 
 

@@ -3,8 +3,6 @@
 Each input is computed alone and in a batch; both must be the library's values to 1e-5.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -19,8 +17,6 @@ from engine.worker.encode.interface import EncoderKind
 from engine.worker.encode.runner import groups
 from engine.worker.factory import make_runner
 from tests.checkpoints.encode import make_embedder, make_reranker
-
-pytestmark = pytest.mark.model
 
 TEXTS = [
     "the dog",

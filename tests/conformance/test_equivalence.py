@@ -8,8 +8,6 @@ float noise decides. An output is compared up to its first such position; the sh
 lost in this way is printed and must stay below 0.1 %.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields
 
@@ -28,8 +26,6 @@ from engine.worker.load.loader import read_config
 from engine.worker.load.resolve import resolve
 from engine.worker.sampling.sampler import SampleRow, gumbel_margin
 from tests.support.rank_threads import RankThreads
-
-pytestmark = pytest.mark.model
 
 DEMO = resolve("demo-stories").directory
 

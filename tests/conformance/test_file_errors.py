@@ -4,8 +4,6 @@ The files are found by walking checkpoints, and the patterns of files that are d
 kind of file is tested as soon as it has a maker or a pattern.
 """
 
-from __future__ import annotations
-
 import shutil
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,36 +11,28 @@ from pathlib import PurePosixPath
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.status import Capability  # noqa: E402
-from engine.worker.encode import files as encoder_files  # noqa: E402
-from engine.worker.factory import make_runner  # noqa: E402
-from engine.worker.image_generation import pipelines  # noqa: E402
-from engine.worker.load.adapter import measure_adapter, read_adapter  # noqa: E402
-from engine.worker.load.capability import find  # noqa: E402
-from engine.worker.load.checkpoint import Checkpoint  # noqa: E402
-from engine.worker.load.generation_config import read_generation  # noqa: E402
-from engine.worker.load.gguf.file import GgufFile  # noqa: E402
-from engine.worker.load.loader import read_config  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.load.resolve import WANTED_FILES, Source  # noqa: E402
-from engine.worker.text.vision.processors import read_processor  # noqa: E402
-from engine.worker.tokenizing.tokenizer import load_tokenizer  # noqa: E402
-from tests.checkpoints import encode as encoder  # noqa: E402
-from tests.checkpoints import image_generation as diffusion  # noqa: E402
-from tests.checkpoints import text, vision  # noqa: E402
-from tests.support.adapters import write_by_hand  # noqa: E402
-from tests.support.gguf_files import write_model  # noqa: E402
-from tests.support.unreadable import FAULTS, as_nobody, broken, open_folder, reason  # noqa: E402
-
-pytestmark = [
-    pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import SpawnFailed
+from engine.status import Capability
+from engine.worker.encode import files as encoder_files
+from engine.worker.factory import make_runner
+from engine.worker.image_generation import pipelines
+from engine.worker.load.adapter import measure_adapter, read_adapter
+from engine.worker.load.capability import find
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.generation_config import read_generation
+from engine.worker.load.gguf.file import GgufFile
+from engine.worker.load.loader import read_config
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import WANTED_FILES, Source
+from engine.worker.text.vision.processors import read_processor
+from engine.worker.tokenizing.tokenizer import load_tokenizer
+from tests.checkpoints import encode as encoder
+from tests.checkpoints import image_generation as diffusion
+from tests.checkpoints import text, vision
+from tests.support.adapters import write_by_hand
+from tests.support.gguf_files import write_model
+from tests.support.unreadable import FAULTS, as_nobody, broken, open_folder, reason
 
 KINDS = ("text", "shards", "gguf", "vision", "encoder", "reranker", "images", "drawing", "adapter")
 

@@ -4,37 +4,35 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import transformers.integrations.gguf
+from safetensors.torch import load_file, save_file
+from transformers.integrations.gguf import reader
 
-torch = pytest.importorskip("torch")
-
-import transformers.integrations.gguf  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers.integrations.gguf import reader  # noqa: E402
-
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load.generation_config import read_generation  # noqa: E402
-from engine.worker.load.gguf import file as gguf_file  # noqa: E402
-from engine.worker.load.gguf.file import GgufFile  # noqa: E402
-from engine.worker.load.gguf.models import LLAMA3_ROPE, MODELS  # noqa: E402
-from engine.worker.load.gguf.vocabulary import TOKENS  # noqa: E402
-from engine.worker.load.loader import read_config  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
-from engine.worker.skeleton.config import SkeletonConfig  # noqa: E402
-from engine.worker.text import files as model_files  # noqa: E402
-from engine.worker.text.files import open_files  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from engine.worker.tokenizing.tokenizer import load_tokenizer  # noqa: E402
-from tests.checkpoints.text import PRESETS, Shape, make  # noqa: E402
-from tests.conformance.test_rewrites import (  # noqa: E402
+from engine.errors import SpawnFailed
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.interface import RunnerSpec
+from engine.worker.load.generation_config import read_generation
+from engine.worker.load.gguf import file as gguf_file
+from engine.worker.load.gguf.file import GgufFile
+from engine.worker.load.gguf.models import LLAMA3_ROPE, MODELS
+from engine.worker.load.gguf.vocabulary import TOKENS
+from engine.worker.load.loader import read_config
+from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode
+from engine.worker.skeleton.config import SkeletonConfig
+from engine.worker.text import files as model_files
+from engine.worker.text.files import open_files
+from engine.worker.text.runner import TorchRunner
+from engine.worker.tokenizing.tokenizer import load_tokenizer
+from tests.checkpoints.text import PRESETS, Shape, make
+from tests.conformance.test_rewrites import (
     Built,
     check_rounded_alike,
     distance,
     round_inputs,
 )
-from tests.support.gguf_files import (  # noqa: E402
+from tests.support.gguf_files import (
     F16,
     F32,
     Q4_0,
@@ -43,11 +41,9 @@ from tests.support.gguf_files import (  # noqa: E402
     write_file,
     write_model,
 )
-from tests.support.model_zoo import LLAMA3_ROPE as ZOO_ROPE  # noqa: E402
-from tests.support.model_zoo import load_runner  # noqa: E402
-from tools.lab.measure_quantization import PIECE, STORIES, Model, compare, story_text  # noqa: E402
-
-pytestmark = pytest.mark.model
+from tests.support.model_zoo import LLAMA3_ROPE as ZOO_ROPE
+from tests.support.model_zoo import load_runner
+from tools.lab.measure_quantization import PIECE, STORIES, Model, compare, story_text
 
 ALL_SLIDING = ["sliding_attention"] * 3  # what Gemma 3's class makes of three layers
 # transformers' model types by llama.cpp's, and what the checkpoint has besides.

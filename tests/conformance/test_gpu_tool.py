@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.support.model_zoo import ZOO
 from tools.lab.gpu.__main__ import main
 from tools.lab.gpu.phases import PHASES
 from tools.lab.gpu.wheels import NEEDED, complete, lacking
 
-pytestmark = pytest.mark.model
 ROOT = Path(__file__).parents[2]
 
 

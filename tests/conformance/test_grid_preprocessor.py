@@ -1,7 +1,5 @@
 """Sizes and pixels of images in whole squares, against transformers' Qwen2-VL processor."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -9,9 +7,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-
-pytest.importorskip("torch")
-
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -23,8 +18,6 @@ from tests.support.images import picture
 
 # Least and most pixels: the defaults of Qwen2-VL, small ones, equal ones, and less than a square.
 LIMITS = ((3136, 1_003_520), (1024, 9216), (4096, 4096), (1, 100))
-pytestmark = pytest.mark.model
-
 SIDES = st.integers(1, 5000)
 
 

@@ -4,31 +4,26 @@ Prompts come in chunks, share prefixes and so begin from snapshots, fork into ch
 blocks and are parked. With a planted fault in how states are kept, the comparison fails.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.config import SchedulerConfig  # noqa: E402
-from engine.core.common.credit import Credit  # noqa: E402
-from engine.core.common.events import ReaderDrained, StepDone, Submit  # noqa: E402
-from engine.core.common.types import RequestId  # noqa: E402
-from engine.core.text.memory import snapshots  # noqa: E402
-from engine.core.text.scheduler import Scheduler  # noqa: E402
-from engine.core.text.types import Request, Sampling, Stops, Tokens  # noqa: E402
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.forward.recurrent import CompiledStates, RecurrentLayers  # noqa: E402
-from engine.worker.text.sequences import SequenceState  # noqa: E402
-from tests.support.adapters import places_of, write_by_hand  # noqa: E402
-from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of  # noqa: E402
-from tests.support.parity import Tally  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.config import SchedulerConfig
+from engine.core.common.credit import Credit
+from engine.core.common.events import ReaderDrained, StepDone, Submit
+from engine.core.common.types import RequestId
+from engine.core.text.memory import snapshots
+from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Request, Sampling, Stops, Tokens
+from engine.errors import SpawnFailed
+from engine.worker.forward.recurrent import CompiledStates, RecurrentLayers
+from engine.worker.text.sequences import SequenceState
+from tests.support.adapters import places_of, write_by_hand
+from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of
+from tests.support.parity import Tally
 
 HYBRIDS = ["lfm2", "qwen3_5", "qwen3_next", "granite, hybrid", "bamba", "falcon_h1"]
 # One of each kind of layer; how states are kept does not depend on the model otherwise.

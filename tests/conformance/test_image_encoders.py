@@ -4,8 +4,6 @@ Each text and image is computed alone and in a batch. The images' pixels are tho
 own processor, to the last bit.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -33,8 +31,6 @@ from engine.worker.image_reader import ImageReader
 from engine.worker.load.capability import capability_of
 from tests.checkpoints.encode import IMAGE_ARCHS, make_embedder, make_image_embedder
 from tests.support.images import encoded, picture, pixels
-
-pytestmark = pytest.mark.model
 
 TEXTS = ["the dog", "a cat and the river of gold", "fish", "wind and snow " * 50]
 SIZES = [(64, 48), (32, 32), (31, 200), (7, 5), (300, 33)]

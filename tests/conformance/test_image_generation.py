@@ -4,8 +4,6 @@ also while other drawings are under way (issue 28).
 Each fault of `FAULTS` is planted once, and must show.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -26,9 +24,6 @@ from tests.checkpoints.image_generation import make
 from tests.support.images import pixels
 
 pytestmark = [
-    pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     # diffusers' own loop over several images from one
     pytest.mark.filterwarnings("ignore:You have passed:FutureWarning"),
 ]

@@ -1,8 +1,6 @@
 """How an image model is loaded: what is refused, in one sentence; names and types of weights that
 published checkpoints have; and its memory (issue 28)."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -23,12 +21,6 @@ from engine.worker.interface import RunnerSpec
 from engine.worker.load.capability import capability_of
 from tests.checkpoints.image_generation import make
 from tests.support.estimates import check_estimate
-
-pytestmark = [
-    pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
 
 UNET, VAE, CLIP = (
     "unet/diffusion_pytorch_model.safetensors",

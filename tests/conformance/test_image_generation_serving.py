@@ -1,7 +1,5 @@
 """An image model's runner on a thread of its own and in a process of its own: the same bytes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -15,12 +13,6 @@ from engine.core.image_generation.types import Drawing, ImagePlan, ImageVerb
 from engine.errors import EngineBug, SpawnFailed, WorkerLost
 from engine.worker.factory import make_process_runner, make_runner
 from tests.checkpoints.image_generation import make
-
-pytestmark = [
-    pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
 
 DRAWING = Drawing("a red circle", "", 64, 64, steps=3, guidance_scale=5.0, seed=7, num_images=2)
 SEQUENCE = SequenceId(1)

@@ -5,8 +5,6 @@ refuses the step before anything of it is computed. `test_kernel_sources.py` run
 the sanitizers, and plants a missing look.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import shutil
@@ -16,30 +14,27 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.errors import EngineBug, SpawnFailed  # noqa: E402
-from engine.worker.forward import kernel_structs as structs  # noqa: E402
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.adapters import AdapterGroup  # noqa: E402
-from engine.worker.forward.attention import KEYWORD, AttentionCall  # noqa: E402
-from engine.worker.forward.decoder import GROUPS, NativeDecoder, Packer  # noqa: E402
-from engine.worker.forward.image_rows import IMAGES, ImageRows  # noqa: E402
-from engine.worker.forward.kv_cache import KvCache  # noqa: E402
-from engine.worker.forward.packing import pack  # noqa: E402
-from engine.worker.forward.recurrent import RowState  # noqa: E402
-from engine.worker.forward.rewrites import ExpertParts, take_apart  # noqa: E402
-from engine.worker.load.adapter import LowRank, StoredAdapter  # noqa: E402
-from engine.worker.load.architectures import layer_shapes  # noqa: E402
-from engine.worker.load.probe import probe  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.quantized.weight import quantise  # noqa: E402
-from tests.conformance import test_native_attention as attention  # noqa: E402
-from tests.conformance.test_rewrites import Built, load  # noqa: E402
-from tests.support.model_zoo import TINY, load_runner  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.errors import EngineBug, SpawnFailed
+from engine.worker.forward import kernel_structs as structs
+from engine.worker.forward import native
+from engine.worker.forward.adapters import AdapterGroup
+from engine.worker.forward.attention import KEYWORD, AttentionCall
+from engine.worker.forward.decoder import GROUPS, NativeDecoder, Packer
+from engine.worker.forward.image_rows import IMAGES, ImageRows
+from engine.worker.forward.kv_cache import KvCache
+from engine.worker.forward.packing import pack
+from engine.worker.forward.recurrent import RowState
+from engine.worker.forward.rewrites import ExpertParts, take_apart
+from engine.worker.load.adapter import LowRank, StoredAdapter
+from engine.worker.load.architectures import layer_shapes
+from engine.worker.load.probe import probe
+from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.weight import quantise
+from tests.conformance import test_native_attention as attention
+from tests.conformance.test_rewrites import Built, load
+from tests.support.model_zoo import TINY, load_runner
 
 FAR = (-(2**63), -(2**32), -1, 2**32 - 1, 2**63 - 1)
 COUNTS = (1, 40, 3)  # a decode, a chunk, and a short row

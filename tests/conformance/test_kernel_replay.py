@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.variants import VARIANTS, features_of  # noqa: E402
-from tests.support import kernel_cases, toolchains  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.forward import native
+from engine.worker.forward.variants import VARIANTS, features_of
+from tests.support import kernel_cases, toolchains
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
 RUNNABLE = [one for one in VARIANTS if features_of(CPUINFO).issuperset(one.needs)]

@@ -3,8 +3,6 @@
 Users' machines compile with ``-w``, as a newer compiler's new warning should not trouble them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -13,13 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.forward import native  # noqa: E402
-from tests.support import toolchains  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.forward import native
+from tests.support import toolchains
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600

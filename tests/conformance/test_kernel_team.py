@@ -4,19 +4,13 @@ The driver's steps change their number of threads from one to the next, as a wor
 threads sleep inside of tasks and between loops.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from engine.worker.forward import native
-
-pytestmark = pytest.mark.model
 
 DRIVER = Path(__file__).parents[1] / "support" / "team_driver.cpp"
 LIMIT_S = 120

@@ -1,19 +1,14 @@
 """The numbers of a text model do not depend on how many threads its kernels have."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import seeded_prompt  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.interface import RunnerSpec
+from engine.worker.text.runner import TorchRunner
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import seeded_prompt
 
 
 def outputs(runner, info, monkeypatch, counts):

@@ -6,25 +6,21 @@ import pwd
 import shutil
 import tempfile
 
+import huggingface_hub.constants
 import pytest
+import torch
+from safetensors import safe_open
 
-torch = pytest.importorskip("torch")
-
-import huggingface_hub.constants  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker import factory, failures  # noqa: E402
-from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
-from engine.worker.load import checkpoint, resolve  # noqa: E402
-from engine.worker.text import placed_model as runner_module  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.checkpoints.text import make  # noqa: E402
-from tests.support.adapters import change_tensors  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import REFERENCE, WAYS, load_runner  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.errors import SpawnFailed
+from engine.worker import factory, failures
+from engine.worker.interface import LoadProgress, RunnerSpec
+from engine.worker.load import checkpoint, resolve
+from engine.worker.text import placed_model as runner_module
+from engine.worker.text.runner import TorchRunner
+from tests.checkpoints.text import make
+from tests.support.adapters import change_tensors
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import REFERENCE, WAYS, load_runner
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Models that load beside each other in threads import large libraries one at a time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,8 +12,6 @@ from tests.checkpoints import encode as encoder
 from tests.checkpoints import image_generation as diffusion
 from tests.checkpoints import text, vision
 from tests.support.gguf_files import write_model
-
-pytestmark = pytest.mark.model
 
 # Loads a model, and prints each module that is imported while other threads may import, too.
 WATCH = """

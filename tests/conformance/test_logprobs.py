@@ -8,26 +8,21 @@ import math
 import random
 
 import pytest
+import torch
+import trio
 
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
+from engine.api.engine import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.text.plan import Logits
+from engine.core.text.types import Sampling, Tokens
+from engine.errors import EngineBug
+from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started
+from engine.worker.sampling import logprobs as logprobs_module
+from engine.worker.sampling.logprobs import Wanted, score
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import seeded_prompt
 
-torch = pytest.importorskip("torch")
-
-import trio  # noqa: E402
-
-from engine.api.engine import open_engine  # noqa: E402
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.plan import Logits  # noqa: E402
-from engine.core.text.types import Sampling, Tokens  # noqa: E402
-from engine.errors import EngineBug  # noqa: E402
-from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started  # noqa: E402
-from engine.worker.sampling import logprobs as logprobs_module  # noqa: E402
-from engine.worker.sampling.logprobs import Wanted, score  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import seeded_prompt  # noqa: E402
-
-pytestmark = pytest.mark.model
 TOLERANCE = 1e-4
 
 

@@ -5,27 +5,23 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.worker.factory import runner_of, runner_spec  # noqa: E402
-from engine.worker.forward.attention import AttentionCall  # noqa: E402
-from engine.worker.forward.kv_cache import DEFAULT_KV_BYTES, KvCache, size_pool  # noqa: E402
-from engine.worker.forward.packing import pack  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend, first_visible  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load.architectures import LayerShape, layer_shapes  # noqa: E402
-from engine.worker.load.devices import pick_device  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.tokenizing.tokenizer import load_tokenizer  # noqa: E402
-from tests.checkpoints.text import PRESETS, Shape, main, make, make_config  # noqa: E402
-from tools.lab.bench.coldstart import resident  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.config import EngineConfig, ModelConfig
+from engine.worker.factory import runner_of, runner_spec
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.forward.kv_cache import DEFAULT_KV_BYTES, KvCache, size_pool
+from engine.worker.forward.packing import pack
+from engine.worker.forward.reference_attention import ReferenceBackend, first_visible
+from engine.worker.interface import RunnerSpec
+from engine.worker.load.architectures import LayerShape, layer_shapes
+from engine.worker.load.devices import pick_device
+from engine.worker.load.refusal import Refusal
+from engine.worker.tokenizing.tokenizer import load_tokenizer
+from tests.checkpoints.text import PRESETS, Shape, main, make, make_config
+from tools.lab.bench.coldstart import resident
 
 SHAPES = (LayerShape(2, 8), LayerShape(1, 16))
 

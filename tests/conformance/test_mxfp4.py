@@ -8,28 +8,24 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Mxfp4Config
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
-torch = pytest.importorskip("torch")
-
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import Mxfp4Config  # noqa: E402
-from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors  # noqa: E402
-
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load.joined_experts import Joining  # noqa: E402
-from engine.worker.load.loader import read_config, weight_bytes  # noqa: E402
-from engine.worker.quantized import mxfp4_checkpoint  # noqa: E402
-from engine.worker.quantized.mxfp4_checkpoint import Mxfp4Checkpoint  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.conformance.test_parity import ALONE_LENGTHS, assert_red, run_alone, run_packed  # noqa: E402
-from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
-from tests.support.model_zoo import REFERENCE, Loaded, load_runner  # noqa: E402
-from tests.support.parity import Oracle, Tally  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.errors import SpawnFailed
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.interface import RunnerSpec
+from engine.worker.load.joined_experts import Joining
+from engine.worker.load.loader import read_config, weight_bytes
+from engine.worker.quantized import mxfp4_checkpoint
+from engine.worker.quantized.mxfp4_checkpoint import Mxfp4Checkpoint
+from engine.worker.text.runner import TorchRunner
+from tests.checkpoints.text import Shape, make
+from tests.conformance.test_parity import ALONE_LENGTHS, assert_red, run_alone, run_packed
+from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs
+from tests.support.model_zoo import REFERENCE, Loaded, load_runner
+from tests.support.parity import Oracle, Tally
 
 # As in the published checkpoints.
 SETTINGS = {

@@ -11,23 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.forward import kernel_structs as structs  # noqa: E402
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.backends import pick_backend  # noqa: E402
-from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
-from engine.worker.forward.variants import VARIANTS, features_of  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load.architectures import LayerShape  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.checkpoints.text import make  # noqa: E402
-from tests.conformance import test_native_attention as attention  # noqa: E402
-from tests.conformance import test_native_products as products  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.forward import kernel_structs as structs
+from engine.worker.forward import native
+from engine.worker.forward.backends import pick_backend
+from engine.worker.forward.native_attention import NativeBackend
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.forward.variants import VARIANTS, features_of
+from engine.worker.interface import RunnerSpec
+from engine.worker.load.architectures import LayerShape
+from engine.worker.text.runner import TorchRunner
+from tests.checkpoints.text import make
+from tests.conformance import test_native_attention as attention
+from tests.conformance import test_native_products as products
 
 CPU = torch.device("cpu")
 NARROW = [LayerShape(2, 16)]

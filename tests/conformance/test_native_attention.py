@@ -9,18 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.attention import AttentionCall  # noqa: E402
-from engine.worker.forward.kv_cache import KvCache  # noqa: E402
-from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
-from engine.worker.forward.packing import pack  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
-from engine.worker.load.architectures import LayerShape  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.forward import native
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.forward.kv_cache import KvCache
+from engine.worker.forward.native_attention import NativeBackend
+from engine.worker.forward.packing import pack
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.load.architectures import LayerShape
 
 CPU = torch.device("cpu")
 # Heads, key heads, width: groups of 1, 2, 3, 7, 12 and 40 heads, widths of 1 to 16 vectors. A task

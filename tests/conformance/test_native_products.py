@@ -4,14 +4,11 @@ A row's product does not depend on the rows beside it.
 """
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.decoder import PackedLinear  # noqa: E402
-from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.forward import native
+from engine.worker.forward.decoder import PackedLinear
+from engine.worker.forward.native_attention import NativeBackend
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 3, 7, 8, 12, 13, 16, 17, 20, 24, 31, 32, 33, 36, 64, 65, 100, 129, 300]

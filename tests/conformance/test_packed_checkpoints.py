@@ -9,22 +9,18 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-torch = pytest.importorskip("torch")
-
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.load.loader import read_config  # noqa: E402
-from engine.worker.quantized import packed_checkpoint  # noqa: E402
-from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_layout  # noqa: E402
-from engine.worker.skeleton.config import SkeletonConfig  # noqa: E402
-from tests.checkpoints.text import make  # noqa: E402
-from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
-from tests.support.model_zoo import load_runner  # noqa: E402
-from tools.lab.bench import w8a8  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.errors import SpawnFailed
+from engine.worker.load.loader import read_config
+from engine.worker.quantized import packed_checkpoint
+from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_layout
+from engine.worker.skeleton.config import SkeletonConfig
+from tests.checkpoints.text import make
+from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs
+from tests.support.model_zoo import load_runner
+from tools.lab.bench import w8a8
 
 GROUP = 32
 AWQ_PACKING = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's order_map

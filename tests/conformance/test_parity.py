@@ -12,27 +12,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import trio  # noqa: E402
-from transformers.models.auto.modeling_auto import (  # noqa: E402
+import torch
+import trio
+from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from engine.api.engine import open_engine  # noqa: E402
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.text.types import Tokens  # noqa: E402
-from engine.requests.text.values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker.forward import packing, reference_attention, rewrites  # noqa: E402
-from engine.worker.forward.attention import AttentionCall  # noqa: E402
-from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.forward.native_attention import NativeBackend, NativeStep  # noqa: E402
-from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
-from engine.worker.skeleton.families import LISTED  # noqa: E402
-from tests.checkpoints.text import make_config  # noqa: E402
-from tests.support.mini_planner import GREEDY, MiniPlanner, Planned  # noqa: E402
-from tests.support.model_zoo import (  # noqa: E402
+from engine.api.engine import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.text.types import Tokens
+from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.worker.forward import packing, reference_attention, rewrites
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.forward.native_attention import NativeBackend, NativeStep
+from engine.worker.load.architectures import SERVED, layer_shapes
+from engine.worker.skeleton.families import LISTED
+from tests.checkpoints.text import make_config
+from tests.support.mini_planner import GREEDY, MiniPlanner, Planned
+from tests.support.model_zoo import (
     COMPILED,
     REFERENCE,
     WAYS,
@@ -41,9 +39,7 @@ from tests.support.model_zoo import (  # noqa: E402
     load_runner,
     prompt_of,
 )
-from tests.support.parity import Tally  # noqa: E402
-
-pytestmark = pytest.mark.model
+from tests.support.parity import Tally
 
 NUM_NEW = 64
 ALONE_LENGTHS = (1, 16, 17, 500)

@@ -1,7 +1,5 @@
 """A real model's runner in a process of its own: the same numbers, and a process that may die."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -21,8 +19,6 @@ from engine.errors import InvalidRequest, SpawnFailed, WorkerLost
 from engine.worker.factory import make_process_runner, make_runner
 from tests.support.process_fakes import drive, empty_plan, is_gone
 from tests.support.wire import wait_until
-
-pytestmark = pytest.mark.model
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ModelConfig("demo-stories", threads=1)

@@ -5,17 +5,15 @@ The references here compute the same blocks in torch's integers.
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.decoder import PackedLinear, Packer  # noqa: E402
-from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.quantized.weight import (  # noqa: E402
+from engine.worker.forward import native
+from engine.worker.forward.decoder import PackedLinear, Packer
+from engine.worker.forward.native_attention import NativeBackend
+from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.weight import (
     CENTRED,
     FACTORS,
     Form,
@@ -26,8 +24,6 @@ from engine.worker.quantized.weight import (  # noqa: E402
     quantise,
     weight_of,
 )
-
-pytestmark = pytest.mark.model
 
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # a table that is no range
 TABLES = ((), CENTRED, MXFP4)

@@ -1,7 +1,5 @@
 """The ranks of a divided model as processes, as a server has them, with a real model (D29)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -17,8 +15,6 @@ from engine.worker.process.runner import ProcessRunner
 from tests.conformance.test_division import tokens_of
 from tests.support.process_fakes import a_plan, drive, is_gone
 from tests.support.wire import wait_until
-
-pytestmark = pytest.mark.model
 
 STORIES = ModelConfig("demo-stories", threads=1)
 DIVIDED = ModelConfig("demo-stories", threads=1, tp=2)

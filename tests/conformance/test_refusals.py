@@ -3,20 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.forward.attention import (  # noqa: E402
+from engine.errors import SpawnFailed
+from engine.worker.forward.attention import (
     HARMLESS,
     Mask,
     UnsupportedAttention,
     check_keywords,
     paged_attention,
 )
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load import architectures  # noqa: E402
-from engine.worker.load.architectures import (  # noqa: E402
+from engine.worker.interface import RunnerSpec
+from engine.worker.load import architectures
+from engine.worker.load.architectures import (
     LONGROPE,
     STATIC_ROPE_TYPES,
     Architecture,
@@ -25,20 +24,19 @@ from engine.worker.load.architectures import (  # noqa: E402
     context_note,
     find,
 )
-from engine.worker.load.loader import read_config  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.load.vision_architectures import (  # noqa: E402
+from engine.worker.load.loader import read_config
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.vision_architectures import (
     VISION,
     find_vision,
     has_vision,
 )
-from engine.worker.skeleton.config import SkeletonConfig  # noqa: E402
-from engine.worker.text import placed_model as runner_module  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.checkpoints.text import PRESETS, make  # noqa: E402
-from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
+from engine.worker.skeleton.config import SkeletonConfig
+from engine.worker.text import placed_model as runner_module
+from engine.worker.text.runner import TorchRunner
+from tests.checkpoints.text import PRESETS, make
+from tests.support.model_zoo import LONG_PHI3, load_runner
 
-pytestmark = pytest.mark.model
 TINY = PRESETS["tiny"]
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

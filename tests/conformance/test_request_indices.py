@@ -6,31 +6,24 @@ that runs beside it gets its own tokens. `test_kernel_sources.py` runs this file
 sanitizers.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import assume, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from engine.api._generated.blocking import open_engine  # noqa: E402
-from engine.config import AdapterConfig, EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.types import Constraint, Tokens  # noqa: E402
-from engine.errors import InvalidRequest, StepFailed  # noqa: E402
-from engine.requests.text import prepare as prepare_text  # noqa: E402
-from engine.requests.text.chat_values import Chat  # noqa: E402
-from engine.requests.text.continuation import Continuation, ContinuedChoice  # noqa: E402
-from engine.requests.text.values import MAX_CHOICES, MAX_LOGPROBS, GenerateRequest  # noqa: E402
-from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.support.adapters import write_by_hand  # noqa: E402
-from tests.support.added_tokens import add_token  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.api._generated.blocking import open_engine
+from engine.config import AdapterConfig, EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.text.types import Constraint, Tokens
+from engine.errors import InvalidRequest, StepFailed
+from engine.requests.text import prepare as prepare_text
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.continuation import Continuation, ContinuedChoice
+from engine.requests.text.values import MAX_CHOICES, MAX_LOGPROBS, GenerateRequest
+from tests.checkpoints.text import Shape, make
+from tests.support.adapters import write_by_hand
+from tests.support.added_tokens import add_token
 
 ROWS = 528  # of the embedding: whole panels
 LENGTH = 48  # of prompt and output together

@@ -10,36 +10,33 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.core.text.plan import SCORED_TOKENS_MAX  # noqa: E402
-from engine.worker.forward import kernel_structs as structs  # noqa: E402
-from engine.worker.forward.attention import KEYWORD  # noqa: E402
-from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
-from engine.worker.forward.decoder import PART, NativeDecoder  # noqa: E402
-from engine.worker.forward.kv_cache import KvCache, PoolSize  # noqa: E402
-from engine.worker.forward.packing import pack  # noqa: E402
-from engine.worker.forward.recurrent import RowState, StateSlots, open_states  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
-from engine.worker.forward.rewrites import NotRewritten, take_apart  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load.architectures import layer_shapes  # noqa: E402
-from engine.worker.load.checkpoint import Checkpoint  # noqa: E402
-from engine.worker.load.loader import load_model, read_config, weight_bytes  # noqa: E402
-from engine.worker.load.probe import probe  # noqa: E402
-from engine.worker.load.recurrent import RECURRENT, state_shapes  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.quantized.weight import ROUNDED, quantise  # noqa: E402
-from engine.worker.skeleton.families import LISTED  # noqa: E402
-from engine.worker.skeleton.modules import Skeleton  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.conformance.test_quantized_weights import round_row_blocks  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import COMPILED_ROWS  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.core.text.plan import SCORED_TOKENS_MAX
+from engine.worker.forward import kernel_structs as structs
+from engine.worker.forward.attention import KEYWORD
+from engine.worker.forward.backends import pick_backend, prepare
+from engine.worker.forward.decoder import PART, NativeDecoder
+from engine.worker.forward.kv_cache import KvCache, PoolSize
+from engine.worker.forward.packing import pack
+from engine.worker.forward.recurrent import RowState, StateSlots, open_states
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.forward.rewrites import NotRewritten, take_apart
+from engine.worker.interface import RunnerSpec
+from engine.worker.load.architectures import layer_shapes
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.loader import load_model, read_config, weight_bytes
+from engine.worker.load.probe import probe
+from engine.worker.load.recurrent import RECURRENT, state_shapes
+from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.weight import ROUNDED, quantise
+from engine.worker.skeleton.families import LISTED
+from engine.worker.skeleton.modules import Skeleton
+from engine.worker.text.runner import TorchRunner
+from tests.checkpoints.text import Shape, make
+from tests.conformance.test_quantized_weights import round_row_blocks
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import COMPILED_ROWS
 
 CPU = torch.device("cpu")
 COUNTS = (1, 40, 3, 1, 130, 1)

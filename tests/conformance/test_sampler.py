@@ -11,30 +11,25 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-from hypothesis import assume, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from transformers.generation.logits_process import (  # noqa: E402
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from engine.core.text.types import Sampling  # noqa: E402
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sampler  # noqa: E402
-from engine.worker.sampling.masks import Mask  # noqa: E402
-from engine.worker.sampling.sample_row import needs_prefix  # noqa: E402
-from engine.worker.sampling.sampler import NothingToSample, SampleRow, gumbel_margin, sample  # noqa: E402
-from tests.support import kernel_cases  # noqa: E402
+from engine.core.text.types import Sampling
+from engine.worker.forward import native
+from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sampler
+from engine.worker.sampling.masks import Mask
+from engine.worker.sampling.sample_row import needs_prefix
+from engine.worker.sampling.sampler import NothingToSample, SampleRow, gumbel_margin, sample
+from tests.support import kernel_cases
 
-pytestmark = pytest.mark.model
 inf = math.inf
 
 

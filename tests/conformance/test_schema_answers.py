@@ -5,8 +5,6 @@ draws the answers, and prefers tokens that spell what has gone wrong elsewhere (
 escaped name, a number at its bound).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -18,9 +16,6 @@ from time import process_time
 
 import jsonschema
 import pytest
-
-pytest.importorskip("torch")
-
 from jsonschema.validators import validator_for
 from tokenizers import AddedToken, Tokenizer
 
@@ -33,8 +28,6 @@ from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 from tests.support.forms import drawn, schema_constraint
 from tests.support.schemas import every_schema
-
-pytestmark = pytest.mark.model
 
 MAX_TOKENS = 150
 ANSWERS_OF_ONE = 5

@@ -7,18 +7,15 @@ transformers' ``save_pretrained`` writes, and each prompt's log-probabilities ar
 import random
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.core.text.types import Sampling  # noqa: E402
-from engine.worker.load.checkpoint import current_name  # noqa: E402
-from engine.worker.load.joined_experts import Joining  # noqa: E402
-from tests.checkpoints.text import EXTRA, make, make_config  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import TINY, ZOO, load_runner, prompt_of  # noqa: E402
-from tests.support.parity import Oracle  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.core.text.types import Sampling
+from engine.worker.load.checkpoint import current_name
+from engine.worker.load.joined_experts import Joining
+from tests.checkpoints.text import EXTRA, make, make_config
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import TINY, ZOO, load_runner, prompt_of
+from tests.support.parity import Oracle
 
 TOLERANCE = 1e-4
 NEAR_TIE = 1e-4  # of a router, behind which nothing is compared

@@ -7,8 +7,6 @@ stays beside them with all tensors negated.
 A broken index is refused by name before any weights are read.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -28,12 +26,6 @@ from tests.support.images import picture
 from tests.support.mini_planner import MiniPlanner
 from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of
 from tests.support.vision import runner_of
-
-pytestmark = [
-    pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
 
 
 def cut(folder, stem="model", *, leaves_whole=False):

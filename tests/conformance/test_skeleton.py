@@ -10,28 +10,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.forward.rewrites import MlpParts, take_apart  # noqa: E402
-from engine.worker.load import loader  # noqa: E402
-from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
-from engine.worker.load.loader import read_config  # noqa: E402
-from engine.worker.load.probe import probe  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.skeleton.config import SkeletonConfig, Unusual, read_skeleton  # noqa: E402
-from engine.worker.skeleton.families import LISTED, REQUIRED, WITHOUT_EFFECT  # noqa: E402
-from engine.worker.skeleton.modules import Skeleton  # noqa: E402
-from tests.support.model_zoo import (  # noqa: E402
+from engine.worker.forward import native
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.forward.rewrites import MlpParts, take_apart
+from engine.worker.load import loader
+from engine.worker.load.architectures import SERVED, layer_shapes
+from engine.worker.load.loader import read_config
+from engine.worker.load.probe import probe
+from engine.worker.load.refusal import Refusal
+from engine.worker.skeleton.config import SkeletonConfig, Unusual, read_skeleton
+from engine.worker.skeleton.families import LISTED, REQUIRED, WITHOUT_EFFECT
+from engine.worker.skeleton.modules import Skeleton
+from tests.support.model_zoo import (
     COMPILED_ROWS,
     LLAMA3_ROPE,
     YARN_ROPE,
     load_runner,
 )
-
-pytestmark = pytest.mark.model
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo" / "stories"
 CPU = torch.device("cpu")

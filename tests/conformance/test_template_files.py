@@ -1,7 +1,5 @@
 """A model's chat templates come from the files that transformers reads, whatever else there is."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -18,7 +16,6 @@ from tests.support.gguf_files import write_model
 from tests.support.model_zoo import Zoo
 
 pytestmark = [
-    pytest.mark.model,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # transformers'
 ]
 

@@ -3,8 +3,6 @@
 No library divides texts, so each is compared with its own tokens when it is whole.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,6 @@ from engine.worker.tokenizing.text_pieces import TextDivider
 from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.checkpoints.encode import words_tokenizer
 from tests.support import toy_tokenizers
-
-pytestmark = pytest.mark.model
 
 DEMO = Path(engine.__file__).parent / "demo"
 SIZE = 48  # characters of a piece, in place of `PIECE_CHARS`

@@ -1,14 +1,9 @@
 """A text's length says how many tokens it has at least, or nothing, for each kind of tokenizer."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 
 import pytest
-
-pytest.importorskip("torch")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -17,8 +12,6 @@ from engine.worker.tokenizing import token_sizes
 from engine.worker.tokenizing.token_sizes import BYTES, max_chars_per_token
 from tests.checkpoints.encode import words_tokenizer
 from tests.support import toy_tokenizers
-
-pytestmark = pytest.mark.model
 
 COMPOSED = "\u1f82"  # its decomposition has four characters, and three bytes have it
 DECOMPOSED = "\u03b1\u0313\u0300\u0345"

@@ -11,27 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from engine.core.text.types import Stops  # noqa: E402
-from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
-from engine.worker.encode.tokenizer import InputTokenizer  # noqa: E402
-from engine.worker.interface import Tokenizer  # noqa: E402
-from engine.worker.tokenizing.detokenizer import TextState  # noqa: E402
-from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
-from tests.checkpoints.text import write_tokenizer  # noqa: E402
-from tests.support import toy_tokenizers  # noqa: E402
-from tests.support.wire import wait_until  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.core.text.types import Stops
+from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, SpawnFailed
+from engine.worker.encode.tokenizer import InputTokenizer
+from engine.worker.interface import Tokenizer
+from engine.worker.tokenizing.detokenizer import TextState
+from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer
+from tests.checkpoints.text import write_tokenizer
+from tests.support import toy_tokenizers
+from tests.support.wire import wait_until
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo" / "stories"
 MODEL_TYPES = {

@@ -4,19 +4,12 @@ A random walk through the grammar stands for a model that would rather write any
 judges are the answer parser, which is what a client's calls come from, and `jsonschema`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 
 import jsonschema
 import pytest
-
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-pytest.importorskip("torch")
-
 from tokenizers import AddedToken, Tokenizer
 
 from engine.api.engine import open_engine
@@ -35,8 +28,6 @@ from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.checkpoints.text import EOS
 from tests.support import toy_tokenizers
 from tests.support.model_zoo import Zoo
-
-pytestmark = pytest.mark.model
 
 SCHEMAS = {
     "get_weather": {

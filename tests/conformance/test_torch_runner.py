@@ -10,12 +10,11 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from engine.core.common.steps import RowFailure  # noqa: E402
-from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId  # noqa: E402
-from engine.core.text.plan import (  # noqa: E402
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId
+from engine.core.text.plan import (
     AdmittedSequence,
     BlockDelta,
     Logits,
@@ -23,19 +22,17 @@ from engine.core.text.plan import (  # noqa: E402
     RowResult,
     StepPlan,
 )
-from engine.core.text.types import Sampling, Stops  # noqa: E402
-from engine.errors import EngineBug  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.text import runner as runner_module  # noqa: E402
-from engine.worker.text import sequences  # noqa: E402
-from engine.worker.text.runner import TorchRunner, is_out_of_memory  # noqa: E402
-from tests.checkpoints.text import Shape, make  # noqa: E402
-from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
-from tests.support.model_zoo import WAYS, load_runner, seeded_prompt  # noqa: E402
-from tools.lab.bench.quantized_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
-from tools.lab.bench.quantized_weights import in_process as measured  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.core.text.types import Sampling, Stops
+from engine.errors import EngineBug
+from engine.worker.interface import RunnerSpec
+from engine.worker.text import runner as runner_module
+from engine.worker.text import sequences
+from engine.worker.text.runner import TorchRunner, is_out_of_memory
+from tests.checkpoints.text import Shape, make
+from tests.support.mini_planner import GREEDY, MiniPlanner
+from tests.support.model_zoo import WAYS, load_runner, seeded_prompt
+from tools.lab.bench.quantized_weights import BAR_PEAK, BARS_MEMORY
+from tools.lab.bench.quantized_weights import in_process as measured
 
 LENGTHS = (5, 16, 33, 80)
 

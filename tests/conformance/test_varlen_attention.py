@@ -12,27 +12,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from engine.worker.forward import varlen_attention  # noqa: E402
-from engine.worker.forward.attention import AttentionCall  # noqa: E402
-from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend, ReferenceStep  # noqa: E402
-from engine.worker.forward.varlen_attention import VarlenBackend, VarlenStep, varlen_attn  # noqa: E402
-from engine.worker.interface import RunnerSpec  # noqa: E402
-from engine.worker.load.architectures import LayerShape  # noqa: E402
-from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.text.runner import TorchRunner  # noqa: E402
-from tests.support.attention_rows import caches, lay_out, numbers  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import REFERENCE, ZOO  # noqa: E402
-from tests.support.parity import Tally  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.worker.forward import varlen_attention
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.forward.backends import pick_backend, prepare
+from engine.worker.forward.reference_attention import ReferenceBackend, ReferenceStep
+from engine.worker.forward.varlen_attention import VarlenBackend, VarlenStep, varlen_attn
+from engine.worker.interface import RunnerSpec
+from engine.worker.load.architectures import LayerShape
+from engine.worker.load.refusal import Refusal
+from engine.worker.text.runner import TorchRunner
+from tests.support.attention_rows import caches, lay_out, numbers
+from tests.support.mini_planner import MiniPlanner
+from tests.support.model_zoo import REFERENCE, ZOO
+from tests.support.parity import Tally
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")

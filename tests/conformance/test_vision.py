@@ -5,8 +5,6 @@ inside images, and in batches with texts; some lose their blocks on the way. Wit
 the comparison fails.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -15,29 +13,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
-torch = pytest.importorskip("torch")
-
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.text.types import Sampling  # noqa: E402
-from engine.errors import EngineBug, SpawnFailed  # noqa: E402
-from engine.requests.text import image_prompts  # noqa: E402
-from engine.worker.factory import runner_spec  # noqa: E402
-from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
-from engine.worker.load.vision_architectures import VISION  # noqa: E402
-from engine.worker.text.sequences import SequenceState  # noqa: E402
-from engine.worker.text.vision import runner as runner_module  # noqa: E402
-from engine.worker.text.vision.positions import positions_of  # noqa: E402
-from tests.checkpoints import vision as vision_checkpoint  # noqa: E402
-from tests.checkpoints.vision import RECIPES  # noqa: E402
-from tests.support.estimates import check_estimate  # noqa: E402
-from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.vision import CHATS, load, runner_of  # noqa: E402
-
-pytestmark = pytest.mark.model
+from engine.config import EngineConfig, ModelConfig
+from engine.core.text.types import Sampling
+from engine.errors import EngineBug, SpawnFailed
+from engine.requests.text import image_prompts
+from engine.worker.factory import runner_spec
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.load.vision_architectures import VISION
+from engine.worker.text.sequences import SequenceState
+from engine.worker.text.vision import runner as runner_module
+from engine.worker.text.vision.positions import positions_of
+from tests.checkpoints import vision as vision_checkpoint
+from tests.checkpoints.vision import RECIPES
+from tests.support.estimates import check_estimate
+from tests.support.mini_planner import MiniPlanner
+from tests.support.vision import CHATS, load, runner_of
 
 NUM_NEW = 24
 TILES = 5  # of the image of the chat "before": four, and the copy of the whole image

@@ -4,16 +4,9 @@ Every kind of model has one in its tokenizer here: text models compiled and stoc
 encoder, cross-encoders and image models. The next request of the same model works.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
-
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-pytest.importorskip("torch")
-
 import trio
 from safetensors.torch import load_file, save_file
 
@@ -35,12 +28,6 @@ from tests.checkpoints import text, vision
 from tests.support import encoder_zoo
 from tests.support.added_tokens import add_token, rows_of
 from tests.support.images import picture
-
-pytestmark = [
-    pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
 
 OWN = "<own>"  # the token without a row
 TEMPLATE = (

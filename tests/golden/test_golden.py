@@ -3,8 +3,6 @@
 `pytest tests/golden --rewrite` writes the new output. `tests.support.golden` has the language.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

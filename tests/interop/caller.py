@@ -8,16 +8,12 @@ call, ``{messages, code, text, details}``: of an error, its code's number, its t
 google.rpc details by name.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from os import PathLike
+from os import PathLike
+from typing import Any
 
 LIMIT_S = 50.0
 

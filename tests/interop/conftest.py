@@ -1,7 +1,5 @@
 """The interop tests' tools of other projects: buf, Node.js and Ruby."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

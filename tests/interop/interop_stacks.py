@@ -1,7 +1,5 @@
 """Clients of two gRPC libraries, which make the interop cases' calls: grpcio and grpc-js."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import itertools

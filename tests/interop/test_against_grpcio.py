@@ -1,7 +1,5 @@
 """The same bytes to grpcio's server and to ours: the call ends alike, or `RULES` say why not."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import random

@@ -1,7 +1,5 @@
 """Clients in JavaScript and Ruby, against a real server with a text model and two encoders."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 An answer is that of triolet.v1 for the same seed, whichever server gave it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

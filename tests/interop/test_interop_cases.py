@@ -5,8 +5,6 @@ says once what the client sends and what it must receive; a stack makes its call
 Source: grpc/doc/interop-test-descriptions.md, Client.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """The protos by buf's standard, and the generated code by its generator."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The server asks each connection to come anew after a second, so that proxies meet that everywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

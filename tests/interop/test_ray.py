@@ -4,8 +4,6 @@ Two replicas of one thread, on a Ray cluster on this machine. An answer is that 
 same seed, whichever replica gave it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Clients without our protos list and call services through either reflection service."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

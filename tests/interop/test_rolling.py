@@ -1,8 +1,6 @@
 """Rolling restarts under clients of other languages' gRPC; `tests/service/test_rolling.py` has
 Python's."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

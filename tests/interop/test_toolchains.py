@@ -1,7 +1,5 @@
 """A tool that is missing and cannot be installed fails its tests with a sentence to act on."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Source: grpc/doc/interop-test-descriptions.md, Server.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import cache
 from pathlib import Path

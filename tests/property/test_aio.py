@@ -5,8 +5,6 @@ stream has exactly its tokens in order, and a parked stream's credit is that of 
 wait for it. At the end nothing is live and every block is free.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from dataclasses import dataclass

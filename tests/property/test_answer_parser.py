@@ -1,7 +1,5 @@
 """The answer parser gives the same answer however the text is cut, loses nothing, and is linear."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Messages in channels give the same answer however their text is cut, and lose nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

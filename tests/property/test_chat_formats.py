@@ -3,8 +3,6 @@
 The table is `tests.support.chat_formats`. A new format of answers is a row there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

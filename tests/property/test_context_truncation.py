@@ -1,7 +1,5 @@
 """What truncation keeps of a chat that outgrew its context."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -5,8 +5,6 @@ byte is lost, doubled or moved. h2's client is the judge: it raises if the serve
 (flow control, sizes of frames, closed streams).
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

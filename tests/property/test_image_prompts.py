@@ -5,8 +5,6 @@ the same image at the same place alone. The fake runner checks what each row rea
 ends inside an image that is whole.
 """
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 from hypothesis import given, settings
 

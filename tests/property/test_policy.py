@@ -1,7 +1,5 @@
 """Laws of the policies: orders are orders, nothing is over budget, nobody starves (D4, D6)."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

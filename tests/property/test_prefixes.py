@@ -4,8 +4,6 @@ Whatever the caches keep and forget, the index has exactly the blocks that reque
 replica or more, each after its parent.
 """
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import trio

@@ -5,8 +5,6 @@ turns. The invariants hold after every event, and a watcher judges every plan
 (`tests.support.step_driver`).
 """
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

@@ -1,7 +1,5 @@
 """Telemetry against a plain model of the same deliveries, and what it may keep."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

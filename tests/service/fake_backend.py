@@ -1,7 +1,5 @@
 """A backend without an engine: its streams do what a test scripted, on a server in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -2,8 +2,6 @@
 drains, continuations, clients that attach.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

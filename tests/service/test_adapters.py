@@ -2,8 +2,6 @@
 and come back, bytes.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

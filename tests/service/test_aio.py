@@ -5,8 +5,6 @@ takes; `LIMIT_S` only bounds a hang. Every body runs in asyncio's debug mode, wh
 callbacks of other threads come through ``call_soon_threadsafe``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

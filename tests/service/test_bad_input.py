@@ -3,8 +3,6 @@
 The server goes on after each. A client's mistake is never INTERNAL or UNKNOWN.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 

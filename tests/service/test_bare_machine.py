@@ -1,8 +1,6 @@
 """A server, and the commands, where a container has next to nothing: no home directory, a
 read-only file system, no compiler, a small /dev/shm."""
 
-from __future__ import annotations
-
 import json
 import os
 

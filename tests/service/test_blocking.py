@@ -4,8 +4,6 @@ test_facades.py has what holds for asyncio's façade, too.
 No test depends on how long something takes; `LIMIT_S` only bounds a hang.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 

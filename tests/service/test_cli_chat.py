@@ -1,7 +1,5 @@
 """``triolet chat`` and similar commands: by pipe, on a terminal, and during their imports."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

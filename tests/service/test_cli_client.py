@@ -1,7 +1,5 @@
 """The client commands against a scripted backend: what they print, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

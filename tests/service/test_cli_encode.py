@@ -1,7 +1,5 @@
 """`triolet embed` and `rerank` against a scripted backend: what they send, print and refuse."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """`triolet draw` against a fake server: the files that it writes, what it prints and refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -3,8 +3,6 @@
 Its answers, errors with details, deadlines and cancellation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import subprocess

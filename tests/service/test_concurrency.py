@@ -1,7 +1,5 @@
 """64 clients of the demo model at once: each gets its answer alone, in shared steps."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Connecting beside clients that connect over and over, or that hold all connections."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

@@ -4,8 +4,6 @@ Answers follow their forms, bad forms name their field, costly ones delay nobody
 leaves while one compiles frees everything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Hundreds of streams at once: they share workers fairly, and some vanish and stall alone."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

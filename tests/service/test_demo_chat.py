@@ -1,13 +1,9 @@
 """Chats with the demo model: what a second turn costs, the command by pipe, and Explain."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("torch")
 
 import engine
 from grpc_service.client import messages as pb

@@ -3,8 +3,6 @@
 The blocks are free when GetStats is next called, or a few milliseconds later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """`Engine.embed` and `Engine.rerank` in process, in Trio and for blocking threads, on fakes."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

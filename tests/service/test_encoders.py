@@ -1,7 +1,5 @@
 """Embed and Rerank over real gRPC, with fake encoders."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -9,8 +9,6 @@ so (`tests.support.fake_server`). test_signals.py has what else ends the server,
 the server does to itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

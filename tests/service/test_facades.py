@@ -5,8 +5,6 @@ the same methods, each of which waits in a thread. No test depends on how long s
 `LIMIT_S` only bounds a hang. Every body runs in asyncio's debug mode (`run_loop`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

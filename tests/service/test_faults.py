@@ -4,8 +4,6 @@ A step hangs, a thread dies, the engine has a bug: nobody waits for ever, and th
 the cause. test_endings.py ends requests while a step is held.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -5,8 +5,6 @@ Rule: whatever comes, the server answers with a status that is neither INTERNAL 
 the connection. It logs no error, keeps nothing, and serves other clients meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

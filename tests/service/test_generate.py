@@ -3,8 +3,6 @@
 `core_driver.expected_tokens` is the oracle of the fake's tokens.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 

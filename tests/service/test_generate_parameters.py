@@ -6,8 +6,6 @@ compare every token (by D10's measure), the end and its match, the text, log-pro
 usage. And each value with a meaning has an effect: without it, the answer differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -17,21 +15,16 @@ from functools import partial
 
 import grpc
 import pytest
+from tokenizers import Tokenizer, processors
 
-import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
-
-torch = pytest.importorskip("torch")
-
-from tokenizers import Tokenizer, processors  # noqa: E402
-
-from grpc_service.client import messages as pb  # noqa: E402
-from grpc_service.client import stubs  # noqa: E402
-from tests.support.generation_oracle import Asked, GenerationOracle  # noqa: E402
-from tests.support.model_zoo import Zoo  # noqa: E402
-from tests.support.pairwise import pairwise  # noqa: E402
-from tests.support.proxy import HoldingProxy, proxy  # noqa: E402
-from tests.support.server import counted, real  # noqa: E402
-from tests.support.wire import (  # noqa: E402
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
+from tests.support.generation_oracle import Asked, GenerationOracle
+from tests.support.model_zoo import Zoo
+from tests.support.pairwise import pairwise
+from tests.support.proxy import HoldingProxy, proxy
+from tests.support.server import counted, real
+from tests.support.wire import (
     LENGTH,
     Generation,
     broken_fields,

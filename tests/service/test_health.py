@@ -1,7 +1,5 @@
 """grpc.health.v1: the names that exist, their statuses, and watchers that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

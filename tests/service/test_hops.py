@@ -1,8 +1,6 @@
 """The ways of a request and of a token through the files are short, and engine/README.md shows that
 of a token."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

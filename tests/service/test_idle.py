@@ -1,7 +1,5 @@
 """An idle server does nothing: no task step in Trio, and no counted wait of its thread."""
 
-from __future__ import annotations
-
 import time
 
 from tests.support.server import fake

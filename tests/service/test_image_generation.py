@@ -3,8 +3,6 @@
 test_endings.py has how calls end early.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import zlib

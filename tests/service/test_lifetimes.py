@@ -4,8 +4,6 @@ Clients cancel at random moments, stall or run out of time, a server drains, ste
 concerns only that request, and its blocks are free after at most one step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

@@ -1,7 +1,5 @@
 """The log: a line per call, the request's id on every line, the debug events, no prompt ever."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

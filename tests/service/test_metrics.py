@@ -1,7 +1,5 @@
 """Every metric changes with what it measures, parses as Prometheus does, and is in the docs."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

@@ -3,8 +3,6 @@
 `triolet serve` prints one clear sentence on standard error, with the exit code of a failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Control over real gRPC: abort, pause, resume, reset and drain, and their effect on requests."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Clients that stop, die or ping: what the connection itself shows, and what is allowed."""
 
-from __future__ import annotations
-
 import signal
 import time
 from concurrent import futures

@@ -1,7 +1,5 @@
 """Cold starts, memory, loading and unloading over real gRPC."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -4,8 +4,6 @@ Fakes compute there (`tests.support.worker_fakes`); the conformance tests run re
 processes. Every test ends with as many descriptors, threads and children as it began with.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -4,8 +4,6 @@ tests/unit/test_deploy.py checks the files of deploy/ without it, and tests/serv
 what other scrapers read. The rules' durations are seconds here (`prometheus.WINDOWS`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

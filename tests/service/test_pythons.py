@@ -4,8 +4,6 @@ Each has an environment of its own, in the user's cache, with the versions of co
 that cannot be installed fails the test; a Python that this machine lacks is skipped by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 """The answers of a replica behind Ray Serve, without Ray: an asyncio engine with a fake model, and
 the wrapper of Serve's handlers on a server of grpc's."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -12,8 +12,6 @@ if it is not installed, is `buf curl`, which takes the same request from the sam
 service.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

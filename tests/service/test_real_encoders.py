@@ -1,7 +1,5 @@
 """A real server with a text model and two encoders gives the library's results through gRPC."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

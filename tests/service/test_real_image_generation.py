@@ -1,7 +1,5 @@
 """A real server with tiny pipelines of random weights draws what diffusers draws, through gRPC."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Real models of three capabilities from one file, loaded, unloaded and evicted side by side."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

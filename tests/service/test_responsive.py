@@ -1,7 +1,5 @@
 """Health and statistics answer while the model computes."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import threading

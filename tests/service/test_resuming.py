@@ -5,8 +5,6 @@ leaves a request with a resume window, to which a client attaches. The servers h
 whose text depends on the prompt alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -4,8 +4,6 @@ The clients are grpcio's channels as they come, with pick_first and round_robin:
 wait_for_ready, no code of ours between them and the servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """TLS, certificates, keys and Unix sockets: which clients real connections let in."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -13,7 +11,7 @@ import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -33,9 +31,6 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY, GUEST_KEY = "the-key-of-alice-1", "the-key-of-a-guest"
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

@@ -1,7 +1,5 @@
 """The answers of health and reflection for a whole server, from its start to its end."""
 
-from __future__ import annotations
-
 import queue
 import re
 import threading

@@ -1,7 +1,5 @@
 """The services against a scripted backend: real grpc on both ends, no engine."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

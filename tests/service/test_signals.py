@@ -3,8 +3,6 @@
 test_endings.py has signals in all phases of a request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

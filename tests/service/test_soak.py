@@ -3,8 +3,6 @@
 `python -m tools.lab.soak` runs the same for any time.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tools.lab.soak import soak

@@ -1,7 +1,5 @@
 """Spans: the caller's trace goes on, phases are its parts, and imports happen only on request."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,16 +1,12 @@
 """Chats with images in a Python program, with a tiny model of random weights: the whole way from
 the bytes of files to tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import trio
 
-torch = pytest.importorskip("torch")
-
-from engine import (  # noqa: E402
+from engine import (
     Chat,
     Continuation,
     ContinuedChoice,
@@ -19,11 +15,11 @@ from engine import (  # noqa: E402
     ModelConfig,
     open_engine,
 )
-from engine.core.text.memory import sequence_keys  # noqa: E402
-from engine.errors import InvalidRequest  # noqa: E402
-from tests.checkpoints.text import make as make_text  # noqa: E402
-from tests.support.images import picture  # noqa: E402
-from tests.support.vision import CHATS, FILES, load  # noqa: E402
+from engine.core.text.memory import sequence_keys
+from engine.errors import InvalidRequest
+from tests.checkpoints.text import make as make_text
+from tests.support.images import picture
+from tests.support.vision import CHATS, FILES, load
 
 pytestmark = pytest.mark.model
 

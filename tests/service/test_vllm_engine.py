@@ -1,7 +1,5 @@
 """VllmEngine over real gRPC, beside triolet.v1 of the same server: what a gateway asks and gets."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -3,8 +3,6 @@
 What is installed is what was tested.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

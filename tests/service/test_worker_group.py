@@ -5,8 +5,6 @@ conformance tests run real ranks. Every test ends with as many descriptors, thre
 it began with.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import select

@@ -3,8 +3,6 @@
 The fake workers import no torch; the right answer to a request follows from its prompt alone.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import random

@@ -3,8 +3,6 @@
 `test_workers.py` has workers in processes, and what happens when they die.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

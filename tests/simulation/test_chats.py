@@ -1,7 +1,5 @@
 """Chats through the whole engine: parsed answers, truncated contexts, reused prefixes."""
 
-from __future__ import annotations
-
 import itertools
 import traceback
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compiled constraints in virtual time: compiled once for all waiting requests, kept while used."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 

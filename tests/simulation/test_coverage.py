@@ -1,7 +1,5 @@
 """The drawn worlds reach nearly all of the core and its loop: they test only what they reach."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Deadlines in virtual time, where the instants are exact (D18)."""
 
-from __future__ import annotations
-
 import base64
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """What happens to requests in each phase when their worker dies, in virtual time."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

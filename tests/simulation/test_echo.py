@@ -1,7 +1,5 @@
 """The echoed prompt always comes with the first token, however small the stream's buffer is."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.text.types import Tokens

@@ -3,8 +3,6 @@
 Every end has the request's timings.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

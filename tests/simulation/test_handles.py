@@ -1,7 +1,5 @@
 """Handles in virtual time: whatever is stopped, dropped, closed or cancelled, at any moment."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

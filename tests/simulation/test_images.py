@@ -1,7 +1,5 @@
 """Images in virtual time: how they are decoded, whom they keep waiting, and what they hold."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """What submit answers, and that an id used again never gets events of the first request."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

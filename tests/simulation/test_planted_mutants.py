@@ -1,7 +1,5 @@
 """The simulator finds every planted bug within two hundred small worlds."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

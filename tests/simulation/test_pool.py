@@ -1,7 +1,5 @@
 """The pool in virtual time: cold starts, memory, eviction, unloading and failure."""
 
-from __future__ import annotations
-
 import pytest
 import trio
 from hypothesis import given, settings

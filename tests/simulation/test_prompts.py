@@ -1,7 +1,5 @@
 """Tokenising, mostly in virtual time: requests that wait while the engine ends, and exceptions."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

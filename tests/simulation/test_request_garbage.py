@@ -2,8 +2,6 @@
 and the collector runs once in hundreds of requests. `tests.unit.rpc.test_garbage` says the same of
 calls whose handler is no server."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers drain in turn under clients that know them all, and no call is lost."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

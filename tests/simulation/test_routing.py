@@ -1,7 +1,5 @@
 """Requests over the replicas of a model, by each way of routing, in virtual time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 And the order of what comes back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -3,8 +3,6 @@
 `tests/service/test_signals.py` ends whole servers, and `test_pool.py` unloads models.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -3,8 +3,6 @@
 `python -m tools.simulate --seeds 1000` is the long form of the first test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

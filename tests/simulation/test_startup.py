@@ -1,7 +1,5 @@
 """The first instant of an engine: whatever is done at once, in any order of the tasks' starts."""
 
-from __future__ import annotations
-
 import pytest
 import trio
 

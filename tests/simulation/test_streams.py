@@ -1,7 +1,5 @@
 """Streams of a Trio program: who may read them, whom a token wakes, and how they end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a turn of a replica's loop does, and in which order, in virtual time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -4,20 +4,13 @@ unloads them.
 All are drawn from numbers of their own, so that worlds without them stay the same.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from engine.config import AdapterConfig
+from engine.api.engine import Engine
+from engine.config import AdapterConfig, EngineConfig
 from engine.requests.text.values import GenerateRequest
-from tests.simulator.clients import MODEL
-
-if TYPE_CHECKING:
-    from engine.api.engine import Engine
-    from engine.config import EngineConfig
-    from tests.simulator.clients import Client
+from tests.simulator.clients import MODEL, Client
 
 FAULT = "adapters"
 SHARE = 0.3  # of worlds

@@ -1,13 +1,14 @@
 """The clients of a simulated world: what each requests, and how its reader behaves."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.text.types import Constraint
+from engine.requests.encode.values import EmbedRequest, RerankRequest
+from engine.requests.image_generation.values import DrawRequest
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import (
     GenerateRequest,
@@ -16,12 +17,6 @@ from engine.requests.text.values import (
     SamplingParams,
 )
 from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.requests.encode.values import EmbedRequest, RerankRequest
-    from engine.requests.image_generation.values import DrawRequest
 
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]

@@ -1,7 +1,5 @@
 """A kind of work that no part of the product knows: count down to 1, a number in each step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -1,18 +1,11 @@
 """The requests of a simulated world to its encoders; `clients` draws how their readers behave."""
 
-from __future__ import annotations
-
+import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from engine.requests.encode.values import MAX_INPUTS, EmbedRequest, RerankRequest
+from engine.requests.encode.values import MAX_INPUTS, EmbedRequest, EncodeRequests, RerankRequest
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
 from tests.simulator.encode_oracle import MAX_INPUT_LEN, image_file
-
-if TYPE_CHECKING:
-    import random
-
-    from engine.requests.encode.values import EncodeRequests
 
 EMBEDDER, RERANKER = "embedder", "reranker"
 

@@ -4,19 +4,13 @@ Rule: as in `tests.simulator.oracle`, this follows the fake encoder's definition
 (`engine.worker.fakes.encode`) and shares only its primitive functions.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from array import array
-from typing import TYPE_CHECKING
 
-from engine.requests.encode.values import EmbedRequest
+from engine.requests.encode.values import EmbedRequest, EncodeRequests
 from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
 from engine.worker.fakes.tokenizer import FakeTokenizer
-
-if TYPE_CHECKING:
-    from engine.requests.encode.values import EncodeRequests
 
 IMAGE_SIDE = 4  # pixels of a fake's images, so that none is resized
 PIXELS_AT = 41  # where the pixels of `image_file` begin

@@ -1,20 +1,13 @@
 """The watcher of an encoder's core (`tests.simulator.kind_watch`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.core.common.events import PauseMode
+from engine.core.common.events import OutputEvent, PauseMode, Submit
 from engine.core.common.phases import Phase
-from engine.core.common.steps import FailureKind
-from engine.core.encode.types import Encoded, EncodeRow, InputKind
+from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.encode.types import Encoded, EncodePlan, EncodeRow, EncodeRowResult, InputKind
 from tests.simulator.kind_watch import KindWatch, Live
-
-if TYPE_CHECKING:
-    from engine.core.common.events import OutputEvent, Submit
-    from engine.core.common.steps import StepFailure
-    from engine.core.encode.types import EncodePlan, EncodeRowResult
 
 
 @dataclass(eq=False)

@@ -1,17 +1,13 @@
 """Watchers of guests: requests whose clients have lost their connections (D25)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.text.lifecycle import State
+from engine.core.text.plan import StepPlan
+from engine.core.text.scheduler import Scheduler
+from engine.core.text.sequence import LiveText
+from engine.requests.stream import RequestStream
 from engine.requests.text.stream import TextStream
-
-if TYPE_CHECKING:
-    from engine.core.text.plan import StepPlan
-    from engine.core.text.scheduler import Scheduler
-    from engine.core.text.sequence import LiveText
-    from engine.requests.stream import RequestStream
 
 
 class GuestWatch:

@@ -5,18 +5,17 @@ follows the fake's definition (`engine.worker.fakes.image_generation`) and share
 functions.
 """
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from PIL import Image
 
-from engine.config import ModelConfig
-from engine.core.image_generation.types import Drawing
+from engine.config import EngineConfig, ModelConfig
+from engine.core.image_generation.types import Drawing, RawImage
 from engine.images.encode import encode
 from engine.requests.image_generation import stream as image_generation_stream
 from engine.requests.image_generation.values import (
@@ -24,19 +23,13 @@ from engine.requests.image_generation.values import (
     DrawingStarted,
     DrawRequest,
     GeneratedImage,
+    ImageGenerationEvent,
     Progress,
 )
 from engine.status import Capability
 from engine.worker.fakes.image_generation import FAKE_INFO, SLOW_SCHEDULER, image_of, preview_of
 from tests.simulator.readers import Reader
 from tests.simulator.watch import Violation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from engine.config import EngineConfig
-    from engine.core.image_generation.types import RawImage
-    from engine.requests.image_generation.values import ImageGenerationEvent
 
 FAULT = "drawings"
 SHARE = 0.3  # of worlds

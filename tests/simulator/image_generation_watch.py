@@ -1,22 +1,23 @@
 """The watcher of an image model's core (`tests.simulator.kind_watch`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
+from engine.core.common.core import AnyCore
+from engine.core.common.events import OutputEvent, Refused
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason
 from engine.core.image_generation.least_times import Shape, shape_of
-from engine.core.image_generation.types import Drawn, ImageVerb, Stepped
+from engine.core.image_generation.types import (
+    Drawn,
+    ImagePlan,
+    ImageResult,
+    ImageRowResult,
+    ImageVerb,
+    Stepped,
+)
 from engine.errors import DeadlineInfeasible
 from tests.simulator.kind_watch import Live, Results, TurnsWatch
-
-if TYPE_CHECKING:
-    from engine.core.common.core import AnyCore
-    from engine.core.common.events import OutputEvent, Refused
-    from engine.core.image_generation.types import ImagePlan, ImageResult, ImageRowResult
 
 _EPSILON_S = 1e-9
 

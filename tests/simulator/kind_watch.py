@@ -4,17 +4,17 @@ Rule: nothing here knows how a scheduler decides. A watcher judges by what went 
 and what came out, and by the credit that came with each request.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from math import floor, inf
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from engine.core.common.events import (
     Admitted,
     Cancel,
     Finished,
+    InputEvent,
+    OutputEvent,
     Pause,
     PauseMode,
     Refused,
@@ -25,13 +25,9 @@ from engine.core.common.events import (
     Tick,
 )
 from engine.core.common.phases import Phase
-from engine.core.common.steps import RowFailure
+from engine.core.common.steps import RowFailure, StepFailure
 from engine.core.common.turns import HELD_SHARE
 from engine.core.common.types import EndReason
-
-if TYPE_CHECKING:
-    from engine.core.common.events import InputEvent, OutputEvent
-    from engine.core.common.steps import StepFailure
 
 Results: TypeAlias = dict[tuple[str, int], Any]  # by request and number
 

@@ -4,8 +4,6 @@ tests.simulator.measure_coverage`.
 It prints branch coverage by file and what is missing. The exit code is 1 below the bar.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging

@@ -5,17 +5,16 @@ mutant is a function's own source with one piece replaced. A piece that is no lo
 is an error, so that no mutant becomes void unnoticed.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.common import core, credit, live_requests, one_choice, turns
 from engine.core.encode import batch, live_request, waiting_inputs
@@ -52,9 +51,6 @@ from grpc_service.rpc import connection, http2, server
 from grpc_service.services import call_writer
 from tests.simulator import rolling
 from tests.simulator.run import simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NUM_REQUESTS = 60
 NUM_WORLDS = 200

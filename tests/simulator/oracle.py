@@ -4,23 +4,17 @@ Rule: this follows the fake model's definition (`engine.worker.fakes.text`) and 
 primitive functions. A stop string is searched in the whole text.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.core.common.types import EndReason
 from engine.images.preprocessor import digest_of
+from engine.requests.text.chat_values import Chat
+from engine.requests.text.values import GenerateRequest
 from engine.worker.fakes.digests import digest_after, first_digest, next_token
 from engine.worker.fakes.preprocessor import num_tokens_of
 from engine.worker.fakes.tokenizer import EOS, IMAGE_ID, FakeTokenizer
 from tests.simulator.encode_oracle import pixels_in
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine.requests.text.chat_values import Chat
-    from engine.requests.text.values import GenerateRequest
 
 MAX_MODEL_LEN = 160
 

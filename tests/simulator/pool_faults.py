@@ -4,18 +4,11 @@ Rule 1: the faults are drawn from a seed of their own, so that worlds without th
 before there was a pool. Rule 2: a world with such faults lists which ends it may give a request.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from engine.config import ModelConfig, WorkerConfig
-from tests.simulator.clients import MODEL
-
-if TYPE_CHECKING:
-    from engine.config import EngineConfig
-    from tests.simulator.clients import Client
+from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from tests.simulator.clients import MODEL, Client
 
 FAULT = "model_pool"
 SPARE = "spare"

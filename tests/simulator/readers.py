@@ -1,32 +1,23 @@
 """How a simulated client reads, in process or over the wire, and what it received."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
 from engine.core.common.events import Finished
-from engine.requests.encode.values import EmbedRequest, Score
-from engine.requests.text.values import GenerateRequest, Started
-from grpc_service.access.unread_calls import UNREAD_AGE_S
+from engine.errors import TrioletError
+from engine.requests.encode.values import EmbedRequest, EncodeEvent, Score
+from engine.requests.stream import RequestStream
+from engine.requests.text.values import GenerateRequest, Started, StreamEvent
+from grpc_service.access.unread_calls import UNREAD_AGE_S, UnreadCalls
 from grpc_service.rpc.arrivals import Arrivals
-from grpc_service.services.call_writer import FAILURE_PATIENCE_S
+from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
+from tests.simulator.clients import Client
 from tests.simulator.encode_oracle import expected_results, tokens_of
 from tests.simulator.watch import Violation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.errors import TrioletError
-    from engine.requests.encode.values import EncodeEvent
-    from engine.requests.stream import RequestStream
-    from engine.requests.text.values import StreamEvent
-    from grpc_service.access.unread_calls import UnreadCalls
-    from grpc_service.services.call_writer import CallWriter
-    from tests.simulator.clients import Client
 
 SLACK_S = 0.1  # seconds by which a status may be late without a violation
 

@@ -4,21 +4,15 @@ Some have a resume window: they lose their connections, and attach in time or to
 drawn from numbers of their own, so that worlds without them stay the same.
 """
 
-from __future__ import annotations
-
 import random
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from engine.requests.text.continuation import Continuation, ContinuedChoice
 from engine.requests.text.kept_events import ReceivedChoice
 from engine.requests.text.values import GenerateRequest
+from tests.simulator.clients import Client
 from tests.simulator.readers import TextReader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.simulator.clients import Client
 
 FAULT = "resumes"
 SHARE = 0.3  # of worlds

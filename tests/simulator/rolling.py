@@ -6,17 +6,15 @@ not obey GOAWAY. Bytes take a drawn time each way, and a request comes in two pi
 must give all its tokens. Source of a call's repetition: gRFC A6, "Transparent Retries".
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import trio
 
-from engine.api.engine import open_engine
+from engine.api.engine import Engine, open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from grpc_service.access.interceptor import Interceptor
@@ -34,11 +32,6 @@ from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.watch import Violation
 from tests.support.core_driver import expected_tokens
 from tests.support.rpc_memory import Client, Wire, WireListener, framed
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from engine.api.engine import Engine
 
 GENERATE, GET_STATS = "/triolet.v1.Inference/Generate", "/triolet.v1.Control/GetStats"
 POLICIES = ("pick_first", "round_robin", "simple")

@@ -4,21 +4,22 @@ The watchers know nothing of the scheduler: they see what readers see, and the c
 Each of their sentences is an invariant of engine/README.md.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import trio
 
-from engine.api.engine import KINDS, open_engine
+from engine.api.engine import KINDS, Engine, open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.core import Plan
 from engine.core.common.events import Journaled, PauseMode
 from engine.core.common.types import EndReason
+from engine.core.text.types import Constraint
 from engine.errors import (
     EngineBug,
     InvalidRequest,
@@ -31,12 +32,13 @@ from engine.errors import (
     SpawnTimeout,
     WorkerLost,
 )
-from engine.replica.replica import ProcessWorker
+from engine.replica.replica import AnyRunner, ProcessWorker
 from engine.requests.detached import DetachedStreams
 from engine.requests.encode.prepare import InputPreparer
 from engine.requests.image_generation.prepare import ImageGenerationPreparer
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.quota import Origin, Quota
+from engine.requests.stream import RequestStream
 from engine.requests.supervisor import ABORT_MEMORY_S
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.prepare import TextPreparer
@@ -79,14 +81,6 @@ from tests.simulator.workers import (
     WorkerProcess,
 )
 from tests.simulator.workload import Client, World, draw_world
-
-if TYPE_CHECKING:
-    from engine.api.engine import Engine
-    from engine.config import EngineConfig, ModelConfig
-    from engine.core.common.core import Plan
-    from engine.core.text.types import Constraint
-    from engine.replica.replica import AnyRunner
-    from engine.requests.stream import RequestStream
 
 AnyFake: TypeAlias = BreakingRunner | BreakingEncoder | BreakingArtist
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves

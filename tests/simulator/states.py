@@ -3,8 +3,6 @@
 Both numbers are drawn by generators of their own, so that worlds without states stay the same.
 """
 
-from __future__ import annotations
-
 import random
 
 FAULT = "states"

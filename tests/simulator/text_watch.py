@@ -1,20 +1,12 @@
 """The watcher of a text model's core: what a plan may have, and what it may not."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from engine.core.common.events import Pause, PauseMode, Resume, StepDone
-from engine.core.text.types import Preempted
+from engine.core.common.events import InputEvent, OutputEvent, Pause, PauseMode, Resume, StepDone
+from engine.core.common.types import SequenceId
+from engine.core.text.plan import StepPlan
+from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Preempted, PromptImage
 from tests.simulator.guest_watch import GuestWatch
 from tests.simulator.pace_watch import PaceWatch
-
-if TYPE_CHECKING:
-    from engine.core.common.events import InputEvent, OutputEvent
-    from engine.core.common.types import SequenceId
-    from engine.core.text.plan import StepPlan
-    from engine.core.text.scheduler import Scheduler
-    from engine.core.text.types import PromptImage
 
 
 def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set[SequenceId]:

@@ -3,24 +3,18 @@
 All are drawn from numbers of their own, so that worlds without them stay the same.
 """
 
-from __future__ import annotations
-
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine.config import EngineConfig
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import GenerateRequest
 from engine.status import Capability
-from tests.simulator.clients import MODEL
+from tests.simulator.clients import MODEL, Client
 from tests.simulator.encode_oracle import image_file
 from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.config import EngineConfig
-    from tests.simulator.clients import Client
 
 FAULT = "sees"
 SHARE = 0.3  # of worlds

@@ -4,35 +4,38 @@ They know nothing of how the scheduler decides. Each sentence is an invariant of
 `tests.simulator.run` watches the readers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
-from engine.core.common.events import Admitted, Finished, Refused, StepFailed, Submit
+from engine.core.common.events import (
+    Admitted,
+    Finished,
+    InputEvent,
+    Journaled,
+    OutputEvent,
+    Refused,
+    StepFailed,
+    Submit,
+)
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
 from engine.core.image_generation.scheduler import ImageScheduler
 from engine.core.image_generation.types import Drawn, Stepped
+from engine.core.text.lifecycle import Event
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
 from engine.core.text.types import Tokens
+from engine.requests.stream import RequestStream
 from tests.simulator.encode_watch import EncodeWatch
 from tests.simulator.guest_watch import AwayWatch
 from tests.simulator.image_generation_watch import ImageWatch
 from tests.simulator.text_watch import TextWatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from engine.core.common.events import InputEvent, Journaled, OutputEvent
-    from engine.core.text.lifecycle import Event
-    from engine.requests.stream import RequestStream
 
 # The schedulers, and what judges the plans and results of each.
 WATCHES: dict[type, Callable[[Any], Any]] = {

@@ -1,12 +1,8 @@
 """The files of an adapter (LoRA), written without torch."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 def files_in(directory: Path, header: bytes = b"{}", **fields: Any) -> Path:

@@ -2,8 +2,6 @@
 content of its adapter.
 """
 
-from __future__ import annotations
-
 from engine.api.engine import open_engine
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.types import Tokens

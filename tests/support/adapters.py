@@ -1,14 +1,10 @@
 """Adapters (LoRA) for tests: written by peft, or by hand in peft's format."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")

@@ -1,15 +1,10 @@
 """Gives a checkpoint's tokenizer a token that its embedding has no row for, as some fine-tunes
 have."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 

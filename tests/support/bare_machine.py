@@ -6,8 +6,6 @@ without rights on this machine (`unshare` of util-linux). It keeps the network a
 access to files, so that the interpreter and the repository may lie anywhere.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Makes tests of async functions that a function of the file runs, as in an engine of its own."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial, wraps
 

@@ -7,8 +7,6 @@ same markers. ``samples`` are answers of the model, each with its text, its reas
 of calls.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from engine.requests.text.answers.format import ANSWERS, REASONING, Pair

@@ -5,8 +5,6 @@ After a line on standard input it reads to the end. It then prints, as JSON, the
 the status code and the status's reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -3,15 +3,11 @@
 A limit is a number of units: of GiB, or of cores. None is a group without a limit.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 GIB = 2**30
 MACHINE = 16  # units that the machine has

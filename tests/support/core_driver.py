@@ -4,8 +4,6 @@ The oracle is `expected_tokens`: what a sequence's tokens must be, from its prom
 alone. Whatever the schedule, a reader sees exactly these tokens, in order.
 """
 
-from __future__ import annotations
-
 from engine.config import SchedulerConfig
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler

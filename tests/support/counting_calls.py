@@ -1,7 +1,5 @@
 """The service and the codec of `tests.simulator.counting`, and its requests over gRPC."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from google.protobuf.struct_pb2 import Struct

@@ -7,8 +7,6 @@ token ids and the seconds of each client, by prompt. Clients that have stopped k
 open until standard input ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Requests over the whole table of parameters, for comparing answers with and without drafts."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -3,8 +3,6 @@
 The oracle is `vector_of`: what an input's values must be, from its own tokens alone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from engine.config import EncoderConfig

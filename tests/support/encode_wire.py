@@ -1,7 +1,5 @@
 """A synchronous client of Embed and Rerank, with the rule of `tests.support.wire`."""
 
-from __future__ import annotations
-
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.wire import StreamingCall, stats, wait_until

@@ -1,8 +1,6 @@
 """Tiny encoders with random weights, of each kind in the table of docs/features.md, with the files
 that their authors publish."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass, field

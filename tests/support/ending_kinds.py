@@ -5,8 +5,6 @@ A fake waits at the gate of its server (`tests.support.fake_server`) in the phas
 ``script`` is given. There it does what costs time in that script, after ``passes`` times.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from io import BytesIO

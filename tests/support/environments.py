@@ -1,7 +1,5 @@
 """Virtual environments in the user's cache, for packages that the project's own must not have."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,15 +1,10 @@
 """Compares a memory estimate with what was taken, which programs of their own measure."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
 from tests.support import prestarted
 from tests.support.server import SERVING_IMPORTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LIMIT_S = 240
 

@@ -3,8 +3,6 @@
 Here are a fake model, its requests, and separate interpreters for tests of what happens at exit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess

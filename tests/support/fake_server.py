@@ -7,8 +7,6 @@ A question wakes the server's loop. The server is killed when standard input end
 the test ends. For the fields of JSON see `start`.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json

@@ -4,8 +4,6 @@ Rule 1: every text that one accepts is short, and `re` and `jsonschema` mean by 
 does (no `\\d`, whose Unicode versions differ). Rule 2: the same seed draws the same forms.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

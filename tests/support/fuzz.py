@@ -4,8 +4,6 @@ Values are biased to those that have broken servers: ends of ranges, NaN and inf
 odd texts, unknown enum values. Nesting is bounded, because Struct and similar types are recursive.
 """
 
-from __future__ import annotations
-
 import math
 
 from google.protobuf.descriptor import FieldDescriptor as Field

@@ -4,8 +4,6 @@ Fakes are pickled with their ``sleep`` for the process that decodes images. So t
 of `tests.support.fake_server`, which runs as a program.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Both are installed into a virtual environment of their own, in the user's cache,
 project's own needs neither. A gateway that cannot be installed fails the test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

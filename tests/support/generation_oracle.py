@@ -6,11 +6,10 @@ whole sequence, edits and limits from transformers' processors where it has them
 llguidance on a matcher of the oracle's own. Noise, stops and texts are written out here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -28,9 +27,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MASK_64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

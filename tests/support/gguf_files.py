@@ -3,17 +3,13 @@
 Nothing here uses what it tests. Source: ggml's docs/gguf.md, llama.cpp's convert_hf_to_gguf.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ALIGNMENT = 32
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K = 0, 1, 2, 8, 12, 14

@@ -5,19 +5,15 @@ place at which one pre-tokenizer or another splits: most splits change the token
 tokens that no merge makes. Nothing here uses what it tests, or anything but Python's own library.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
+from collections.abc import Container, Sequence
 from functools import cache
 from hashlib import blake2s
 from itertools import pairwise
 from random import Random
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXTS = 200

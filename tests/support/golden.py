@@ -17,8 +17,6 @@ empty one, as in etcd raft's interaction tests. The commands, one per line:
 - ``state``: print every live sequence, the waiting queue, and the counts of the ledger.
 """
 
-from __future__ import annotations
-
 from engine.core.common.events import Cancel, Pause, PauseMode, Refused, Resume
 from engine.core.common.types import EndReason, RequestId, SequenceId
 from engine.core.text.types import ClientCame, ClientLeft, ResetPrefixCache, Sampling

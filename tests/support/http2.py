@@ -4,8 +4,6 @@ Source: RFC 9113, sections 3.4, 4.1, 6.1 (DATA) to 6.10 (CONTINUATION); RFC 7541
 (literal header fields without indexing).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket

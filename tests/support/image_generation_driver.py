@@ -3,8 +3,6 @@
 The oracle is `image_of`: what an image must be, from its own drawing alone.
 """
 
-from __future__ import annotations
-
 from math import floor
 
 from engine.config import ImageConfig

@@ -4,8 +4,6 @@ drawings that it takes, and prints the estimate of its memory and what was taken
 It is a program because memory that something before it freed would hide what a drawing takes.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

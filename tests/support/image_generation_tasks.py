@@ -1,7 +1,5 @@
 """What tests have the decoder of images do. Its process imports this module, and nothing larger."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

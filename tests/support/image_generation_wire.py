@@ -1,7 +1,5 @@
 """A synchronous client of GenerateImage, with the rule of `tests.support.wire`."""
 
-from __future__ import annotations
-
 from io import BytesIO
 
 from PIL import Image

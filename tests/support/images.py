@@ -1,7 +1,5 @@
 """Image files for tests: good ones, by format and content, and hostile ones, drawn."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

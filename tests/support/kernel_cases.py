@@ -6,13 +6,11 @@ their tests. The driver (tests/support/kernel_replay.cpp) needs no Python, so th
 where only an emulator is.
 """
 
-from __future__ import annotations
-
 import random
 import struct
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,9 +22,6 @@ from engine.worker.forward.native_attention import NativeStep
 from tests.conformance import test_native_attention as attention
 from tests.conformance import test_native_products as products
 from tests.conformance import test_quantized_weights as small
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 DRIVER = Path(__file__).with_name("kernel_replay.cpp")
 LIMIT_S = 300

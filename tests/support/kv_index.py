@@ -1,7 +1,5 @@
 """What a gateway knows of a server's cached prefixes, from SubscribeKvEvents."""
 
-from __future__ import annotations
-
 from smg_grpc_proto.generated import common_pb2
 
 

@@ -6,8 +6,6 @@ The environment is the one that ``python -m tools.lab.peers install llama.cpp`` 
 tests/conformance/llama_cpp_tokens.json; it is to be written anew when a case or a text changes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

@@ -5,11 +5,9 @@ Blocks are handed out in a shuffled order, so that a test fails if a table is re
 order. ``chunks`` bounds how many prompt tokens of one sequence a step computes.
 """
 
-from __future__ import annotations
-
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import BlockId, PlanId, SequenceId
@@ -21,15 +19,10 @@ from engine.core.text.plan import (
     Row,
     StateDelta,
     StepPlan,
+    StepResult,
 )
-from engine.core.text.types import Sampling, Stops
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.core.text.plan import StepResult
-    from engine.core.text.types import PromptImage, TokenLogprob
-    from engine.worker.text.interface import ModelInfo, TextRunner
+from engine.core.text.types import PromptImage, Sampling, Stops, TokenLogprob
+from engine.worker.text.interface import ModelInfo, TextRunner
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -4,26 +4,21 @@ The shapes are those of `tests.checkpoints.text`: three layers, hidden 64, windo
 soft caps and limits low enough that dropping one shows.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
 from engine.worker.skeleton.families import LISTED
 from engine.worker.text import runner as text_runner
+from engine.worker.text.interface import ModelInfo
 from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import PRESETS, Shape, make
 from tests.support.parity import Oracle
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engine.worker.text.interface import ModelInfo
 
 TINY = PRESETS["tiny"]
 

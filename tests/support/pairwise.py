@@ -1,13 +1,9 @@
 """Choose rows that cover every pair of values of every two factors, greedily and reproducibly."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any
 
 CANDIDATES = 3  # rows tried for each one kept
 

@@ -6,17 +6,13 @@ both still look at the same text. A position counts unless its two best logits, 
 that a router took and the first that it did not, are closer than `MARGIN`.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from tests.support.mini_planner import Planned
+from tests.support.mini_planner import Planned
 
 MARGIN = 1e-3  # another summation order changes logits by at most 1e-5; D11
 SKIPPED_SHARE_MAX = 0.02  # the bar; 0.0 to 0.8 % measured

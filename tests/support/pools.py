@@ -4,8 +4,6 @@
 invariants whenever the pool reports a change.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import trio

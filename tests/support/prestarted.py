@@ -11,8 +11,6 @@ descriptors for the standard streams. Its answers are the process id and, when t
 ended, the exit code as `subprocess` counts it. One connection belongs to one process.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The test's side of worker processes whose runners are fakes (`tests.support.worker_fakes`)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A real Prometheus beside a server: it scrapes, evaluates our rules, and answers queries."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """A TCP proxy whose connections a test can break as a network or a kernel would."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -4,25 +4,18 @@ In production each rank is a process, which takes seconds to start. The threads 
 runners, which meet and add up in the same way.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from engine.worker.forward.reference_attention import ReferenceBackend
-from engine.worker.interface import RunnerSpec
-from engine.worker.text.rank_runners import rank_runner
+from engine.worker.interface import MemoryEstimate, RunnerSpec
+from engine.worker.text.interface import ModelInfo
+from engine.worker.text.rank_runners import LeadingRunner, rank_runner
 from tests.support.model_zoo import REFERENCE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from engine.worker.interface import MemoryEstimate
-    from engine.worker.text.interface import ModelInfo
-    from engine.worker.text.rank_runners import LeadingRunner
 
 
 class RankThreads:

@@ -4,8 +4,6 @@ Each replica writes what its engine does to a file of its own in the folder that
 ``reports`` names: a line of JSON whenever something has changed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ Ray is installed into a virtual environment of its own, in the user's cache, whi
 everything that the running interpreter has. One that cannot be installed fails the test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

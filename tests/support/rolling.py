@@ -1,7 +1,5 @@
 """Two servers of fake models that are restarted in turn, each at its own port."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """A server in memory that records its calls, and handlers for it."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
 import trio

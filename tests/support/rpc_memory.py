@@ -5,8 +5,6 @@ client, `Client.settle` returns when server and client have nothing left to do b
 `MockClock` deadlines and pings take no time. `serving` of `tests.support.rpc_calls` has the server.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from typing import NamedTuple

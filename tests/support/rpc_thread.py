@@ -1,7 +1,5 @@
 """An RPC server in a thread, for tests whose clients block."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

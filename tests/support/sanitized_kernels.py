@@ -6,8 +6,6 @@ environment is the processor to compile for, ``KERNELS_SOURCES`` the folder of t
 library has a file of its own in the cache, because its name depends on sources and flags.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

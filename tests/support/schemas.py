@@ -7,8 +7,6 @@ unknown keywords, tuples of old drafts. Many of these schemas are refused, and s
 Rule: the same seed draws the same schemas, by `tests.support.forms.drawn`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import jsonschema

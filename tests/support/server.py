@@ -5,8 +5,6 @@ Rule 2: a server that still runs at the end of its block gets SIGTERM, and must 
 0. Rule 3: a server that logs an error or a traceback fails its test, unless ``may_log`` allows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ What the drivers of all kinds of work share: readers that read on command, a clo
 checks of answers and ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

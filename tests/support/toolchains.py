@@ -8,20 +8,15 @@ skipped test proves nothing. Rule 2: npm's packages stay in tests/interop. Debia
 to the machine, and only root may install them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[2]
 INTEROP = ROOT / "tests" / "interop"

@@ -6,11 +6,10 @@ U+2581, byte fallback, and a first space that decoding strips. `save` writes one
 holds it.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -23,9 +22,6 @@ from tokenizers import (
     processors,
     trainers,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TEXTS = [
     "Once upon a time there was a small dog named Ada who lived by the sea.",

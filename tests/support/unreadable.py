@@ -1,17 +1,12 @@
 """Files that cannot be read, each for a reason that the system gives to root, too."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NOBODY = 65534
 

@@ -5,8 +5,6 @@ that `assert_type` gives. Each wrong argument is an error, since mypy reports an
 one. Nothing runs this file.
 """
 
-from __future__ import annotations
-
 from typing import assert_type
 
 import engine

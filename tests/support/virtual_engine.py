@@ -1,7 +1,5 @@
 """An engine of a fake model in virtual time (`tests.simulator.determinism`)."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
 import trio

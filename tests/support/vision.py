@@ -1,26 +1,21 @@
 """Tiny models that read images, loaded here and by transformers, and prompts with images."""
 
-from __future__ import annotations
-
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from engine.config import EngineConfig, ModelConfig
+from engine.core.text.types import PromptImage
 from engine.images.preprocessor import digest_of
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.image_prompts import ReadImage, hide, place, show
 from engine.worker.factory import make_runner
 from tests.checkpoints.vision import make
 from tests.support.images import picture
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from engine.core.text.types import PromptImage
 
 FILES = {
     "wide": picture(64, 48, seed=1),

@@ -5,8 +5,6 @@ In between it reads as many images as are kept decoded, and computes prompts wit
 a program because memory that something before it freed would hide what images take.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import sys

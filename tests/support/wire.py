@@ -4,8 +4,6 @@ Rule: every call is bounded. A call without a deadline of its own is cancelled a
 and its test then fails with the status CANCELLED.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -4,8 +4,6 @@ The spec's model name is JSON that says what the fake does. The fake reports to 
 files in ``folder``: each phase that it reaches creates a file with the phase's name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Who may call which method: peers as grpc writes them, keys as a file holds them."""
 
-from __future__ import annotations
-
 import hmac
 
 import pytest

@@ -1,8 +1,6 @@
 """Adapters (LoRA) in memory: their names, what a load of one reports, and files that are refused
 before anything is computed. tests/conformance/test_adapters.py compares what is computed."""
 
-from __future__ import annotations
-
 import re
 from contextlib import asynccontextmanager
 from types import SimpleNamespace

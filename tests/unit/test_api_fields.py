@@ -5,8 +5,6 @@ and `oneof/name:type` inside a oneof. Types of google.protobuf are written by th
 numbers are not in the table.
 """
 
-from __future__ import annotations
-
 import keyword
 
 import pytest

@@ -1,7 +1,5 @@
 """When a failed load may be tried again, and when a replica that died comes back."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.pool.backoff import FAILURES_TO_OPEN, OPEN_S, WINDOW_S, CircuitBreaker, RestartBackoff

@@ -1,7 +1,5 @@
 """Writing a request's events to its gRPC call: credit, writes in a delivery, how a call is left."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """The capability that an operator says a model has, beside the one that its files show."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

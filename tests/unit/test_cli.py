@@ -1,7 +1,5 @@
 """The command line: every flag, every key of the file, and the messages for wrong ones."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

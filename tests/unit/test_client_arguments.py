@@ -1,8 +1,6 @@
 """Every argument of the Python client that a method cannot take is refused by name, before a call
 is made, and so is every field of a mapping that stands for a message."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

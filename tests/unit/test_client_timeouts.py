@@ -1,7 +1,5 @@
 """How long a call may take: timeouts as grpc writes them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

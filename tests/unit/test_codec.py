@@ -1,7 +1,5 @@
 """Proto to engine and back: nothing set is lost, nothing unset is invented, nothing is ignored."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

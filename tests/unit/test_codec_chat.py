@@ -1,7 +1,5 @@
 """Chats and answers on the wire: tools in the templates' form, reasoning and calls in deltas."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """How many threads the process computes with: its cores, and the quota of its control groups."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The drawings that the demo models are trained and measured on, and what is said of them."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The demo model's grammar and its parser agree on what is a sentence and what is not."""
 
-from __future__ import annotations
-
 import random
 import re
 

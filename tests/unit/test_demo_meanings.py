@@ -1,7 +1,5 @@
 """What the demo encoders are trained and measured on: drawn by seed, held-out meanings apart."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The files in deploy/ parse, and every flag, metric, port and alert in them exists."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re

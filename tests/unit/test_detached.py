@@ -1,7 +1,5 @@
 """What is kept of a stream for its client, and which streams wait, in which bounds."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

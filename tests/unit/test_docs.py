@@ -4,8 +4,6 @@ What a page names in code type is checked if it is a path (``engine/core/text/pl
 text of a link to a file; that file then has to define or mention it.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

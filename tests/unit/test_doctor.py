@@ -1,7 +1,5 @@
 """The findings of `triolet doctor`, from files and sockets that the test makes."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import socket

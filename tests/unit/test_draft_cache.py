@@ -1,7 +1,5 @@
 """What a draft model's cache holds of which sequence (D27)."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The reader of drawings, which judges what the model that draws has drawn."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The encode scheduler, one decision at a time."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.common.credit import Credit

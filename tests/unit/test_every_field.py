@@ -1,7 +1,5 @@
 """Every field of a Generate or Embed request is decoded or refused by name: none is ignored."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The generated faces are those that `tools/regen_faces.py` makes of the files for asyncio."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import regen_faces

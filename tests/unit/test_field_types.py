@@ -1,7 +1,5 @@
 """What a Python program may write for the fields of a request, and what any other value raises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

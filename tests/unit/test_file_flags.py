@@ -1,8 +1,6 @@
 """A file that a command or a setting names and that cannot be read is named with the system's
 reason. Commands and their flags are found by walking the parsers."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that its small files alone exclude is refused as what it is, before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands that a server suggests at its start fit what it serves, and reach it."""
 
-from __future__ import annotations
-
 import shlex
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a model's generation_config.json decides, and what the log says of the rest."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The drawn schedules of `tests/property/test_scheduler.py` lose and find clients at any time.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.common.events import Pause, PauseMode, Resume

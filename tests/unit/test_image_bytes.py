@@ -1,7 +1,5 @@
 """The images of a request are counted before it is parsed."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """The process that decodes images: whatever happens to it, each image gets its own answer."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The scheduler of drawings: turns, seats, ends, deadlines, pauses, and what the worker hears."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.common.events import Pause, PauseMode, Resume, StepFailed

@@ -1,7 +1,5 @@
 """Drawings in process: what a stream gives, how long it lasts, and the three façades."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from contextlib import asynccontextmanager, suppress

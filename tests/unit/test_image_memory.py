@@ -1,7 +1,5 @@
 """Requests with images get memory in their order, and give it back however they end."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

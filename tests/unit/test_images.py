@@ -1,7 +1,5 @@
 """Image files become pixels, or are refused with a reason, at a bounded cost."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

@@ -5,8 +5,6 @@ model (`tests/service/test_bad_input.py` sends these, and `test_demo_chat.py` th
 templates), and never invalid.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """`Ledger.check` notices every kind of damage to the invariants, done by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.text.lifecycle import State

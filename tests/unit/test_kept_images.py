@@ -1,7 +1,5 @@
 """Images that were read are kept by the digests of their files."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.images.errors import BadImage

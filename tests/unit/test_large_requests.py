@@ -1,7 +1,5 @@
 """A request with images is kept once: by the engine, and not by the RPC as well."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

@@ -8,14 +8,14 @@ The law is the table in `tools/rooms.txt`; how to read it stands at its top.
 - Imports are absolute. Whatever the table allows is used by some file.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -35,10 +35,6 @@ from tools.rooms import (
     room_of,
     rooms,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # The generated protos make their names when they are imported.
 MADE_AT_IMPORT = "grpc_service._generated"

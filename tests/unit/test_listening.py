@@ -1,7 +1,5 @@
 """How many connections a server may have."""
 
-from __future__ import annotations
-
 import logging
 import resource
 

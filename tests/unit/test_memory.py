@@ -1,7 +1,5 @@
 """The memory that the process may use, its ledger, and how many replicas fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.config import EngineConfig, ModelConfig

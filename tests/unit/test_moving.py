@@ -1,7 +1,5 @@
 """A request whose replica died while the request waited moves to another replica's queue."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -6,8 +6,6 @@ uses, or a word of the protos, the kernels or the deployment. Names of other pro
 of ours uses are in `FOREIGN`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import builtins
@@ -15,20 +13,17 @@ import keyword
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING
 
 import pytest
 
 from grpc_service.cli.main import build_parser
 from tools.rooms import PRODUCT, ROOT, modules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),  # the changelog keeps old names

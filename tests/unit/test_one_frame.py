@@ -1,7 +1,5 @@
 """What every scheduler does alike stands once: in `engine.core.common`."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

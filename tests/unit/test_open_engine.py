@@ -1,7 +1,5 @@
 """What keeps an engine from being opened: models that are nowhere, in all three façades."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -1,7 +1,5 @@
 """The prefix cache by example; `tests/property/test_blocks.py` has its laws."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.text.memory.blocks import BlockPool

@@ -1,7 +1,5 @@
 """Channels and messages between a server and a worker process: what arrives, and what is raised."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """What a prompt's images change for the core: the keys of its blocks, and where it is cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.core.text.memory.prefix import extend_keys

@@ -1,7 +1,5 @@
 """Every element of our protos has a comment, and reflection v1 is v1alpha renamed."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

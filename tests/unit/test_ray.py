@@ -1,8 +1,6 @@
 """What the package for Ray Serve decides without Ray: which replica has a prompt's beginning, how
 many replicas there should be, when one is replaced, and whether a file is right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

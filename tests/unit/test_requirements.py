@@ -1,7 +1,5 @@
 """docs/requirements.md has each requirement in one row, and names tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

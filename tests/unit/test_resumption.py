@@ -1,7 +1,5 @@
 """What a client sends to go on with a stream that broke, and what its program sees."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 

@@ -1,7 +1,5 @@
 """Which replica a request goes to."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.pool.routing import by_prefix, least_busy

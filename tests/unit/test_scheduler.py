@@ -3,8 +3,6 @@
 `tests/golden` has its decisions, `tests/property` its laws.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

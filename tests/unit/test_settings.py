@@ -1,7 +1,5 @@
 """One home for a setting: no default stands twice, and all that is made of a field follows it."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -4,18 +4,13 @@ A part that is too large is split by what each piece alone does, never for the c
 exception.
 """
 
-from __future__ import annotations
-
 import ast
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tools.rooms import ROOT, modules, product_modules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 METHODS_MAX = 25
 LINES_MAX = 600

@@ -1,7 +1,5 @@
 """Models and counters as proto messages: every value has its field."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from engine.status import (

@@ -1,7 +1,5 @@
 """State slots, snapshots, and where a chunk ends so that its last state can be one."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.config import SchedulerConfig

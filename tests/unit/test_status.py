@@ -1,7 +1,5 @@
 """Every class of engine.errors against every row of the status table, with the details."""
 
-from __future__ import annotations
-
 import base64
 import logging
 

@@ -3,8 +3,6 @@
 A job reports to its task whatever happens to either, and leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

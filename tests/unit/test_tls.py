@@ -1,7 +1,5 @@
 """What a server's TLS accepts, and what is said of its certificates before they expire."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import ssl

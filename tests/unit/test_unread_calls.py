@@ -1,7 +1,5 @@
 """The bound on ended calls whose clients do not read."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

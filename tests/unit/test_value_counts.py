@@ -1,7 +1,5 @@
 """Every list and map of a request has a limit, which holds before an object is made of a value."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

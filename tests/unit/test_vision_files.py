@@ -1,7 +1,5 @@
 """What the small files of a model that sees say of it, before torch is imported."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """VllmEngine's messages: requests decoded, events encoded, ports configured, tokenizers packed."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import zipfile

@@ -3,8 +3,6 @@
 Its limits are fractions of a second here, and the bounds on what must happen are generous.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

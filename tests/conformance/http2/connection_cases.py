@@ -3,8 +3,6 @@
 h2spec numbers its cases by the sections of RFC 7540, which RFC 9113 has replaced.
 """
 
-from __future__ import annotations
-
 from tests.conformance.http2.cases import (
     ECHO,
     FILLER,

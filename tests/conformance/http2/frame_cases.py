@@ -1,7 +1,5 @@
 """h2spec's cases of RFC 9113, section 6: each kind of frame."""
 
-from __future__ import annotations
-
 from tests.conformance.http2.cases import (
     ENABLE_PUSH,
     FILLER,

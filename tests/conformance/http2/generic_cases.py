@@ -1,7 +1,5 @@
 """h2spec's generic cases: what every server has to accept."""
 
-from __future__ import annotations
-
 from tests.conformance.http2.cases import (
     ECHO,
     ENABLE_PUSH,

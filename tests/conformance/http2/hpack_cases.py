@@ -1,7 +1,5 @@
 """h2spec's cases of RFC 7541: blocks of headers that cannot be decoded."""
 
-from __future__ import annotations
-
 from hpack.hpack import encode_integer
 
 from tests.conformance.http2.cases import (

@@ -1,7 +1,5 @@
 """h2spec's cases of RFC 9113, sections 7 and 8: error codes and requests."""
 
-from __future__ import annotations
-
 from tests.conformance.http2.cases import (
     WAIT,
     case,

@@ -1,7 +1,5 @@
 """Does the server keep HTTP/2's rules? All of h2spec's cases for servers, with and without TLS."""
 
-from __future__ import annotations
-
 import ssl
 from typing import NamedTuple
 

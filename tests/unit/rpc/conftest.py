@@ -1,7 +1,5 @@
 """Fixtures of the RPC library's tests."""
 
-from __future__ import annotations
-
 import pytest
 import trio.testing
 

@@ -1,7 +1,5 @@
 """What connections may cost, and what becomes of those that cost more."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import math

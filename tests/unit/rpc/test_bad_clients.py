@@ -1,7 +1,5 @@
 """Clients in memory that break the rules: they harm only themselves."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One call over a connection in memory, on a clock that jumps: its messages and its ends."""
 
-from __future__ import annotations
-
 import pytest
 import trio
 import trio.testing

@@ -1,7 +1,5 @@
 """Connections in memory, on a clock that jumps: when output leaves, slow and lost clients."""
 
-from __future__ import annotations
-
 import math
 
 import trio

@@ -1,7 +1,5 @@
 """Which connections a server takes, and that no address keeps others outside."""
 
-from __future__ import annotations
-
 import socket
 import time
 

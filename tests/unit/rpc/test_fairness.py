@@ -1,7 +1,5 @@
 """How many tasks the limiters let through in one turn of Trio's loop."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """A client's bytes cut into frames, wherever they are cut on the way."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

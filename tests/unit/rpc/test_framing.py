@@ -1,7 +1,5 @@
 """Messages in a body."""
 
-from __future__ import annotations
-
 import gzip
 import random
 import subprocess

@@ -1,8 +1,6 @@
 """Calls and connections that have ended leave nothing to Python's garbage collector, which a server
 runs so seldom that the garbage of thousands of calls took tens of megabytes (issue 19)."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -4,8 +4,6 @@ A test here fails when h2 changes that part, or when h2 does by itself what our 
 that the override can go. `plain` is h2's own connection; its behaviour is the override's reason.
 """
 
-from __future__ import annotations
-
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection

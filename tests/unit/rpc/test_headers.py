@@ -1,7 +1,5 @@
 """The headers of gRPC: timeouts, metadata, whether they are well-formed, and trailers."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The bytes that a server keeps for its clients are bounded, and those who hold most pay first."""
 
-from __future__ import annotations
-
 import math
 import os
 import zlib

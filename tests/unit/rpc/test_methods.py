@@ -1,7 +1,5 @@
 """Methods, the dispatcher, and the kit that tests handlers in memory."""
 
-from __future__ import annotations
-
 import pytest
 import trio
 from google.protobuf.wrappers_pb2 import StringValue

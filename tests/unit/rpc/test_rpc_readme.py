@@ -1,7 +1,5 @@
 """The example in the RPC library's README runs as it is printed there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How a server with connections in memory stops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """TLS over sockets: handshakes, what is sent, and the end."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
