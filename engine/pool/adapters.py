@@ -4,8 +4,7 @@ Rule 1: an adapter's name stands for one version of it. A reload makes a new ver
 name once every replica has loaded it; running requests keep the old version
 (`AdapterVersion.leased`), which is unloaded when the last of them has ended. Rule 2: nothing is
 awaited between the check that all replicas have a version, and that its names are free, and the
-change of the names. Rule 3: each replica that has an adapter holds the adapter's bytes in its own
-reservation.
+change of the names. Rule 3: the reservation of each replica that has an adapter includes its bytes.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ class Adapters:
     async def unload(self, name: str, drain_s: float | None = None) -> None:
         """Forget an adapter, and wait until its memory is free. Requests that run on it have
         ``drain_s`` seconds to finish (None: the configured drain timeout); then they are cancelled.
-        A replica that is loading drops the adapter before it serves, which this call does not
-        await.
+        A replica that is loading drops the adapter before it serves; nothing waits for it.
 
         Raises:
             ModelNotFound: no model has this name. InvalidRequest: it is not an adapter.
@@ -177,7 +175,7 @@ class Adapters:
         drain_s: float | None = None,
         done: trio.Event | None = None,
     ) -> None:
-        """Drop a version when no request holds it; cancel those that do after ``drain_s``
+        """Drop a version once no request holds it; cancel its requests after ``drain_s``
         seconds."""
         try:
             if drain_s is not None:

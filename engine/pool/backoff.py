@@ -66,7 +66,7 @@ class CircuitBreaker:
 
 
 class RestartBackoff:
-    """Counts the deaths of one replica and says when it may come back.
+    """Counts the deaths of one replica, and decides when it is restarted.
 
     ``deaths_max`` is how many deaths within `WINDOW_S` end the restarts.
     """
@@ -76,8 +76,8 @@ class RestartBackoff:
         self._deaths: deque[float] = deque()
 
     def died(self, now: float) -> float | None:
-        """Count a death at ``now``. Return how many seconds later the replica comes back, or None
-        if it does not come back."""
+        """Count a death at ``now``. Return how many seconds later the replica is restarted, or None
+        if it is not restarted."""
         while self._deaths and self._deaths[0] <= now - WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)

@@ -131,7 +131,7 @@ class Governor:
         reservation.change(num_bytes)
 
     def _has_room(self, need: MemoryEstimate, load: Load) -> bool:
-        """Return whether what is needed of one device is free."""
+        """Return whether the bytes that are needed of one device are free."""
         reserved = self._memory.reserved(need.device) + self._pledged(need.device, load)
         limit = self._memory.limit(need.device)
         return plan_workers(reserved, need.num_bytes, limit, wanted=1) == 1

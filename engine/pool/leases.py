@@ -58,8 +58,7 @@ class Leases:
         cut: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AnyReplica]:
         """Hold a replica of a model while the block runs. A cold model is loaded first, once for
-        all who wait. ``cut`` is called when the holder must leave, because the model is being
-        unloaded.
+        all waiting requests. ``cut`` is called if the model is unloaded, to end the use of it.
 
         Raises:
             ModelNotFound, InvalidRequest, ShuttingDown, NoWorkers: as `Loads.ensure`.

@@ -46,7 +46,7 @@ class Reservation:
     def measured(self, num_bytes: int) -> None:
         """Replace the estimate by ``num_bytes``, which a load turned out to need; several devices
         keep their shares. The bytes are in use already and may pass the limit; the next reservation
-        is then refused."""
+        then fails."""
         self._require_held()
         estimate, left = self.num_bytes, num_bytes
         *others, last = self.by_device

@@ -6,7 +6,7 @@
 | `Loads` | when a model loads: `Loads.ensure` |
 | `ReplicaLoader` | how one load's replicas come to serve |
 | `Serving` | loaded replicas: their loops and their ends |
-| `Revival` | when replicas that died come back |
+| `Revival` | when replicas that died are restarted |
 | `Leases` | which request holds which replica |
 | `Adapters` | which adapters are loaded, and which request holds which |
 | `Governor` | which load gets memory, and which replica leaves to make room |

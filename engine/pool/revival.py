@@ -1,4 +1,4 @@
-"""When replicas that died come back: after which backoff, and whether at all.
+"""When replicas that died are restarted: after which backoff, and whether at all.
 
 Rule: nothing here loads. `Revival.next_load` says which load is due, `Loads.revive` begins it.
 """

@@ -94,7 +94,7 @@ class Unbatched:
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """How a loop is watched, and what it reports.
+    """The checks and the observers of a loop.
 
     ``check_level`` is the environment's ENGINE_CHECK: at 1 the core's invariants are checked at the
     loop's end and when it goes idle, at most each `CHECK_INTERVAL_S`; at 2 after every commit.
@@ -324,8 +324,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
 
     async def _step(self, plan: PlanT, started: float) -> float:
         """Execute one plan in the worker's thread, commit its result, and return the time
-        afterwards. Meanwhile deliver the last step's events, and prepare the next plan. ``started``
-        is now."""
+        afterwards. Meanwhile deliver the last step's events and prepare a plan. ``started`` is
+        now."""
         await trio.lowlevel.checkpoint_if_cancelled()
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
@@ -356,8 +356,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         return committed
 
     def _work_ahead(self, now: float) -> None:
-        """Do the work that needs no result of the step: deliver the last step's events, and prepare
-        the next plan."""
+        """Do the work that needs no result: deliver the last step's events, prepare the next
+        plan."""
         delivered = self._deliver(now)
         self.core.prepare(delivered)
         if self.telemetry is not None:

@@ -80,7 +80,7 @@ class ReservedMemory(Protocol):
 
 
 class ReplicaKind(Protocol):
-    """What a kind of work adds to a replica (`engine.kinds`)."""
+    """The parts of a replica that depend on its kind of work (`engine.kinds`)."""
 
     @property
     def capabilities(self) -> tuple[Capability, ...]:
@@ -97,8 +97,8 @@ class ReplicaKind(Protocol):
         None for a kind without them. Such an event has a ``choice``."""
 
     def make_core(self, info: Any, config: EngineConfig, name: str) -> AnyCore:
-        """Return the scheduler of one replica of the model ``name``, loaded as described by
-        ``info``."""
+        """Return the scheduler of one replica of the model ``name``. ``info`` describes the
+        load."""
 
     def make_tools(self, runner: Any, threads: Threads) -> Any:
         """Return the parts of a loaded runner, beside its tokenizer, that preparers use."""
@@ -227,8 +227,7 @@ class TokensAhead:
         self._num_counted = 0
 
     def count(self, is_counted: bool) -> None:
-        """Count the tokens as the replica's work, or stop counting them. Idempotent; no effect
-        after `end`."""
+        """Count the tokens as the replica's work, or not. Idempotent; no effect after `end`."""
         num_tokens = self._num_tokens if is_counted else 0
         self._replica.outstanding_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens

@@ -151,8 +151,7 @@ class ReplicaTelemetry:
     """The histograms of one replica, filled by its loop. All times are of Trio's clock.
 
     ``token_event`` is `ReplicaKind.token_event`. ``loop_s`` are the seconds that the loop has spent
-    in each of the `PHASES` of its turns, which the loop adds itself. Steps have a histogram
-    instead.
+    in each of the `PHASES` of its turns, which the loop adds itself. Steps have a histogram.
     """
 
     PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")

@@ -73,8 +73,7 @@ class Threads(Protocol):
 
 
 class WorkerThreads:
-    """`Threads` on Trio's threads. The threads of past jobs are kept until `close`, with their
-    wake-ups.
+    """`Threads` on Trio's threads. Threads and their wake-ups are kept until `close`.
 
     `start` is `trio.to_thread.run_sync`, split where it begins to wait, because between a step's
     start and its end the loop delivers and plans. It differs in two ways. The end is signalled by

@@ -174,7 +174,7 @@ class Watchdog:
                 self._wake.wait(max(0.0, next_look - time.monotonic()))
 
     def _look(self, now: float) -> float:
-        """Report hung steps; end the process if due. Return when to look again; infinity: when
+        """Report hung steps; end the process if due. Return when to look again; infinity: once
         woken."""
         next_look = math.inf
         for watch in self._watches:

@@ -1,12 +1,13 @@
-"""The streams whose clients have lost their connections, and for how long they wait for them.
+"""Streams whose clients have lost their connections: each waits for its client for a while.
 
-Rule 1: a stream that waits counts against its key's max_requests, whatever became of its request.
-Rule 2: it is forgotten when its window ends, and its request is cancelled then, if it has not
-ended. Rule 3: nobody but the holder of its key gets it, and only with its token; whoever fails
-learns nothing of it. Rule 4: what waits is bounded, for each holder or, without keys, for each
-address, and nobody drives out what others have waiting. Rule 5: the core knows who waits, and has
-others go first (`engine.core.text.guests`). Rule 6: a server that is full, or short of memory
-for images, gives up a request that waits here before it refuses or delays another one.
+Rule 1: a stream that waits counts against its key's max_requests, even if its request has ended.
+Rule 2: it is forgotten when its resume window ends, and its request is cancelled then, if it has
+not ended. Rule 3: only the holder of its key can attach to it, and only with its attach token; any
+other client gets the error for an unknown stream. Rule 4: waiting streams are bounded, for each
+party (`Origin.party`) and in all; if there are too many in all, the party that has the most loses
+its oldest. Rule 5: the scheduler computes other requests first (`engine.core.text.guests`). Rule 6:
+a server that is full, or short of memory for images, cancels a request whose stream waits here
+before it refuses or delays another request.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ if TYPE_CHECKING:
     from engine.requests.text.kept_events import ReceivedChoice
     from engine.requests.text.stream import TextStream
 
-# All are guesses. When the loss of the server's own network cuts all streams at once, these wait.
+# Most streams that wait, and most bytes that they keep, if the server's network fails. Guesses.
 DETACHED_MAX = 1024
 DETACHED_EACH_MAX = 256  # of one holder, or of one address without a key
 DETACHED_BYTES_MAX = 2**28
 
 
 class DetachedStreams:
-    """The streams that clients may attach to, those that wait for it among them. Belongs to the
-    Trio thread."""
+    """The streams that clients may attach to, including those that wait for their clients. Belongs
+    to the Trio thread."""
 
     def __init__(self, tasks: RequestTasks) -> None:
         self._tasks = tasks
-        # By their tokens: streams that a call reads, or whose last call has not brought them all.
+        # By attach token: streams that a call reads, or that wait; their requests may have ended.
         self._streams: dict[str, TextStream] = {}
-        self._waits: dict[str, _Wait] = {}  # by the tokens of the streams, oldest first
+        self._waits: dict[str, _Wait] = {}  # by attach token, oldest first
         self._is_closed = False
 
     @property
@@ -54,7 +55,7 @@ class DetachedStreams:
         return len(self._waits)
 
     def image_bytes(self) -> int:
-        """Return the bytes of the image files of the requests that wait and have not ended."""
+        """Return the bytes of the image files of waiting streams whose requests have not ended."""
         waiting = [one.stream for one in self._waits.values() if not one.stream.is_closed]
         return sum([stream.request.image_bytes for stream in waiting])
 
@@ -63,11 +64,11 @@ class DetachedStreams:
         self._streams[stream.attach_token] = cast("TextStream", stream)
 
     def remove(self, stream: TextStream) -> None:
-        """Let nobody attach to a stream any more."""
+        """Let no client attach to a stream any more."""
         self._streams.pop(stream.attach_token, None)
 
     def add(self, stream: TextStream) -> bool:
-        """Let a stream wait for its client. Return False if no stream may wait any more."""
+        """Let a stream wait for its client. Return False if the stream may not wait."""
         if self._is_closed or not self._tasks.is_open or stream.resume_window_s is None:
             return False
         self._make_room(stream)
@@ -79,7 +80,8 @@ class DetachedStreams:
 
     def _make_room(self, stream: TextStream) -> None:
         """Give streams up until there is room for ``stream``: the oldest of its own party if that
-        has too many, and otherwise of the party that has the most of what is short."""
+        has too many, then the oldest of the party that has the most streams or, if memory is short,
+        the most bytes."""
         own = [one for one in self._waits.values() if one.stream.party == stream.party]
         if len(own) >= DETACHED_EACH_MAX:
             self._give_up(own[0], EndReason.CANCELLED)
@@ -95,18 +97,18 @@ class DetachedStreams:
             self._give_up(wait, EndReason.CANCELLED)
 
     def make_place(self) -> bool:
-        """Give a request up, so that a new one has its place. Return whether one of those that have
-        not ended waited."""
+        """Cancel a live request whose stream waits, so that a new request has its place. Return
+        whether there was such a request."""
         return self._give_up_one(lambda stream: True) is not None
 
     def spare_images(self, holders: Container[RequestId]) -> RequestId | None:
-        """Give up one of the requests that hold images' memory, if one waits, because another one
-        lacks it. Return which one."""
+        """Cancel one of the ``holders`` of images' memory whose stream waits, because another
+        request lacks memory. Return its id; None if none waits."""
         return self._give_up_one(lambda stream: stream.core_id in holders)
 
     def _give_up_one(self, is_meant: Callable[[TextStream], bool]) -> RequestId | None:
-        """Give up the oldest stream of the party that has the most, of those that are meant and
-        whose requests have not ended. Return which one; None if there is none."""
+        """Give up the oldest stream of the party that has the most, among waiting streams with live
+        requests for which ``is_meant`` is true. Return its request's core id, or None."""
         waits = [
             one for one in self._waits.values() if not one.stream.is_closed and is_meant(one.stream)
         ]
@@ -118,8 +120,8 @@ class DetachedStreams:
         return oldest.stream.core_id
 
     def abort(self, request_id: str) -> None:
-        """Count the streams that wait under an id no more, because the operator ends their
-        requests. They wait on, so that their clients learn of it."""
+        """Stop counting the waiting streams with this id against their keys, because the operator
+        ends their requests. They wait on, so that their clients get the error."""
         for wait in self._waits.values():
             if wait.stream.request_id == request_id:
                 wait.stream.counted.release()
@@ -129,7 +131,7 @@ class DetachedStreams:
         return stream.attach_token in self._waits
 
     def waiting(self, request_id: str) -> TextStream | None:
-        """Return a stream that waits under an id, if there is one."""
+        """Return the newest waiting stream with this id, if there is one."""
         waits = [one.stream for one in self._waits.values() if one.stream.request_id == request_id]
         return waits[-1] if waits else None
 
@@ -138,7 +140,7 @@ class DetachedStreams:
         not.
 
         Raises:
-            RequestNotFound: there is none of this holder with this id and token.
+            RequestNotFound: the holder has no stream with this id and token.
         """
         stream = self._streams.get(token)
         if stream is None or stream.request_id != request_id or stream.holder is not holder:
@@ -164,7 +166,7 @@ class DetachedStreams:
         """
         wait = self._waits.get(stream.attach_token)
         if wait is not None and stream.has_dropped(received):
-            self._give_up(wait, EndReason.CANCELLED)  # nobody can attach, and a continuation helps
+            self._give_up(wait, EndReason.CANCELLED)  # no client can attach; a continuation helps
         stream.check_kept(received)
         if wait is not None:
             self._drop(wait)
@@ -173,21 +175,21 @@ class DetachedStreams:
             stream.report_client(is_there=True)
 
     def uncount(self, stream: TextStream) -> None:
-        """Count the call that has attached to a stream no more, unless the stream waits again, or
+        """Stop counting a call that had attached to a stream, unless the stream waits again, or
         another call has attached to it."""
         if not (self.is_waiting(stream) or stream.is_read):
             stream.counted.release()
 
     def explain(self, stream: RequestStream[Any], explained: Explanation) -> Explanation:
-        """Return the explanation of a stream, which says so if it waits for its client."""
+        """Return the explanation of a stream, with a note if it waits for its client."""
         wait = self._waits.get(stream.attach_token)
         if wait is None:
             return explained
         return explained.waiting_for_client(max(0.0, wait.until - trio.current_time()))
 
     def close(self) -> None:
-        """Give up every stream that waits, because the server drains, and let no more wait: nobody
-        could attach from a new connection, and a continuation goes on elsewhere."""
+        """Give up every stream that waits, because the server drains, and let no more wait: no
+        client could attach by a new connection, and a continuation works at another server."""
         self._is_closed = True
         for wait in list(self._waits.values()):
             self._give_up(wait, EndReason.SHUTDOWN)
@@ -211,7 +213,7 @@ class DetachedStreams:
 
 
 class _Wait:
-    """One stream that waits, until when, and the scope of the task that ends the wait."""
+    """A waiting stream, the end of its window, and the scope of the task that ends the wait."""
 
     def __init__(self, stream: TextStream, window_s: float) -> None:
         self.stream = stream

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from engine.errors import FieldViolation
 
 _Bytes = bytes | bytearray | memoryview
-SHOWN_CHARS_MAX = 60  # of a wrong value in a message
-PART = 2**16  # values that are looked at in one call, for which other threads wait
+SHOWN_CHARS_MAX = 60  # most characters of a wrong value that a message shows
+PART = 2**16  # values that one call looks at, while other threads wait
 
 
 class TypedFields:
@@ -51,8 +51,8 @@ class TypedFields:
 
 
 class CheckedFields(TypedFields):
-    """A request that can say which of its fields are broken. It is validated when it is made,
-    unless ``check`` is False."""
+    """A request that finds its broken fields. It is validated when made, unless ``check`` is
+    False."""
 
     __slots__ = ()
 
@@ -77,8 +77,8 @@ class CheckedFields(TypedFields):
 
 
 class FieldType(NamedTuple):
-    """What a field takes as it is: ``unset``, and values of these classes. ``convert`` converts any
-    other value; it gets the field's name, for the TypeError of a value that the field cannot take.
+    """The type of a field, which takes ``unset`` and values of ``classes`` as they are. ``convert``
+    converts any other value; it gets the field's name, for the TypeError of a wrong value.
     """
 
     unset: object
@@ -139,8 +139,7 @@ def several(made: type[Any]) -> FieldType:
 
 
 def instance(made: type[Any], wanted: str) -> FieldType:
-    """Return the type of an optional field that has an object of a class; nothing else stands for
-    one."""
+    """Return the type of an optional field that has an object of a class; nothing is converted."""
     return _field_type(wanted, None, (made,), _refuse)
 
 
@@ -225,7 +224,7 @@ NUMBER = _field_type("a number", None, (float, int), _number)
 WHOLE = _field_type("a whole number", None, (int,), index)
 SWITCH = _field_type("True or False", None, (bool,), _refuse)
 NAME = _field_type("a text", "", (str,), _text)
-# By the annotation of a field.
+# The types of fields, by their annotations.
 ANNOTATED = {
     "float | None": NUMBER,
     "int | None": WHOLE,

@@ -1,9 +1,9 @@
-"""Bounds the memory of images over all requests: that of their files, and that of those which are
-ready and not computed yet.
+"""Bounds the memory of images over all requests: of their files, and of decoded images.
 
 A file of 100 bytes may become an image of 150 KB, so that neither the size of messages nor the
-queue's tokens bound the latter. Rule: requests get that memory in the order in which they ask, and
-one that waits for it can leave at once; a file without room is refused.
+queue's tokens bound decoded images. Rule: requests get memory for decoded images in the order in
+which they ask, and a request that waits for it can be cancelled at once; a request whose files find
+no room is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from engine.core.common.types import RequestId
 
-# Bytes of all requests' images. A guess: 1,700 images of 224 × 224 pixels, some tens of steps.
+# Bytes of all requests' decoded images. A guess: 1,700 of 224 × 224 pixels, some tens of steps.
 IMAGE_BYTES_MAX = 256 * 2**20
-# The share of one request, so that a client that does not read leaves room for others. A guess.
+# One request's share of them, so that a client that does not read leaves room for others. A guess.
 REQUEST_SHARE = 1 / 4
 # Bytes of the image files of all live requests: a photograph takes a second to decode, and arrives
 # in less. A guess: sixty photographs of a phone.
@@ -33,15 +33,15 @@ FILE_BYTES_MAX = 256 * 2**20
 
 class ImageFiles:
     """Counts the bytes of the image files of all live requests, as ``num_bytes``. Belongs to the
-    Trio thread. ``of_guests`` returns how many of them belong to requests whose clients are away:
-    these are bounded elsewhere (`engine.requests.detached`), and take no room from others."""
+    Trio thread. ``of_guests`` returns how many of these bytes belong to requests whose clients are
+    away: they are bounded elsewhere (`engine.requests.detached`), and take no room from others."""
 
     def __init__(self, of_guests: Callable[[], int] = lambda: 0) -> None:
         self._of_guests = of_guests
         self.num_bytes = 0
 
     def refusal(self, num_bytes: int) -> Overloaded | None:
-        """Return why a request with so many bytes is refused now; None if there is room."""
+        """Return why a request with files of ``num_bytes`` is refused; None if there is room."""
         if not num_bytes or self.num_bytes + num_bytes <= FILE_BYTES_MAX:
             return None
         held = self.num_bytes - self._of_guests()
@@ -57,7 +57,7 @@ class ImageFiles:
         self.num_bytes += num_bytes
 
     def remove(self, num_bytes: int) -> None:
-        """Count them no longer."""
+        """Stop counting a request's files."""
         self.num_bytes -= num_bytes
 
     @contextmanager
@@ -77,16 +77,16 @@ class ImageFiles:
 
 
 class ImageMemory:
-    """Memory for images. Belongs to the Trio thread.
+    """Memory for decoded images. Belongs to the Trio thread.
 
-    ``num_bytes`` are those that are held, by ``holders``.
+    ``num_bytes`` bytes are held, by the requests ``holders``.
     """
 
     def __init__(self, max_bytes: int = IMAGE_BYTES_MAX) -> None:
         self.num_bytes = 0
         self.holders: set[RequestId] = set()
         self._max_bytes = max_bytes
-        self._leaving: RequestId | None = None  # the last one that was to give its memory back
+        self._leaving: RequestId | None = None  # the holder that ``on_short`` returned last
         self._waiting: deque[_Waiter] = deque()
 
     @property
@@ -101,10 +101,10 @@ class ImageMemory:
         request_id: RequestId,
         on_short: Callable[[Set[RequestId]], RequestId | None] = lambda holders: None,
     ) -> None:
-        """Wait for so many bytes, at most `request_bytes_max`. ``held`` gives them back.
-        ``on_short`` may be called with ``holders`` while memory is lacking, so that one of the
-        holders gives its memory back; it returns which one, or None. It is not called again before
-        that one has.
+        """Wait for ``num_bytes`` bytes, at most `request_bytes_max`. ``held`` gives them back.
+        ``on_short`` may be called with ``holders`` while memory is lacking, to cancel one of them;
+        it returns that one's id, or None. It is not called again before that request's memory is
+        back.
 
         Cancellation: nothing is held.
         """
@@ -118,7 +118,7 @@ class ImageMemory:
                 self._give_back(num_bytes, request_id)
             else:
                 self._waiting.remove(waiter)
-                self._grant()  # those behind may need less
+                self._grant()  # the requests behind it may need less
             raise
         held.callback(self._give_back, num_bytes, request_id)
 

@@ -29,7 +29,7 @@ class ClientRequest(Protocol):
 
     @property
     def capability(self) -> Capability:
-        """What a model must be able to do for the request."""
+        """The capability that a model must have for the request."""
 
     @property
     def image_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Preparer(Protocol):
 
 
 class RequestKind(Protocol):
-    """One kind's requests (`engine.kinds`)."""
+    """The requests of one kind of work (`engine.kinds`)."""
 
     @property
     def request_types(self) -> tuple[type[Any], ...]:

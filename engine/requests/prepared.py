@@ -1,7 +1,6 @@
-"""The value that a request is prepared from, and the value that it is prepared to.
+"""The values that a preparer takes and returns: `Assignment` and `Prepared`.
 
-Rule: a preparer knows no stream. It reads an `Assignment` and returns a `Prepared`, with which
-`engine.requests.stream.RequestStream.run` begins the stream.
+Rule: a preparer uses no stream. `engine.requests.stream.RequestStream.run` takes its result.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Assignment(Generic[AskedT, ReplicaT]):
     ``core_id`` is the core's name for the request, ``arrival`` the time at which it arrived, on
     Trio's clock, and ``scope`` the scope of its task, which has its deadline. ``party`` is
     `Origin.party`. ``seed`` is the seed of its draws; 0 for a kind of work that draws nothing.
-    ``adapter`` is the digest of the adapter that it is computed with; "": none. Whatever is taken
-    for the request is entered in ``held``, which gives it back when the request has ended.
-    ``report`` is called with the request's phase when that changes. ``spare_images`` gives up
-    one of the requests that hold images' memory, if its client is away, and returns which one.
+    ``adapter`` is the digest of the adapter that it is computed with; "": none. A preparer enters
+    the resources that it takes in ``held``, which gives them back when the request has ended.
+    ``report`` is called with the request's phase when that changes. ``spare_images`` cancels one of
+    the given holders of images' memory whose client is away, and returns its id, or None.
     """
 
     request: AskedT
@@ -54,19 +53,18 @@ class Assignment(Generic[AskedT, ReplicaT]):
     @property
     def deadline(self) -> float | None:
         """When the request must have ended; None without a deadline. It becomes earlier if a client
-        takes the stream up by a call with an earlier one."""
+        takes the stream up by a call with an earlier deadline."""
         deadline = self.scope.deadline
         return None if math.isinf(deadline) else deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[CoreRequestT_co]):
-    """A request that is ready to run at any replica of its model. A kind of work adds what its
-    streams need.
+    """A request that is ready to run at any replica of its model. A kind of work adds the fields
+    that its streams need.
 
-    ``request`` is the core's request. ``hold`` returns a context manager that keeps ready what the
-    worker of a replica needs for the request, from before its queue to the request's end; None: it
-    needs nothing.
+    ``request`` is the core's request. ``hold`` returns a context manager that keeps the request's
+    compiled constraint at a replica, from before its queue to its end; None: there is none.
     """
 
     request: CoreRequestT_co

@@ -1,4 +1,4 @@
-"""Limits what the holder of one API key has at once: running requests and waiting prompt tokens.
+"""Limits the running requests and waiting prompt tokens that one API key's holder has at once.
 
 Rule 1: `Quota.enter` and `Quota.leave` are called on one thread, the server's; `Quota.queue` and
 `Quota.unqueue` on one thread, the engine's. Neither thread reads the other's count. The limits may
@@ -73,8 +73,8 @@ class Quota:
 
 
 class QueuedTokens:
-    """The prompt tokens that one request has waiting, counted against its quota, if it has one, and
-    while its client is there."""
+    """The prompt tokens that one request has waiting, counted against its quota, if it has one,
+    while its client is connected."""
 
     __slots__ = ("_is_there", "_num_tokens", "_quota")
 
@@ -101,16 +101,16 @@ class QueuedTokens:
         self._num_tokens = 0
 
     def note_client(self, *, is_there: bool) -> None:
-        """Count the prompt only while its client is there, because others go before it otherwise.
-        Never refuses; idempotent."""
+        """Count the prompt only while its client is connected: requests of other clients go before
+        it otherwise. Never refuses; idempotent."""
         if self._quota is not None and is_there != self._is_there:
             self._quota.queued_tokens += self._num_tokens if is_there else -self._num_tokens
         self._is_there = is_there
 
 
 class QuotaCount:
-    """Counts one of the requests that a holder runs beside those of its calls: a stream that waits
-    for its client. Both methods are idempotent, and never refuse."""
+    """Counts a stream that waits for its client, or that a call has attached to, as a request of
+    its holder. Both methods are idempotent, and never refuse."""
 
     __slots__ = ("_is_held", "_quota")
 

@@ -1,4 +1,4 @@
-"""What takes the events of a stream: the protocol, and the readers in the engine's own process."""
+"""The readers of streams: the protocol, and the readers in the engine's own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reader(Protocol[EventT_contra]):
     """
 
     def push(self, event: EventT_contra) -> None:
-        """Take the next event. A credited event keeps its slot until the reader gives it back."""
+        """Take the next event. A credited event keeps its slot until the reader frees that."""
 
     def end(self, error: TrioletError | None) -> None:
         """Take note that no event follows. ``error`` is None for a request that succeeded."""
@@ -50,12 +50,12 @@ class ChannelReader(Generic[EventT]):
         return await self._receive.receive()
 
     def close(self) -> None:
-        """Drop what has not been received."""
+        """Drop the events that have not been received."""
         self._receive.close()
 
 
 class NoReader:
-    """Takes the events of a stream whose reader has left or knows of the end, and drops them."""
+    """Drops the events of a stream whose reader has left or was notified of the end."""
 
     def push(self, event: object) -> None:
         """Drop an event."""

@@ -1,9 +1,9 @@
-"""Serves the requests of one kind of work: takes each from the pool to its end.
+"""Serves the requests of one kind of work, each from the lease of a replica to its end.
 
 Rule 1: a request whose replica dies before it has begun to compute the request goes to another
 replica, as it was prepared. Rule 2: blocks belong to the core. A request's task only waits; it
-forwards no token. Rule 3: while a request runs, its stream alone keeps it, and drops a large input:
-a prompt of megabytes may have been cut to a few tokens.
+forwards no token. Rule 3: while a request runs, only its stream refers to it, and drops a large
+input: a prompt of megabytes may have been cut to a few tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread. ``spare_images``
-    gives up a request whose client is away, so that the memory of its images comes back."""
+    cancels a request whose client is away, so that the memory of its images is freed."""
 
     kind: RequestKind
     preparer: Preparer
@@ -56,7 +56,8 @@ class Serving:
 
     async def _serve_once(self, stream: RequestStream[Any], held: ExitStack) -> None:
         """Serve a request on one replica, until its stream is closed or has to change its
-        replica. ``held`` gives back what is taken for it. Raises and cancellation as `serve`."""
+        replica. ``held`` gives back the resources taken for it. Raises and cancellation as
+        `serve`."""
         stream.enter(Phase.LOAD)
         cut = partial(stream.cancel, EndReason.ABORTED)
         async with self.pool.leases.lease(

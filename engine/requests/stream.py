@@ -3,11 +3,11 @@
 Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins.
 Rule 2: `RequestStream.close` is the end, whatever led to it: no event comes after it.
 Rule 3: nothing here waits, except a reader and the request's task.
-Rule 4: nobody else assigns to a stream's attributes.
+Rule 4: only a stream's own class assigns to its attributes.
 
-Life: `Supervisor.submit` makes the stream → the request is prepared, and `RequestStream.run` begins
-the stream at a replica with what was prepared → the replica's loop pushes the core's events into it
-→ all choices have ended, or an error, or a cancel → the stream is closed and ``error`` says how.
+Life: `Supervisor.submit` makes the stream → the request is prepared, and `RequestStream.run`
+submits it to a replica → the replica's loop pushes the core's events into it → all choices have
+ended, or an error, or a cancel → the stream is closed and ``error`` says how.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ EventT = TypeVar("EventT")
 
 log = logging.getLogger(__name__)
 
-DEADLINE_MARGIN_S = 0.020  # D18: with 0.010, some clients saw a bare reset; with this, none did
-DEADLINE_MARGIN_SHARE = 0.10
-# A reader on another thread gives credit back when it has taken this part of the buffer: waking the
-# Trio thread for every token would cost more than the token.
+DEADLINE_MARGIN_S = 0.020  # D18: with 0.010 s, some clients saw a reset and no status
+DEADLINE_MARGIN_SHARE = 0.10  # of the timeout: the margin of a short one
+# A reader on another thread frees message slots when it has taken 1 / RELEASE_SHARE of the buffer:
+# waking the Trio thread for every token would cost more than the token.
 RELEASE_SHARE = 4
 
 
@@ -75,12 +75,12 @@ class StreamOptions(Generic[EventT]):
 
     ``core_id`` is the core's name for the request, ``buffer`` the number of messages that may wait
     for the reader. Events go to ``reader``; None opens a memory channel, which
-    `RequestStream.receive` reads. ``origin`` is where the request comes from. It came at
-    ``arrived_at``, on Trio's clock (None: now), and its client's timer ends it ``timeout_s``
-    seconds later; without that, the server ends it after ``longest_s``. ``on_end`` is called once,
-    before the reader hears of the end. ``on_loss`` is called when the reader's client has lost its
-    connection; it returns whether the stream waits for that client. ``on_leave`` is called when the
-    last reader has left.
+    `RequestStream.receive` reads. ``origin`` is where the request comes from. The request arrived
+    at ``arrived_at``, on Trio's clock (None: now), and its client's timer ends it ``timeout_s``
+    seconds later; without a timer, the server ends it after ``longest_s`` seconds. ``on_end`` is
+    called once, before the reader is notified of the end. ``on_loss`` is called when the reader's
+    client has lost its connection; it returns whether the stream waits for that client.
+    ``on_leave`` is called when the last reader has left.
     """
 
     request_id: str
@@ -99,17 +99,16 @@ class StreamOptions(Generic[EventT]):
 class RequestStream(Generic[EventT]):
     """One request's life on the Trio thread, whatever its kind.
 
-    ``credit`` bounds the events that wait for the reader. ``credited`` are the classes of events
-    that hold a slot of it; at most ``num_beside`` other events come. A reader on another thread
-    gives credit back when it has taken ``num_per_release`` credited events, or after a while.
+    ``credit`` counts the stream's message slots. ``credited`` are the classes of events that hold a
+    slot; at most ``num_beside`` other events come. A reader on another thread frees slots when it
+    has taken ``num_per_release`` credited events, or after a while.
 
-    ``request`` is the client's, as far as it is still needed.
-    ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
-    ``closed_at`` is when that was, on Trio's clock.
-    ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
-    quota, and ``party`` is `Origin.party`. ``attach_token`` is what a client must show to take the
-    stream up again; empty for a stream that nobody can take up. ``seed`` is the seed of the
-    request's draws; 0 for a kind of work that draws nothing.
+    ``request`` is the client's request; a kind may drop fields that it needs no more. ``error`` is
+    None for a request that succeeded; it is meaningful once ``is_closed`` is set. ``closed_at`` is
+    when the stream was closed, on Trio's clock. ``queued`` counts the waiting prompt against the
+    quota, if there is one. ``holder`` is that quota, and ``party`` is `Origin.party`.
+    ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
+    no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     """
 
     attach_token = ""
@@ -135,7 +134,7 @@ class RequestStream(Generic[EventT]):
         self.load_s = 0.0
         self.replica: Replica[Any, Any] | None = None
         self.prepared: Prepared[Any] | None = None  # set by the first `run`
-        self.ahead: TokensAhead | None = None  # from the queue on
+        self.ahead: TokensAhead | None = None  # set once it is submitted to a replica
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call
         self.model = ""
@@ -165,7 +164,7 @@ class RequestStream(Generic[EventT]):
         self._timings: Timings | None = None
         self._done = trio.Event()
         self._turn = trio.Event()  # set when the stream is closed, or has to change its replica
-        self._is_begun = False  # the reader has been given Started
+        self._is_begun = False  # Started was pushed to the reader
 
     def __repr__(self) -> str:
         kind = type(self).__name__
@@ -174,19 +173,19 @@ class RequestStream(Generic[EventT]):
     # ---- the request's task
 
     def enter(self, phase: Phase, model: str = "") -> None:
-        """Take note of what the request does before it is in a queue. With ``model``, a replica of
-        that is leased from now on."""
+        """Set the phase of a request that is in no queue yet. With ``model``, a replica of that
+        model is leased from now on."""
         self.phase = phase
         if model:
             self.load_s = trio.current_time() - self.started_at
             self.model = model
 
     async def run(self, prepared: Prepared[Any], replica: Replica[Any, Any]) -> None:
-        """Begin the stream with what was prepared: run at a replica, from its queue to the stream's
-        end, or until the request has to run at another one (`take_moving`).
+        """Run the prepared request at a replica, from its queue to the stream's end, or until the
+        request has to run at another replica (`take_moving`).
 
         Raises:
-            Overloaded: the replica's queue, or the quota, takes no more. Others as
+            Overloaded: the replica's queue, or the quota, takes no more. Other errors as
                 `EngineLoop.submit`, and as ``prepared.hold``.
         Cancellation: ends the request at the replica.
         """
@@ -212,10 +211,10 @@ class RequestStream(Generic[EventT]):
                     replica.loop.cancel(self.core_id, reason, self.phase, since)
 
     def _take(self, prepared: Any) -> None:
-        """Keep what the stream's events are made with."""
+        """Keep the parts of ``prepared`` that the stream's events need."""
 
     async def wait_turn(self) -> None:
-        """Wait for `close`, or until the replica has died and the request has to run at another.
+        """Wait for `close`, or until the replica has died and the request must run at another one.
 
         Cancellation: ends only the waiting.
         """
@@ -224,7 +223,7 @@ class RequestStream(Generic[EventT]):
     # ---- the reader's side
 
     async def receive(self) -> EventT:
-        """Return the next event and give its credit back. For streams without a reader.
+        """Return the next event and free its message slot. For streams without a reader.
 
         Raises:
             trio.EndOfChannel: there are no more events; ``error`` says how the request ended.
@@ -237,7 +236,7 @@ class RequestStream(Generic[EventT]):
         return event
 
     def release(self, num_messages: int) -> None:
-        """Give back the credit of ``num_messages`` events that the reader is done with."""
+        """Free the message slots of ``num_messages`` events that the reader has taken."""
         if self.credit.release(num_messages):
             self.report_drained()
 
@@ -256,10 +255,12 @@ class RequestStream(Generic[EventT]):
             self.close_reader(left_at)
 
     def close_reader(self, left_at: float | None = None) -> None:
-        """End the request, if it has not ended, because its reader leaves; drop what waits for it.
+        """End the request, if it has not ended, because its reader leaves; drop the events that
+        wait for the reader.
 
-        ``left_at`` is when the client ended the call, on Trio's clock. Close to the client's own
-        deadline its timer did that, and the request ends by its deadline (D18).
+        ``left_at`` is when the client ended the call, on Trio's clock. If that is close to the
+        client's own deadline, the client's timer ended the call, and the request ends with DEADLINE
+        (D18).
         """
         is_timer = left_at is not None and left_at >= self.client_deadline - DEADLINE_MARGIN_S
         self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)
@@ -331,7 +332,7 @@ class RequestStream(Generic[EventT]):
             reason = event.reason.value
             log.debug("stop reason of choice %d: %s", event.choice, reason, extra=extra)
             if event.reason.is_success:
-                # The wait for the model is no part of the queue's.
+                # The core counts the wait for the model as time in the queue.
                 queue_s = max(0.0, event.timings.queue_s - self.load_s)
                 self._timings = replace(event.timings, queue_s=queue_s, load_s=self.load_s)
                 self._finish(replace(event, timings=self._timings))
@@ -352,7 +353,7 @@ class RequestStream(Generic[EventT]):
         self.close(None)
 
     def _note_result(self, phase: Phase, tokens_done: int) -> None:
-        """Take note of a result, after which so many tokens are done."""
+        """Take note of a result, after which ``tokens_done`` tokens are done."""
         self.phase, self.tokens_done = phase, tokens_done
         if self._first_result_at is None:
             self._first_result_at = trio.current_time()
@@ -361,8 +362,8 @@ class RequestStream(Generic[EventT]):
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
         """Act on the death of the replica: join the queue of another one, or end with ``error``.
 
-        Only a request that has waited in the queue moves; its place is that of its arrival. What
-        its reader has seen so far is true of another replica as well.
+        Only a request that has not begun moves; it keeps the place of its arrival in the new queue.
+        The events that its reader has got hold for another replica as well.
         """
         self.credit.cancel(self.credit.reserved)  # the rows planned for it were not computed
         if has_begun or self.tokens_done or self._first_result_at is not None or self.is_closed:
@@ -395,7 +396,7 @@ class RequestStream(Generic[EventT]):
     def early_end(self, reason: EndReason | None = None, detail: str = "") -> TrioletError:
         """Return the error for an end that is neither STOP nor LENGTH.
 
-        Without a ``reason``, the one given to `cancel` counts or, without that, the deadline.
+        Without ``reason``, it is the reason given to `cancel` or, if there is none, the deadline.
         """
         done = self._progress()
         match reason or self.reason or EndReason.DEADLINE:

@@ -3,8 +3,8 @@
 Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins.
 Rule 2: a request's client gets the end at once, and the engine frees the request's resources within
 one step: closing a stream never waits for the step in flight.
-Rule 3: here is decided which requests may be live; `engine.requests.serving` takes each from the
-pool to its end.
+Rule 3: this file decides which requests may be live; `engine.requests.serving` takes each from the
+lease of a replica to its end.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Supervisor:
             reader,
             origin,
             arrived_at=arrived_at,
-            timeout_s=request.timeout_s if error is None else None,  # else it may be no number
+            timeout_s=request.timeout_s if error is None else None,  # a refused one may be NaN
             longest_s=self._config.default_deadline_s,
             on_end=self._count,
             on_loss=self.detached.add,
@@ -294,11 +294,11 @@ class Supervisor:
     # ---- the end of everything
 
     async def drain(self, timeout_s: float) -> int:
-        """Take leave, refuse new requests, let running ones finish, all within ``timeout_s``
-        seconds; then cut the rest, and end the pool. Return the number of requests cut, by this
-        drain and any before it.
+        """Await ``take_leave``, refuse new requests, let running ones finish, all within
+        ``timeout_s`` seconds; then cancel those that are left, and end the pool. Return the number
+        of requests cancelled, by this drain and any before it.
 
-        Cancellation: the rest is cut at once.
+        Cancellation: the live requests are cancelled at once.
         """
         if not self.is_draining:
             self.is_draining = True

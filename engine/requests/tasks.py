@@ -1,7 +1,7 @@
 """Runs the tasks that serve requests, in one nursery that takes no task once the pool has ended.
 
-Rule: a task that is started here is joined before the engine's block is left, whatever became of
-its request.
+Rule: a task that is started here is joined before the engine's block is left, whether its request
+has ended or not.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Rule 1: work that grows with the text runs in a thread, so that a long prompt delays neither the
 event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so it is joined, and a task
-that waits for it can leave at once. Rule 3: a job cannot be interrupted. Therefore a text that is
-certainly too long never becomes one (`check_fits`), and a long one is a job for each of its pieces,
-until it has as many tokens as are wanted (`TokenBound`). Short texts have a thread that long ones
-do not use. At either, the parties (`engine.requests.quota.Origin`) take turns, with a whole text in
-each, so that only one text is tokenised in part.
+that waits for it can stop waiting at once. Rule 3: a job cannot be interrupted. Therefore a text
+that is certainly too long is refused without a job (`check_fits`), and a long text is tokenised in
+pieces, each in a job, until there are as many tokens as are wanted (`TokenBound`). Short texts have
+a thread that long texts do not use. At either thread, the parties (`engine.requests.quota.Origin`)
+take turns, a whole text in each, so that only one text is tokenised in part at a time.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TOKENIZE_TOKENS_MAX = 100_000  # guess: about 3 MiB of answer, half a second to build
-TOKENIZE_CHARS_MAX = 2**20  # guess: ten for each of these tokens
-INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
-LONG_TEXT_CHARS = 2**16  # guess: below this a text takes a thread for a tenth of a second
+TOKENIZE_TOKENS_MAX = 100_000  # of an answer; a guess: about 3 MiB, half a second to build
+TOKENIZE_CHARS_MAX = 2**20  # of its text; a guess: ten for each of these tokens
+INLINE_TOKENIZE_CHARS = 4096  # fewer need no thread; a guess: a hop would cost more
+LONG_TEXT_CHARS = 2**16  # such texts are tokenised in pieces; a guess: fewer take 0.1 s
 
 T = TypeVar("T")
 Part = TypeVar("Part", bound="Sequence[Any]")
 
 
 class TokenBound(NamedTuple):
-    """How many tokens of a text are wanted. One with more is refused, or if it ``is_cut``, only its
-    first ``most`` tokens are wanted, or its last ones with ``keeps_end``."""
+    """How many tokens of a text are wanted. A text with more is refused or, with ``is_cut``, cut to
+    its first ``most`` tokens, or to its last ones with ``keeps_end``."""
 
     most: int
     is_cut: bool = False
@@ -59,8 +59,8 @@ class TokenBound(NamedTuple):
 
 
 class Tokenizing:
-    """Runs tokenizers and chat templates. Belongs to the Trio thread. One job runs at a time for
-    short texts, and one for those of `LONG_TEXT_CHARS` and more; parties take turns.
+    """Runs tokenizers and chat templates. Belongs to the Trio thread. One job at a time runs for
+    short texts, and one for texts of `LONG_TEXT_CHARS` and more; parties take turns.
 
     Every async method raises ShuttingDown once the engine is closed.
 
@@ -75,7 +75,7 @@ class Tokenizing:
         image_decoder: DecodeImage = decode_here,
         image_turns: Turns | None = None,
     ) -> None:
-        """``image_decoder`` is where images are decoded."""
+        """``image_decoder`` decodes the images."""
         self.image_decoder = image_decoder
         self._threads = threads
         self._tasks = tasks
@@ -84,8 +84,8 @@ class Tokenizing:
         self._template_turns: dict[str, Turns] = {}  # by model
 
     def with_own_turns(self) -> Tokenizing:
-        """Return another instance, whose texts do not wait for this one's. Both decode one image
-        at a time."""
+        """Return another instance, whose texts do not wait for this one's texts. The two together
+        decode one image at a time."""
         return Tokenizing(self._threads, self._tasks, self.image_decoder, self._image_turns)
 
     async def tokenize(
@@ -97,8 +97,8 @@ class Tokenizing:
         party: Hashable,
         bound: TokenBound | None = None,
     ) -> tuple[int, ...]:
-        """Return the ids of a text: at once if it is short, otherwise made in a thread. Of a text
-        that ``bound`` cuts, the ids are at least those that are wanted, at the same end.
+        """Return the ids of a text: at once if it is short, otherwise made in a thread. If
+        ``bound`` cuts the text, there may be more ids than wanted, at the end that is not kept.
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
@@ -139,7 +139,7 @@ class Tokenizing:
         if len(text) < LONG_TEXT_CHARS:
 
             def job() -> tuple[TokenSpan, ...]:
-                # The ids come first: they are cheap, and their number decides about the rest.
+                # The ids come first: they are cheap, and there may be too many of them.
                 _check_answer_holds(
                     len(tokenizer.encode(text, add_special_tokens=add_special_tokens))
                 )
@@ -186,7 +186,7 @@ class Tokenizing:
         """Return the text of ids.
 
         Raises:
-            InvalidRequest: an id is that of no token, and outside the vocabulary.
+            InvalidRequest: an id is outside the vocabulary, and the tokenizer has no token for it.
         Cancellation: as the class.
         """
         tokenizer, vocab_size = replica.tokenizer, replica.info.vocab_size
@@ -257,7 +257,7 @@ class Tokenizing:
 
 @contextmanager
 def of_field(field: str) -> Iterator[None]:
-    """Name ``field`` in violations of the text that was made of it, where they name ``text``."""
+    """Name ``field`` in violations that name ``text``, which was made from this field."""
     try:
         yield
     except InvalidRequest as error:
@@ -268,7 +268,7 @@ def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
     """Check that a prompt does not certainly have more than ``most`` tokens, without tokenising it.
 
     Raises:
-        RequestTooLarge: it has.
+        RequestTooLarge: it certainly has more.
     """
     fewest = math.ceil(len(text) / tokenizer.max_chars_per_token)
     if fewest > most:
@@ -276,7 +276,7 @@ def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
 
 
 def _check_answer_holds(count: int) -> None:
-    """Check that an answer holds so many tokens.
+    """Check that an answer of a Tokenize call holds ``count`` tokens.
 
     Raises:
         RequestTooLarge: it does not.
@@ -295,8 +295,8 @@ def too_long(count: str, most: int) -> InvalidRequest:
 
 
 def guarded(work: Callable[[], T]) -> Callable[[], T]:
-    """Return ``work`` with a change: a panic of a Rust library, which is no `Exception`, becomes an
-    `EngineBug`."""
+    """Return ``work``, changed in one way: a panic of a Rust library, which is no `Exception`,
+    becomes an `EngineBug`."""
 
     def job() -> T:
         try:

@@ -1,4 +1,4 @@
-"""Turns at something of which there is one."""
+"""Turns at a resource that one task at a time may use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Lets one task at a time have its turn. Those that wait belong to parties, which take turns;
-    the tasks of one party go on in the order in which they came."""
+    """Lets one task at a time have its turn. The tasks that wait belong to parties, which take
+    turns; the tasks of one party go on in the order in which they came."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, trio.lowlevel.ParkingLot] = {}  # the next party first
@@ -25,7 +25,7 @@ class Turns:
 
         Cancellation: safe; the task waits no more.
         """
-        if self._is_taken:  # who wakes this task leaves the turn to it
+        if self._is_taken:  # the task that wakes this one leaves `_is_taken` set
             await self._waiting.setdefault(party, trio.lowlevel.ParkingLot()).park()
         self._is_taken = True
         try:
@@ -37,7 +37,7 @@ class Turns:
         while self._waiting:
             party = next(iter(self._waiting))
             tasks = self._waiting.pop(party)
-            has_woken = bool(tasks.unpark())  # nobody, if all were cancelled
+            has_woken = bool(tasks.unpark())  # none, if all were cancelled
             if tasks:
                 self._waiting[party] = tasks
             if has_woken:

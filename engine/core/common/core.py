@@ -246,8 +246,8 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
 
     @abstractmethod
     def _next_step(self, plan_id: PlanId, now: float) -> StepT | None:
-        """Return the next step, with its plan and its message slots; None if there is nothing to
-        compute."""
+        """Return the next step, with its plan and message slots; None if nothing is to be
+        computed."""
 
     @abstractmethod
     def _commit(self, step: StepT, result: ResultT, now: float) -> None:

@@ -34,7 +34,7 @@ class Journaled(Protocol):
 
 
 class CoreRequest(Journaled, Protocol):
-    """What the loop and the supervisor must know of a request of any kind.
+    """The properties of a request of any kind that the loop and the supervisor use.
 
     Times are seconds of the engine's one clock (D18).
     """
@@ -185,7 +185,7 @@ InputEvent: TypeAlias = Submit[RequestT] | StepDone[ResultT] | StepFailed | Cont
 
 
 class OutputEvent(Journaled, Protocol):
-    """What a scheduler reports about one request."""
+    """An event that a scheduler emits about one request."""
 
     @property
     def request_id(self) -> RequestId:

@@ -60,8 +60,8 @@ class LiveRequest(ABC, Generic[RequestT]):
 
     def stalls_at(self, timeout_s: float) -> float:
         """Return when a parked request stalls, if it may be parked for ``timeout_s`` seconds.
-        Infinity if it is not parked, or if its reader has taken a message since: a `ReaderDrained`
-        is coming."""
+        Infinity if it is not parked, or if its reader has taken a message since: `ReaderDrained` is
+        coming."""
         if self.parked_since is None or not self.credit.starved:
             return math.inf
         return max(self.parked_since, self.credit.waits_until) + timeout_s
@@ -81,7 +81,7 @@ class Places(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """What a scheduler has counted since its start (`CoreStatistics`)."""
+    """The counts since the scheduler's start (`CoreStatistics`)."""
 
     steps: int = 0
     rows: int = 0

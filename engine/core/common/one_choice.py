@@ -264,7 +264,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
     # ---- readers
 
     def _park(self, live: OneT, now: float) -> None:
-        """Let a request wait until its reader has taken what was sent."""
+        """Let a request wait until its reader has taken messages."""
         live.park(now)
         live.credit.mark_starved()
         self._parked[live.request.request_id] = live

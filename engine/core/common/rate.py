@@ -6,8 +6,8 @@ RATE_SMOOTHING = 0.2  # the newest step's weight; a guess: the last five have tw
 
 
 class RecentRate:
-    """A running average, for estimates of how long a queue takes. ``tokens_per_s`` is 0 before the
-    first step."""
+    """A running average, for estimates of how long a queue takes. ``tokens_per_s`` is 0 before any
+    step."""
 
     __slots__ = ("tokens_per_s",)
 

@@ -1,4 +1,4 @@
-"""How many tokens a step may compute, after one ran out of memory (D17)."""
+"""How many tokens a step may compute, after a step ran out of memory (D17)."""
 
 from __future__ import annotations
 

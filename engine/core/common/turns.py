@@ -55,7 +55,7 @@ TurnT = TypeVar("TurnT", bound=InTurn[Any])
 
 
 class Seats:
-    """Lets at most ``max_seats`` requests take turns. ``park`` parks a request whose stream has no
+    """Lets at most ``max_seats`` requests take turns. ``park`` parks a request without a free
     message slot."""
 
     def __init__(self, max_seats: int, park: Callable[[Any, float], None]) -> None:
@@ -72,8 +72,8 @@ class Seats:
         return iter(self._seated)
 
     def fill(self, queue: WaitingQueue[Any], now: float) -> bool:
-        """Seat the first requests of the queue while there is room. Return whether any got a
-        seat."""
+        """Seat the first requests of the queue while there is room. Return whether any was
+        seated."""
         num_before = len(self._seated)
         while self._has_room(now):
             ready = (live for live in queue.in_order(now) if not live.is_late(now))

@@ -1,4 +1,4 @@
-"""The values that every kind of work has: ids, how a choice ended, and what it used and took.
+"""The values that every kind of work has: ids, ends, usage, timings, explanations, statistics.
 
 Rule: everything here is a frozen value that pickles without torch.
 """
@@ -83,8 +83,8 @@ class Explanation:
     ``position`` is its place in the waiting queue: 1 starts next, 0 if it is not queued.
     ``estimate_s`` is the time until it starts, None if that is unknown or it has started.
     ``computed_tokens`` have their KV values in the pool. Over all its choices, ``drafted_tokens``
-    were guessed ahead and ``accepted_tokens`` of them were right; ``drafts`` has the counts of each
-    drafter.
+    were guessed ahead and ``accepted_tokens`` of them were right; ``drafts`` has each drafter's
+    counts.
     """
 
     state: str
@@ -99,8 +99,7 @@ class Explanation:
     drafts: tuple[DraftCounts, ...] = ()
 
     def waiting_for_client(self, left_s: float) -> Explanation:
-        """Return this with the note that the request goes on for ``left_s`` seconds without a
-        client."""
+        """Return this, noting that the request goes on for ``left_s`` seconds without a client."""
         what = f"its client, which lost its connection and has {left_s:.1f} s to attach"
         return replace(
             self, waiting_for=f"{self.waiting_for}; {what}" if self.waiting_for else what

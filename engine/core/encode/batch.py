@@ -1,8 +1,8 @@
 """Which inputs the next step of an encoder computes.
 
 Rule 1: requests go on in the queue's order, and the first that can go on is in the next step
-whatever the length of its input, so that no request starves. Rule 2: an input in a step has a
-message slot of its request's credit. A request without free slots is left out, and no other request
+whatever the length of its input, so that no request starves. Rule 2: an input in a step holds a
+message slot of its request's stream. A request without free slots is left out, and no other request
 waits for it. Rule 3: a step has inputs of one kind. Where texts and images wait, they take turns,
 so that either waits for one step of the other at most; rule 1 holds among the inputs of the kind
 whose turn it is.
@@ -23,7 +23,7 @@ class BatchBuilder:
     """Chooses the inputs of one step, of at most ``budget`` tokens with the padding.
 
     ``only_begun``: only requests that have been in a step before go on. ``after`` is the kind of
-    the step before. ``chosen`` are the inputs (by index), each with its request. ``starved`` are
+    the previous step. ``chosen`` are the inputs (by index), each with its request. ``starved`` are
     the requests that were left out because their reader has not taken the results that wait for it.
     """
 
@@ -61,7 +61,7 @@ class BatchBuilder:
                 self._waiting.remove(live)
 
     def _kinds(self) -> list[InputKind]:
-        """Return the kinds of the inputs that wait, that of the step before last."""
+        """Return the kinds of the waiting inputs; the kind of the previous step comes last."""
         kinds = [kind for kind, number in self._waiting.by_kind.items() if number]
         return sorted(kinds, key=lambda kind: kind is self._after)
 

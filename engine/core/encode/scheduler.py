@@ -47,7 +47,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     config: EncoderConfig
     live_type = LiveEncode
-    aging_late_s = 1.0  # guess: aging moves in steps of 10 s
+    aging_late_s = 1.0  # a guess: a priority rises every 10 s
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
@@ -82,7 +82,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
     def _choose(self, now: float) -> list[tuple[LiveEncode, int]]:
         """Return inputs for a step, each with its message slot reserved: one row of a failed step
         alone, or else inputs of the first requests in the queue, within the budget, the shortest
-        first. Park requests whose readers have no room."""
+        first. Park requests whose streams have no slot."""
         if (suspect := self._next_suspect(now)) is not None:
             return [suspect]
         only_begun = self._pause is not None
@@ -101,7 +101,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def _next_suspect(self, now: float) -> tuple[LiveEncode, int] | None:
         """Return the next row of a failed step that can run alone, with its message slot reserved.
-        A row whose reader has no room is left to a later batch."""
+        A row whose stream has no slot is left to a later batch."""
         while self._suspects:
             live, index = self._suspects.popleft()
             if live.is_ended or not live.is_left(index) or live.is_late(now):

@@ -32,7 +32,7 @@ class EncodeInput(NamedTuple):
 
     ``type_ids`` has one number for each token; empty stands for all 0. The first ``prompt_tokens``
     tokens are the model's own prompt, which some models leave out of their pooling. A model that
-    reads nothing shorter pads the text to ``width`` tokens, alone as in a batch.
+    takes no shorter text pads it to ``width`` tokens, even alone in a step; 0: no padding.
     """
 
     token_ids: tuple[int, ...]
@@ -85,7 +85,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """What an encoder's core schedules: at least one input, each of at least one token.
+    """A request as the core schedules it: at least one input, each of at least one token.
 
     ``arrival`` and ``deadline`` are seconds of the engine's one clock. The request with the lowest
     ``priority`` goes first.
@@ -136,8 +136,7 @@ class EncodeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """One step of an encoder over ``rows``, inputs of one kind, sorted by length, shortest
-    first."""
+    """One step of an encoder over ``rows``, inputs of one kind, the shortest first."""
 
     plan_id: PlanId
     rows: tuple[EncodeRow, ...]

@@ -1,4 +1,4 @@
-"""Counts the inputs that are left of the encode requests in the queue, by kind."""
+"""Counts, by kind, the inputs that encode requests in the queue have still to compute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class WaitingInputs:
     """The inputs of the requests in ``queue``; a request is in it while inputs are left and it is
     not parked.
 
-    ``num`` are the inputs that are left of all these requests, ``by_kind`` how many of them are of
-    which kind, and ``peak`` is how many there have been at most. All are read-only outside.
+    ``num`` counts the inputs that are left of all these requests, ``by_kind`` counts them by kind,
+    and ``peak`` is the largest ``num`` so far. All are read-only outside.
     """
 
     def __init__(self, queue: WaitingQueue[LiveEncode]) -> None:

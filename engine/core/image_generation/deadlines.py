@@ -1,4 +1,4 @@
-"""Which drawings cannot be done by their deadlines, or cannot any more while they wait.
+"""Which drawings cannot be done by their deadlines, on arrival or after some time in the queue.
 
 Rule: a decision has no effects, except that `LeastTimes` notes each refused deadline.
 """
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from engine.core.image_generation.types import ImageRequest
     from engine.errors import TrioletError
 
-LATE_S = 1e-6  # far less than a step, and more than the rounding of times
+LATE_S = 1e-6  # added to the latest start: far less than a step, more than rounding
 
 
 class Deadlines:
-    """Decides which drawings of one scheduler can be done in time. ``queue`` are the drawings that
-    wait."""
+    """Decides which drawings can be done in time. ``queue`` has the waiting drawings."""
 
     def __init__(self, queue: WaitingQueue[LiveDrawing], times: LeastTimes) -> None:
         self._queue = queue

@@ -14,13 +14,13 @@ from engine.core.image_generation.types import ImageVerb
 if TYPE_CHECKING:
     from engine.core.image_generation.types import ImageRequest
 
-DISCOUNT = 1.1  # guess: the eighth refusal halves an estimate, the 25th divides it by ten
-SHAPES_MAX = 64  # guess: far more than the sizes that clients of one model ask for
+DISCOUNT = 1.1  # divides an estimate at each refusal; a guess: eight refusals halve it
+SHAPES_MAX = 64  # kept shapes; a guess: far more than clients of one model ask for
 
 
 class Shape(NamedTuple):
-    """What decides how long a step takes. ``rows`` are the latents that it computes together: one
-    for each image, and with guidance two."""
+    """The properties of a step that decide its time. ``rows`` are the latents that it computes
+    together: one for each image, or two with guidance."""
 
     verb: ImageVerb
     pixels: int

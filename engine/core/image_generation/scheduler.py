@@ -117,7 +117,7 @@ class ImageScheduler(TurnsCore[ImageRequest, ImagePlan, ImageResult, LiveDrawing
         return min((due for due in dues if due is not None), default=None)
 
     def check(self) -> None:
-        """Check also that no drawing that lives is to be named as ended.
+        """Check also that no live drawing is to be named as ended.
 
         Raises:
             AssertionError: One is.

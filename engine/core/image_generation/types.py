@@ -29,7 +29,7 @@ class ImageVerb(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a worker needs to know of a request.
+    """A request as its worker gets it.
 
     ``width`` and ``height`` are pixels. ``steps`` are the denoising steps that the client asked
     for. An empty ``scheduler`` stands for the checkpoint's own. ``source`` is the image to start
@@ -53,12 +53,12 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """What an image model's core schedules.
+    """A request as an image model's core schedules it.
 
     ``num_steps`` are the denoising steps that the worker takes, and ``num_tiles`` the tiles that
     each image is decoded in; both are at least 1 and follow from the drawing and the model
     (`ImageModelInfo`). A preview comes with every ``preview_every``-th denoising step, and with
-    none if that is 0. ``prompt_tokens`` are those of the prompt, for the usage. ``arrival`` and
+    none if that is 0. ``prompt_tokens`` are the prompt's tokens, for the usage. ``arrival`` and
     ``deadline`` are seconds of the engine's one clock. The request with the lowest ``priority``
     goes first.
     """
@@ -146,7 +146,7 @@ class RawImage(NamedTuple):
 
 
 class ImageRowResult(NamedTuple):
-    """What a step gave its drawing. ``image`` is the finished image, with its last tile; or the
+    """The result of a drawing's step. ``image`` is the finished image, with its last tile; or the
     preview that the plan asked for, which may be smaller than the image; or None."""
 
     sequence: SequenceId
@@ -163,7 +163,7 @@ class ImageResult:
 
     @property
     def rows(self) -> tuple[ImageRowResult | RowFailure]:
-        """The one drawing's."""
+        """The one drawing's result."""
         return (self.row,)
 
 

@@ -1,5 +1,5 @@
-"""Who may start, who gives way, and how many blocks are missing: decisions without effects (D5,
-D6).
+"""Which sequences may start, which give way, and how many blocks are missing: decisions without
+effects (D5, D6).
 
 Rule: every function reads the ledger and returns an answer; the step builder acts on it. (A
 sequence's prefix-cache keys are computed here when they are first needed, and kept by it.)
@@ -100,8 +100,8 @@ def shortfall(ledger: Ledger, seq: Sequence, matched: tuple[BlockId, ...]) -> in
 
 def still_needs(ledger: Ledger, seq: Sequence, *, with_next: bool = False) -> int:
     """Return how many blocks a sequence lacks for its known tokens and for the choices that fork
-    from it (n > 1), which copy its last block if that is not full. ``with_next``: for the token
-    after those too, of each choice."""
+    from it (n > 1), which copy its last block if that is not full. ``with_next``: also for the next
+    token of each choice."""
     size = ledger.config.block_size
     length = seq.num_tokens + (not seq.num_pending) if with_next else seq.num_known
     has_own_last = with_next or length % size != 0
@@ -111,8 +111,9 @@ def still_needs(ledger: Ledger, seq: Sequence, *, with_next: bool = False) -> in
 
 def _promised(ledger: Ledger, first: Sequence) -> int:
     """Return how many blocks the running sequences still need beside ``first``. Where no step is in
-    flight, the number is the same before their rows are planned and after. A sequence that comes
-    before ``first`` would preempt it for its next token; one that comes after it can wait."""
+    flight, the number is the same before their rows are planned and after. A sequence before
+    ``first`` in rank counts with its next token, for which it would preempt ``first``; a later
+    sequence can wait for that."""
     size, needed = ledger.config.block_size, 0
     # This runs for each sequence that may start, so sequences with all their blocks are skipped.
     for seq in ledger.running:
@@ -174,8 +175,8 @@ def has_slots(ledger: Ledger, seq: Sequence, prompt_limit: int) -> bool:
 def order_victims(
     parked: Iterable[Sequence], running: Iterable[Sequence], rank: Rank
 ) -> list[Sequence]:
-    """Return who may lose its blocks so that a sequence of ``rank`` gets them, the first to lose
-    them first.
+    """Return the sequences that may lose their blocks to a sequence of ``rank``, in the order in
+    which they lose them.
 
     Parked sequences come first, guests before others and the newest first: a client that is away or
     does not read must cost the others nothing, so a parked sequence gives way even to a newer one
@@ -254,7 +255,7 @@ def victims_for_first(
 
 def _has_tokens_left(ledger: Ledger, victims: list[Sequence], prompt_limit: int) -> bool:
     """Return whether the running prompts leave some of the step's tokens once the victims are gone.
-    If they do not, it is too early to preempt anybody."""
+    If they do not, it is too early to preempt."""
     room, wanted, score_left = ledger.config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
     for seq in ledger.running:
         if seq in victims:

@@ -170,9 +170,9 @@ class Committer:
             self._drafts.offer(seq, result.offered, has_model=result.has_model)
 
     def _take_drafts(self, seq: Sequence, result: RowResult, *, by_model: bool) -> None:
-        """Count the accepted drafts as computed, and give back the blocks that only the others
-        needed. In the last block, the others' keys and values are overwritten by the sequence's
-        next rows, which begin behind the accepted ones."""
+        """Count the accepted drafts as computed, and give back the blocks that only the rejected
+        drafts needed. In the last block, the rejected drafts' keys and values are overwritten by
+        the sequence's next rows, which begin behind the accepted drafts."""
         start, drafts, accepted = seq.num_computed, result.drafted, len(result.tokens) - 1
         seq.num_computed = start + accepted
         self._ledger.publish_computed(seq, start, start + accepted)

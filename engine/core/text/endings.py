@@ -1,7 +1,7 @@
 """How sequences end: exactly one `Finished` event each.
 
-Rule: nothing else of a text model emits `Finished`. A sequence that a step in flight uses gives its
-blocks back at that step's commit (`Ledger.end`).
+Rule: no other part of a text model's scheduler emits `Finished`. A sequence that a step in flight
+uses gives its blocks back at that step's commit (`Ledger.end`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.text.sequence import LiveText, Sequence
     from engine.errors import FieldViolation
 
-RUN_SMOOTHING = 0.05  # guess: the last twenty ends have two thirds of the weight
+RUN_SMOOTHING = 0.05  # the newest end's weight; a guess: the last twenty have two thirds
 
 
 class Endings:

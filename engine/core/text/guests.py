@@ -1,9 +1,10 @@
 """Guests: requests whose clients have lost their connections and may come back (D25).
 
-Rule 1: guests are computed only when nobody else has been for a while, and then on a share of the
-seats. They are parked as soon as another request runs or waits. Rule 2: parked guests hold a share
-of the blocks, the last ones that were parked; the others give theirs back, and are computed again.
-Rule 3: what a step of others costs does not grow with the number of parked guests.
+Rule 1: guests are computed only when no other request has been computed for a while, and then on a
+share of the seats. They are parked as soon as another request runs or waits. Rule 2: the guests
+that were parked last keep their blocks, up to a share of all blocks; the others give their blocks
+back, and are computed again. Rule 3: many parked guests do not slow down the planning of other
+requests' steps.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveText, Sequence
 
-# All are guesses: enough for the few that come back after a second, and nothing that others miss.
+# Guesses: enough for the few guests whose clients come back after a second, and little for others.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
 BLOCKS_SHARE = 16  # 1/16 of the blocks
-# How long nobody else has been computed before parked guests go on: a client that sends one request
-# after another does not wait for their steps in between.
+# For how long no other request has been computed before parked guests go on: a client that sends
+# one request after another does not wait for guests' steps in between.
 QUIET_S = 0.25
 
 
@@ -35,11 +36,11 @@ class Guests:
         self._ledger = ledger
         self._num_seats = max(1, ledger.config.max_num_seqs // SEATS_SHARE)
         self._num_blocks = ledger.config.num_blocks // BLOCKS_SHARE
-        # Those that were not parked when `settle` looked, or have become guests since.
+        # Guests that were not parked when `settle` looked, or have become guests since.
         self._going: dict[RequestId, LiveText] = {}
         self._quiet_from = -math.inf
 
-    # ---- what happens to them
+    # ---- changes
 
     def leave(self, request_id: RequestId) -> None:
         """Make a request a guest, because its client has lost its connection."""
@@ -64,11 +65,11 @@ class Guests:
         self._going.pop(request_id, None)
 
     def note_step(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Take note of a step that ended: guests wait for a while if it computed anybody else."""
+        """Take note of a step that ended: guests wait for a while if it computed others."""
         if any(not seq.live.is_guest for seq in sequences):
             self._quiet_from = now + QUIET_S
 
-    # ---- what is said of them
+    # ---- views
 
     def waiting(self) -> list[Sequence]:
         """Return the sequences of guests that wait in the queue, until a plan parks them."""
@@ -87,10 +88,10 @@ class Guests:
             return f"the others: its replica has to compute nobody else for {QUIET_S} s"
         return "other guests" if self._going or self._first_ready() is not live else "a step"
 
-    # ---- what is decided
+    # ---- decisions
 
     def must_settle(self) -> bool:
-        """Return whether guests are computed, or hold blocks, that should not."""
+        """Return whether guests are to be parked, or have been, with too many blocks."""
         going = self._going.values()
         if not going:
             return False
@@ -102,7 +103,7 @@ class Guests:
 
     def settle(self, now: float) -> None:
         """Park the guests that should not be computed, take blocks from those that hold too many,
-        and let parked ones go on if nobody else is there. No plan is in flight."""
+        and let parked ones go on if no other request runs or waits. No plan is in flight."""
         if self.must_settle():
             self._park(now)
             self._evict(now)
@@ -132,7 +133,7 @@ class Guests:
                 self._ledger.park(live, now)
 
     def _evict(self, now: float) -> None:
-        """Take the blocks of the guests that were parked first, beyond the share of all."""
+        """Take the blocks of the guests parked first, until all guests hold their share at most."""
         left = self._num_blocks
         for live in reversed(tuple(self._ledger.parked.holders.values())):
             if live.num_blocks <= left:

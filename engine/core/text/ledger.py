@@ -1,6 +1,6 @@
 """Where each sequence is and what it holds: its state, its place and its blocks.
 
-Rule 1: a sequence changes its place (waiting, running, parked, gone) only here, together with its
+Rule 1: a sequence changes its place (waiting, running, parked, none) only here, together with its
 state and its blocks, so that every invariant of `check` holds between any two calls. Rule 2:
 nothing is decided here; `admission`, `step_builder` and `scheduler` decide.
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The state of one scheduler. Not thread-safe. ``requests`` are those that are live, and
-    ``unread`` those that are parked because of their readers."""
+    """The state of one scheduler. Not thread-safe. ``requests`` are the live requests, and
+    ``unread`` those of them that are parked because of their readers."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Ledger:
         return found if self.states is None else self.states.cut(keys, found)
 
     def keys_of(self, request: Request) -> list[bytes]:
-        """Return the keys of the blocks of a prompt, which need not be submitted."""
+        """Return the keys of a prompt's blocks; the request need not be submitted."""
         return self.keys.of_prompt(request)
 
     def cached_tokens(self, keys: list[bytes]) -> int:
@@ -194,7 +194,7 @@ class Ledger:
         return self.config.block_size * len(self.match(keys))
 
     def reset_cache(self) -> None:
-        """Forget every cached prefix; live sequences keep what they hold."""
+        """Forget every cached prefix; live sequences keep their blocks and states."""
         self.cache.reset()
         if self.states is not None:
             self.states.snapshots.reset()

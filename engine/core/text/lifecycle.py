@@ -1,8 +1,8 @@
 """The states of a sequence, and the legal transitions between them (design D7).
 
-Rule 1: a state changes by `Sequence.advance` alone, which asks `advance`. Rule 2: whether a RUNNING
-sequence is prefilling or decoding is not a state: it follows from how many of its tokens are
-computed.
+Rule 1: a state changes by `Sequence.advance` alone, which calls `advance`. Rule 2: whether a
+RUNNING sequence is prefilling or decoding is not a state: it follows from how many of its tokens
+are computed.
 
 WAITING   accepted, holds no blocks: new, or preempted and to be recomputed.
 RUNNING   holds blocks; a step may compute it.

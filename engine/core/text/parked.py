@@ -1,7 +1,7 @@
 """The parked requests, which no step computes (D7).
 
-Rule: here they are only kept; who is parked, goes on or gives blocks back is decided elsewhere
-(`engine.core.text.step_builder`, `engine.core.text.guests`).
+Rule: nothing is decided here; `engine.core.text.step_builder` and `engine.core.text.guests` decide
+which requests are parked, go on or give their blocks back.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Parked:
     """The parked requests of one scheduler, the one that has been parked longest first.
 
-    ``unread`` are those whose readers have not drained their streams. ``guests`` are those whose
-    clients are away, and ``holders`` the guests with blocks. All are read-only outside.
+    ``unread`` are the requests whose readers have not drained their streams, ``guests`` the
+    requests whose clients are away, and ``holders`` the guests with blocks. Read-only outside.
     """
 
     def __init__(self, unread: dict[RequestId, LiveText]) -> None:

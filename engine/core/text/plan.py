@@ -3,9 +3,9 @@
 Rule 1: every class here is a value that pickles without torch, so that a runner can live in a
 process of its own. Rule 2: each plan is executed once or fails once.
 
-What is made for each row of a step, or for each step, is a named tuple, the rest frozen
-dataclasses: a dataclass of seven fields takes three times as long to make as a named tuple (D8),
-and the whole budget of plan and commit is 1.5 µs a row.
+A value that is made for each row of a step, or for each step, is a named tuple, any other a frozen
+dataclass: a dataclass of seven fields takes three times as long to make as a named tuple (D8), and
+the whole budget of plan and commit is 1.5 µs a row.
 
 Index spaces: a *token position* counts a sequence's tokens from 0, prompt and output together; a
 *block* is the place of ``block_size`` consecutive positions in the KV pool; a *slot* is
@@ -35,8 +35,8 @@ SCORED_TOKENS_MAX = 64
 # How many drafted tokens one row verifies. 1 + 15 positions are the most that run as decodes do
 # (`engine.worker.forward.packing.SHORT_MAX`).
 DRAFTED_TOKENS_MAX = 15
-# How many positions a step that drafts samples, all rows together: with as many rows, none drafts.
-# Reading the weights is most of such a step; 8 rows take 1.01 to 1.38 times as long as one.
+# How many positions a step with drafts samples, all rows together: with as many rows, no row
+# drafts. Reading the weights is most of a step; 8 rows take 1.01 to 1.38 times as long as one.
 DRAFTING_STEP_MAX = 16
 
 
@@ -66,7 +66,7 @@ class Logits(Enum):
 
 class BlockDelta(NamedTuple):
     """How the worker's block table of a sequence changes before the step: keep the first ``keep``
-    blocks, drop the rest, and append ``append``. A preempted sequence comes back with ``keep`` 0.
+    blocks, drop the rest, and append ``append``. A preempted sequence starts again with ``keep`` 0.
     """
 
     keep: int
@@ -140,8 +140,7 @@ class AdmittedSequence:
     sampler, detokeniser, constraint) until the id comes in ``released``. ``output`` are the tokens
     that a continued choice has already: the worker takes them as if it had sampled them.
     ``adapter`` is the digest of the loaded adapter that the sequence is computed with; "": the base
-    model alone. ``speculates``: its next tokens may be drafted. ``images`` are those of the
-    prompt."""
+    model alone. ``speculates``: its next tokens may be drafted. ``images`` are the prompt's."""
 
     sequence: SequenceId
     prompt: tuple[int, ...]
@@ -190,18 +189,18 @@ def _row_line(row: Row) -> str:
 
 
 class RowResult(NamedTuple):
-    """What one sequence got from a step.
+    """The result of a step for one sequence.
 
     ``tokens`` is empty for an unfinished prompt; a row with drafts has one to ``1 + drafts``.
     ``text`` is what may be shown now: it never ends within a character, and holds nothing that
     could still become a stop string. ``finish`` is STOP or LENGTH on the last token; ``matched`` is
     the stop string or stop token id that ended the sequence, None for LENGTH. ``prompt_logprobs``
     come all together, with the first token of choice 0. ``replayed`` is the text of a continued
-    choice's earlier tokens, with its first new one. A continued choice that had ended already has a
-    ``finish`` and no tokens, in its first row. ``offered`` drafted tokens may be verified in the
-    sequence's next row, or, if it ``has_model``, others that a draft model will draft there.
-    ``drafted`` tokens of the row were verified, fewer than planned if a draft model made fewer. The
-    constraint forced the first ``forced`` of them.
+    choice's earlier tokens; it comes with the first new token. A continued choice that had ended
+    already has a ``finish`` and no tokens, in its first row. ``offered`` drafted tokens may be
+    verified in the sequence's next row; with ``has_model``, tokens that a draft model drafts in
+    that step may be, instead. ``drafted`` tokens of the row were verified, fewer than planned if a
+    draft model made fewer. The constraint forced the first ``forced`` of them.
     """
 
     sequence: SequenceId

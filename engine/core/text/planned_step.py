@@ -1,9 +1,8 @@
-"""A step that is planned, and how it ends: handed out, kept, undone, or reconciled with what
-happened since.
+"""A step that is planned, and how it ends: handed out, kept, undone, or reconciled with sequences'
+ends.
 
-Rule: a step is undone as exactly as it can be kept: blocks, message slots, places and counters are
-then as they were before it was planned. Each step ends once, by `keep` or `undo`, or by a
-`reconcile` that returns False.
+Rule: undoing a step leaves blocks, message slots, places and counters as they were before it was
+planned. Each step ends once, by `keep` or `undo`, or by a `reconcile` that returns False.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ EMPTY_PLAN = StepPlan(PlanId(0), ())
 
 
 class PlannedStep:
-    """A step's rows and what the ledger must know to keep or undo them.
+    """A step's rows, and the records by which it is kept or undone.
 
     ``sequences`` runs parallel to ``rows``; ``forks`` maps a parent's id to the choices that fork
     in its row; ``started`` are the sequences that this step took from the waiting queue;

@@ -1,6 +1,6 @@
-"""What the images of a prompt change for the core: its blocks' keys, and how it is cut into chunks.
+"""How images change a prompt for the scheduler: the keys of its blocks, and its chunks.
 
-Rule: pure functions of the spans of images (`PromptImage`); what is in an image is the worker's.
+Rule: pure functions of the images' `PromptImage`s; only the worker reads an image's content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def contents_of_blocks(
     images: Sequence[PromptImage], block_size: int
 ) -> Callable[[int], bytes] | None:
-    """Return a function from the position of a block's first token to what images put into the
+    """Return a function from the position of a block's first token to the images' part of the
     block's key: the digest of each image that the block overlaps, and where in the image the block
     begins. None if there are no images."""
     if not images:
@@ -44,13 +44,14 @@ def cut_chunk(
     is_first: bool,
 ) -> tuple[int, int]:
     """Return how many of the ``count`` tokens from ``start`` on a step computes, and what encoding
-    their images costs it beside them. The step has room for ``room`` tokens.
+    their images costs the step, in tokens. The step has room for ``room`` tokens.
 
-    An image is charged where a chunk first meets it. One that the step has no room for is left to
-    the next step, unless it is the first of this one (``is_first``): it takes all the room then, as
-    it could wait for ever otherwise. ``begins``: the chunk is the sequence's first since it
-    started, so that an image in its middle has not been charged. It may begin inside an image that
-    is whole, behind a cached prefix, which was computed with the whole image in view.
+    An image's cost is charged to the chunk that first meets it. An image that the step has no room
+    for is left to the next step, unless the chunk is the step's first (``is_first``): it takes all
+    the room then, as it could wait for ever otherwise. ``begins``: the chunk is the sequence's
+    first since it started, so that an image in its middle has not been charged. The chunk may begin
+    inside an image that is whole, behind a cached prefix, which was computed with the image in
+    view.
     """
     end, charged = start + min(count, room), 0
     for image in images:

@@ -1,4 +1,4 @@
-"""What follows a step that failed (D17).
+"""How a scheduler goes on after a step that failed (D17).
 
 After a step that ran out of memory, the next steps compute less and the newest prompt gives its
 blocks back; after three tries the newest request fails. After any other failure, the step's rows
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import Sequence
 
-MAX_OOM_RETRIES = 3  # D17
+MAX_OOM_RETRIES = 3  # steps in a row that may run out of memory before a request fails (D17)
 
 
 @dataclass(eq=False)

@@ -1,9 +1,9 @@
 """The scheduler of a text model: one synchronous state machine.
 
-The frame (`engine.core.common.core`) decides what comes after what; the parts do the work:
-`Intake` says which requests do not fit, `StepBuilder` plans a step, `Committer` takes its results,
-`Recovery` follows a failed one, `Endings` ends sequences, and the `Ledger` keeps where each
-sequence is and what it holds.
+The base class (`engine.core.common.core`) decides the order of calls; the parts do the work:
+`Intake` refuses requests that do not fit, `StepBuilder` plans a step, `Committer` takes its
+results, `Recovery` follows a failed one, `Endings` ends sequences, and the `Ledger` keeps where
+each sequence is and what it holds.
 
 Source: design D4–D7, D9, D17–D19.
 """
@@ -57,7 +57,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     """One text model replica's scheduler."""
 
     config: SchedulerConfig
-    aging_late_s = 1.0  # guess: aging moves in steps of 10 s
+    aging_late_s = 1.0  # a guess: a priority rises every 10 s
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -107,7 +107,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
 
     def prepare(self, now: float) -> None:
         """Make the next plan while a step runs, so that `plan` only has to return it (D9). Do
-        nothing if no step is in flight, or if what comes next is too uncertain."""
+        nothing if no step is in flight, or if the next step cannot be known yet."""
         if self._step is None or self._prepared is not None or not self.config.prepared_plans:
             return
         if self._guests.must_settle():
@@ -117,7 +117,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
             self._prepared = self._builder(now).build_ahead(self._step)
 
     def _use_prepared(self, now: float) -> PlannedStep | None:
-        """Return what is left of the prepared step, now that the step before it is over."""
+        """Return the prepared step without ended sequences, now that the step before it is over."""
         if self._prepared is not None and (
             self._pause is not None
             or self._recovery.suspects
@@ -165,7 +165,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         return self._intake.misfit(request, credit.capacity)
 
     def _queued(self) -> tuple[int, int]:
-        guests = self._guests.waiting()  # the next plan parks them if anybody else is there
+        guests = self._guests.waiting()  # the next plan parks them if others run or wait
         tokens = sum([seq.num_tokens for seq in guests])
         return len(self._waiting) - len(guests), self._waiting.num_tokens - tokens
 
@@ -211,7 +211,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def next_wakeup(self, now: float) -> float | None:
         """Return the time at which a `Tick` will have something to do if nothing else happens
         before: the first stall timeout, or when a guest goes on. None if there will be nothing."""
-        # The loop asks in every turn, when mostly nothing is parked.
+        # The loop calls this in every turn, and mostly nothing is parked.
         stall = super().next_wakeup(now) if self._parked else None
         guests = None if self._pause is PauseMode.KEEP else self._guests.next_wakeup(now)
         return guests if stall is None or (guests is not None and guests < stall) else stall

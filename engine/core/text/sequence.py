@@ -30,8 +30,8 @@ PHASES = (Phase.QUEUED, Phase.PREFILL, Phase.DECODE, Phase.PARKED)
 
 def waiting_key(request: CoreRequest, now: float, aging_s: float, tie: int) -> Key:
     """Return the request's key in the waiting queue: its priority after aging, then the earliest
-    deadline, then arrival. At any one time, slack and deadline give the same order; with deadlines,
-    it need not be sorted again as time passes."""
+    deadline, then arrival. Deadlines give the same order as the time left until them, and it need
+    not be sorted again as time passes."""
     level = aged_priority(request, now, aging_s)
     deadline = math.inf if request.deadline is None else request.deadline
     return (level, deadline, request.arrival, tie)
@@ -49,11 +49,11 @@ class Sequence:
     ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
     prefix-cache keys of its full blocks, computed as needed. If its model has recurrent layers,
     ``state_slot`` is where its state is as long as it has blocks, and ``branch`` is the position up
-    to which keys and values were cached when it started; it computes those again that are behind
-    the snapshot that it began from. ``is_attached``: this is a further choice of n > 1, and its
+    to which keys and values were cached when it started; keys and values behind the snapshot that
+    it began from are computed again. ``is_attached``: this is a further choice of n > 1, and its
     parent still computes their prompt. ``wants_scores``: the prompt's log-probabilities are asked
     for, and this choice computes them. ``num_resumed`` tokens of a continued choice's output are
-    older than the request. ``drafting`` is how its drafts have fared, from the first one on.
+    older than the request. ``drafting`` records how many drafts were right; None before the first.
     """
 
     __slots__ = (

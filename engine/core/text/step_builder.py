@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 class StepBuilder:
     """Builds one `PlannedStep`, by one call of `build`, `build_alone` or `build_ahead`.
 
-    ``prompt_limit`` returns how many prompt tokens a step may have beside so many decodes.
-    ``on_preempt`` is called with every running
-    sequence that lost its blocks. ``only_begun``: of the waiting sequences only those start that
-    have been in a step before.
+    ``prompt_limit`` returns how many prompt tokens a step may have beside a number of decodes.
+    ``on_preempt`` is called with every running sequence that lost its blocks. ``only_begun``: only
+    waiting sequences that have been in a step before start.
     """
 
     __slots__ = (
@@ -436,7 +435,7 @@ def _num_decodes(ledger: Ledger) -> int:
 
 
 def _ends_in_an_image(seq: Sequence) -> bool:
-    """Return whether what is left of a prompt is one token that an image begins with. It is planned
-    like a chunk, because it costs the image's encoding."""
+    """Return whether an image begins with the next token of a prompt. If that is the last token, it
+    is planned like a chunk, because it costs the image's encoding."""
     start = seq.num_computed
     return start < seq.num_prompt and any(one.start == start for one in seq.live.request.images)

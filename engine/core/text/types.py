@@ -31,8 +31,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None: the fastest draws, by `drawn_seed`
-    drawn_seed: int | None = None  # of draws without a seed; None: the runner's generator
+    seed: int | None = None  # None: faster draws, seeded by `drawn_seed`
+    drawn_seed: int | None = None  # None: from the runner's generator
     choice: int = 0  # the choice's index, which is part of a seeded draw (D10)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
@@ -120,7 +120,7 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the core schedules: one prompt, and ``n`` choices.
+    """A request as the core schedules it: one prompt, and ``n`` choices.
 
     ``arrival`` and ``deadline`` are seconds of the engine's one clock (D18). The request with the
     lowest ``priority`` starts first. Requests share cached prefixes only within one ``cache_salt``;
@@ -131,7 +131,7 @@ class Request:
     ``outputs`` is empty unless the request continues another one: then it has, for each choice, the
     tokens that this choice has already, or None if it has ended. A choice that has not ended goes
     on behind its tokens, as after a preemption. ``speculates``: its tokens may be drafted, which
-    changes none of them. ``images`` are those of the prompt, in the order of their positions.
+    changes none of them. ``images`` are the prompt's images, in the order of their positions.
     """
 
     request_id: RequestId
@@ -228,8 +228,8 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replayed(Event):
-    """A continued choice has the text state that it had before. ``text`` is what its client has
-    received of it: the next `Tokens` go on behind it."""
+    """The worker has taken a continued choice's earlier tokens. ``text`` is their text, which the
+    client has received: the next `Tokens` go on behind it."""
 
     LINE = "  replayed {0.request_id}/{0.choice}"
     request_id: RequestId
@@ -239,7 +239,7 @@ class Replayed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """A sequence lost its blocks and will be recomputed; what it has sent stays as it is."""
+    """A sequence lost its blocks and will be recomputed; its output stays as it is."""
 
     LINE = "  preempted {0.request_id}/{0.choice} {0.sequence}"
     request_id: RequestId
@@ -253,8 +253,8 @@ class TextStatistics(CoreStatistics):
 
     Blocks are of the KV pool, and states are the state slots of a model with recurrent layers, of
     which ``cached_states`` have a snapshot; without such layers they are 0. The other fields count
-    since the start, ``prefix_queries`` and ``prefix_hits`` in tokens; ``drafts`` are those of each
-    drafter.
+    since the start, ``prefix_queries`` and ``prefix_hits`` in tokens; ``drafts`` has each drafter's
+    counts.
     """
 
     free_blocks: int = 0
@@ -316,6 +316,6 @@ class ResetPrefixCache(KindEvent):
 
 @dataclass(frozen=True, slots=True)
 class ObservePrefixes(KindEvent):
-    """Tell ``observer``, instead of any other, what the prefix cache holds from now on."""
+    """From now on, notify ``observer``, and no other one, of changes of the prefix cache."""
 
     observer: PrefixObserver

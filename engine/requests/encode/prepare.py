@@ -3,8 +3,8 @@
 Rule 1: everything that can be wrong in a request is found here, before its first result, and every
 violation names its proto path. Rule 2: texts are tokenised in turns of their own, so that a large
 Embed does not delay a Generate's prompt. Rule 3: images are decoded one at a time, so that requests
-take turns, and that one which leaves waits for no more than one image; the memory of the decoded
-ones is bounded (`engine.requests.image_memory`).
+take turns, and a cancelled request waits for one image at most; the memory of decoded images is
+bounded (`engine.requests.image_memory`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     EncodeReplica = Replica[EncoderInfo, "EncodeTools"]
     EncodeAssignment = Assignment[EncodeRequests, EncodeReplica]
 
-INPUT_CHARS = 64  # guess: the cost of tokenising an input beside its text, in characters
+INPUT_CHARS = 64  # cost of tokenising an input beside its text, in characters; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class InputPreparer:
 
         Raises:
             InvalidRequest: Fields are wrong for this model; it lists every one of them. Images are
-                only looked at if all else is right.
+                only read if all other fields are right.
             RequestTooLarge: Inputs are too long and may not be cut, or there are too many images.
 
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
@@ -260,11 +260,11 @@ def _check_tokens(
     replica: EncodeReplica,
     query: str = "",
 ) -> None:
-    """Check that the tokens of every text are of the model's vocabulary. Such a token of a pair is
-    the query's if the query alone has it.
+    """Check that the tokens of every text are of the model's vocabulary. A wrong token of a pair is
+    reported of the query if the query has one.
 
     Raises:
-        InvalidRequest: Some are not; it lists every text that has one.
+        InvalidRequest: Some are not; it lists every text with such a token.
     """
     vocab_size, tokenizer = replica.info.vocab_size, replica.tokenizer
     texts = [

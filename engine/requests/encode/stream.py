@@ -1,7 +1,7 @@
 """The stream of an Embed or a Rerank request: Started, a result for each input, and Finished.
 
-Rule: results are passed on as they come, each in a slot of the stream's credit. Those of a rerank
-with ``top_n`` are kept here, give their slots back at once, and are passed on sorted, at the end.
+Rule: results are passed on as they come, each in a message slot. The scores of a rerank with
+``top_n`` are kept here, free their slots at once, and are passed on sorted, at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def credited_by(request: EncodeRequests) -> tuple[type, ...]:
-    """Return the classes of a request's events that hold a slot of its stream's credit."""
+    """Return the classes of a request's events that hold a message slot."""
     if isinstance(request, EmbedRequest):
         return (Embedding,)
     return (Score,) if request.top_n is None else ()
@@ -45,7 +45,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
         self._num_done = 0
         self._scores: list[Score] = []
         num_kept = min(self.num_inputs, self._top_n or 0)
-        # Started, Finished, and the results that are kept until the end, have no credit.
+        # Started, Finished, and the scores that are kept until the end, hold no message slot.
         num_beside = 2 + max(0, num_kept)
         super().__init__(request, options, num_beside=num_beside, credited=credited_by(request))
 

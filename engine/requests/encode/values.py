@@ -1,4 +1,4 @@
-"""The public values of encoders: what a client asks for and what it receives.
+"""The public values of encoders: requests, and the events that answer them.
 
 The rules of `engine.requests.text.values` hold: None means unset, and ranges that need no model are
 checked when a request is made (`EmbedRequest.violations`, `RerankRequest.violations`). The other
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
 
-MAX_INPUTS = 2048  # OpenAI's
+MAX_INPUTS = 2048  # of a request, as in OpenAI's API
 MAX_PROMPT_NAME_CHARS = 128  # guess
 
 
@@ -54,7 +54,7 @@ class EmbedRequest(CheckedFields):
 
     @property
     def capability(self) -> Capability:
-        """What a model must be able to do for it."""
+        """The capability that a model must have for it."""
         return Capability.IMAGE_EMBEDDING if self.has_images else Capability.TEXT_EMBEDDING
 
     @property

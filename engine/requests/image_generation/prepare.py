@@ -1,8 +1,8 @@
 """Makes the core's request from a GenerateImage request: its size and steps, its source decoded.
 
 Rule 1: everything that can be wrong in a request is found here, before its first step, and every
-violation names its proto path. Rule 2: one source is decoded at a time, and the memory of the
-decoded ones is bounded (`engine.requests.image_memory`). One image becomes a file at a time, too.
+violation names its proto path. Rule 2: one source is decoded at a time, and the memory of decoded
+images is bounded (`engine.requests.image_memory`). One image at a time is encoded as a file, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     ImageGenerationReplica = Replica[ImageModelInfo, None]
     ImageGenerationAssignment = Assignment[DrawRequest, ImageGenerationReplica]
 
-DEFAULT_STRENGTH = 0.8  # diffusers'
+DEFAULT_STRENGTH = 0.8  # as in diffusers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ImageGenerationPreparer:
 
         Raises:
             InvalidRequest: Fields are wrong for this model; it lists every one of them. The prompt
-                and the source are only looked at if all else is right.
+                and the source are only read if all other fields are right.
             RequestTooLarge: The images have too many pixels, or a prompt has too many tokens.
 
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
@@ -141,7 +141,7 @@ def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
     """Return the width and height of a request's images.
 
     Raises:
-        InvalidRequest: They follow from the source, which is no image, or is too long and narrow.
+        InvalidRequest: The size follows from the source, which is no image, or too long and narrow.
     """
     if asked.source is None or asked.width is not None or asked.height is not None:
         width = info.default_width if asked.width is None else asked.width
@@ -151,7 +151,7 @@ def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
     except BadImage as error:
         raise InvalidRequest.of("source.image", str(error)) from None
     sides = (header.width or 1, header.height or 1)
-    if header.orientation >= 5:  # it lies on its side
+    if header.orientation >= 5:  # EXIF: the sides are swapped
         sides = sides[::-1]
     width, height = _scaled(sides, info)
     if max(width, height) > SIDE[1]:
@@ -194,7 +194,7 @@ def _drawing_of(
     size: tuple[int, int],
     source: bytes | None,
 ) -> Drawing:
-    """Return what the worker needs to know, with the model's own values where none are asked."""
+    """Return the drawing for the worker, with the model's own values for unset fields."""
     strength = DEFAULT_STRENGTH if asked.strength is None else asked.strength
     return Drawing(
         prompt=asked.prompt,

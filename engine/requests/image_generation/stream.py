@@ -2,10 +2,10 @@
 
 Rule 1: images become files in threads, one at a time for each request, in the request's own task.
 Events that come meanwhile wait behind them, so that the reader gets everything in order. Rule 2: an
-event of the core keeps its slot of the stream's credit until the reader has taken what was made of
-it. Rule 3: a drawing has succeeded once its reader has taken its images. So a reader that takes
-none ends its request by the stall timeout, and images do not gather for clients that have left. The
-time in which images become files does not count as the reader's.
+event of the core keeps its message slot until the reader has taken the event that was made of it.
+Rule 3: a drawing has succeeded once its reader has taken its images. So a reader that takes none
+ends its request by the stall timeout, and images do not gather for clients that have left. The time
+in which images become files does not count towards that timeout.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from engine.requests.image_generation.values import DrawRequest
     from engine.requests.stream import StreamOptions
 
-DRAWN_SEEDS = 2**32  # of seeds that the server draws: short enough to be typed
+DRAWN_SEEDS = 2**32  # seeds that the server draws are below: short enough to type
 
 
 class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     """A GenerateImage request's life on the Trio thread. ``seed`` is the client's or drawn here."""
 
     def __init__(self, request: DrawRequest, options: StreamOptions[ImageGenerationEvent]) -> None:
-        # Started and Finished have no credit.
+        # Started and Finished hold no message slot.
         super().__init__(request, options, num_beside=2, credited=(Progress, GeneratedImage))
-        # The end waits for the reader, and a step takes far longer than waking the Trio thread.
+        # Slots are freed at once: the end waits for them, and a step takes longer than a wake-up.
         self.num_per_release = 1
         self.seed = SystemRandom().randrange(DRAWN_SEEDS) if request.seed is None else request.seed
         self._prepared: PreparedDrawing | None = None
-        self._waiting: deque[Stepped | Drawn] = deque()  # for a thread, or behind one that does
-        self._finished: Finished | None = None  # of the core; the reader gets it at the end
+        self._waiting: deque[Stepped | Drawn] = deque()  # to become files, and events behind
+        self._finished: Finished | None = None  # the core's event, kept until the images are taken
         self._news = trio.Event()
 
     def _take(self, prepared: PreparedDrawing) -> None:
@@ -70,7 +70,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     # ---- the loop's side
 
     def push(self, event: OutputEvent) -> None:
-        """Take an event of the core. What needs no thread is passed on at once."""
+        """Take an event of the core. Progress without a preview is passed on if no event waits."""
         if not isinstance(event, Stepped | Drawn):
             super().push(event)
             return
@@ -125,7 +125,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
 
     def note_taken(self) -> None:
         """Let the stall timeout begin anew: an image has many parts, and its slot is free only
-        after the last one."""
+        after the last part."""
         self.credit.waits_until = max(self.credit.waits_until, trio.current_time())
         self._news.set()
 
@@ -177,7 +177,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
         """Let the stall timeout of the reader begin now, if it has not begun."""
         self.credit.waits_until = trio.current_time()
         if self.credit.starved and self.replica is not None:
-            self.replica.loop.post(Tick())  # so that the loop looks when that is over
+            self.replica.loop.post(Tick())  # so that the loop wakes when the timeout ends
 
     async def _file_of(self, image: RawImage) -> bytes:
         quality = self.request.quality or DEFAULT_QUALITY

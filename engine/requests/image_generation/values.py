@@ -1,7 +1,7 @@
-"""The public values of image models: what a client asks for and what it receives.
+"""The public values of image models: requests, and the events that answer them.
 
 The rules of `engine.requests.text.values` hold: None means unset, `DrawRequest.validate` is the one
-place for ranges that need no model, and a request calls its own when it is made. Ranges that need
+place for ranges that need no model, and a request is validated when it is made. Ranges that need
 the model are checked by `engine.requests.image_generation.prepare`, before the first step.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The proto documents these limits. All are guesses.
 MAX_PROMPT_BYTES = 4096  # 77 tokens have a tenth of that
-SIDE = (8, 4096)  # pixels
+SIDE = (8, 4096)  # range of width and height, in pixels
 SIDE_MULTIPLE = 8
 MAX_PIXELS = 2**23  # of all images of a request: eight of 1024 × 1024
 MAX_IMAGES = 8
@@ -38,14 +38,14 @@ MAX_SEED = 2**64 - 1
 class DrawRequest(CheckedFields):
     """One GenerateImage call: ``n`` images of a prompt.
 
-    ``width`` and ``height`` are pixels; unset, they are the model's own or, with a source, its
-    sides' ratio at about the model's own size. ``guidance`` says how closely the images follow the
-    prompt; at 1 and below, ``negative_prompt`` does not count. The same ``seed`` and request give
-    the same images. ``source`` has the bytes of an image file to start from, of which noise
-    replaces the share ``strength``. ``scheduler`` names how noise is removed; empty: as the model's
-    files say. ``format`` is png (if it is empty), jpeg or webp, and ``quality`` that of the last
-    two. Every ``preview_every``-th step comes with a preview. ``timeout_s``, ``request_id``,
-    ``check`` and what is raised are as in `GenerateRequest`.
+    ``width`` and ``height`` are pixels; unset, they are the model's own or, with a source, have the
+    ratio of its sides and about the model's own number of pixels. ``guidance`` says how closely the
+    images follow the prompt; at 1 and below, ``negative_prompt`` does not count. The same ``seed``
+    and request give the same images. ``source`` has the bytes of an image file to start from, of
+    which noise replaces the share ``strength``. ``scheduler`` names how noise is removed; empty: as
+    the model's files say. ``format`` is png (if it is empty), jpeg or webp, and ``quality`` that of
+    the last two. Every ``preview_every``-th step comes with a preview. ``check`` False skips the
+    validation; ``timeout_s``, ``request_id`` and the errors are as in `GenerateRequest`.
     """
 
     capability = Capability.TEXT_TO_IMAGE
@@ -152,8 +152,8 @@ def _range_violations(
 
 
 class DrawingStarted(NamedTuple):
-    """The first event: the request is in the queue. The values are those that hold for it, the
-    model's own where the request left them open; ``steps`` are the denoising steps that will run.
+    """The first event: the request is in the queue. The values are the request's, or the model's
+    own where it left them unset; ``steps`` are the denoising steps that will run.
     """
 
     request_id: str
@@ -167,7 +167,7 @@ class DrawingStarted(NamedTuple):
 
 class Progress(NamedTuple):
     """Denoising step ``step``, from 1, of ``steps`` is done. ``preview`` is the file of a small
-    image of what there is, in the request's format; None without one."""
+    image of the drawing so far, in the request's format; None without one."""
 
     step: int
     steps: int
@@ -183,7 +183,7 @@ class GeneratedImage(NamedTuple):
 
 
 class ImageUsage(NamedTuple):
-    """What a request used: tokens of its prompt, denoising steps, and images."""
+    """The usage of a request: tokens of its prompt, denoising steps, and images."""
 
     prompt_tokens: int
     steps: int

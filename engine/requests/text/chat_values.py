@@ -24,15 +24,15 @@ CHAT_TYPES = {
 }
 
 
-# Characters of a call's arguments, which one call of Python's JSON parser reads, for every other
-# thread waits meanwhile: 10 ms at most. Guess: a file that a model wrote has fewer.
+# Most characters of a call's arguments. One call of Python's JSON parser reads them, in 10 ms,
+# while every other thread waits. A guess: a file that a model wrote has fewer.
 ARGUMENTS_CHARS_MAX = 262_144
-# Violations that a client is told of a large chat: ten thousand took the loop 17 ms. Guess.
+# Most violations that are kept of a large chat; a guess: ten thousand took the loop 17 ms.
 VIOLATIONS_MAX = 64
 
 
 class _Seen(NamedTuple):
-    """What `Chat.look_through` has found."""
+    """The results of `Chat.look_through`."""
 
     violations: tuple[FieldViolation, ...]
     images: tuple[tuple[str, bytes], ...]
@@ -40,7 +40,7 @@ class _Seen(NamedTuple):
 
 
 class _Looked:
-    """Keeps what was found in a chat, which is no field of it, and which no copy has."""
+    """Keeps the results of `Chat.look_through`, which are no field, so that no copy has them."""
 
     __slots__ = ("_kept",)
     _kept: _Seen
@@ -81,16 +81,16 @@ class Chat(_Looked):
         convert_fields(self, CHAT_TYPES)
 
     def look_through(self) -> None:
-        """Find out once what takes time for every message: the first `VIOLATIONS_MAX` violations,
-        images and size. For whoever made the chat in a thread; the messages must not change from
-        then on."""
+        """Compute once the values that take time for every message: the first `VIOLATIONS_MAX`
+        violations, images and size. To be called in the thread that made the chat; the messages
+        must not change from then on."""
         violations = tuple(islice(self.violations(), VIOLATIONS_MAX))
         seen = _Seen(violations, tuple(self.images), self.num_bytes)
         object.__setattr__(self, "_kept", seen)
 
     @property
     def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the model may know of."""
+        """The tools that the chat template gets."""
         return () if self.tool_choice == "none" else self.tools
 
     @property

@@ -1,5 +1,4 @@
-"""The compiled constraints of a replica, on the Trio thread: who waits for them, and which are kept
-(D15).
+"""The compiled constraints of a replica: which requests wait for them, and which are kept (D15).
 
 Rule 1: a constraint is compiled once for all requests that wait for it, in a thread with a limiter
 of its own: neither a step nor another request waits for it, and a request may stop waiting. Rule 2:
@@ -42,11 +41,11 @@ log = logging.getLogger(__name__)
 ENTRIES_MAX = 256
 BYTES_MAX = 256 << 20
 COMPILERS = 2  # compilations at once, so that a cheap one does not wait for a costly one
-WAITING_MAX = 512  # compilations that have not begun; each before them delays them by 2 s at most
+WAITING_MAX = 512  # compilations that wait; each ahead of them takes 2 s at most
 
 
 class _Entry:
-    """One constraint. ``num_bytes`` is None until it is compiled, ``error`` says why it is not."""
+    """One constraint. ``num_bytes`` is None until it is compiled, ``error`` is why that failed."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -134,7 +133,7 @@ class CompiledConstraints:
                 del self._entries[constraint]
             if constraint not in self._entries:
                 # All requests had left when this compilation began, or when an earlier one of the
-                # same constraint did, whose result the runner may still have.
+                # same constraint began, whose result the runner may still have.
                 self._compiler.forget(constraint)
             entry.done.set()
 

@@ -1,4 +1,4 @@
-"""What a client says of a stream that was cut: how far it had come."""
+"""How far a stream had come before it was cut, as its client reports it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ContinuedChoice(TypedFields):
 
 @dataclass(frozen=True, slots=True)
 class Continuation(TypedFields):
-    """Says how far the stream of an equal request had come, so that this one goes on behind it.
+    """How far the stream of an equal request had come, so that this request continues it.
 
     ``choices`` are in the order of their indices. Of a choice that is not listed, nothing was
-    received. ``seed`` is that of the stream's `Started`.
+    received. ``seed`` is the seed in the stream's `Started`.
     """
 
     TYPES: ClassVar = {"choices": several(ContinuedChoice)}

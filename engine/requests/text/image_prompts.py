@@ -1,9 +1,9 @@
-"""Puts images into prompts: where the template writes its marker, each image's own text goes.
+"""Puts images into prompts: each image's own text replaces a marker that the template writes.
 
 Rule 1: the model's own chat template is rendered with markers and no images, never by transformers'
 ``apply_chat_template``, which opens URLs and paths. Rule 2: only the markers that the template
 writes are images. The same characters in a client's text are hidden from the template and put back
-behind it, and their tokens are those of plain text.
+into its output, and their tokens are those of plain text.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class ReadImage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HiddenChat:
-    """A chat for the template: without images, and with ``names`` in the place of what its texts
-    have of the model's image tokens."""
+    """A chat for the template: without images, and with ``names`` in the place of the markers and
+    image tokens that its texts contain."""
 
     chat: Chat
     images: tuple[ReadImage, ...]
-    names: Mapping[str, str]  # what a name stands for
+    names: Mapping[str, str]  # the text that each name replaces
 
 
 @dataclass(frozen=True, slots=True)
 class ImageText:
     """A rendered chat with the text of its images. ``owners`` has, for each of the model's image
-    tokens in the text, the index of its image, None for one in a client's text."""
+    tokens in the text, the index of its image, None for a token in a client's text."""
 
     text: str
     owners: tuple[int | None, ...]
@@ -87,7 +87,7 @@ def hide(chat: Chat, preprocessor: Preprocessor) -> HiddenChat:
 
 
 def show(text: str, hidden: HiddenChat, preprocessor: Preprocessor) -> ImageText:
-    """Return a rendered chat with its images' texts, and with what was hidden.
+    """Return a rendered chat with its images' texts, and with the hidden texts put back.
 
     Raises:
         InvalidRequest: the template did not write each image once.
@@ -127,12 +127,12 @@ def place(
     preprocessor: Preprocessor,
     plain_ids: Callable[[str], Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Return the prompt and where its images are, or where each tile is of an image that is encoded
-    tile by tile. ``ids`` are the tokens of the shown text; ``plain_ids`` returns those of a text
-    without special tokens.
+    """Return the prompt and the places of its images, or of each tile of an image that is encoded
+    tile by tile. ``ids`` are the tokens of the shown text; ``plain_ids`` tokenises a text without
+    special tokens.
 
     Raises:
-        InvalidRequest: the text has other image tokens than it should.
+        InvalidRequest: the number of image tokens is not that of the text's image tokens.
     """
     _check_found(ids, shown, preprocessor)
     prompt: list[int] = []
@@ -157,8 +157,8 @@ def place(
 
 
 def _pieces(places: Sequence[int], image: ReadImage, *, is_whole: bool) -> Iterator[PromptImage]:
-    """Yield what is encoded of an image, each part by itself, so that a step need not encode all of
-    an image. ``places`` are the positions of its tokens."""
+    """Yield the parts of an image that are encoded one by one, so that a step need not encode all
+    of an image. ``places`` are the positions of its tokens."""
     pieces = image.seen.pieces
     left = iter(places)
     for number, seen in enumerate(pieces):

@@ -1,7 +1,7 @@
 """Keeps the events of one Generate stream, so that its client can take the stream up again.
 
-Rule 1: a `KeptEvents` stands between a stream and its reader. What it keeps is bounded: the newest
-events with tokens, of about `KEPT_BYTES_MAX`, and those that come once. Rule 2: nothing here waits.
+Rule 1: a `KeptEvents` passes a stream's events on to a reader. It keeps the newest events with
+tokens, about `KEPT_BYTES_MAX` bytes, and the events that come once. Rule 2: nothing here waits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from engine.requests.text.continuation import ContinuedChoice
     from engine.requests.text.values import StreamEvent
 
-# This holds the last 3,400 tokens of a plain stream. A client that lacks more, because
+# Bytes of events: the last 3,400 tokens of a plain stream. A client that lacks more tokens, because
 # its windows were large or each token had many alternatives, goes on with a continuation.
 KEPT_BYTES_MAX = 2**20
-EVENT_BYTES = 300  # of a step's tokens, and of one log-probability or alternative, without the text
+EVENT_BYTES = 300  # of an event, and of one log-probability or alternative, without the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ NOTHING = ReceivedChoice()
 
 
 class _Nobody:
-    """Reads what comes while no client is there."""
+    """Drops the events that come while no client reads."""
 
     def push(self, event: object) -> None:
         pass
@@ -64,7 +64,7 @@ class KeptEvents:
         self._started_bytes = 0
         self._is_started_whole = True
         self._tokens: deque[Tokens] = deque()
-        self._tokens_bytes = 0  # about
+        self._tokens_bytes = 0  # approximately
         # Tokens of each choice that are not kept: the oldest, and those of ``continued``.
         self._dropped: Counter[int] = Counter(
             {i: len(one.token_ids) for i, one in enumerate(continued) if not one.finished}
@@ -76,7 +76,7 @@ class KeptEvents:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the events take that are kept."""
+        """About how many bytes of memory the kept events take."""
         return self._started_bytes + self._tokens_bytes
 
     @property
@@ -85,7 +85,7 @@ class KeptEvents:
         return self._reader is not NOBODY
 
     def is_read_by(self, reader: object) -> bool:
-        """Return whether it is this reader that reads."""
+        """Return whether ``reader`` gets the events."""
         return self._reader is reader
 
     def push(self, event: StreamEvent) -> None:
@@ -112,15 +112,15 @@ class KeptEvents:
         self._reader.end(error)
 
     def detach(self) -> None:
-        """Keep what comes until a client attaches."""
+        """Keep events without passing them on until a client attaches."""
         self._reader = NOBODY
 
     def violations(
         self, received: Sequence[ReceivedChoice], num_choices: int
     ) -> Iterator[FieldViolation]:
-        """Yield what is wrong with what a client says to have ``received``, by the paths of
-        AttachRequest: it cannot have so much, it lacks events that are not kept any more, or its
-        count is inside an event, whose text cannot be cut there."""
+        """Yield the violations of the counts that a client has ``received``, by the paths of
+        AttachRequest: more tokens than were generated, fewer than were dropped here, or a count
+        inside an event, whose text cannot be cut there."""
         if len(received) > num_choices:
             what = f"has {len(received)} choices, but n is {num_choices}"
             yield FieldViolation("received", what)
@@ -156,9 +156,9 @@ class KeptEvents:
         )
 
     def attach(self, reader: Reader[StreamEvent], received: Sequence[ReceivedChoice]) -> int:
-        """Let ``reader`` read from now on. It gets Started again, without what comes before the
-        first token if its client has tokens, and then what its client lacks. Any reader before it
-        is ended. Return how many events with tokens the new one gets again."""
+        """Let ``reader`` read from now on. It gets Started again, without the prompt's
+        log-probabilities if its client has tokens, and then the events that its client lacks. The
+        former reader is ended. Return how many events with tokens ``reader`` gets."""
         former, self._reader = self._reader, reader
         former.end(RequestCancelled("the client has taken up the stream by another call"))
         has_begun = any(one.tokens or one.finished for one in received)

@@ -1,8 +1,8 @@
-"""Keeps images that were read, so that one which comes again is not decoded again.
+"""Keeps decoded images, so that an image which comes again is not decoded again.
 
-Rule: an image is found by the digest of its file, and by how the model reads it. What is kept is
-bounded by `KEPT_BYTES_MAX`, which each model that sees includes in the memory that it reserves. The
-images that were unused for the longest go first.
+Rule: an image is found by the digest of its file and the model's image preprocessor. The kept
+images have at most `KEPT_BYTES_MAX` bytes, which each model that reads images includes in the
+memory that it reserves. The images that were unused for the longest go first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KeptImages:
     """Reads images, each once while it is kept. Meant for threads."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES_MAX, decode: DecodeImage = decode_here) -> None:
-        """Keep up to ``max_bytes`` of pixels. ``decode`` is where images are decoded."""
+        """Keep up to ``max_bytes`` of pixels. ``decode`` calls the decoder."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._decode = decode

@@ -1,7 +1,7 @@
 """Makes the core's request from a Generate request: prompt, sampling, stops.
 
-Rule: everything that depends on the loaded model is checked here and nowhere later. What needs no
-model is checked in `engine.requests.text.values`.
+Rule: everything that depends on the loaded model is checked here and nowhere later. Fields that
+need no model are checked in `engine.requests.text.values`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class TextTools:
     """The parts of a text model's runner that are used beside its tokenizer and its steps:
-    constraints by requests, and adapters by those who load them; None: it takes none."""
+    constraints by requests, and adapters by the pool (None: the model takes no adapters)."""
 
     constraints: CompiledConstraints
     adapters: Adapters | None = None
@@ -55,7 +55,7 @@ class TextTools:
 class PreparedText(Prepared[Request]):
     """A Generate request that is ready to run.
 
-    ``form`` is the format of its answers; None: all of them is text. ``echo`` is the prompt's text,
+    ``form`` is the format of its answers; None: they are plain text. ``echo`` is the prompt's text,
     to be sent before each choice. ``dropped`` are the indices of the chat's messages that were left
     out.
     """
@@ -109,7 +109,7 @@ class TextPreparer:
         _check_choice_left(sampling, stops, info.vocab_size)
         sampling = replace(sampling, drawn_seed=assignment.seed if sampling.seed is None else None)
         outputs = _outputs(asked, stops, info)
-        if outputs:  # the client has the prompt's log-probabilities
+        if outputs:  # the client already has the prompt's log-probabilities
             sampling = replace(sampling, prompt_logprobs=None)
         echo = ""
         if asked.output.echo:
@@ -302,11 +302,11 @@ def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> Non
 def _outputs(
     asked: GenerateRequest, stops: Stops, info: ModelInfo
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the tokens that each choice of a continued request has, None for one that has ended;
-    () for a request that is new, or whose stream was cut before anything of it came.
+    """Return the tokens that each choice of a continued request has, None for a choice that has
+    ended; () for a new request, or if no token or end was received of the stream that was cut.
 
     Raises:
-        InvalidRequest: a token is not of the vocabulary, or a choice has more than it may have.
+        InvalidRequest: a token is outside the vocabulary, or a choice has too many tokens.
     """
     continuation = asked.continuation
     if continuation is None or not continuation.has_begun:

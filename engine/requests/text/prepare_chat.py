@@ -1,7 +1,7 @@
 """Makes the prompt of a chat, with images or without.
 
 Rule 1: images are decoded in threads with a limiter of their own, one at a time, so that requests
-take turns, and the memory of the decoded ones is bounded for all requests; both as for Embed
+take turns, and the memory of decoded images is bounded for all requests; both as for Embed
 (`engine.requests.encode.prepare`). Rule 2: a request holds that memory to its end, because an image
 may have to be encoded again. Rule 3: an image that comes again is mostly not decoded again
 (`engine.requests.text.kept_images`).
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Bytes of the images of all requests that are prepared or live. A guess: 38 images of SmolVLM at
 # its largest, of which one request may have nine.
 IMAGE_BYTES_MAX = 512 * 2**20
-# What a template says that reads a message's content as parts.
+# Found in a template that reads a message's content as parts.
 PARTS_READ = re.compile(r"\[\s*['\"]type['\"]\s*\]|\.type\b|['\"]type['\"]\s*,")
 
 
@@ -93,12 +93,12 @@ class VisionInput:
         party: Hashable,
         bound: TokenBound | None = None,
     ) -> tuple[str, VisionPrompt]:
-        """Return a chat whose images are read as text and as tokens. Cancellation: as the class.
+        """Return a chat with read images as text and as tokens. Cancellation: as the class.
 
         Raises:
             InvalidRequest: the template refuses the chat, or does not write each image once; or the
                 text cannot be tokenised.
-            RequestTooLarge: it has no images, and more tokens than ``bound`` allows.
+            RequestTooLarge: the chat has no images, and more tokens than ``bound`` allows.
         """
         shown, images = await self._shown(replica, chat, party)
         with of_field("chat"):
@@ -118,9 +118,9 @@ class VisionInput:
     async def spans(
         self, replica: AnyReplica, chat: Chat, add_special_tokens: bool, party: Hashable
     ) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a chat's prompt, those of its images among them, each with the
-        characters of the text that it came from. Each image is dropped once its tokens are
-        counted. Cancellation: as the class.
+        """Return the tokens of a chat's prompt, including its images' tokens, each with the
+        characters of the text that it came from. Each image is dropped once its tokens are counted.
+        Cancellation: as the class.
 
         Raises:
             InvalidRequest: as `read` and `prompt_of`.
@@ -151,7 +151,7 @@ class VisionInput:
             )
 
     async def _read_each(self, chat: Chat, read: Callable[[bytes], ReadImage]) -> Chat:
-        """Return a chat with what ``read`` makes of each file in a thread."""
+        """Return a chat with the result of ``read``, called in a thread, for each file."""
         made, found = [], []
         for path, data in chat.images:
             try:
@@ -180,7 +180,7 @@ class VisionInput:
 
 
 def _preprocessor_of(replica: AnyReplica) -> Preprocessor | None:
-    """Return how the model reads images in chats, None for one that does not."""
+    """Return the model's image preprocessor for chats; None if it reads no images in chats."""
     if not replica.info.capability.generates_text:
         return None  # an encoder's images are not read in chats
     preprocessor: Preprocessor | None = replica.info.images
@@ -188,10 +188,10 @@ def _preprocessor_of(replica: AnyReplica) -> Preprocessor | None:
 
 
 def _preprocessor_for(replica: AnyReplica, chat: Chat) -> Preprocessor | None:
-    """Return how the model reads images, None for a model that reads none.
+    """Return the model's image preprocessor for a chat; None if the model reads no images.
 
     Raises:
-        InvalidRequest: it reads none, and the chat has some.
+        InvalidRequest: the model reads no images, and the chat has some.
     """
     preprocessor = _preprocessor_of(replica)
     if preprocessor is None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from engine.requests.text.values import GenerateRequest
 
 
-ATTACH_TOKEN_BYTES = 16  # nobody finds one by trying
-KEPT_BYTES = 2**14  # guess: dropping less costs more than it saves
+ATTACH_TOKEN_BYTES = 16  # random bytes: too many to be found by trying
+KEPT_BYTES = 2**14  # larger inputs are dropped once prepared; a guess
 SEED_BITS = 53  # of a seed that is drawn here: JavaScript's numbers have no more
 
 
@@ -59,7 +59,7 @@ class TextStream(RequestStream[StreamEvent]):
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
-        self._prompt_bytes = 0  # of its tokens, once the text is dropped
+        self._prompt_bytes = 0  # of the prompt's tokens, once the input is dropped
         self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
         self.resume_window_s = request.resume_window_s
         self.counted = QuotaCount(options.origin.quota)
@@ -68,7 +68,7 @@ class TextStream(RequestStream[StreamEvent]):
         if options.reader is not None and self.resume_window_s is not None:
             self._kept = KeptEvents(options.reader, continued)
             options = replace(options, reader=self._kept)
-        # Started, and the end of each choice, have no credit.
+        # Started, and the end of each choice, hold no message slot.
         super().__init__(request, options, num_beside=self._num_choices + 1, credited=(Tokens,))
         if self._kept is not None:
             self.attach_token = secrets.token_urlsafe(ATTACH_TOKEN_BYTES)
@@ -77,7 +77,7 @@ class TextStream(RequestStream[StreamEvent]):
 
     @property
     def is_read(self) -> bool:
-        """Whether a call has this stream, of those that can be attached to."""
+        """Whether a call reads this stream; False if no client can attach to it."""
         return self._kept is not None and self._kept.is_read
 
     @property
@@ -107,7 +107,7 @@ class TextStream(RequestStream[StreamEvent]):
         """Check what a client says to have received, and that all that it lacks is kept.
 
         Raises:
-            InvalidRequest: it names what cannot be, or of what too little was received.
+            InvalidRequest: it names each count that cannot be, or that is before the kept events.
         """
         assert self._kept is not None
         violations = tuple(self._kept.violations(received, self._num_choices))
@@ -115,8 +115,8 @@ class TextStream(RequestStream[StreamEvent]):
             raise InvalidRequest(violations)
 
     def wait_for_client(self, until: float) -> None:
-        """Take note that the client has lost its connection, and may come again ``until`` then. The
-        stream counts against its key's max_requests meanwhile."""
+        """Take note that the client has lost its connection, and may attach again ``until`` then,
+        on Trio's clock. The stream counts against its key's max_requests meanwhile."""
         self.credit.waits_until = until
         self.counted.hold()
         self.report_client(is_there=False)
@@ -127,8 +127,8 @@ class TextStream(RequestStream[StreamEvent]):
         received: Sequence[ReceivedChoice],
         timeout_s: float | None = None,
     ) -> None:
-        """Let ``reader`` read from now on, after what its client lacks. `check_kept` was called.
-        The request's deadline becomes that of the client's new call, if that is earlier."""
+        """Let ``reader`` read from now on, after the events that its client lacks. `check_kept` was
+        called. The request's deadline becomes that of the client's new call, if that is earlier."""
         assert self._kept is not None
         now = trio.current_time()
         if timeout_s is not None:
@@ -143,8 +143,9 @@ class TextStream(RequestStream[StreamEvent]):
             self.report_drained()
 
     def report_client(self, *, is_there: bool) -> None:
-        """Let the core know whether the client has its connection. Others go before a request whose
-        client is away, so that it is no work of its replica then, and no waiting prompt of its key.
+        """Let the core know whether the client has its connection. Other requests go before one
+        whose client is away, so its tokens count neither as its replica's work then, nor as its
+        key's waiting tokens.
         """
         self.queued.note_client(is_there=is_there)
         if self.replica is not None:
@@ -156,8 +157,8 @@ class TextStream(RequestStream[StreamEvent]):
     # ---- before the request is in the queue
 
     def _take(self, prepared: PreparedText) -> None:
-        """Keep the echo, which is sent in one message with a choice's first token, so that a client
-        without a token of a choice has nothing of it; and how the answers are parsed."""
+        """Keep the echo, and make the answers' parsers. The echo is sent in one message with a
+        choice's first token, so that a client without a token of a choice has none of the echo."""
         self._echo, self.dropped = prepared.echo, prepared.dropped
         chat = self.request.chat
         if prepared.form is not None:
@@ -170,8 +171,8 @@ class TextStream(RequestStream[StreamEvent]):
             self._drop_input(prepared)
 
     def _drop_input(self, prepared: PreparedText) -> None:
-        """Drop the input, of which few tokens may be left. Images are counted by their files until
-        the end, and a caller in this process keeps a chat that is truncated."""
+        """Drop the input, of which few tokens may be left, but no chat with images, whose files are
+        counted until the end, and no truncated chat, whose dropped messages Started lists."""
         request, chat = self.request, self.request.chat
         if request.has_images or (chat is not None and chat.truncates):
             return

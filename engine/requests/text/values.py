@@ -1,4 +1,4 @@
-"""The public values of text models: what a client asks for and what it receives.
+"""The public values of text models: requests, and the events that answer them.
 
 Rule 1: None means unset; `engine.requests.text.resolve` fills unset fields. Rule 2: ranges that
 need no model are checked in one place, `GenerateRequest.validate`, which takes constant time per
@@ -47,7 +47,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_CONSTRAINT_CHARS = 65_536  # guess: a schema of a thousand properties has half as many
 CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "choice"})
-MAX_RESUME_WINDOW_S = 3600.0  # guess: who is away for longer sends a continuation
+MAX_RESUME_WINDOW_S = 3600.0  # a guess: a client that is away longer sends a continuation
 MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -162,8 +162,8 @@ class GenerateRequest(CheckedFields):
     ``sampling``, ``prompt`` and ``output`` may also be given as mappings of their fields.
     ``timeout_s`` is the time left until the client's deadline, None without a deadline. The
     engine makes an id for a request whose ``request_id`` is empty. With a ``continuation`` the
-    stream has only what comes after it. ``resume_window_s`` is for gRPC's clients: how long the
-    request waits for one that has lost its connection.
+    stream has only the events after it. ``resume_window_s`` is for gRPC's clients: how many seconds
+    the request waits for a client that has lost its connection.
 
     Raises:
         InvalidRequest: a field is out of range, unless ``check`` is False; as `validate`.
@@ -208,7 +208,7 @@ class GenerateRequest(CheckedFields):
 
     @property
     def capability(self) -> Capability:
-        """What a model must be able to do for it."""
+        """The capability that a model must have for it."""
         return Capability.VISION if self.has_images else Capability.TEXT_TO_TEXT
 
     @property
@@ -300,9 +300,9 @@ class Started:
     """The first event of a stream: the request is admitted.
 
     If the request asks for ``prompt_logprobs``, this event has them and comes with the first token.
-    ``dropped`` are the messages left out of a truncated chat, oldest first. ``seed`` is that of the
-    draws, the client's own or one that was drawn; an encoder's requests have none. ``attach_token``
-    is for `Attach`; empty unless the request has a resume window.
+    ``dropped`` are the messages left out of a truncated chat, oldest first. ``seed`` is the seed of
+    the sampling, the client's own or drawn by the server; an encoder's requests have none.
+    ``attach_token`` is for `Attach`; empty unless the request has a resume window.
     """
 
     request_id: str

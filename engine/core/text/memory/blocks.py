@@ -1,4 +1,4 @@
-"""The KV pool: who holds which block, and in what order free blocks are reused.
+"""The KV pool: which sequences hold which blocks, and in what order free blocks are reused.
 
 Rule 1: this file alone changes a reference count. Rule 2: a block is in the free list exactly when
 no sequence holds it. A free block may still carry a cached prefix; the free list's order, least

@@ -1,7 +1,7 @@
 """The prefix cache: which block holds the KV of which token prefix (D5).
 
 Rule 1: a block is published only when all its tokens were computed by a committed step.
-Rule 2: `match` is read-only; holding what it found is the caller's `BlockPool.share`.
+Rule 2: `match` is read-only; the caller holds the blocks that it found by `BlockPool.share`.
 
 A block's key is a hash chain: blake2b-128 over the parent's key and the block's own token ids,
 rooted in the model, adapter and salt. Equal keys mean equal prefixes, up to collisions of a
@@ -42,8 +42,8 @@ def extend_keys(
     content_of: Callable[[int], bytes] | None = None,
 ) -> None:
     """Append the keys of the full blocks of ``tokens``, which begin at the sequence's token number
-    ``len(keys) * block_size``. ``content_of`` returns what else is in the key of the block that
-    begins at a position of the sequence: its tokens do not say which image they stand for."""
+    ``len(keys) * block_size``. ``content_of`` returns further content of the key of the block that
+    begins at a position of the sequence: tokens do not identify the images that they stand for."""
     key, ids = keys[-1] if keys else root, array("I", tokens)
     for start in range(0, len(ids) - block_size + 1, block_size):
         hasher = FRESH.copy()  # takes half the time of making a new one
@@ -59,8 +59,8 @@ class PrefixCache:
     """Keys of published blocks. The pool's free list decides what is evicted, and when.
 
     ``queried_tokens`` counts the tokens of sequences that have started, ``hit_tokens`` those of
-    them that were cached. ``observer`` hears what is forgotten; `Ledger.publish_computed`, which
-    knows the tokens, tells it what is published.
+    them that were cached. ``observer`` is notified of forgotten keys here, and of published keys by
+    `Ledger.publish_computed`, which knows the tokens.
     """
 
     def __init__(self, pool: BlockPool) -> None:

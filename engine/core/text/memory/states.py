@@ -10,8 +10,8 @@ back, released. A slot is held by one sequence that has blocks, or by a step tha
 into it. A free slot may carry a snapshot, and the one unused for the longest is overwritten first.
 Rule 2: a step reads all states before it writes any. So a snapshot that a row begins from is not
 held: its slot may be given away in the same step, and is overwritten only at the step's end.
-Rule 3: a snapshot becomes matchable once the step that wrote it has succeeded. Its key is that of
-the last block of the prefix that it stands for.
+Rule 3: a snapshot becomes matchable once the step that wrote it has succeeded. Its key is the key
+of the last block of its prefix.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class States:
         return ()
 
     def take(self, reservation: Reservation) -> BlockId:
-        """Return a free slot; a snapshot in it is forgotten. The caller has checked that one is
-        free."""
+        """Return a free slot and forget its snapshot. The caller has checked that one is free."""
         taken = self.pool.take(reservation, 1)
         assert taken is not None, "no state slot is free"
         self.snapshots.forget(self.pool.drain_reused())

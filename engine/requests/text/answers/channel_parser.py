@@ -8,12 +8,12 @@ An answer is a series of messages, the first of which the prompt has begun:
     <|start|>assistant<|channel|>commentary to=functions.NAME
         <|constrain|>json<|message|>{…}<|call|>                                      a call
 
-The recipient may also stand before the channel, and the word json without its marker. Rule: as
-`engine.requests.text.answers.reader`. Headers and the markers between messages belong to the format
-and are dropped. A header without its last marker ends where free text begins, which is the message;
-of such a header nothing is text but words that no header has. A message to a recipient that is
-neither a call of a function that was offered nor reasoning is text, together with its header. Two
-messages of one kind are separated by an empty line.
+The recipient may also stand before the channel, and the word json without its marker. Rule: nothing
+is lost, as `engine.requests.text.answers.reader` promises. Headers and the markers between messages
+belong to the format and are dropped. A header without its last marker ends where free text begins,
+which is the message; of such a header, only words that belong in no header are text. A message to a
+recipient that is neither a call of a function that was offered nor reasoning is text, together with
+its header. Two messages of one kind are separated by an empty line.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 REASONING_CHANNEL = "analysis"
 CHANNELS = (REASONING_CHANNEL, "commentary", "final")
-APART = "\n\n"
+APART = "\n\n"  # between two messages of one kind
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
-HEADER_CHARS_MAX = 512  # guess: a few words, of which only a function's name may be long
+HEADER_CHARS_MAX = 512  # a guess: it is a few words, of which only a name may be long
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*([\w.-]+)")
 RECIPIENT_NAME = re.compile(re.escape(RECIPIENT) + r"([\w.-]+)")
 
 
 class Header(NamedTuple):
-    """What a message's header says. ``raw`` is the header as the answer has it if the marker behind
-    it came, and otherwise empty; ``rest`` is then what was read of the message."""
+    """The contents of a message's header. ``raw`` is its text if the marker behind it came.
+    Otherwise ``raw`` is empty, and ``rest`` is the part of the message that was read with it."""
 
     channel: str
     recipient: str
@@ -65,7 +65,7 @@ class ChannelParser(AnswerReader):
 
     def __init__(self, form: AnswerFormat) -> None:
         self._form = form
-        self._has_text = self._has_reasoning = False  # there has been a message of this kind
+        self._has_text = self._has_reasoning = False  # whether such a message has come
         super().__init__(form.names)
 
     def _read_answer(self) -> Reading:
@@ -90,17 +90,17 @@ class ChannelParser(AnswerReader):
 
     def _read_message(self, raw: str, known: Header = NOTHING_KNOWN) -> Reading:
         """Read the rest of a header, and the message's content. ``raw`` is what was read of the
-        header, and ``known`` is what the prompt has of it."""
+        header, and ``known`` is the prompt's part of it."""
         header = yield from self._read_header(raw, known)
         if header is not None:
             yield from self._read_content(header)
 
     def _read_header(self, raw: str, known: Header) -> Generator[None, str, Header | None]:
         """Read a header and the marker behind it, or up to where free text begins. Return None if
-        there is no header, or nothing behind one."""
+        there is no header, or if nothing follows it."""
         channel, recipient = known.channel, known.recipient
         is_header, is_typed = bool(raw or channel or recipient), False
-        rest = ""  # of what was read: words that no header has
+        rest = ""  # the words read that belong in no header
         while len(raw) <= HEADER_CHARS_MAX:
             space = yield from self._skip_space()
             marker = yield from self._try_markers((MESSAGE, CHANNEL, CONSTRAIN, RECIPIENT))
@@ -129,7 +129,7 @@ class ChannelParser(AnswerReader):
         return None
 
     def _read_content(self, header: Header) -> Reading:
-        """Read a message up to the marker that ends it, or to where another one begins."""
+        """Read a message up to the marker that ends it, or to where another message begins."""
         is_function = header.recipient.startswith(FUNCTIONS)
         is_offered = header.recipient.removeprefix(FUNCTIONS) in self._form.names
         if is_function and is_offered and (header.raw or self._next == "{"):
@@ -176,6 +176,6 @@ class ChannelParser(AnswerReader):
 
 
 def _known(header: str) -> Header:
-    """Return what the prompt's part of a header says."""
+    """Return the contents of the prompt's part of a header."""
     channel, recipient = CHANNEL_NAME.search(header), RECIPIENT_NAME.search(header)
     return Header(channel[1] if channel else "", recipient[1] if recipient else "", "")

@@ -1,8 +1,8 @@
 """Parses the answer of one choice, event by event.
 
-Rule: each event from the core becomes exactly one event, so that the stream's credit stays right.
-Text that the parser holds back comes with a later event, at the latest with the last tokens: a
-client that has these has all of the choice, and can continue it without its end.
+Rule: each event from the core becomes exactly one event, so that the stream's message slots are
+counted right. Text that the parser holds back comes with a later event, at the latest with the last
+tokens: a client that has these has all of the choice's text, even without its end.
 """
 
 from __future__ import annotations

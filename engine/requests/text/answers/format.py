@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-# Of messages in channels ("harmony").
+# The markers of messages in channels ("harmony").
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 CHANNEL_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 RECIPIENT, FUNCTIONS = "to=", "functions."

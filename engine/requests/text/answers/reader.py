@@ -1,5 +1,5 @@
-"""What the readers of all answer formats share: they read an answer one character at a time while
-it streams, with markers that may turn out to be text, and JSON objects that may be calls.
+"""The base of the readers of all answer formats. They read an answer one character at a time while
+it streams: text, markers that may turn out to be text, and JSON objects that may be calls.
 
 Rule 1: a reader is pure and takes linear time. Each character is read once, or twice if it began
 like a marker, so that a reader can run on the engine's thread whatever a model writes. Rule 2: the
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Reading = Generator[None, str, None]
     Trying = Generator[None, str, bool]
 
-DEPTH_MAX = 64  # guess: deeper than any schema, and far below the limit of Python's decoder
-NAME_CHARS_MAX = 256  # guess: OpenAI allows 64
+DEPTH_MAX = 64  # of a call's JSON; a guess: deeper than any schema, far below Python's own limit
+NAME_CHARS_MAX = 256  # of a function's name; a guess: OpenAI allows 64
 
 END = ""  # is read after the last character
 
@@ -52,7 +52,7 @@ class ToolCall(NamedTuple):
 
 
 class Object(Enum):
-    """What a JSON object turned out to be. All but a call became text."""
+    """The outcome of reading a JSON object. Unless it is a call, it became text."""
 
     CALL = auto()
     OTHER_CALL = auto()  # of a function that was not offered
@@ -165,9 +165,9 @@ class AnswerReader(ABC):
     def _try_call(
         self, raw: str, name: str = "", call_id: str = ""
     ) -> Generator[None, str, Object]:
-        """Consume a JSON object that may be a call, and return what it is. Of any but a call,
-        ``raw`` and what was consumed become text. With a ``name``, any object is the call's
-        arguments."""
+        """Consume a JSON object that may be a call, and return what it is. Unless it is a call,
+        ``raw`` and the consumed text become text of the answer. With a ``name``, any object is the
+        call's arguments."""
         json_text: list[str] = []
         scanner = _Scanner()
         while self._next and scanner.takes(self._next):
@@ -251,7 +251,7 @@ def _call_of(text: str, name: str, call_id: str, needs_arguments: bool) -> ToolC
 
 def _is_unicode(call: ToolCall) -> bool:
     """Return whether a protobuf message can carry the call: JSON's escapes can spell half a
-    surrogate pair, which it cannot."""
+    surrogate pair, which no message can carry."""
     try:
         "".join(call).encode()
     except UnicodeEncodeError:

@@ -52,7 +52,7 @@ def tool_constraint(
     tools: Sequence[Tool], only: str, template: str, form: AnswerFormat, find_id: FindId
 ) -> Constraint:
     """Return the constraint of an answer that calls at least one of the tools or, with a name in
-    ``only``, that one once.
+    ``only``, that tool once.
 
     ``find_id`` returns the id of a text that is one token of its own in the model's vocabulary.
 
@@ -113,9 +113,9 @@ def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_one: bool) ->
         opening, closing = _marker(HERMES_OPEN, find_id), _marker(HERMES_CLOSE, find_id)
         call = f'{opening} "\\n" one "\\n" {closing}'
         return call if is_one else f'{call} ("\\n" {call})*'
-    if kind is ToolFormat.LLAMA:  # whose templates take one call in a turn
+    if kind is ToolFormat.LLAMA:  # Llama's templates take one call in a turn
         return "one"
-    if kind is ToolFormat.CHANNELS:  # after each of whose calls the answer ends
+    if kind is ToolFormat.CHANNELS:  # the answer ends after each call
         return f"{_marker(CHANNEL, find_id)} one"
     opening = _marker(MISTRAL_OPEN, find_id)
     if MISTRAL_ARGS in template:
