@@ -75,10 +75,10 @@ class Decoding:
 
 
 class _Share:
-    """The bytes of requests that are in at once: at most ``most``, or those of one request. A
+    """The bytes of requests between decoding and answer: at most ``most``, or one request's. A
     request counts for at most `DECODED_S`, so that one whose model is loaded or paused does not
-    hold up others. Tasks hold ``turns`` while they wait for room. ``num_users`` are the requests
-    that wait or are in."""
+    hold up others. Tasks hold ``turns`` while they wait for room. ``num_users`` counts the
+    requests that wait or are counted."""
 
     def __init__(self, most: int) -> None:
         self.turns = FairLock()
@@ -109,8 +109,8 @@ class _Room:
         self._owners: dict[Hashable, _Share] = {}
 
     async def take(self, owner: Hashable, num_bytes: int) -> Callable[[], None]:
-        """Wait for room for a request, behind its owner's earlier ones and in turn with those of
-        others, and return a function that gives it back. Calling it again changes nothing.
+        """Wait for room for a request, after its owner's earlier requests and in turn with other
+        owners, and return a function that gives it back. Calling it again changes nothing.
 
         Cancellation: safe; the task leaves the queue.
         """

@@ -1,4 +1,4 @@
-"""API keys: the file that lists them, who holds which, and each holder's limits.
+"""API keys: the file that lists them, with their holders and each holder's limits.
 
 Each line of the file is a key: ``NAME KEY [max_requests=N] [max_queued_tokens=N]``; a ``#`` begins
 a comment. Several lines with one name are keys of one holder, such as an old and a new one; the

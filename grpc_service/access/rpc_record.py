@@ -1,4 +1,4 @@
-"""The record of one RPC: who asks, under which limits, and what its log line needs.
+"""The record of one RPC: its caller's address and quota, and the values of its log line.
 
 Rule: the interceptor (`grpc_service.access.interceptor`) makes one record for each call and passes
 it to the call's handler; nothing else keeps one.
@@ -53,7 +53,7 @@ class Rpc:
 
     @property
     def logged_id(self) -> str:
-        """The id that the engine knows the request by, or else the RPC's own; "-" for none."""
+        """The request's id in the engine, or else the RPC's own; "-" for none."""
         if self.stream is not None:
             return self.stream.request_id
         return self.request_id or "-"

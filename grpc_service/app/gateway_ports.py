@@ -86,8 +86,7 @@ def ports_by_model(engine_config: EngineConfig, config: ServerConfig) -> dict[st
 
 @dataclass(eq=False)
 class GatewayPorts:
-    """Serves models to gateways. ``make_server`` returns an RPC server that serves the methods
-    passed to it.
+    """Serves models to gateways. ``make_server`` returns an RPC server of the given methods.
 
     ``ports`` has the ports that are served, by the model's name.
     """

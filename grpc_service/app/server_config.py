@@ -1,4 +1,4 @@
-"""The settings of the gRPC server: where it listens, and what is safe there (D21).
+"""The settings of the gRPC server, which are refused if they are unsafe (D21).
 
 Rule 1: as in `engine.config`, a config object that exists is valid, and a setting is one field.
 """

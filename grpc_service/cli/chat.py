@@ -34,8 +34,8 @@ HELP = """\
 Ctrl-C ends an answer, and Ctrl-D ends the chat. To send a line that begins with /, put a space
 before it."""
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-TERMINAL_LINE_BYTES = 4096  # Linux's N_TTY: of a longer line the rest is dropped, without editing
-TOO_MANY = 2**31  # the count of a conversation that the server refuses to count
+TERMINAL_LINE_BYTES = 4096  # Linux's N_TTY passes on no more of a line, unless readline edits it
+TOO_MANY = 2**31  # stands for the number of tokens when the server refuses to count them
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +60,8 @@ class Conversation:
         """Read and answer lines until the input ends.
 
         Raises:
-            CallError: a call failed, and no terminal is there to go on.
-            ConfigError: the same of an image that cannot be read.
+            CallError: a call failed, and input is no terminal.
+            ConfigError: an image cannot be read, and input is no terminal.
         """
         if self._is_terminal:
             _enable_line_editing()
@@ -151,13 +151,13 @@ class Conversation:
             self._turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _truncated(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return the turns without those that must go so that an answer has room."""
+        """Return the turns without those that are left out to make room for the answer."""
         count, max_model_len = self._count(turns)
         search = choose_dropped(turns, *truncation_limits(max_model_len, self._args.max_tokens))
         return list(without_messages(turns, self._search(search, count)))
 
     def _note_kept(self) -> None:
-        """Say what is left of the conversation after a message that was not answered."""
+        """Print how many messages are left of the conversation after one was not answered."""
         count = sum(turn["role"] != "system" for turn in self._turns)
         before = f"; the conversation before it was, with {count} messages" if count else ""
         _note(f"This message was not kept{before}.")
@@ -189,7 +189,7 @@ class Conversation:
 
     def _answer(self, turns: Sequence[Turn], num_dropped: int) -> str:
         """Print the answer as it comes, after a note if messages were left out to make room for it.
-        Return as much as came, also when Ctrl-C ended it."""
+        Return the text that has come, also when Ctrl-C ended the answer."""
         stream = self._client.chat(
             map(message_of, turns),
             model=self._args.model,

@@ -1,4 +1,4 @@
-"""What the client commands share: a client, and one line of text for every way a call can fail.
+"""The code that client commands share: it opens a client, and explains a failed call in one line.
 
 Rule 1: a command prints its answer to standard output and everything else to standard error.
 Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong) and 130 (Ctrl-C).
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MessageT = TypeVar("MessageT", bound="Message")
 
-# How grpc's message begins where no connection was made; there is no code for that alone.
+# How grpc's message begins if no connection was made; UNAVAILABLE has other causes, too.
 NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
 # A part of grpc's message, and what the user of a command can do about it.
 WHY_NOT_CONNECTED = (
@@ -68,7 +68,7 @@ def run_client(args: argparse.Namespace, job: Callable[[Client], None]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has gone. Python's own flush at exit must not fail again.
+        # The output's reader has closed the pipe. Python's own flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except CallError as error:
@@ -78,14 +78,14 @@ def run_client(args: argparse.Namespace, job: Callable[[Client], None]) -> int:
 
 
 def message_from(kind: type[MessageT], args: argparse.Namespace, **others: Any) -> MessageT:
-    """Return a message with the arguments that are named as its fields, and with the others. A flag
-    that is not given leaves its field unset, so that the model's own value applies."""
+    """Return a message with the arguments whose names are those of its fields, and with ``others``.
+    A flag that is not given leaves its field unset, so that the model's own value applies."""
     names = {field.name for field in kind.DESCRIPTOR.fields}
     return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
 
 
 def break_note(args: argparse.Namespace) -> OnBreak:
-    """Return what prints a line when an answer breaks off and is about to go on."""
+    """Return a function that prints a line when an answer breaks off and is about to go on."""
 
     def note(error: CallError, delay_s: float) -> None:
         begin = "\n" if sys.stdout.isatty() else ""  # the answer's last line may be open

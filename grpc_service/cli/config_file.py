@@ -28,8 +28,8 @@ TABLES = {
 
 
 def read_file(path: str, kinds: Mapping[str, Kind]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the file's settings by key, and its models as fields of ModelConfig. ``kinds`` are
-    those of the settings that it may have.
+    """Return the file's settings by key, and its models as fields of ModelConfig. ``kinds`` has
+    the kind of each setting that the file may have.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; the message names the
@@ -98,7 +98,7 @@ def _read(
     table: dict[str, Any], kinds: Mapping[str, Kind], prefix: str, extra: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Return the values of ``table`` after checking every key and value. The ``extra`` keys are
-    read elsewhere, and only serve as hints."""
+    read elsewhere; error messages may propose them."""
     values = {}
     for key, given in table.items():
         if key not in kinds:

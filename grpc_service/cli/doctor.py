@@ -1,4 +1,4 @@
-"""``triolet doctor``: reports what the server would find on this machine, and whether it could run.
+"""``triolet doctor``: reports what a server finds on this machine, and whether it could run.
 
 Rule 1: a finding is a value. One function prints them all, and the exit code follows from `is_fit`.
 Rule 2: torch is imported in a process of its own, so that a torch that crashes is a finding, too.
@@ -183,7 +183,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _downloads(directory: str) -> Finding:
-    """Report the Hugging Face cache, which a server of local models does without."""
+    """Report the Hugging Face cache; a server of local models needs none."""
     another = "Hub models cannot be downloaded; name a folder in HF_HOME"
     if directory.startswith("~"):
         return Finding("downloads", "this user has no home directory", advice=another)
@@ -203,7 +203,7 @@ def _temporary_folder() -> Finding:
 
 
 def _spin_count() -> Finding:
-    """Report the variable that `engine.worker` sets before torch is imported."""
+    """Report GOMP_SPINCOUNT, which `engine.worker` sets before torch is imported."""
     own = os.environ.get("GOMP_SPINCOUNT")
     return Finding("GOMP_SPINCOUNT", f"{own}, from the environment" if own else "set at start")
 

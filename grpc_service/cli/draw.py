@@ -79,7 +79,7 @@ def paths_of(output: str, count: int) -> list[Path | None]:
 
 def request_of(args: argparse.Namespace) -> messages.GenerateImageRequest:
     """Return the request. Flags that are not given stay unset, so that the model's own values
-    apply. The format is that of the file's name, if --format is not given."""
+    apply. Without --format, the file's suffix decides the format."""
     width, height = (None, None) if args.size is None else args.size
     name = args.format or SUFFIXES.get(Path(args.output).suffix.lower(), "png")
     source = None
@@ -101,8 +101,8 @@ def save_all(
     events: Events, paths: list[Path | None], update: Callable[..., Any], *, as_json: bool
 ) -> Iterator[str]:
     """Write each image to its file as soon as it is complete. Yield the lines to print: one for
-    each file or, ``as_json``, for each event but progress, with a file's name in place of an
-    image's parts.
+    each file or, with ``as_json``, one for each event, but none for progress, and one for all parts
+    of an image, with the file's name.
 
     Raises:
         CallError: the call failed. ConfigError: a file cannot be written.

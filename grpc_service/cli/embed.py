@@ -94,8 +94,8 @@ def named(vectors: Iterable[Response]) -> Iterator[Response]:
 
 
 def print_vectors(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:
-    """Print one line per text or image, and then the similarities of all pairs. Of many, the line
-    has the nearest instead."""
+    """Print one line per text or image, and then the similarities of all pairs. With more than
+    `MATRIX_MAX`, each line has the nearest text instead."""
     texts = [one.path if isinstance(one, ImageFile) else one for one in inputs]
     lengths = [math.hypot(*vector.values) for vector in vectors]
     units = [

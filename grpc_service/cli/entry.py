@@ -1,4 +1,4 @@
-"""Where the process of a command starts: Ctrl-C ends it with a sentence while it still imports.
+"""The entry point of every command: while the process imports, Ctrl-C ends it with a sentence.
 
 Rule 1: this file is small, because nothing of ours may be imported before the signal is set.
 
@@ -16,10 +16,10 @@ EXIT_INTERRUPTED = 130
 
 
 def end_at_once(*_: object) -> None:
-    """End the process; nothing has begun that would have to end in order."""
+    """End the process at once; while it imports, nothing has to end in order."""
     try:
         os.write(2, b"triolet: interrupted\n")
-    finally:  # also if nobody reads standard error
+    finally:  # also if standard error is closed
         os._exit(EXIT_INTERRUPTED)
 
 

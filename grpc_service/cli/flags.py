@@ -1,4 +1,4 @@
-"""The flags of ``triolet serve``, and the configurations that arguments or a TOML file give.
+"""The flags of ``triolet serve``, and the configurations made of arguments and a TOML file.
 
 Rule 1: a flag is a setting with a help text in one of the configurations. Its key in the file is
 its name with underscores. Rule 2: an unknown flag or key is refused, and the message names it. An
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Flag:
     """One flag of serve. Its value goes to ``field`` of ``target``; with ``is_inverted``, a switch
     sets the field to False. A field of `ModelConfig` is set for every model whose own table does
-    not set it. ``section`` is that of the help."""
+    not set it. ``section`` is its heading in the help."""
 
     name: str
     target: Target
@@ -77,8 +77,7 @@ KINDS = {flag.key: flag.kind for flag in FLAGS}
 def configs_of(
     args: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[EngineConfig, ServerConfig]:
-    """Return the configs that the arguments, the file that they name and ``ENGINE_CHECK`` give
-    together.
+    """Return the configs made of the arguments, the file that they name and ``ENGINE_CHECK``.
 
     Raises:
         ConfigError: the message names the setting and what to change.
@@ -123,8 +122,8 @@ def _fields(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _models(
     args: argparse.Namespace, tables: list[dict[str, Any]], common: dict[str, Any]
 ) -> tuple[ModelConfig, ...]:
-    """Return the models of the arguments, or else of the file, or else the shipped ones. Names are
-    given to them in order."""
+    """Return the models of the arguments, or else of the file, or else the shipped ones. The names
+    of --served-model-name go to them in order."""
     if "model" in args:
         tables = [{"model": model} for model in args.model]
     tables = tables or [{"model": model} for model in DEMO_MODELS]
@@ -138,7 +137,7 @@ def _models(
         table["name"] = name
     models = tuple(ModelConfig(**common | table) for table in tables)
     models = _with_adapters(models, getattr(args, "adapter", []))
-    if "model" not in args and not names:  # otherwise flags gave the names
+    if "model" not in args and not names:  # the names are from the file
         _check_names(args.config, models)
     return models
 
@@ -147,7 +146,7 @@ def _check_names(path: str, models: tuple[ModelConfig, ...]) -> None:
     """Check that no two models of the file share a name.
 
     Raises:
-        ConfigError: two do; the message names the keys that have the name.
+        ConfigError: two models have one name; the message has the keys that set it.
     """
     keys: dict[str, str] = {}
     for index, model in enumerate(models):

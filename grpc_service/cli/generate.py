@@ -1,8 +1,8 @@
-"""``triolet generate``: prints a completion while it is generated, or those of a file's prompts.
+"""``triolet generate``: prints a completion while it is generated, or one for each line of a file.
 
-Rule 1: however the command ends, its calls end with it, and so does the server's work. Rule 2: the
-prompts of a file are asked by threads, each of which has one call at a time; the main thread prints
-the answers in the order of their prompts.
+Rule 1: however the command ends, its calls end with it, and so does the server's work. Rule 2:
+threads send the prompts of a file, each one call at a time; the main thread prints the answers in
+the order of their prompts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _answers(
     """Yield the answer to each prompt, in their order, and how it ended.
 
     Raises:
-        CallError: a call failed; the prompt's line is printed.
+        CallError: a call failed; the line number of its prompt is printed.
     """
 
     def answer(place: int) -> tuple[str, messages.Finished]:
@@ -117,7 +117,7 @@ def _answers(
     try:
         yield from pool.map(answer, range(len(prompts)))
     except BaseException as error:
-        client.close()  # which ends the calls of the other threads
+        client.close()  # ends the calls of the other threads
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         raise
@@ -180,7 +180,7 @@ def print_text(events: Events) -> None:
 
 
 def print_choices(events: Events, num_choices: int) -> None:
-    """Print each choice whole, under its number, when it and those before it have ended."""
+    """Print each choice under its number, once it and all choices before it have ended."""
     texts = [""] * num_choices
     ended: set[int] = set()
     num_printed = 0

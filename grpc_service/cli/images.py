@@ -1,7 +1,7 @@
 """Images in the messages of ``triolet chat`` and ``triolet generate --chat``.
 
-Rule: files are read once, when their message is made; what the server says about an image names the
-image's file and not the field.
+Rule: files are read once, when their message is made; the server's errors about an image are shown
+with the image's file in place of the field.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_images(paths: Iterable[str], name: str = "--image ") -> list[SentImage]
     """Return the files at these paths. ``name`` goes before a path in messages.
 
     Raises:
-        ConfigError: one of them is no file, is empty or cannot be read.
+        ConfigError: a path is no file, or the file is empty or cannot be read.
     """
     return [SentImage(one.path, one.read()) for one in images_of(paths, name)]
 

@@ -29,7 +29,7 @@ EXIT_CODES = """\
 exit codes of client commands: 0 done, 1 the call failed, 2 the command line is wrong, 130 Ctrl-C
 exit codes of serve: 0 all requests finished, 75 some were cut, 1 the server cannot start, 2 the
 command line is wrong, 70 an internal error or a step that hangs, 128 + n a second signal n"""
-EXIT_USAGE = 2  # argparse's own
+EXIT_USAGE = 2  # argparse exits with it, too
 EXIT_INTERRUPTED = 130
 SERVER_VARIABLE = "TRIOLET_SERVER"
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -154,7 +154,7 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
 
 
 def _add_numbers(parser: argparse.ArgumentParser, *rows: tuple[str, str, str, str]) -> None:
-    """Add flags of numbers: each with its kind (`_number`), what stands for the value, and help."""
+    """Add flags of numbers: each with its kind (`_number`), its placeholder, and its help."""
     for flag, kind, metavar, what in rows:
         parser.add_argument(flag, type=_number(kind), metavar=metavar, help=what)
 
@@ -447,8 +447,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
-    """Let flags after the action override those before it: a flag that is not given there keeps
-    its value."""
+    """Let flags after the action override those before it: a flag that is not given after it keeps
+    the value from before it."""
     for action in parser._actions:
         if action.option_strings and action.default is not argparse.SUPPRESS:
             action.help = (action.help or "") % {"default": action.default}
@@ -498,7 +498,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(kind: str) -> Callable[[str], float]:
-    """Return a parser of numbers that a message can hold. The server checks what they mean.
+    """Return a parser of numbers that a message can hold. The server checks their ranges.
     ``kind`` is count, seed, real, or seconds (more than 0)."""
 
     def read(text: str) -> float:
@@ -516,7 +516,7 @@ def _number(kind: str) -> Callable[[str], float]:
     return read
 
 
-# ---- the subcommands, each importing what only it needs --------------------------------------
+# ---- the subcommands, each of which imports its own modules --------------------------------------
 
 
 def _serve(args: argparse.Namespace) -> int:

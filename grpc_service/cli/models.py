@@ -1,7 +1,7 @@
 """``triolet models``: lists, loads and unloads the server's models, and adapters of them.
 
-Rule: Ctrl-C and --timeout do not end a load, which the server goes on with; after Ctrl-C the
-command says so.
+Rule: Ctrl-C and --timeout end the command, but not the load, which goes on in the server; after
+Ctrl-C the command prints that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _list(args: argparse.Namespace, client: Client) -> None:
         print_json(listed)
         return
     pauses: dict[str, str] = {}
-    with suppress(CallError):  # the list without pauses, for a client that may not ask for figures
+    with suppress(CallError):  # a client that may not call GetStats gets no pauses
         answer = client.control.get_stats(timeout=timeout_s)
         pauses.update({entry.model: paused_text(entry) for entry in answer.replicas})
     print_models(listed.models, pauses)
@@ -95,7 +95,7 @@ def _unload_adapter(args: argparse.Namespace, client: Client) -> None:
 
 
 def _drain_of(args: argparse.Namespace) -> Duration | None:
-    """Return --drain, the time that running requests have; without it, the server has its own."""
+    """Return --drain, the time that running requests have; None: the server's --drain-timeout."""
     return duration_of(getattr(args, "drain", None))
 
 

@@ -104,7 +104,7 @@ def _ask(
 
 
 def show(args: argparse.Namespace, answer: Message, shown: Callable[[Any], None] | str) -> None:
-    """Print an answer as JSON, if that is wanted, or else by a function, or a text instead."""
+    """Print an answer as JSON with --json; otherwise call ``shown`` with it, or print that text."""
     if args.json:
         print_json(answer)
     elif isinstance(shown, str):

@@ -44,7 +44,7 @@ def open_client(args: argparse.Namespace) -> Client:
     arguments name.
 
     Raises:
-        ConfigError: a file cannot be read, or holds something else.
+        ConfigError: a file cannot be read, or does not hold what its flag names.
     """
     from grpc_service.client import Client, PemError, Tls
 

@@ -1,4 +1,4 @@
-"""What ``triolet embed`` and ``rerank`` share: many texts or images, and the calls for them.
+"""The inputs of ``triolet embed`` and ``rerank``, many texts or images, and the calls for them.
 
 Rule 1: there may be any number of texts. If one call cannot take them all, several calls are made
 one after the other, and their results are numbered consecutively. Rule 2: a text is an argument or
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 BYTES_MAX = 2 * 2**20  # bytes of the texts of a call: half of a server's --max-message-bytes
 IMAGES_MAX = 64  # of a call: a server bounds the memory of decoded images
 IMAGE_BYTES_MAX = 6 * 2**20  # of a call: half of a server's --max-image-bytes
-BAR_MIN = 100  # guess: fewer texts are done before anybody could read a bar
-TEXT_WIDTH_MIN = 20  # guess: a shorter beginning of a text is not worth a column
+BAR_MIN = 100  # texts for which a bar is shown. Guess: fewer take no time
+TEXT_WIDTH_MIN = 20  # columns. Guess: a shorter beginning of a text is of no use
 
 
 class ImageFile(NamedTuple):
@@ -79,7 +79,7 @@ def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> l
 
 
 class Numbered(Protocol):
-    """A result that has the place of its text."""
+    """A result; ``index`` is the place of its text in the call."""
 
     index: int
 
@@ -90,7 +90,7 @@ Input = TypeVar("Input", bound="str | ImageFile")
 
 def texts_of(given: Sequence[str], file: str | None, what: str) -> list[str]:
     """Return the texts given as arguments, or else the lines of ``file``, or else the lines of
-    standard input, for which ``-`` stands, too. ``what`` names them in messages.
+    standard input, as ``-`` means, too. ``what`` is the texts' name in messages.
 
     Raises:
         ConfigError: there are no texts, or the file cannot be read.
@@ -132,8 +132,8 @@ def _lines(text: str) -> list[str]:
 
 
 def parts_of(inputs: Sequence[Input]) -> Iterator[tuple[int, Sequence[Input]]]:
-    """Yield texts and images in parts that fit one call each, with the place of each part's
-    first."""
+    """Yield texts and images in parts that fit one call each, after the index of the part's first
+    input."""
     limits = (MAX_INPUTS, BYTES_MAX, IMAGES_MAX, IMAGE_BYTES_MAX)
     first, used = 0, [0, 0, 0, 0]
     for place, one in enumerate(inputs):

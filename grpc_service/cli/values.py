@@ -106,7 +106,7 @@ def read_adapter(given: object) -> tuple[str, str, str]:
 
 
 def text(metavar: str) -> Kind:
-    """Return a kind of texts that are not empty, by what they are."""
+    """Return a kind of texts that are not empty; ``metavar`` is their placeholder in the help."""
     return Kind("a text that is not empty", metavar, read_text)
 
 

@@ -26,7 +26,7 @@ Given: TypeAlias = MessageT | Mapping[str, Any]  # the forms of a message in arg
 Conversation: TypeAlias = str | Iterable[messages.Message | Mapping[str, Any]]
 
 SHOWN_CHARS_MAX = 60  # of a wrong value in a message
-# The field that a text stands for, if it is given in the place of a request.
+# The field that gets a text which is given in place of a request.
 TEXT_FIELDS = {
     messages.GenerateRequest: "text",
     messages.TokenizeRequest: "text",
@@ -86,8 +86,7 @@ def request_of(method: str, made: type[MessageT], given: Given[MessageT] | str) 
     """Return the request of a call of ``method``.
 
     Raises:
-        TypeError, ValueError: a field has a wrong value (`message_of`), or this request takes no
-            text.
+        TypeError, ValueError: a value is wrong (`message_of`), or this request takes no text.
     """
     if isinstance(given, made):
         return given

@@ -106,7 +106,7 @@ class Resumption:
         the program.
 
         Raises:
-            Unimplemented: the stream should go on, and the server began another one.
+            Unimplemented: the server began a new stream instead of continuing this one.
         """
         if not self._is_on:
             return event
@@ -150,7 +150,7 @@ class Resumption:
 
     def next_call(self, error: CallError) -> NextCall | None:
         """Return how to go on after an error; None if it is to be raised."""
-        # A server without Started.seed does not know continuations: it would begin anew.
+        # A server without Started.seed has no continuations: it would begin anew.
         if not self._is_on or self._seed is None or not self.is_resumable(error):
             return None
         if not self._has_grown and self.request.output.HasField("prompt_logprobs"):

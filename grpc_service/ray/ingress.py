@@ -194,8 +194,7 @@ class _Call:
             self.fail(SERVES_OWN[code](), sent)
 
     def fail(self, error: TrioletError, sent: Sequence[tuple[str, Any]] = ()) -> None:
-        """Give the call the status of an error, and keep the metadata ``sent``, which it has
-        already."""
+        """Give the call the status of an error, beside its metadata ``sent`` so far."""
         status = status_of(error)
         self._context.set_code(CODES[int(status.code)])
         self._context.set_details(status.message)

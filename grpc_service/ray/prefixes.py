@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PREFIXES = "prefixes"  # what a replica reports: the keys of what it computed
 CHUNK_BYTES = 64  # guess: about as long as a block of 16 tokens
 CHUNKS_MAX = 256  # of one prompt: 16 KiB tell prompts apart well enough
-SENT_MAX = 8192  # keys of what was sent to a replica, until it reports its own
+SENT_MAX = 8192  # keys of prompts sent to a replica, until it reports its own keys
 
 ReplicaT = TypeVar("ReplicaT")
 

@@ -36,9 +36,8 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any | None = None
     ) -> list[list[Any]]:
-        """Return ranks of replicas: those that have computed most of the prompt, then two drawn of
-        all. Serve takes the one with the fewest requests of the first rank in which one has
-        room."""
+        """Return ranks of replicas: those that have computed most of the prompt, then two of all.
+        Serve takes the one with the fewest requests of the first rank in which one has room."""
         lens = self.replica_queue_len_cache
         by_id = {one.replica_id: one for one in candidate_replicas}
         queue_lens = {key: lens.get(key) or 0 for key in by_id}

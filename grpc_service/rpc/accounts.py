@@ -46,12 +46,12 @@ FAILED_BYTE = 1.6e-4  # of a failed call's request, for reading and parsing it: 
 GOOD_CALL = 30.0  # given back for a call that ended with OK
 SENT_DATA = 6.0  # given back for each DATA frame sent: clients answer with two updates and a ping
 OPENING = 30.0  # owed for a new connection; with its first frames less than `OWED_MIN`
-SERVING = 90.0  # owed for the rest of a connection, beside what it does, at its end
+SERVING = 90.0  # owed at a connection's end, beside the costs of its frames and calls
 CONNECTION = OPENING + SERVING
 LEFT_CONNECTION = 20.0  # owed for one whose client has left before anything is done for it
 SMALL_DATA_BYTES = 64
 USEFUL_DATA_BYTES = 1024  # smaller parts of a message earn no `SENT_DATA`, but the last one
-POINT_S = 1e-5  # seconds of the loop that a point stands for
+POINT_S = 1e-5  # seconds of the loop for one point
 OWED_MIN = 50.0  # fewer owed points are kept for the next payment
 # Upper bound of an address's debt, in seconds of the loop: at the default share, a wait of 2 s if
 # no other address waits. Guess.
@@ -78,8 +78,7 @@ class Account:
         self._owed += points
 
     def owe(self, points: float) -> None:
-        """Owe the time of ``points`` but take none from the budget: honest clients cost this,
-        too."""
+        """Owe the time of ``points``, and keep the budget: honest clients cause such costs, too."""
         self._owed += points
 
     def earn(self, points: float) -> None:
@@ -112,7 +111,7 @@ class Addresses:
     An address whose client's budget was empty has `Limits.offender_share` of a budget for a while.
     When a connection ends, the time that it owes becomes a debt of its address, which shrinks as
     fast as `fairness.OverheadLimiter` would have let the connection pay. The address's next
-    connection waits for the rest.
+    connection waits until the remaining debt is paid.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     ServeCall = Callable[[Call], Awaitable[None]]
 
-# Statuses that blame the request, and those of calls that their clients did not wait for.
+# Statuses of faulty requests, and of calls for whose answers their clients did not wait.
 CLIENTS_FAULTS = {
     *(StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.PERMISSION_DENIED),
     *(StatusCode.OUT_OF_RANGE, StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED),

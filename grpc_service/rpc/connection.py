@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Bytes sent in one piece while a client is slow: one TLS record. A client that accepts anything at
-# all accepts so many within `Limits.keepalive_timeout_s`.
+# all accepts one record within `Limits.keepalive_timeout_s`.
 SEND_BYTES = 2**14
 # The size of a new client's first part (`Limits.part_bytes_min`), as nothing is known yet of what
 # the client's frames cost. A client with cheap ones gets larger parts after a few. Guess.
@@ -401,7 +401,7 @@ class Connection:
 
 
 class Flusher:
-    """Sends what was written to many connections, each with one system call: at once or, between
+    """Sends the output of many connections, with one system call for each: at once or, between
     `hold` and `release`, at `release`. Each connection is then flushed once, whatever was written
     for it."""
 

@@ -69,7 +69,7 @@ class TooManyHeld(_FixedCodeError):
 
 
 class UnsupportedEncoding(_FixedCodeError):
-    """The request is compressed in a way that the server does not know."""
+    """The request is compressed by an encoding that the server does not support."""
 
     CODE = StatusCode.UNIMPLEMENTED
 

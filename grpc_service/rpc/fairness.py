@@ -54,7 +54,7 @@ class _Turns:
 
 
 class FairLock:
-    """A lock that one task holds at a time; the owners of those that wait take turns. Made and
+    """A lock that one task holds at a time; the owners of waiting tasks take turns. Made and
     used inside `trio.run`."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class FairLock:
 
 class StartLimiter:
     """Lets ``per_turn`` tasks go on in each turn of Trio's loop, so that a burst of new calls
-    delays other work by no more than the starts of so many calls. Made and used inside
+    delays other work by no more than ``per_turn`` starts. Made and used inside
     `trio.run`."""
 
     def __init__(self, per_turn: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.h2_overrides import Window
     from grpc_service.rpc.http2 import Http2Connection
 
-DRAIN_PING = b"trio-end"  # the ping whose answer says that the client knows of the connection's end
+DRAIN_PING = b"trio-end"  # body of the ping whose answer shows that the client got the GOAWAY
 _PING_HEAD = bytes([0, 0, 8, frames.PING, frames.ACK, 0, 0, 0, 0])
 _SETTING_BYTES = 6
 _PING_BYTES, _PRIORITY_BYTES, _NUMBER_BYTES = 8, 5, 4

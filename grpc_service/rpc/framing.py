@@ -107,7 +107,7 @@ class MessageReader:
         self._num_compressed = 0  # its size as it came
         self._free_bytes = 0  # decompressed bytes before more count as inflated
         self.inflated_bytes = 0
-        self._buffer = bytearray()  # what has come last
+        self._buffer = bytearray()  # the last bytes received
         self._missing: int | None = None  # bytes of the message whose prefix has come
         # Of the message whose prefix has come, or of the one that is being decompressed.
         self._pieces = _Pieces()
@@ -131,7 +131,7 @@ class MessageReader:
         return self._parts is not None
 
     def fail(self, error: RpcError) -> None:
-        """Forget what is kept, and ignore what follows."""
+        """Drop all messages and bytes, keep ``error``, and ignore what follows."""
         self._stop(error)
         self.messages.clear()
         self._waiting_bytes = 0

@@ -5,8 +5,8 @@ client's window, and output that a client's connection does not accept. One obje
 all connections. Beyond `Limits.held_bytes`
 
 1. calls of connections without progress for `Limits.held_stall_s` are ended: first those of the
-   address with the most bytes, and of these those of the connection with the most, so that it is
-   not the others behind the same proxy that lose calls. A call whose request waits for the server
+   address with the most bytes, and of these those of the connection with the most, so that
+   other connections behind the same proxy keep theirs. A call whose request waits for the server
    is not ended. Calls are also ended while a request waits for room;
 2. incomplete requests get no larger window, and wait for room in order. Two exceptions get it: the
    request that asked first, so that one can always be completed; and requests whose addresses hold
@@ -103,7 +103,7 @@ class HeldBytes:
         self._clock = clock
         self._holdings: dict[Holding, None] = {}  # those with bytes, the last changed one last
         self._growing: dict[Holding, None] = {}  # requests that asked for room, in that order
-        self._waiting: dict[Holding, None] = {}  # those of `_growing` that got none
+        self._waiting: dict[Holding, None] = {}  # requests of `_growing` that got no room
         self._by_address: Counter[str] = Counter()
         self._looked_at = -math.inf  # when stalled calls were last looked for
         self.num_bytes = 0

@@ -112,7 +112,7 @@ class Http2Connection:
 
     @property
     def is_amid_frame(self) -> bool:
-        """Whether the client has sent a part of something that is of no use before the rest."""
+        """Whether a frame, a block of headers or the preface has come only in part."""
         return self._splitter.is_amid
 
     @property

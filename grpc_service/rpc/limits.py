@@ -42,7 +42,7 @@ class Limits:
     # 4096 is HTTP/2's default.
     header_table_bytes: int = 2**12
     # Closed streams of which we remember how they were closed. Guess: frames that were on their way
-    # at the close arrive before so many other streams have closed.
+    # at the close arrive before this many other streams have closed.
     closed_streams: int = 2**12
 
     # ---- clients that are slow or gone

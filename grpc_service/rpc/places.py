@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class Places:
     """Places that owners hold. Beyond ``num_max`` of them, the owner with the most loses its oldest
-    one: whoever comes gets a place, and nobody keeps others out by holding many."""
+    one: a newcomer always gets a place, and no owner keeps others out by holding many."""
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max

@@ -105,7 +105,7 @@ class RequestBody:
             self._count()
 
     def close(self) -> None:
-        """Drop what has come and what will come, as the call has ended or takes no more messages.
+        """Drop all bytes, past and future, as the call has ended or takes no more messages.
         Idempotent."""
         self._is_closed = True
         # A new error replaces a raised one, which refers to the call, and that to this body.

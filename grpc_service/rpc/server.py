@@ -113,7 +113,7 @@ class RpcServer:
         run, or are on their way, are served, and so are `Limits.lasting_methods` on connections
         that their clients keep open. Idempotent."""
         self._listening.cancel(reason="the server leaves")
-        for listener in self._listeners:  # before clients hear of it, as these connect anew
+        for listener in self._listeners:  # before clients are asked to leave, as they connect anew
             listener.close()
         for connection in self.connections:
             connection.drain(stays=True)
@@ -131,8 +131,8 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls,
-        also those on their way, have ended and their output was sent; then end the rest and let
-        `run` return.
+        also those on their way, have ended and their output was sent; then end the other calls
+        and let `run` return.
 
         Cancellation: the server goes on without accepting; `stop` may be called again.
         """

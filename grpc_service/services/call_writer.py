@@ -64,7 +64,7 @@ class CallWriter:
     ``encode`` makes messages of events that are ready together. ``encode_short`` makes the bytes
     of one credited event: b"" if there is nothing to send, None if `encode` has to do it.
     ``is_large``: the first events take long to encode, which then happens in a thread.
-    ``wait_received`` waits until the client has what was written. Without it, what was written
+    ``wait_received`` waits until the client has all written messages. Without it, a written message
     counts as received.
     """
 

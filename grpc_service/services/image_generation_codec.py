@@ -45,7 +45,7 @@ def decode_generate_image(
     """Return the engine's request. Its ranges are not checked yet (`DrawRequest.validate`).
 
     Raises:
-        InvalidRequest: The format is none that this server knows.
+        InvalidRequest: The format is no value of ImageFormat.
     """
     request = DrawRequest(
         model=message.model,

@@ -50,7 +50,7 @@ class Inference:
         await serving
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
-        """Stream the rest of what a Generate request generates, after its call was lost.
+        """Stream the remaining events of a Generate request whose call was lost.
 
         Raises:
             RequestNotFound: the caller has no such stream.

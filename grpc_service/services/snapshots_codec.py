@@ -1,8 +1,8 @@
 """Translates snapshots of models and counters into messages of Models and Control.
 
 Rule 1: this module is pure, like `grpc_service.services.text_codec`. Rule 2: fields and
-enum values with the same name in the engine and in the proto are copied by name, and this file has
-lines for the others only. A new counter needs none.
+enum values with the same name in the engine and in the proto are copied by name, so that a new
+counter needs no line here.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def _encode_replica(status: ReplicaStatus) -> models_pb2.Replica:
 
 
 def _state(state: ModelState) -> str:
-    """Return the name of a replica's state: UNSPECIFIED if UNLOADED, which none is that is
-    listed."""
+    """Return the name of a replica's state: UNSPECIFIED for UNLOADED, which none listed is."""
     return f"REPLICA_STATE_{'UNSPECIFIED' if state is ModelState.UNLOADED else state.name}"
 
 

@@ -132,8 +132,7 @@ class GenerateEncoder:
             _add_logprobs(part.output_logprobs, event.logprobs)
 
     def _complete(self, event: Finished) -> Any:
-        """Return the last message of a choice, with the choice's tokens if no chunk has had
-        them."""
+        """Return the last message of a choice, with all its tokens if no chunk had them."""
         complete = self._parts.pop(event.choice, None) or vllm_engine_pb2.GenerateComplete()
         complete.finish_reason = event.reason.value  # stop and length are the protocol's words
         complete.prompt_tokens = event.usage.prompt_tokens

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SUBSCRIBERS_MAX = 64  # guess: gateways of one fleet
 BATCHES_MAX = 1024  # kept for gateways that reconnect. Guess: a minute of a busy server
 KEPT_BYTES_MAX = 2**24  # of these batches, whose sizes differ by a factor of a thousand
-CHANGES_MAX = 4096  # blocks of one batch; what comes while nobody subscribes is one batch. Guess.
+CHANGES_MAX = 4096  # blocks of one batch; changes without a subscriber become one batch. Guess.
 SNAPSHOT_BLOCKS_MAX = 1024  # of one batch, encoded in about 4 ms; other tasks run between batches
 SNAPSHOT_BYTES_MAX = 2**21  # of one batch; the gateway takes 4 MiB
 
@@ -102,7 +102,7 @@ class KvFeed:
         try:
             self._collect()
             origin, last = self._resume(start) if start else await self._begin(call)
-            if start:  # the gateway waits for the headers, and skips a batch that it knows
+            if start:  # the gateway waits for headers, and skips a batch that it has
                 await call.write(common_pb2.KvEventBatch(sequence_number=start))
             while not self._is_closed:
                 changed = self._changed  # taken before the look, so that no change is missed
@@ -138,8 +138,7 @@ class KvFeed:
                 self._kept_bytes -= len(self._kept.popleft())
 
     async def _begin(self, call: Call) -> tuple[_Origin, int]:
-        """Send a snapshot; return its subscription's origin, and the last change in the
-        snapshot."""
+        """Send a snapshot; return the subscription's origin, and the last change in it."""
         blocks = list(self._prefixes.blocks.values())
         size = _chunk_size(blocks)
         count = max(1, -(-len(blocks) // size))
@@ -159,7 +158,7 @@ class KvFeed:
         """Return the origin of the subscription whose batch ``start`` was received, and its change.
 
         Raises:
-            RpcError: OUT_OF_RANGE, if no kept batches follow ``start``.
+            RpcError: OUT_OF_RANGE, if the batches after ``start`` are not kept.
         """
         origin = max(
             (one for one in self._origins if one.first <= start),
