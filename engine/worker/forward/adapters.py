@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from engine.worker.forward.rewrites import DecoderParts
     from engine.worker.load.adapter import LowRank, StoredAdapter
 
-DEPTH_PAD = 32  # DEPTH_PAD in engine/kernels/matmul.h
-QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS = 0, 1, 2, 3, 4  # PRODUCTS_OF_LAYER in adapters.h
+DEPTH_PAD = 32  # inputs of packed bfloat16 are padded to a multiple; as in kernels/simd_amx.h
+QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS = 0, 1, 2, 3, 4  # of a layer; as in kernels/adapters.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AdapterGroup:
     """The tokens of a step that have one adapter: ``count`` from ``first`` on, and among the tokens
     whose logits are computed ``kept_count`` from ``kept_first`` on."""
 
-    adapter: Any  # what the model's host has made of the adapter
+    adapter: Any  # the result of `AdapterHost.place`
     first: int
     count: int
     kept_first: int
@@ -42,7 +42,7 @@ class AdapterGroup:
 
 
 class AdapterHost(Protocol):
-    """What computes a model together with adapters."""
+    """Computes a model together with adapters."""
 
     @property
     def places(self) -> Mapping[str, tuple[int, int]]:
@@ -53,17 +53,17 @@ class AdapterHost(Protocol):
         """The name of the model's head."""
 
     def place(self, stored: StoredAdapter) -> Any:
-        """Return an adapter in the form that is computed with. It has ``num_bytes``, the memory
-        that it takes, and ``width``, how many numbers a token is shrunk to at most."""
+        """Return an adapter in the form that `forward` takes. ``num_bytes`` is its memory;
+        ``width`` is the largest number of values that a token is shrunk to."""
 
     def forward(self, groups: Sequence[AdapterGroup], inputs: Mapping[str, Any]) -> Any:
         """Return the model's output for a step with at least one group."""
 
 
 def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of a stock model's linear layers, by their names. Those inside
-    modules of the class called ``recurrent`` are left out, because they do not compute a step's
-    tokens in their order."""
+    """Return the inputs and outputs of a stock model's linear layers, by their names. Layers inside
+    modules of the class named ``recurrent`` are left out, because they do not compute a step's
+    tokens in order."""
     found: dict[str, tuple[int, int]] = {}
     without = [name for name, one in module.named_modules() if type(one).__name__ == recurrent]
     for name, child in module.named_modules():
@@ -88,8 +88,8 @@ def head_name(module: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """Where a linear layer's outputs are in a packed product. Each of ``slices`` is (first panel,
-    step to the next panel, first output, end of the outputs)."""
+    """The place of a linear layer's outputs in a packed product. Each of ``slices`` is (first
+    panel, step to the next panel, first output, end of the outputs)."""
 
     product: int
     slices: tuple[tuple[int, int, int, int], ...]
@@ -107,7 +107,7 @@ def packed_places(parts: DecoderParts, module: Any) -> dict[str, PackedPlace]:
             first += size
         size = layer.output.out_features
         found[names[layer.output]] = PackedPlace(product + OUTPUT, ((0, 1, 0, size),))
-        if isinstance(layer.mlp, ExpertParts):  # as in peft, which finds no linear layer there
+        if isinstance(layer.mlp, ExpertParts):  # adapters of experts: none, as in peft
             continue
         gate_up, down = layer.mlp.gate_up, layer.mlp.down
         found[names[down]] = PackedPlace(product + DOWN, ((0, 1, 0, down.out_features),))

@@ -4,9 +4,9 @@ Rule 1: the list of keywords is closed. A layer may pass its attention the param
 `paged_attention` and the keywords in `HARMLESS`. Any other keyword that is not None raises
 `UnsupportedAttention`, because a keyword that is ignored silently gives a wrong model (the first
 prototype ignored sliding windows).
-Rule 2: the mask that the model makes for a layer says which window it has, as in transformers' own
-eager attention. Not every layer passes ``sliding_window`` on to its attention (Qwen2-MoE's do not);
-one that does must name the window of its mask.
+Rule 2: a layer's window is that of the mask that the model makes for the layer, as in transformers'
+own eager attention. Not every layer passes ``sliding_window`` on to its attention (Qwen2-MoE's do
+not); if a layer does, it must be the window of its mask.
 Rule 3: a backend sees one packed row of tokens and a `PreparedStep`. What depends on the step but
 not on the layer is computed once, in `AttentionBackend.prepare`.
 
@@ -43,8 +43,8 @@ HARMLESS: dict[str, tuple[object, ...] | None] = {
 
 
 class UnsupportedAttention(Exception):
-    """A layer passes its attention something that this one does not support; the message names
-    it."""
+    """A layer passes its attention something that `paged_attention` does not support; the message
+    names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class AttentionCall:
     """The attention parameters of one layer. A query at position p sees the keys
     p - ``sliding_window`` + 1 … p (None: all up to p). A ``softcap`` c turns each score s into
     c · tanh(s / c). ``sinks`` [num_heads] are scores of one more key of each head, which every
-    query sees whatever its window, and whose value is zero: they take their share of the weights,
+    query sees whatever its window, and whose value is zero: sinks take their share of the weights,
     and are neither scaled nor capped."""
 
     layer: int
@@ -64,8 +64,8 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a model gives its layers in place of a mask: which keys a query sees, as in
-    `AttentionCall`. The backend applies it."""
+    """The value that a model gives its layers in place of a mask tensor: the window of keys that a
+    query sees, as in `AttentionCall`. The backend applies it."""
 
     sliding_window: int | None = None
 
@@ -93,7 +93,7 @@ def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor,  # as key
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
     attention_mask: Mask | torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,

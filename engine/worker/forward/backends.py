@@ -1,7 +1,7 @@
 """Chooses how a model runs: compiled, stock with a kernel's attention, or entirely stock.
 
 Rule 1: the choice depends only on the device, the dtype and the model's layers. It is logged once
-with its reason. Rule 2: the runner's call is the same for all of them.
+with its reason. Rule 2: a runner calls all three ways of running alike.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """A model, its attention backend and what computes it with adapters. ``reason`` is one sentence
-    for the log and for users."""
+    """A model, its attention backend, and the host of its adapters. ``reason`` is one sentence for
+    the log and for users."""
 
     model: LoadedModel
     backend: AttentionBackend
@@ -73,7 +73,7 @@ def pick_backend(
     """Return the fastest attention that supports the device, the dtype and the layers, and the
     reason why no faster one does ("": there is no faster one)."""
     if device.type == "cuda":
-        # It imports torch's compiler, which takes longer than the rest of torch.
+        # Imported late: it imports torch's compiler, which takes longer than the rest of torch.
         from engine.worker.forward import varlen_attention
 
         why = varlen_attention.objection(device, dtype, shapes, calls)
@@ -110,7 +110,7 @@ def runs_compiled(
     architecture: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
 ) -> bool:
     """Return whether a model of this architecture runs as one compiled decoder here, if its modules
-    are those that its class is known for."""
+    have the usual form of their class."""
     return architecture in LISTED and not objection_to_kernels(device, dtype, shapes)
 
 
@@ -179,7 +179,7 @@ def _expanded(model: LoadedModel) -> LoadedModel:
 
 
 def _with(model: LoadedModel, module: torch.nn.Module) -> LoadedModel:
-    """Return ``model`` with another module and its size."""
+    """Return ``model`` with another module, and with that module's size in bytes."""
     num_bytes = sum(
         tensor.numel() * tensor.element_size()
         for tensor in (*module.parameters(), *module.buffers())

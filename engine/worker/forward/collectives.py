@@ -1,13 +1,13 @@
-"""What the ranks of a divided model do together: they add up activations and share drawn tokens.
+"""The collective operations of a divided model's ranks: they add up activations and share tokens.
 
 The ranks are processes of one machine, joined by torch.distributed: gloo over loopback on CPUs,
 NCCL between CUDA devices. They find one another through a file that only they have open, so that no
 port has to be agreed on.
 
 Rule 1: all ranks call the same collectives in the same order, with tensors of the same shapes, so
-both may depend only on the plan, never on what one rank alone knows. Rule 2: nothing here waits for
-a limited time. A collective cannot be cancelled: if a rank is missing, the others wait until their
-processes are killed (`engine.worker.process.group`).
+order and shapes may depend only on the plan, never on values that only one rank has. Rule 2:
+nothing here has a timeout. A collective cannot be cancelled: if a rank is missing, the others wait
+until their processes are killed (`engine.worker.process.group`).
 
 Source: D29.
 """
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LOOPBACK = "127.0.0.1"
-FOR_EVER = timedelta(days=30)  # Rule 2; torch takes no infinity
+FOR_EVER = timedelta(days=30)  # no timeout (rule 2); torch accepts no infinite one
 
 
 class Ranks:
     """One rank's end of its group. ``num_calls`` counts the collectives that it has begun."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        """Join the group. Waits until all ranks have come to the file ``meeting``."""
+        """Join the group. Waits until all ranks have opened the file ``meeting``."""
         self.rank = rank
         self.size = size
         self.num_calls = 0
@@ -58,16 +58,16 @@ class Ranks:
         """Replace a contiguous tensor by the sum of all ranks' tensors, in place.
 
         Raises:
-            RuntimeError: a rank is gone; the group is of no use any more.
+            RuntimeError: A rank has ended; the group cannot be used again.
         """
         self.num_calls += 1
         self._group.allreduce([tensor]).wait()
 
     def share(self, numbers: Sequence[int] | None, count: int) -> list[int]:
-        """Return ``count`` numbers that the first rank gives; the others give None.
+        """Return the ``count`` numbers that the first rank passes; the other ranks pass None.
 
         Raises:
-            RuntimeError: a rank is gone; the group is of no use any more.
+            RuntimeError: A rank has ended; the group cannot be used again.
         """
         self.num_calls += 1
         tensor = torch.tensor(numbers or [0] * count, dtype=torch.int64, device=self._device)
@@ -95,8 +95,8 @@ class ReducedNorm(torch.nn.Module):
 
 
 class NoLogits(torch.nn.Module):
-    """Stands in the place of a stock model's head, where nobody needs logits. The head keeps its
-    memory, which an embedding may share."""
+    """Replaces a stock model's head on ranks that need no logits. The head keeps its memory, which
+    an embedding may share."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class NoLogits(torch.nn.Module):
 
 
 def connect(module: torch.nn.Module, architecture: str, ranks: Ranks) -> None:
-    """Have a rank's model add up what `PLANS` says, from its next forward on.
+    """Have a rank's model add up the outputs that `PLANS` marks, from its next forward on.
 
     A compiled decoder calls back after each of its branches. The layers of a stock module get a
     hook.
@@ -137,9 +137,9 @@ def _add_up_output(ranks: Ranks) -> Any:
 
 
 class SumCall:
-    """The function that a compiled decoder calls to add up a branch. What it raises cannot pass
-    through compiled code, so it is kept; the decoder then stops calling, and its forward raises
-    it."""
+    """The function that a compiled decoder calls to add up a branch. An exception cannot pass
+    through compiled code, so it is kept; the compiled step makes no more such calls, and the
+    decoder's forward raises the exception at its end."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -156,7 +156,7 @@ class SumCall:
         return 0
 
     def raise_error(self) -> None:
-        """Raise what the last call raised, if it did."""
+        """Raise the exception of the last call, if there was one."""
         error, self.error = self.error, None
         if error is not None:
             raise error

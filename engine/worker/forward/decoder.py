@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from engine.worker.forward.native_attention import NativeBackend
     from engine.worker.forward.rewrites import ConvolutionParts, DecoderParts, LayerParts
 
-PANEL = 16  # PANEL in engine/kernels/matmul.h
-PART = 512  # PART in engine/kernels/paged_cache.h: a longer context is computed in such parts
+PANEL = 16  # outputs in a panel of a packed weight; PANEL in engine/kernels/simd_amx.h
+PART = 512  # tokens; attention splits a longer context so (PART in engine/kernels/paged_cache.h)
 FLOAT_BYTES = 4
-TASK_BYTES = 32  # DecodeTask in engine/kernels/attention.h
-GROUPS = "adapter_groups"  # the forward's keyword for the tokens that have adapters
+TASK_BYTES = 32  # the size of a DecodeTask of engine/kernels/attention.h
+GROUPS = "adapter_groups"  # the forward's keyword for its sequence of `AdapterGroup`
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _read(weight: Any) -> torch.Tensor | QuantizedWeight:
 
 
 def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:
-    """Return one weight with the outputs of all. If only some are small, these are expanded."""
+    """Return one weight with the outputs of all. If only some are quantized, these are expanded."""
     if len(weights) == 1:
         return weights[0]
     small = [one for one in weights if isinstance(one, QuantizedWeight)]
@@ -171,8 +171,8 @@ def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | Qua
 
 
 def _whole_halves(weight: torch.Tensor | QuantizedWeight, count: int) -> list[Any]:
-    """Return the gates or the ups of ``count`` weights, or both if there is one, in whole
-    panels."""
+    """Return the parts of one of ``count`` weights, padded to whole panels. With two weights it is
+    the gates or the ups alone; a single weight has both, and is halved."""
     if isinstance(weight, QuantizedWeight):
         halves = weight.halves() if count == 1 else [weight]
         return [half.each(_whole_panels) for half in halves]
@@ -196,7 +196,7 @@ def _whole_panels(tensor: torch.Tensor) -> torch.Tensor:
 class NativeDecoder(torch.nn.Module):
     """A compiled causal language model with the forward call of a transformers model.
 
-    It is made from the parts of a stock module, which cannot be used afterwards.
+    It is made from the parts of a stock module; the module cannot be used afterwards.
     """
 
     def __init__(
@@ -213,10 +213,10 @@ class NativeDecoder(torch.nn.Module):
         self._vocab = parts.head.out_features
         self._packer = packer = Packer(library, dtype)
         self._layers = (structs.Layer * len(parts.layers))()
-        self._experts: list[ctypes.Array[structs.Linear]] = []  # that the layers point to
+        self._experts: list[ctypes.Array[structs.Linear]] = []  # keeps them alive for the layers
         self._num_convolutions = 0
         self._states: structs.StateRows | None = None
-        self._model = self._pack_ends(parts)  # before the rest, as nothing takes more to pack
+        self._model = self._pack_ends(parts)  # first: packing the head takes the most memory
         for index, layer in enumerate(parts.layers):
             self._layers[index] = self._pack_layer(parts, layer, cache)
         self._arena = native.new_arena(library, self)
@@ -254,7 +254,7 @@ class NativeDecoder(torch.nn.Module):
         )
 
     def _pack_convolution(self, parts: ConvolutionParts | None) -> structs.Convolution:
-        """Return a layer's short convolution. `place_states` sets where its states are."""
+        """Return a layer's short convolution, whose states' address `place_states` sets later."""
         if parts is None:
             return structs.Convolution()
         weight = self._packer.keep(parts.weight.T)
@@ -333,20 +333,20 @@ class NativeDecoder(torch.nn.Module):
         )
 
     def place_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Set where the states of the layers with convolutions are, [slots, length, hidden] each,
-        in the order of the layers. They must live as long as the decoder."""
+        """Set the state tensors of the layers with convolutions, [slots, length, hidden] each, in
+        the order of the layers. The tensors must live as long as the decoder."""
         convolutions = [one.convolution for one in self._layers if one.convolution.length]
         for convolution, own in zip(convolutions, states, strict=True):
             convolution.states = own.data_ptr()
 
     def begin_states(self, rows: structs.StateRows) -> None:
-        """Set the rows of the next forward, for a model with convolutions. What they point to must
-        live until that forward has ended."""
+        """Set the rows of the next forward, for a model with convolutions. The arrays that ``rows``
+        points to must live until that forward has ended."""
         self._states = rows
 
     def add_up_by(self, call: SumCall, *, has_logits: bool) -> None:
         """Make this decoder a rank's part of a divided model: from now on, ``call`` adds up each
-        branch over the ranks. Without ``has_logits``, a forward computes everything but them."""
+        branch over the ranks. Without ``has_logits``, a forward computes no logits."""
         self._sum = call
         self._has_logits = has_logits
         self._model.add_up = ctypes.cast(call.function, ctypes.c_void_p)
@@ -354,7 +354,7 @@ class NativeDecoder(torch.nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, num_tokens] int64
-        position_ids: torch.Tensor,  # [1, num_tokens] int64; three of them for some rotaries
+        position_ids: torch.Tensor,  # [1, num_tokens] int64, or [3, 1, num_tokens] for 3D rotaries
         logits_to_keep: torch.Tensor,  # [num_kept] int64, strictly ascending
         **keywords: Any,
     ) -> Output:
@@ -432,7 +432,7 @@ class NativeDecoder(torch.nn.Module):
             self._packer.kind, ctypes.byref(self._model), ctypes.byref(step)
         )
         attention = next(one.attention for one in self._layers if not one.convolution.length)
-        # Each token of a short row reads its whole context in parts, the last one not full.
+        # Each token of a short row reads its whole context in parts; the last part may not be full.
         num_short = min(num_tokens, SHORT_MAX * num_rows)
         each = -(-pool.max_model_len // PART)
         fitting = SHORT_MAX * (pool.num_blocks * pool.block_size // PART) + num_short
@@ -441,18 +441,18 @@ class NativeDecoder(torch.nn.Module):
         return chunks + parts * (sums + TASK_BYTES)
 
     def _room_for(self, rows: int) -> torch.Tensor:
-        """Return [rows, vocab] float32 in memory that is reused: fresh pages would cost a step
-        milliseconds."""
+        """Return [rows, vocab] float32 in memory that is reused: providing new pages would take
+        milliseconds in each step."""
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self._vocab), dtype=torch.float32)
         return self._logits[:rows]
 
 
 def _check_rotaries(parts: DecoderParts) -> None:
-    """Check that every rotary embedding turns the same numbers of a head, and no more than it has.
+    """Check that all rotary embeddings rotate as many numbers of a head, at most all of them.
 
     Raises:
-        Refusal: one does not.
+        Refusal: Their widths differ, or one is wider than a head.
     """
     position = torch.zeros((1, 1), dtype=torch.int64)
     widths = {angle.shape[-1] for rotary in parts.rotaries for angle in rotary(position)}

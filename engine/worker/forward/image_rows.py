@@ -1,4 +1,4 @@
-"""The rows that the images of a step put into its forward, in the place of embeddings."""
+"""The embeddings of a step's images, which replace the embeddings of their tokens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
 
     import torch
 
-IMAGES = "image_rows"  # the compiled forward's keyword for them
+IMAGES = "image_rows"  # the compiled forward's keyword for an `ImageRows`
 
 
 class ImageRows(NamedTuple):
     """``tokens`` [count] int64 are the places, among the step's tokens, of the images' tokens;
-    ``rows`` [1 + num_deep, count, hidden] float32, contiguous, are their embeddings, and what is
-    added behind each of the first layers."""
+    ``rows`` [1 + num_deep, count, hidden] float32, contiguous, are their embeddings, then the rows
+    that are added to the output of each of the first layers."""
 
     tokens: torch.Tensor
     rows: torch.Tensor
 
 
 class LaterRows:
-    """Adds the rows that come behind the first layers of a stock module. ``images`` are those of
-    the step that is computed; None without any."""
+    """Adds image rows to the outputs of a stock module's first layers. ``images`` are the running
+    step's; None for a step without images."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.images: ImageRows | None = None
@@ -39,8 +39,8 @@ class LaterRows:
 
 
 def embed_with(module: Any, input_ids: torch.Tensor, images: ImageRows) -> torch.Tensor:
-    """Return the embeddings that a stock module computes with, [1, num_tokens, hidden], those of
-    images in place."""
+    """Return a stock module's input embeddings, [1, num_tokens, hidden], with the images' rows in
+    place of their tokens' embeddings."""
     embedded: torch.Tensor = module.get_input_embeddings()(input_ids)
     embedded[0, images.tokens] = images.rows[0].to(embedded.dtype)
     return embedded

@@ -18,14 +18,14 @@ from ctypes import (
     c_void_p,
 )
 
-import torch  # before any library is loaded, so that it uses the OpenMP of torch too
+import torch  # before the kernels' library is loaded, which then uses torch's OpenMP
 
-PARTS_MOST = 3  # PARTS_MOST in engine/kernels/adapters.h
+PARTS_MOST = 3  # adapted parts of a packed product; PARTS_MOST in engine/kernels/adapters.h
 
 
 class Linear(Structure):
-    """A packed linear layer: its panels, bias and size. Scales, offsets, a table and the size of a
-    group are those of weights of 8 or 4 bits."""
+    """A packed linear layer: its panels, bias and size. Only weights of 8 or 4 bits have scales,
+    offsets, a table and a size of groups."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias", "scales", "offsets", "table")),
@@ -44,8 +44,8 @@ class Rows(Structure):
 
 
 class Attention(Structure):
-    """One layer's cache and attention parameters. A window or softcap of 0 means none, and so do
-    sinks of null."""
+    """One layer's cache and attention parameters. There is no window or softcap if it is 0, and
+    there are no sinks if they are null."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "sinks")),
@@ -56,7 +56,7 @@ class Attention(Structure):
 
 
 class Experts(Structure):
-    """A mixture of experts. A layer without one has a count of 0."""
+    """A mixture of experts. In a layer without experts, ``count`` is 0."""
 
     _fields_ = (
         ("router", Linear),
@@ -67,8 +67,8 @@ class Experts(Structure):
 
 
 class Convolution(Structure):
-    """The short convolution that a layer has in place of attention. A layer without one has a
-    length of 0."""
+    """The short convolution that a layer has in place of attention. In a layer with attention,
+    ``length`` is 0."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias", "states")),
@@ -77,7 +77,7 @@ class Convolution(Structure):
 
 
 class StateRows(Structure):
-    """The rows of a step as sequences have them, with the states that they begin from."""
+    """A step's rows, one for each sequence (`NativeStep` splits short ones), and their states."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("owners", "offsets", "sources", "results")),
@@ -171,7 +171,7 @@ class Expansion(Structure):
 
 
 class Adapted(Structure):
-    """What an adapter adds to one packed product."""
+    """The matrices that an adapter adds to one packed product."""
 
     _fields_ = (("shrink", Linear), ("scales", c_void_p), ("parts", Expansion * PARTS_MOST))
 

@@ -2,8 +2,8 @@
 
 Rule 1: no other file allocates or indexes KV tensors, except the compiled kernels. Rule 2: the
 block ids 0 … num_blocks - 1 are all usable; there is no padding block. Masked positions are read
-from the sequence's own first slot, so that a stale NaN of a block's earlier owner never reaches a
-sum.
+from the sequence's own first slot, so that a NaN that an earlier sequence left in a block never
+reaches a sum.
 
 Index spaces: a *slot* is ``block_id * block_size + position % block_size``.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from engine.worker.interface import RunnerSpec
     from engine.worker.load.architectures import LayerShape
 
-# Upper limit of the pool's default size, which the help of --kv-cache-memory states; a guess.
+# Upper limit of the pool's default size, which the help of --kv-cache-memory states; not tuned.
 DEFAULT_KV_BYTES = 4 << 30
-STATES_PER_SEQUENCE = 2  # a guess: as many snapshots as sequences
+STATES_PER_SEQUENCE = 2  # its state and a snapshot; one snapshot each is an untested guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class PoolSize:
 
     @property
     def new_state_bytes(self) -> int:
-        """What the new states of a step take at most until they are written into their slots, each
-        slot once: those of its rows, of choices that fork, and of snapshots."""
+        """The most memory that a step's new states take until they are written into their slots. A
+        step writes each slot at most once: for its rows, choices that fork, and snapshots."""
         return self.num_states * self.bytes_per_state
 
 
@@ -120,7 +120,7 @@ class KvCache:
     """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
 
     One runner owns the cache. Its memory is not initialised: no slot is read before it was written
-    (Rule 2), and on a CPU a block takes no memory until then.
+    (Rule 2), and on a CPU a block takes no memory before it is written.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class KvCache:
 
     def prefault(self) -> None:
         """Write zeros to the whole pool of a CPU, so that the operating system provides its memory
-        now and no request waits for it. Another device provided it when the pool was made."""
+        now and no request waits for it. Other devices provide it when the tensors are allocated."""
         for tensor in (*self.keys, *self.values):
             if tensor.device.type == "cpu":
                 tensor.zero_()

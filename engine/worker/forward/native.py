@@ -2,14 +2,14 @@
 
 Rule 1: a wheel may have libraries for this processor (`engine.worker.forward.variants`). If not, a
 library is built once for each source, compiler, set of flags and processor. It lies in the user's
-cache directory and is put there by a rename, so that two servers that start at once both work;
-where there can be no such directory, a warning says so. Rule 2: the server starts without the
-kernels, too; `Unavailable` says in one sentence why they are missing. Rule 3: only the variable
-`SWITCH` chooses a library that is not the best one.
+cache directory and is put there by a rename, so that two servers that start at once both work.
+Without such a directory, each start compiles the library and logs a warning. Rule 2: the server
+starts without the kernels, too; `Unavailable` says in one sentence why they are missing. Rule 3:
+the library is the processor's best, unless the environment variable `SWITCH` names one.
 
 `load` compares the sizes of the structs (`engine.worker.forward.kernel_structs`) with those of the
-library, so that one of another layout is never called. Models load beside each other in threads:
-the one that holds `_loading` loads the library for all. ctypes releases the GIL during a call.
+library, so that a library of another layout is never called. Models load in several threads at
+once; the thread that holds `_loading` loads the library for all. A call by ctypes releases the GIL.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
-COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
-OUT_OF_BOUNDS = 3  # Status in engine/kernels/bounds.h
+COMPILE_TIMEOUT_S = 120  # far more than compiling takes, 4 to 10 s
+OUT_OF_BOUNDS = 3  # a kernel's result, a Status of engine/kernels/bounds.h
 
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Unavailable(Exception):
 
 
 class NoCache(Exception):
-    """There can be no directory of compiled libraries; the message says why."""
+    """The directory of compiled libraries cannot be used; the message says why."""
 
 
 class _Found(NamedTuple):
@@ -99,16 +99,15 @@ def load() -> ctypes.CDLL:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """Return the library if the kernels are in use and `load` has loaded them. Nothing is loaded
-    here, because the kernels may have to be compiled for that."""
+    """Return the library if the kernels are in use and `load` has loaded them. It loads nothing
+    itself, because loading may have to compile the kernels."""
     if not _load_once.cache_info().currsize or _wanted() in ("off", "0"):
         return None
     return _load_once().library
 
 
 def uncached() -> str:
-    """Return why the library that `load` returned is compiled again by the next process; empty if
-    it is not."""
+    """Return why the next process must compile the library again; empty if it need not."""
     return _load_once().uncached
 
 
@@ -116,7 +115,7 @@ def new_arena(library: ctypes.CDLL, owner: object) -> int:
     """Return the address of a new arena, the kernels' scratch memory. It is freed with ``owner``.
 
     Raises:
-        MemoryError: there is no memory for it.
+        MemoryError: There is no memory for the arena.
     """
     arena = library.triolet_arena_new()
     if not arena:
@@ -138,8 +137,8 @@ def integer_kind(library: ctypes.CDLL) -> str:
 
 
 def origin(library: ctypes.CDLL) -> str:
-    """Return where the library came from, for people to read: "compiled here", or the variant of
-    the wheel. If `SWITCH` chose the variant, it says so."""
+    """Return the origin of the library, for people to read: "compiled here", or the variant of the
+    wheel; with a remark if `SWITCH` chose the variant."""
     path = Path(library._name)
     place = f"from the wheel, {path.stem}" if path.parent.name == DIRECTORY else "compiled here"
     wanted = _wanted()
@@ -152,11 +151,11 @@ def _wanted() -> str:
 
 
 def check(status: int, what: str) -> None:
-    """Check what a function of the kernels returned, a `Status` of engine/kernels/bounds.h, which
-    computed ``what``. A failed sum over the ranks has raised an error of its own before.
+    """Raise the error of ``status``, the result of the kernel that computed ``what`` (a `Status` of
+    engine/kernels/bounds.h). A failed sum over the ranks has raised its own error before.
 
     Raises:
-        MemoryError: there was no memory for it. EngineBug: an index is outside its bounds.
+        MemoryError: There was no memory for ``what``. EngineBug: An index is outside its bounds.
     """
     if status == OUT_OF_BOUNDS:
         raise EngineBug(f"an index is outside its bounds in {what}")
@@ -215,7 +214,7 @@ def _flags_of(name: str) -> tuple[str, ...]:
     """Return the compiler's flags for a variant.
 
     Raises:
-        Unavailable: There is none of this name, or the processor cannot run it.
+        Unavailable: There is no variant of this name, or the processor cannot run it.
     """
     variant = variant_named(name)
     if variant is None:
@@ -254,7 +253,7 @@ def _processor() -> str:
 
 
 def _cpuinfo() -> str:
-    """Return what Linux says of the processors, or "" where it says nothing."""
+    """Return the text of /proc/cpuinfo, or "" if it cannot be read."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -265,7 +264,7 @@ def cache_directory() -> Path:
     """Return the directory of compiled libraries, which only this user may write.
 
     Raises:
-        NoCache: there can be none.
+        NoCache: The directory cannot be made, or other users may write there, or this user may not.
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if root.startswith("~"):

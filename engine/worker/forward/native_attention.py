@@ -35,7 +35,7 @@ class NativeBackend:
 
 
 class NativeStep:
-    """An `engine.worker.forward.attention.PreparedStep` whose rows are as the kernels take them."""
+    """An `engine.worker.forward.attention.PreparedStep` with its rows in the kernels' layout."""
 
     def __init__(self, backend: NativeBackend, rows: PackedRows, cache: KvCache) -> None:
         self.backend = backend
@@ -96,8 +96,8 @@ def native_call(
     sinks: int | None,
 ) -> structs.Attention:
     """Return the attention parameters of one layer for the kernels. ``sinks`` is the address of the
-    layer's sinks in float32; None: it has none. The addresses in the result are valid as long as
-    ``cache`` and the sinks live."""
+    layer's sinks in float32, or None for a layer without sinks. The addresses in the result are
+    valid as long as ``cache`` and the sinks live."""
     return structs.Attention(
         cache.keys[call.layer].data_ptr(),
         cache.values[call.layer].data_ptr(),

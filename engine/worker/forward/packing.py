@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-SHORT_MAX = 16  # tokens; a prompt's chunk of more is worth packing its context for
+SHORT_MAX = 16  # tokens of a row that attends token by token; for more, the context is packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class PackedRows:
 
     def short_apart(self) -> PackedRows:
         """Return the same tokens with a row for each token of a short row, of 2 to `SHORT_MAX`.
-        These are then computed as decodes are, to the same bits: a step's keys and values are
-        written before any of its tokens attends."""
+        These tokens are then computed like decodes, with bit-identical results: a step's keys and
+        values are written before any of its tokens attends."""
         rows = list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
         if not any(1 < end - start <= SHORT_MAX for start, end in rows):
             return self
@@ -66,7 +66,7 @@ class PackedRows:
         owners: list[int] = []
         offsets: list[int] = []
         tokens = self.offsets.tolist()
-        for row, (start, end) in enumerate(rows):  # numpy takes longer for the few rows of a step
+        for row, (start, end) in enumerate(rows):  # a step has few rows, for which numpy is slower
             if end - start <= SHORT_MAX:
                 starts += range(start, end)
                 ends += self.untils[tokens[row] : tokens[row + 1]].tolist()
@@ -91,7 +91,7 @@ def pack(
     wholes: Sequence[tuple[int, int]] = (),
 ) -> PackedRows:
     """Pack the rows one after another. Each table must reach the row's last block. ``wholes`` are
-    the first token and the one behind the last of spans whose tokens see each other, each within
+    (first token, last token + 1) of spans whose tokens all see each other; each span lies within
     one row."""
     first = np.asarray(starts, np.int64)
     count = np.asarray(counts, np.int64)

@@ -1,4 +1,4 @@
-"""The states of a model's recurrent layers, and how its stock layers compute a packed batch (D32).
+"""The states of a model's recurrent layers, and how stock layers compute a packed batch (D32).
 
 A stock recurrent layer takes a batch of sequences, and a cache that has their states. Here the rows
 of a step are packed into one row of tokens. So each layer gets the rows of equal length together as
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """The slots of one row: it begins from the state in ``source`` (None: from nothing), and its
-    last state goes to each of ``targets``."""
+    """The state slots of one row: the row begins from the state in ``source`` (None: from a state
+    of zeros), and its last state goes to each of ``targets``."""
 
     source: int | None
     targets: tuple[int, ...]
@@ -42,7 +42,7 @@ class RowState:
 
 class States(Protocol):
     """The states of one model's recurrent layers. For each step: `begin`, the model's forward, and
-    `write`. A step that fails is not written."""
+    `write`. The states of a step that fails are not written."""
 
     def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
         """Set the rows of the forward that follows, and their slots."""
@@ -57,8 +57,8 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """The state slots of a model: what kind of recurrent layers it has, the shape of each one's
-    state by the layer's index, how many slots there are, and where."""
+    """The state slots of a model: the kind of its recurrent layers, the shape of each layer's state
+    by the layer's index, and the slots' number, dtype and device."""
 
     recurrence: Recurrence
     shapes: Mapping[int, StateShape]
@@ -82,7 +82,7 @@ class LayerState:
     recurrent: torch.Tensor | None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that there are."""
+        """Return the convolution's states, and the recurrence's if there are any."""
         return (self.conv,) if self.recurrent is None else (self.conv, self.recurrent)
 
     def at(self, slots: torch.Tensor, fresh: torch.Tensor | None) -> LayerState:
@@ -119,7 +119,7 @@ class RowsCache:
         """Append inputs [num_rows, channels, length] to the state, and return both together."""
         width = self.state.conv.shape[-1]
         whole = torch.cat((self.state.conv, conv_states), dim=-1)
-        self.state.conv = whole[..., -width:].clone()  # a view would keep the whole
+        self.state.conv = whole[..., -width:].clone()  # a view would keep the memory of ``whole``
         return whole
 
     def update_recurrent_state(
@@ -133,7 +133,7 @@ class RowsCache:
 @dataclass(frozen=True, slots=True)
 class _Group:
     """The rows of one length: their tokens [num_rows, length], the slots of their states, and the
-    indices of those that begin from nothing."""
+    indices of the rows that begin from a state of zeros."""
 
     tokens: torch.Tensor
     slots: torch.Tensor
@@ -152,7 +152,7 @@ class _Step:
 
 class RecurrentLayers:
     """The recurrent layers of one stock model, with its state slots: an implementation of `States`.
-    One runner owns them. Making it takes the stock modules' `forward` over."""
+    One runner owns them. Its constructor replaces the `forward` of the stock modules."""
 
     def __init__(self, module: Any, slots: StateSlots) -> None:
         device, num_slots, recurrence = slots.device, slots.count, slots.recurrence
@@ -174,8 +174,8 @@ class RecurrentLayers:
             one.forward = self._forward_of(one, recurrence.keyword)
 
     def _forward_of(self, module: Any, keyword: str) -> Callable[..., torch.Tensor]:
-        """Return a forward over packed tokens [1, num_tokens, hidden]. It ignores what only the
-        model's other layers need, masks and positions."""
+        """Return a forward over packed tokens [1, num_tokens, hidden]. It ignores masks and
+        positions, which only the model's attention layers need."""
         stock, layer = module.forward, module.layer_idx
 
         def forward(hidden_states: torch.Tensor, **_keywords: object) -> torch.Tensor:
@@ -224,7 +224,7 @@ class RecurrentLayers:
             for into, new in zip(self._states[layer].tensors(), each, strict=True):
                 whole = new[0] if len(new) == 1 else torch.cat(new)
                 ready.append((into, whole.index_select(0, indices).to(into.dtype)))
-        for into, values in ready:  # a copy in place needs no memory, so that none of them fails
+        for into, values in ready:  # a copy in place needs no memory, so none fails
             into.index_copy_(0, slots, values)
 
 
@@ -234,8 +234,8 @@ class CompiledStates:
     def __init__(self, decoder: NativeDecoder, slots: StateSlots) -> None:
         (channels, length), *others = {shape.conv for shape in slots.shapes.values()}
         assert not others, "convolutions of several shapes"
-        # Not initialised: a state is written before it is read. The kernels' vectors are of
-        # channels, so that these come last.
+        # Not initialised: a state is written before it is read. Channels are the last dimension
+        # because the kernels' vectors hold channels.
         shape = (len(slots.shapes), slots.count, length, channels)
         self._states = torch.empty(shape, dtype=slots.dtype)
         self._results = self._states.new_empty(0)

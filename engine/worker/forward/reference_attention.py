@@ -1,4 +1,4 @@
-"""The reference backend: it gathers each context and calls SDPA. Faster ones are tested against it.
+"""Gathers each context and calls SDPA: the reference with which tests compare faster backends.
 
 Rule 1: this backend runs on every device of torch; correctness goes before speed. Rule 2: a row
 reads only slots of its own sequence, even where masked: a masked position reads the row's first
@@ -77,7 +77,7 @@ class _Group:
     """Rows with equal numbers of tokens, which are computed together."""
 
     rows: PackedRows
-    members: Ints  # [num_rows] which rows
+    members: Ints  # [num_rows] indices into ``rows``
     device: torch.device
     tokens: torch.Tensor = field(init=False)  # [num_rows, num_queries] int64
     contexts: dict[int | None, Context] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class _Group:
         return offsets[self.members][:, None] + np.arange(queries)
 
     def context(self, window: int | None) -> Context:
-        """Return the group's context for a window, which is computed once per step."""
+        """Return the group's context for a window; each window's is computed once per step."""
         if window not in self.contexts:
             self.contexts[window] = self._make_context(window)
         return self.contexts[window]
@@ -176,6 +176,6 @@ def _explicit_attention(
         sinks = call.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = weights[..., : keys.shape[2]]  # without those of the sinks
+    weights = weights[..., : keys.shape[2]]  # drops the sinks' weights
     out = torch.matmul(weights, values[:, :, None])
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, head_dim)

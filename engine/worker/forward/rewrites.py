@@ -31,8 +31,8 @@ ACTIVATIONS = {
     "SiLUActivation": 0, "SiLU": 0, "Lfm2MLP": 0, "GELUTanh": 1, "ClampedSwiGLU": 2,
     "GptOssExperts": 2,
 }  # fmt: skip
-WIDTH_MOST = 256  # of a head; WIDTH_MOST in engine/kernels/paged_cache.h
-WIDTH_STEP = 16  # LANES in engine/kernels/simd.h
+WIDTH_MOST = 256  # numbers in a head, at most; WIDTH_MOST in engine/kernels/paged_cache.h
+WIDTH_STEP = 16  # a head's width is a multiple of it; LANES in engine/kernels/simd.h
 
 
 class NotRewritten(Exception):
@@ -54,7 +54,7 @@ class ExpertParts:
     router: Any  # a module whose weight is [experts, hidden]
     experts: tuple[MlpParts, ...]
     chosen: int
-    is_normalised: bool  # the shares of a row's experts are divided by their sum
+    is_normalised: bool  # whether the weights of a row's experts are divided by their sum
     stock: Any = None  # the stock module that holds the weights of all experts in two tensors
 
 
@@ -69,7 +69,7 @@ class ConvolutionParts:
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """The linear modules and the norms of one layer. In a layer with a convolution, ``qkv`` is the
-    module that gives its gates and inputs, and there is no ``call``."""
+    module that computes the convolution's gates and inputs, and ``call`` is None."""
 
     qkv: tuple[torch.nn.Linear, ...]  # queries, keys, values; or one module for all three
     output: torch.nn.Linear
@@ -85,8 +85,8 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The activation of a model's MLPs: its number in the kernels, and the numbers of the clamped
-    SwiGLU."""
+    """The activation of a model's MLPs: its number in the kernels, and the parameters of the
+    clamped SwiGLU."""
 
     kind: int
     alpha: float = 0.0
@@ -310,8 +310,8 @@ def _embedding_scale(base: Any) -> float:
 
 
 def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[Any, ...]]:
-    """Return the index of each layer's rotary embedding, and the rotary embeddings. One that turns
-    nothing stands for none."""
+    """Return the index of each layer's rotary embedding, and the rotary embeddings. A layer without
+    one gets an embedding of angle zero."""
     rotary, count = base.rotary_emb, len(base.layers)
     example = torch.zeros(1)  # the result has its dtype and device
     if not isinstance(rotary.rope_type, dict):
@@ -329,8 +329,8 @@ def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[
 
 
 def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of both halves of a head. GPT-OSS' module computes those of one
-    half alone, one for each frequency."""
+    """Return the cosines and sines of both halves of a head. GPT-OSS' module computes the cosines
+    and sines of one half only."""
     cosines, sines = rotary(torch.zeros(1), position_ids=positions)
     inv_freq = getattr(rotary, "inv_freq", None)
     if inv_freq is None or cosines.shape[-1] != inv_freq.numel():

@@ -1,9 +1,9 @@
 """How the kernels are compiled, and the processors that a released wheel has them for
 (`tools/wheel_kernels.py`).
 
-Rule: a variant's flags are the compiler's names of what ``needs`` names as Linux does, so that a
-library never runs on a processor without one of its instructions. This file imports nothing but the
-standard library, because the wheel is built where nothing else is installed.
+Rule: a variant's ``flags`` (the compiler's names) and its ``needs`` (Linux's names) are the same
+features, so that a library never runs on a processor without one of its instructions. This file
+imports the standard library only: a wheel is built where nothing else is installed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 # from the wheel or compiled here. Unset: the best.
 SWITCH = "ENGINE_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")  # the first one that is installed compiles
-# Of every build; a processor's own come after them. A library's variables are hidden from the
-# loader, which would share those of inline functions and classes between all that are loaded.
+# Flags of every build; a processor's own follow. A library's variables are hidden from the
+# loader, which would share those of inline functions and classes between loaded libraries.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w", "-fvisibility=hidden")
-DIRECTORY = "built"  # beside the sources, in a wheel that has libraries
-# What x86-64-v3 and x86-64-v4 mean, as far as it is not in every processor that has AVX2 or
-# AVX-512. Source: the x86-64 psABI, "Micro-Architecture Levels".
+DIRECTORY = "built"  # of the compiled libraries, beside the sources in a wheel
+# The features of x86-64-v3 and x86-64-v4 that not every processor with AVX2 or AVX-512 has. Source:
+# the x86-64 psABI, "Micro-Architecture Levels".
 _V3 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
@@ -43,7 +43,7 @@ class Variant:
         return f"{DIRECTORY}/{self.name}.so"
 
 
-# The best one that a processor can run is the last one that it can run.
+# In ascending order: a processor's best variant is the last that it can run.
 VARIANTS = (
     Variant("x86-64-v3", ("-march=x86-64-v3",), _V3),
     Variant("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), (*_V3, "avx_vnni")),
@@ -83,9 +83,9 @@ def features_of(cpuinfo: str) -> set[str]:
 
 
 def find_built(sources: Path, cpuinfo: str, name: str = "") -> Path | None:
-    """Return the library in the wheel that this processor runs best, or the one of a variant's
-    ``name``. None if there is none: the wheel was made without libraries, or its processor is an
-    older one or of another kind."""
+    """Return the library in the wheel that this processor runs best, or the library of the variant
+    ``name``. None if there is none: the wheel was made without libraries, or the processor is too
+    old or of another kind."""
     features = features_of(cpuinfo)
     variant = variant_named(name) if name else best_variant(features)
     if variant is None or not features.issuperset(variant.needs):

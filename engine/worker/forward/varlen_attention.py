@@ -12,8 +12,8 @@ error (torch's pull request 175924), and FlashAttention's own check requires blo
 Causality is aligned to the lower right: the last query of a row is at its last key. A window
 (left, right) counts the keys beside the query's own, so a window of w tokens is (w - 1, 0). The
 kernel has no sinks, but returns the log-sum-exp of each query's scores, from which follows the
-share of the weights that a sink leaves to the keys. A step in which tokens see later ones, those of
-their image, is the reference's: one call has one window for all its tokens.
+share of the weights that a sink leaves to the keys. The reference backend computes steps in which
+image tokens see later tokens of their image, because one call has one window for all its tokens.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class VarlenBackend:
 
 @dataclass(frozen=True, slots=True)
 class VarlenStep:
-    """An `engine.worker.forward.attention.PreparedStep` whose rows are as the kernel takes them."""
+    """An `engine.worker.forward.attention.PreparedStep` with its rows in the kernel's layout."""
 
     cache: KvCache
     slots: torch.Tensor  # [num_tokens] int64, where each token's key and value are written
     context_slots: torch.Tensor  # [num_keys] int64, the slots of each row's whole context
     query_offsets: torch.Tensor  # [num_rows + 1] int32
     key_offsets: torch.Tensor  # [num_rows + 1] int32
-    queries_most: int  # of one row
+    queries_most: int  # of the row with the most
     keys_most: int
 
     def attend(
