@@ -43,8 +43,7 @@ HARMLESS: dict[str, tuple[object, ...] | None] = {
 
 
 class UnsupportedAttention(Exception):
-    """A layer passes its attention something that `paged_attention` does not support; the message
-    names it."""
+    """A layer passes an argument that `paged_attention` does not support; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,7 @@ class Execution:
     adapters: AdapterHost
 
     def activation_bytes(self, spec: RunnerSpec, pool: PoolSize) -> int | None:
-        """Return the bytes of the largest step's activations without logits, or None if they are
-        unknown."""
+        """Return the bytes of the largest step's activations without logits; None: unknown."""
         if not isinstance(self.model.module, NativeDecoder):
             return None
         kept = max(spec.max_num_seqs, DRAFTING_STEP_MAX) + SCORED_TOKENS_MAX
@@ -127,8 +126,7 @@ def prepare(
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
-    ``recurrent`` is the class of its recurrent layers, which adapters cannot change in a stock
-    model.
+    ``recurrent`` is the class of its recurrent layers, which adapters cannot change if stock.
 
     Raises:
         Refusal: ``quantization`` is not supported here.

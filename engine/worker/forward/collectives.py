@@ -76,8 +76,7 @@ class Ranks:
 
 
 class ReducedNorm(torch.nn.Module):
-    """An RMS norm over the heads of all ranks, of which this rank has a part. It takes the stock
-    norm's weight."""
+    """An RMS norm over all ranks' heads, of which this rank has a part, with the stock weight."""
 
     def __init__(self, stock: Any, ranks: Ranks) -> None:
         super().__init__()

@@ -79,8 +79,7 @@ class Packer:
     def pack(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, pair: int = 0
     ) -> structs.Linear:
-        """Pack ``weight`` [outputs, inputs] into panels. ``pair`` is 2 for gates and ups, else
-        0."""
+        """Pack ``weight`` [outputs, inputs] into panels. ``pair``: 2 for gates and ups, else 0."""
         kept = None if bias is None else self.keep(_whole_panels(bias.to(torch.float32)))
         if isinstance(weight, QuantizedWeight):
             return self._pack_small(weight.in_halves(), kept, pair)
@@ -171,8 +170,8 @@ def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | Qua
 
 
 def _whole_halves(weight: torch.Tensor | QuantizedWeight, count: int) -> list[Any]:
-    """Return the parts of one of ``count`` weights, padded to whole panels. With two weights it is
-    the gates or the ups alone; a single weight has both, and is halved."""
+    """Return ``weight`` in parts padded to whole panels. If ``count`` is 1, it is gates and ups,
+    and is halved."""
     if isinstance(weight, QuantizedWeight):
         halves = weight.halves() if count == 1 else [weight]
         return [half.each(_whole_panels) for half in halves]
@@ -496,9 +495,8 @@ class PackedLinear(torch.nn.Module):
 def pack_linears(
     module: torch.nn.Module, backend: NativeBackend, dtype: torch.dtype
 ) -> torch.nn.Module:
-    """Pack the linear layers of ``module`` one after another and return it. A layer that shares
-    its weight with another part (a tied head) is not packed, because its weight would then be
-    stored twice."""
+    """Pack the linear layers of ``module`` one after another and return it. A layer that shares its
+    weight with another part (a tied head) is not packed: its weight would be stored twice."""
     seen: dict[int, int] = {}
     for one in module.modules():
         for parameter in one.parameters(recurse=False):

@@ -2,8 +2,8 @@
 
 Rule 1: no other file allocates or indexes KV tensors, except the compiled kernels. Rule 2: the
 block ids 0 … num_blocks - 1 are all usable; there is no padding block. Masked positions are read
-from the sequence's own first slot, so that a NaN that an earlier sequence left in a block never
-reaches a sum.
+from the sequence's own first slot, so that an earlier sequence's NaN in a block never reaches a
+sum.
 
 Index spaces: a *slot* is ``block_id * block_size + position % block_size``.
 """
@@ -167,8 +167,7 @@ class KvCache:
         return keys.view(size), values.view(size)
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Copy whole blocks from source to target. All sources are read before any target is
-        written."""
+        """Copy whole blocks, (source, target). All sources are read before a target is written."""
         if not pairs:
             return
         sources, targets = send(tuple(np.array(pairs, np.int64).T), self.keys[0].device)

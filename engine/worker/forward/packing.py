@@ -91,8 +91,7 @@ def pack(
     wholes: Sequence[tuple[int, int]] = (),
 ) -> PackedRows:
     """Pack the rows one after another. Each table must reach the row's last block. ``wholes`` are
-    (first token, last token + 1) of spans whose tokens all see each other; each span lies within
-    one row."""
+    (first token, last token + 1) of spans whose tokens all see each other, each within one row."""
     first = np.asarray(starts, np.int64)
     count = np.asarray(counts, np.int64)
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(count)))

@@ -1,4 +1,4 @@
-"""What the engine asks of a worker that draws images, beside `engine.worker.interface`."""
+"""The protocol of workers that draw images, on top of `engine.worker.interface`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageModelInfo(WorkerInfo):
-    """Describes an image model once it is loaded. ``max_model_len`` is of the prompt, with the
-    first token and the last one.
+    """Describes an image model once it is loaded. ``max_model_len`` is the most tokens of a prompt,
+    with its begin and end tokens.
 
     Widths and heights are pixels and multiples of ``multiple_of``; the images of a drawing have
     together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from,
     and ``default_scheduler`` is the checkpoint's own. ``extra_steps`` has the schedulers that take
-    more steps than were asked for, each with the number of additional ones, which a drawing of one
-    step does not have. ``steps_max`` has the most steps of each scheduler. An image that is wider
-    or higher than ``tile_size`` pixels is decoded in tiles of that size, which begin
-    ``tile_stride`` pixels apart; with a ``tile_size`` of 0, each image is decoded at once.
-    ``max_image_pixels`` is how many pixels the file of a source may have.
+    more steps than requested, each with the number of additional steps; a drawing of one step has
+    none. ``steps_max`` has the most steps of each scheduler. An image that is wider or higher than
+    ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
+    with a ``tile_size`` of 0, each image is decoded at once. ``max_image_pixels`` is the most
+    pixels of the file of a source, the image to start from.
     """
 
     default_width: int
@@ -51,7 +51,7 @@ class ImageModelInfo(WorkerInfo):
 
     def num_steps(self, drawing: Drawing) -> int:
         """Return how many denoising steps the worker takes for a drawing; 0 if its ``strength`` is
-        too small for one."""
+        too small for a step."""
         name = drawing.scheduler or self.default_scheduler
         extra = dict(self.extra_steps).get(name, 0) if drawing.steps > 1 else 0
         if drawing.source is None:
@@ -60,7 +60,7 @@ class ImageModelInfo(WorkerInfo):
         return kept + extra if kept else 0
 
     def num_tiles(self, drawing: Drawing) -> int:
-        """Return how many tiles each image of a drawing is decoded in."""
+        """Return the number of tiles in which each image of a drawing is decoded."""
         if not self.tile_size or max(drawing.width, drawing.height) <= self.tile_size:
             return 1
         across = -(-drawing.width // self.tile_stride)
@@ -69,4 +69,4 @@ class ImageModelInfo(WorkerInfo):
 
 class ImageRunner(Runner[ImagePlan, ImageResult, ImageModelInfo], Protocol):
     """A runner of a model that draws images. It keeps the state of the drawings that were encoded
-    and have not ended. What a drawing becomes does not depend on the others."""
+    and have not ended. A drawing's images do not depend on other drawings."""

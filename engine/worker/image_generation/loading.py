@@ -1,4 +1,4 @@
-"""Puts an image model together from its files, and estimates its memory."""
+"""Loads an image model from its files, and estimates its memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
     from engine.worker.image_generation.pipelines import Component, Pipeline
 
-# How many images of the default size a drawing may have in pixels, all its images together.
+# All images of a drawing together may have the pixels of so many images of the default size.
 DEFAULT_SIZES_MAX = 4
-# What is alive at once in the largest forward, in numbers: of the unet for each latent and channel
-# of its first block, with the guidance's second row; of the autoencoder for each pixel of a tile
-# and channel of its second block. Measured with small models of both kinds, where StableDiffusion's
-# unet took 66, plus a half.
+# The most activations at once in a forward, in numbers: in the unet for each latent and channel of
+# its first block, with the guidance's second row; in the autoencoder for each pixel of a tile and
+# channel of its second block. Measured with small models of both kinds, where StableDiffusion's
+# unet took 66, and increased by a half.
 UNET_ACTIVATIONS = 100
 VAE_ACTIVATIONS = 8
-# Bytes for each pixel: of a drawing between its steps (its source, its decoded tiles, which
-# overlap, and its latents with those that the scheduler keeps), and while the tiles are joined.
+# Bytes for each pixel: of a drawing's state between its steps (its source, its overlapping decoded
+# tiles, and its latents with those that the scheduler keeps), and of joining its tiles.
 STATE_BYTES, JOIN_BYTES = 28, 24
-# What the allocator keeps of freed memory, as a share of what is alive: up to a quarter, measured.
+# Freed memory that the allocator keeps, as a share of the memory in use: measured up to 0.25.
 KEPT_SHARE = 0.3
 
 
 def max_pixels(pipeline: Pipeline) -> int:
-    """Return how many pixels the images of one drawing may have together."""
+    """Return the most pixels that the images of one drawing may have together."""
     width, height = pipeline.default_size
     return DEFAULT_SIZES_MAX * width * height
 
@@ -50,7 +50,7 @@ def stored_dtype(pipeline: Pipeline) -> str:
 
 
 def memory_bytes(pipeline: Pipeline, dtype: torch.dtype, max_drawings: int) -> int:
-    """Return an estimate of all that a model takes of its device, in bytes."""
+    """Return an estimate of a model's memory on its device, in bytes."""
     return weight_bytes(pipeline, dtype) + workspace_bytes(pipeline, dtype, max_drawings)
 
 
@@ -73,8 +73,8 @@ def file_bytes(pipeline: Pipeline) -> int:
 
 
 def workspace_bytes(pipeline: Pipeline, dtype: torch.dtype, max_drawings: int) -> int:
-    """Return an estimate of what drawings take beside the weights, in bytes: the state of
-    ``max_drawings``, and the largest step of one."""
+    """Return an estimate of drawings' memory beside the weights, in bytes: the states of
+    ``max_drawings`` drawings, and the largest step."""
     unet, vae = (pipeline.components[name].config for name in ("unet", "vae"))
     latents = max_pixels(pipeline) // pipeline.latent_scale**2
     channels = next(iter(unet.get("block_out_channels") or [320]))
@@ -96,7 +96,7 @@ def load(
     """Load a model's components onto a device.
 
     Raises:
-        Refusal: a file or a weight is damaged, missing, or none of the model's.
+        Refusal: A file or a weight is damaged or missing, or a tensor is not the model's.
     """
     read, whole = 0, file_bytes(pipeline)
 
@@ -125,8 +125,8 @@ def load(
 
 
 def _dtype_of(name: str, component: Component, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a component: an autoencoder that overflows in 16 bits, as its config
-    says, stays in 32."""
+    """Return the dtype of a component: float32 for an autoencoder that by its config overflows in
+    16 bits, else ``dtype``."""
     if name == "vae" and component.config.get("force_upcast", True):
         return torch.float32
     return dtype

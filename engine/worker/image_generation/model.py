@@ -1,8 +1,8 @@
 """A diffusion model and its verbs: encode, denoise and decode, over diffusers' modules.
 
 The verbs do what diffusers' pipelines do between their progress callbacks, in the same order, so
-that the same seed gives the same image. A drawing's noise comes from a generator of the CPU,
-whatever the device, which is what makes it the same everywhere.
+that the same seed gives the same image. A drawing's noise comes from a generator of the CPU, so
+that it is the same on every device.
 
 Source: issue 28; diffusers 0.42, `__call__` of the text-to-image and image-to-image pipelines.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from engine.worker.image_generation.prompts import Embeddings, Prompts
     from engine.worker.image_generation.tiles import Tiles
 
-PREVIEW_LATENTS = 16  # across; a preview has a tenth of the multiplications of a denoising step
+PREVIEW_LATENTS = 16  # on the longer side; decoding takes a tenth of a step's multiplications
 
 
 class Parts(NamedTuple):
-    """What a model is made of. ``latent_scale`` is the width of a latent in pixels."""
+    """The components of a model. ``latent_scale`` is the width of a latent in pixels."""
 
     prompts: Prompts
     unet: Any
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class DiffusionModel:
-    """One loaded model. It keeps nothing of a drawing: that is in `DrawingState`."""
+    """One loaded model. The state of a drawing is in its `DrawingState`, not here."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -62,7 +62,7 @@ class DiffusionModel:
         else:
             latents = self._from_source(drawing, scheduler, times, generator)
         return DrawingState(
-            replace(drawing, source=None),  # it may be large, and was read
+            replace(drawing, source=None),  # the source may be large, and is encoded already
             scheduler,
             times,
             latents,
@@ -97,12 +97,11 @@ class DiffusionModel:
         return _raw(self.parts.tiles.joined(latents, tiles))
 
     def preview(self, state: DrawingState) -> RawImage:
-        """Return a small image of what the first image's latents show, whose noise is still seen
-        in early steps."""
+        """Return a small image of the first image's latents; in early steps it is noisy."""
         latents = self._unscaled(state.latents[:1])
         sides = latents.shape[-2:]
         factor = min(1.0, PREVIEW_LATENTS / max(sides))
-        size = [max(1, int(side * factor)) for side in sides]  # also of a narrow image
+        size = [max(1, int(side * factor)) for side in sides]  # 1: for narrow images
         small = functional.interpolate(latents, size=size, mode="area")
         return _raw(self.parts.vae.decode(small, return_dict=False)[0])
 
@@ -131,7 +130,7 @@ class DiffusionModel:
         return scheduler.add_noise(latents, drawn, times[:1].repeat(drawing.num_images))
 
     def _conditions(self, drawing: Drawing, embeddings: Embeddings) -> dict[str, Any]:
-        """Return the unet's arguments that every step of a drawing has in common."""
+        """Return the unet's arguments that are the same in every step of a drawing."""
         conditions: dict[str, Any] = {"encoder_hidden_states": embeddings.tokens.to(self._dtype)}
         if embeddings.pooled is not None:
             size = (drawing.height, drawing.width)
@@ -148,7 +147,7 @@ class DiffusionModel:
         return conditions
 
     def _scaled(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents of the autoencoder as the unet reads them."""
+        """Return the autoencoder's latents in the unet's scale."""
         config = self.parts.vae.config
         if config.latents_mean is None or config.latents_std is None:
             return latents * config.scaling_factor
@@ -156,7 +155,7 @@ class DiffusionModel:
         return (latents - mean) * config.scaling_factor / std
 
     def _unscaled(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents of the unet as the autoencoder reads them."""
+        """Return the unet's latents in the autoencoder's scale."""
         config = self.parts.vae.config
         latents = latents.to(self.parts.vae.dtype)
         if config.latents_mean is None or config.latents_std is None:
@@ -187,7 +186,7 @@ def _raw(image: torch.Tensor) -> RawImage:
     """Return an image [1, 3, height, width] of about -1 to 1 as bytes.
 
     Raises:
-        FloatingPointError: a value is not finite.
+        FloatingPointError: A value is not finite.
     """
     if not image.isfinite().all():
         raise FloatingPointError("its values are not finite")

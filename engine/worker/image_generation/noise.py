@@ -1,7 +1,7 @@
 """Makes the noise schedulers of diffusers, one for each drawing, because they hold state.
 
-A drawing may name a scheduler other than the checkpoint's own. It is then made from the
-checkpoint's config, of which it takes the fields that it has, as diffusers' users do.
+A drawing may name a scheduler other than the checkpoint's own. It is then made with those fields of
+the checkpoint's config that its class has, as diffusers' users do.
 
 Source: issue 28; diffusers 0.42, `schedulers`.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from engine.core.image_generation.types import Drawing
     from engine.worker.image_generation.pipelines import Pipeline
 
-# All of them are imported with this file: diffusers imports each class when it is first asked for,
-# which may be in a drawing's first step.
+# All classes are imported with this file: diffusers would import each at its first use, which may
+# be in a drawing's first step.
 KINDS = {name: getattr(diffusers, name_of_class) for name, name_of_class in CLASSES.items()}
-# What no latent diffusion model wants, whatever default a class of diffusers has: latents have no
-# range to be cut to, and Runge-Kutta steps would be twelve more than were asked for.
+# Settings of every latent diffusion model, whatever default a class of diffusers has: latents have
+# no range to be clipped to, and Runge-Kutta steps would be twelve more than requested.
 ALWAYS: dict[str, Any] = {"clip_sample": False, "skip_prk_steps": True}
 
 
@@ -41,11 +41,11 @@ class NoiseSchedulers:
 
     @property
     def prediction_type(self) -> str:
-        """What the model predicts: epsilon, v_prediction or sample."""
+        """The type of the model's predictions: epsilon, v_prediction or sample."""
         return str(self._config.get("prediction_type", "epsilon"))
 
     def make(self, name: str) -> Any:
-        """Return a new scheduler; an empty name stands for the checkpoint's own."""
+        """Return a new scheduler; with an empty name, of the checkpoint's own class."""
         kind = KINDS[name or self.default]
         known = inspect.signature(kind.__init__).parameters
         return kind(**{field: value for field, value in self._config.items() if field in known})
@@ -57,8 +57,8 @@ class NoiseSchedulers:
 
 
 def start(scheduler: Any, drawing: Drawing, device: torch.device) -> torch.Tensor:
-    """Set a scheduler to the drawing's steps, and return their times [steps], of which an image to
-    start from leaves the first ones out."""
+    """Set a scheduler to the drawing's steps, and return their times [steps]. For a drawing with a
+    source, the first times are left out."""
     scheduler.set_timesteps(drawing.steps, device=device)
     times = scheduler.timesteps
     if drawing.source is None:
@@ -70,6 +70,6 @@ def start(scheduler: Any, drawing: Drawing, device: torch.device) -> torch.Tenso
 
 
 def step_arguments(scheduler: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Return what a scheduler's step takes beside the noise, its time and the latents."""
+    """Return a scheduler step's arguments beside the prediction, its time and the latents."""
     known = inspect.signature(scheduler.step).parameters
     return {"generator": generator} if "generator" in known else {}

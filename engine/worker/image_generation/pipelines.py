@@ -1,10 +1,10 @@
-"""Reads the small files of an image model, and says what it is made of.
+"""Reads an image model's small files, and returns its components.
 
 A pipeline of diffusers is a directory with a model_index.json, which names the class of each
 component, and with a folder for each component. Rule 1: only the classes in the tables below are
 accepted, and only safetensors. Rule 2: this file imports neither torch nor diffusers, so that a
-model is refused before they are. A safety checker is not loaded: what may be drawn is the
-operator's decision, as with text.
+model is refused before they are. A safety checker is not loaded: the operator decides what may be
+drawn, as with text.
 
 Source: issue 28; diffusers 0.42, `pipelines/stable_diffusion` and `pipelines/stable_diffusion_xl`.
 """
@@ -23,8 +23,8 @@ from engine.worker.load.resolve import PIPELINE_INDEX, read_json, weight_index
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The classes of each component, by the pipeline's class. A list as in model_index.json has the
-# library's name, too; the table of classes alone decides.
+# The classes of each component, by the pipeline's class. model_index.json also names each class's
+# library, which is ignored.
 STABLE_DIFFUSION = {
     "unet": ("UNet2DConditionModel",),
     "vae": ("AutoencoderKL",),
@@ -41,9 +41,9 @@ PIPELINES = {
     },
     "LatentConsistencyModelPipeline": STABLE_DIFFUSION,
 }
-# Components that are left out: what they do is not needed for an image.
+# Components that are not loaded, because drawing an image does not need them.
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
-# The names of weights, without the variant and the ending, by component.
+# The names of weight files, without variant and suffix, by component.
 WEIGHTS = {
     "unet": "diffusion_pytorch_model",
     "vae": "diffusion_pytorch_model",
@@ -51,13 +51,13 @@ WEIGHTS = {
     "text_encoder_2": "model",
 }
 VARIANTS = ("", "fp16")
-NEEDED = "diffusers"  # the library of the extra triolet[images]
+NEEDED = "diffusers"  # a library that the extra triolet[images] installs
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
     """A component with weights: its folder, its config, and the names of its files. ``variant`` is
-    the part of these names that diffusers calls so; empty for the plain ones."""
+    diffusers' variant in these names, such as fp16; empty if they have none."""
 
     folder: Path
     config: dict[str, Any]
@@ -68,8 +68,8 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """An image model's files. ``components`` are those with weights, by name, and ``scheduler`` is
-    the config of the checkpoint's own noise scheduler."""
+    """An image model's files. ``components`` are the components with weights, by name, and
+    ``scheduler`` is the config of the checkpoint's own noise scheduler."""
 
     directory: Path
     architecture: str
@@ -84,7 +84,7 @@ class Pipeline:
 
     @property
     def latent_scale(self) -> int:
-        """The pixels across that one latent stands for."""
+        """The width of a latent in pixels."""
         blocks = self.components["vae"].config.get("block_out_channels")
         return int(2 ** (len(blocks) - 1)) if isinstance(blocks, list) and blocks else 8
 
@@ -100,7 +100,7 @@ def read(directory: Path) -> Pipeline:
     """Read a pipeline's configs and check everything that they show.
 
     Raises:
-        Refusal: it is not served, or a file is missing or broken.
+        Refusal: The pipeline is not served, or a file is missing or broken.
     """
     index = read_json(directory, PIPELINE_INDEX)
     architecture = str(index.get("_class_name"))[:200]
@@ -163,7 +163,7 @@ def _weight_files(folder: Path, name: str) -> tuple[str, tuple[str, ...], dict[s
 
 
 def _check(pipeline: Pipeline) -> None:
-    """Refuse what the configs say and the verbs cannot do."""
+    """Refuse a pipeline whose configs need more than the verbs of `model` can do."""
     unet, vae = pipeline.components["unet"].config, pipeline.components["vae"].config
     inputs, latents = unet.get("in_channels", 4), vae.get("latent_channels", 4)
     if inputs != latents:

@@ -1,6 +1,6 @@
 """Turns prompts into the embeddings that a denoising step reads.
 
-Source: issue 28; how both pipelines of diffusers 0.42 encode prompts, without their clip_skip.
+Source: issue 28; diffusers 0.42, `encode_prompt` of both pipelines, without their clip_skip.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Embeddings(NamedTuple):
-    """The embeddings of a text, [1, tokens, width], and of a model with two text encoders the
-    pooled one, [1, width]."""
+    """The embeddings of a text, [1, tokens, width], and in a model with two text encoders also the
+    pooled embedding, [1, width]."""
 
     tokens: torch.Tensor
     pooled: torch.Tensor | None = None
@@ -26,9 +26,9 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The text encoders of one model with their tokenizers. Of one encoder the last layer counts;
-    of two, the last but one of each, and the pooled output of the second. ``zeros_for_none``: a
-    drawing without a negative prompt has zeros in its place, and not an empty text."""
+    """The text encoders of one model with their tokenizers. One encoder gives the output of its
+    last layer; two give those of their last layers but one, and the second its pooled output. With
+    ``zeros_for_none``, a missing negative prompt is embedded as zeros, and not as an empty text."""
 
     tokenizers: tuple[Any, ...]
     encoders: tuple[Any, ...]
@@ -36,21 +36,21 @@ class Prompts:
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens of a prompt, with the first and the last one. Longer prompts are refused
-        before they come here (`engine.requests.image_generation.prepare`)."""
+        """The most tokens of a prompt, with its begin and end tokens.
+        `engine.requests.image_generation.prepare` refuses longer prompts."""
         return int(self.tokenizers[0].model_max_length)
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the embeddings of all encoders have."""
+        """The number of ids that all encoders have an embedding for."""
         return min(map(_vocab_size, self.encoders))
 
     def encode(self, drawing: Drawing, *, guided: bool) -> Embeddings:
-        """Return the embeddings of a drawing's images, a row for each. With guidance, as many rows
-        of the negative prompt come first.
+        """Return a row of embeddings for each of a drawing's images. With guidance, the rows of the
+        negative prompt come first, as many.
 
         Raises:
-            InvalidRequest: a prompt has a token that an encoder lacks.
+            InvalidRequest: A prompt has a token that an encoder lacks.
         """
         wanted = _repeated(self._of_text("prompt", drawing.prompt), drawing.num_images)
         if not guided:

@@ -1,8 +1,8 @@
 """Runs an image model: each step is one verb of one drawing (D3).
 
-Rule 1: `engine.worker.image_generation.model` computes; this file loads, keeps the drawings' states
-by their sequence, and turns failures into results. Rule 2: thread-local state is set inside every
-call.
+Rule 1: `engine.worker.image_generation.model` computes; this file loads the model, keeps the
+drawings' states by sequence, and turns failures into results. Rule 2: thread-local state is set
+inside every call.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from engine.worker.image_generation.state import DrawingState
     from engine.worker.interface import MemoryEstimate, RunnerSpec
 
-WARM_UP_PIXELS = 64  # across
+WARM_UP_PIXELS = 64  # the width and height of the first image
 GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # diffusers' defaults of StableDiffusion and of SDXL
 STEPS, FEW_STEPS = 50, {"lcm": 4}  # diffusers' defaults, by the checkpoint's own scheduler
-EXTRA_STEPS = (("pndm", 1),)  # its first step is taken twice
+EXTRA_STEPS = (("pndm", 1),)  # by scheduler; PNDM takes its first step twice
 
 log = logging.getLogger(__name__)
 
 
 @holds_import_lock
 def _loading() -> Any:
-    """Return the module that loads models: it imports diffusers."""
+    """Import the module that loads models late, because it imports diffusers."""
     from engine.worker.image_generation import loading
 
     return loading
@@ -87,7 +87,7 @@ class DiffusionRunner:
         """Estimate the memory of weights and activations from the files' headers.
 
         Raises:
-            SpawnFailed: the model cannot be served.
+            SpawnFailed: The model cannot be served.
         """
         with self._load_failures():
             loading = _loading()
@@ -101,7 +101,7 @@ class DiffusionRunner:
         """Load the model and draw a first small image.
 
         Raises:
-            SpawnFailed: the model cannot be served.
+            SpawnFailed: The model cannot be served.
         """
         with self._load_failures(), thread_state(self._spec.threads, self._device):
             return self._load(progress)
@@ -113,7 +113,7 @@ class DiffusionRunner:
         """Compute one verb of one drawing. A drawing whose values are not finite fails alone.
 
         Raises:
-            MemoryError: there is no memory for the step; the drawing's state is as before.
+            MemoryError: There is no memory for the step; the drawing's state is as before.
         """
         with step_failures(), thread_state(self._spec.threads, self._device):
             return self._execute(plan)
@@ -125,7 +125,7 @@ class DiffusionRunner:
                                           model.parts.vae)  # fmt: skip
         for module in parts:
             for tensor in (*module.parameters(), *module.buffers()):
-                tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
+                tensor.data = tensor.new_empty(0)  # freed now: the modules are in reference cycles
         self._tokenizer = self._info = None
         self._states.clear()
         if self._device.type == "cuda":
@@ -201,14 +201,14 @@ class DiffusionRunner:
             row: ImageRowResult | RowFailure = ImageRowResult(plan.sequence, self._compute(plan))
         except FloatingPointError as error:
             row = RowFailure(plan.sequence, RowPhase(plan.verb.value), str(error))
-        except InvalidRequest as error:  # of the second encoder's tokenizer, which requests lack
+        except InvalidRequest as error:  # by the second tokenizer, which requests do not use
             row = RowFailure(
                 plan.sequence, RowPhase(plan.verb.value), str(error), error.violations[0]
             )
         return ImageResult(plan.plan_id, row, StepTimings(forward_s=perf_counter() - started))
 
     def _compute(self, plan: ImagePlan) -> RawImage | None:
-        """Run the plan's verb, and return the image that the step finished, or its preview."""
+        """Run the plan's verb, and return the finished image, a preview, or None."""
         if self._model is None or self._info is None:
             raise EngineBug("a step before the load")
         if plan.verb is ImageVerb.ENCODE:

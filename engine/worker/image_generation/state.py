@@ -1,4 +1,4 @@
-"""What a worker keeps of a drawing between its steps."""
+"""The state that a worker keeps of a drawing between its steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DrawingState:
-    """The state of one drawing, which nothing else reads or changes. ``drawing`` has
-    no source any more.
+    """The state of one drawing, which no other drawing reads or changes. In ``drawing`` the source
+    is None: ``latents`` were made from it.
 
     ``latents`` are [images, channels, height, width] and become the images. ``times`` [steps] are
-    those of the noise scheduler, and ``step_arguments`` what its step takes beside them.
-    ``conditions`` are the arguments of the unet that stay the same: embeddings and sizes, of which
-    a guided drawing has two rows for each image. ``tiles`` are the decoded ones of an image.
+    the noise scheduler's, and ``step_arguments`` further arguments of its step. ``conditions`` are
+    the unet's arguments that stay the same, embeddings and sizes: a guided drawing has two rows of
+    them for each image. ``tiles`` are an image's decoded tiles.
     """
 
     drawing: Drawing

@@ -1,7 +1,7 @@
 """Decodes latents into pixels tile by tile, so that no step of the worker is long.
 
-The tiles overlap by a quarter and are blended there, as in the autoencoder of diffusers (0.42). The
-difference is that each tile is a step of its own here.
+The tiles overlap by a quarter and are blended there, as in the autoencoder of diffusers (0.42), but
+each tile is a step of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TILE_PIXELS = 256  # across; about half a denoising step of StableDiffusion at 512 x 512, by count
-OVERLAP = 0.25
+TILE_PIXELS = 256  # width; as much work as half a denoising step of StableDiffusion at 512 x 512
+OVERLAP = 0.25  # of a tile's width and height
 
 
 class Tiles:
@@ -30,8 +30,8 @@ class Tiles:
         self.stride = self._stride * latent_scale
 
     def places(self, latents: torch.Tensor) -> list[tuple[int, int]]:
-        """Return where the tiles of latents [1, channels, height, width] begin: row by row. Latents
-        of one tile's size are decoded at once."""
+        """Return the top left corners of the tiles of latents [1, channels, height, width], row by
+        row. Latents that fit one tile are decoded at once."""
         height, width = latents.shape[-2:]
         if max(height, width) <= self._latents:
             return [(0, 0)]
@@ -47,7 +47,7 @@ class Tiles:
         return self._vae.decoder(part)
 
     def joined(self, latents: torch.Tensor, tiles: list[torch.Tensor]) -> torch.Tensor:
-        """Return an image [1, 3, height, width] of all its decoded tiles, which are changed."""
+        """Join an image's decoded tiles to [1, 3, height, width]. The tiles may be changed."""
         if len(tiles) == 1:
             return tiles[0]
         across = len(range(0, latents.shape[-1], self._stride))
@@ -55,8 +55,8 @@ class Tiles:
         return torch.cat([torch.cat(list(row), dim=3) for row in self._blended(rows)], dim=2)
 
     def _blended(self, rows: list[list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        """Yield the rows of tiles, each mixed with those above and left of it and cut to what the
-        next one does not cover."""
+        """Yield the rows of tiles. Each tile is blended with the tiles above and left of it, and
+        cut to the part that the next tiles do not cover."""
         extent = int(self.size * OVERLAP)
         kept = self.size - extent
         for place, row in enumerate(rows):

@@ -33,11 +33,11 @@ MODULES: dict[str, Any] = {
     "text_encoder": transformers.CLIPTextModel,
     "text_encoder_2": transformers.CLIPTextModelWithProjection,
 }
-# What the layers of an autoencoder's attention are called in older files.
-# Source: diffusers 0.42, `models/modeling_utils.py`.
+# Older files' names of the layers of an autoencoder's attention, with the current names. Source:
+# diffusers 0.42, `models/modeling_utils.py`.
 OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 OLDER = re.compile(r"(?<=\.attentions\.\d\.)(query|key|value|proj_attn)(?=\.(weight|bias)$)")
-# CLIP's parameters are below a text_model in published files; transformers' module has it or not.
+# Published files have this prefix in the names of CLIP's parameters; transformers' modules may not.
 PREFIX = "text_model."
 POSITIONS = "position_ids"  # 0, 1, 2 …: old files have this buffer, and the module computes it
 
@@ -49,11 +49,11 @@ def load_module(
     dtype: torch.dtype,
     progress: Callable[[int], None],
 ) -> Any:
-    """Return a component's module with its weights. ``progress`` is called with the bytes of each
-    tensor that was read.
+    """Return a component's module with its weights. ``progress`` is called with the size in bytes
+    of each tensor that was read.
 
     Raises:
-        Refusal: a check of Rule 1 failed, a file is damaged, or a weight is not finite.
+        Refusal: A check of Rule 1 failed, a file is damaged, or a weight is not finite.
     """
     with Checkpoint(component.folder, component.files, component.index) as checkpoint:
         module = _build_empty(name, component.config)
@@ -91,7 +91,7 @@ def _sources(
     """Return the stored tensor of each parameter.
 
     Raises:
-        Refusal: a tensor is missing, has no parameter, or has another shape or no floats.
+        Refusal: A tensor is missing, has no parameter, or has another shape or no floats.
     """
     found = {}
     for stored in tensors:
@@ -110,7 +110,7 @@ def _sources(
 
 
 def _current_name(stored: str, expected: dict[str, torch.nn.Parameter]) -> str:
-    """Return what the module calls a stored tensor."""
+    """Return the name that a stored tensor has in the module."""
     newer = OLDER.sub(lambda match: OLDER_NAMES[match[1]], stored)
     without = newer.removeprefix(PREFIX)
     return next((one for one in (newer, without, PREFIX + newer) if one in expected), stored)
@@ -128,7 +128,7 @@ def _check(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
 def _read(
     checkpoint: Checkpoint, stored: StoredTensor, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a tensor in memory of its own: a file that is changed later changes nothing."""
+    """Return a tensor in memory of its own, so that a later change of the file has no effect."""
     tensor = checkpoint.read(stored.name).to(device=device, dtype=dtype, copy=True)
     if not is_finite(tensor):
         checkpoint.check_finite(stored.name)
@@ -138,10 +138,10 @@ def _read(
 
 
 def _fill_positions(module: Any, device: torch.device) -> None:
-    """Compute the buffers that no file needs to have.
+    """Compute the buffers of positions, which files need not have.
 
     Raises:
-        Refusal: the module has a buffer that is not known here.
+        Refusal: The module has another buffer that is not filled.
     """
     for owner in module.modules():
         if POSITIONS in owner._buffers:

@@ -1,1 +1,1 @@
-"""From a model's name to weights in memory, or to the reason why it cannot be served."""
+"""From a model's name to weights in memory, or to a refusal with the reason."""

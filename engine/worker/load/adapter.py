@@ -1,9 +1,9 @@
 """Reads the directory of a LoRA adapter that peft wrote: adapter_config.json and
 adapter_model.safetensors.
 
-Rule 1: every tensor has its place in the base model, and every place that the config names has its
+Rule 1: every tensor has its place in the base model, and every layer that the config names has its
 two tensors; otherwise the load is refused. So an adapter never gives the base model's answers
-silently. Rule 2: what is computed with is what was hashed: both files are read once, whole.
+silently. Rule 2: the bytes that are hashed are those that are used: each file is read once, whole.
 Rule 3: pickled files are never read.
 """
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
-PREFIX = "base_model.model."  # which peft puts before the names of the base's layers
+PREFIX = "base_model.model."  # peft's prefix of the names of the base model's layers
 SHRINK, EXPAND = ".lora_A.weight", ".lora_B.weight"
 BASE_COPY = ".base_layer."  # in names of copies that peft may store beside an adapted head
 DIGEST_BYTES = 16
-HEADER_BYTES_MAX = 100 << 20  # as in the safetensors library
-PAD = 16  # PANEL in engine/kernels/matmul.h
-CONFIG_BYTES_MAX = 1 << 20  # guess: peft's files have a few kilobytes
+HEADER_BYTES_MAX = 100 << 20  # of a safetensors file; the safetensors library's own limit
+PAD = 16  # ranks and outputs are padded to multiples; PANEL in engine/kernels/simd_amx.h
+CONFIG_BYTES_MAX = 1 << 20  # far above the few kilobytes that peft writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LowRank:
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
     """An adapter as it is in its files: its parts by the names of the base's layers. Adapters with
-    one ``digest`` give the same answers."""
+    the same ``digest`` give the same answers."""
 
     digest: str
     parts: Mapping[str, LowRank]
@@ -68,8 +68,8 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSize:
-    """What an adapter's files say of its size: bytes of the file of weights, at most how many
-    numbers it has in the form that is computed with, and its largest rank."""
+    """An adapter's size by its files: the bytes of the file of weights, an upper bound of its
+    numbers once they are padded for the kernels, and its largest rank."""
 
     file_bytes: int
     num_values: int
@@ -81,7 +81,7 @@ def measure_adapter(directory: str) -> AdapterSize:
     imported.
 
     Raises:
-        Refusal: it is not an adapter that is served, as far as these show.
+        Refusal: The config or the header shows that it is no adapter that is served.
     """
     folder = _folder(directory)
     read_form(_read(folder))
@@ -97,7 +97,7 @@ def measure_adapter(directory: str) -> AdapterSize:
         shapes = [header[name]["shape"] for name in names]
         if not all(type(one) is int and one >= 0 for shape in shapes for one in shape):
             raise ValueError("a shape has something else than sizes")
-        if sum(map(prod, shapes)) > size:  # of what is read, every number has a byte at least
+        if sum(map(prod, shapes)) > size:  # each number takes at least one byte
             raise ValueError("the header names more numbers than the file has bytes")
         values = sum(_placed_values(name, header[name]["shape"]) for name in names)
         ranks = [header[name]["shape"][0] for name in names if name.endswith(SHRINK)]
@@ -107,17 +107,17 @@ def measure_adapter(directory: str) -> AdapterSize:
 
 
 def _placed_values(name: str, shape: Sequence[int]) -> int:
-    """Return how many numbers a tensor has at most after padding, with its factors."""
+    """Return an upper bound of a tensor's numbers after padding, its scale factors included."""
     if len(shape) != 2:
         return prod(shape)
     first, second = shape
     if name.endswith(SHRINK):
         return padded_to(first, PAD) * (padded_to(second, 2 * PAD) + 2)  # 2: a float32 factor
-    return (padded_to(first, PAD) + PAD) * padded_to(second, 2)  # PAD more: it may be in halves
+    return (padded_to(first, PAD) + PAD) * padded_to(second, 2)  # PAD more: two halves, each padded
 
 
 def padded_to(number: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return the smallest multiple that is at least ``number``."""
     return number + -number % multiple
 
 
@@ -126,7 +126,7 @@ def read_adapter(directory: str, places: Mapping[str, tuple[int, int]], head: st
     ``head`` is the name of the model's head.
 
     Raises:
-        Refusal: it is not an adapter that is served, or does not fit the model (rule 1).
+        Refusal: The adapter is of a kind that is not served, or does not fit the model (rule 1).
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -3,8 +3,8 @@ how.
 
 Rule 1: a field either is honoured here, or has no effect on the answers, or is refused by its name.
 A field that is not known is refused unless it is off. Rule 2: layers are matched as peft matches
-them, by the names that transformers gives them. Rule 3: a file's patterns may be anybody's. Each is
-matched for a short time only, and other threads run meanwhile.
+them, by the names that transformers gives them. Rule 3: a file's patterns are not trusted. Each
+match has a time limit, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 ALL_LINEAR = "all-linear"  # in peft: every linear layer except the head
-MATCH_S = 0.2  # guess: a match of a pattern that somebody meant takes microseconds
-RANK_MAX = 4096  # guess: far above any rank in use; a larger one is a mistake
+MATCH_S = 0.2  # time limit of a match; an honest pattern takes microseconds
+RANK_MAX = 4096  # far above any rank in use; a larger rank is taken for a mistake
 HONOURED = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 }
-# They say how the adapter was trained, or what it was trained for.
+# Fields that say how the adapter was trained, or for which task.
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
@@ -45,8 +45,8 @@ REFUSED = {
     "layer_replication": "replicated layers (layer_replication)",
     "use_qalora": "QALoRA (use_qalora)",
 }
-# Ways to begin a training that leave the base's own weights as they are. The other ones change
-# them, so that the adapter does not fit the base unless peft converted it when it was saved.
+# Values of init_lora_weights that leave the base's own weights unchanged. Other values change them,
+# so that the adapter does not fit the base unless peft converted it when it was saved.
 KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -56,7 +56,7 @@ class AdapterForm:
 
     rank: int
     alpha: float
-    is_root_scaled: bool  # rslora: by the square root of the rank
+    is_root_scaled: bool  # rslora: alpha is divided by the square root of the rank
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     targets: str | tuple[str, ...]
@@ -97,7 +97,7 @@ class AdapterForm:
 
 def _matches(patterns: str | Sequence[str], name: str) -> bool:
     """Return whether a regular expression matches a layer's whole name, or whether one of several
-    names is the layer's own or its last parts."""
+    names is the layer's name or its end, from a dot on."""
     if isinstance(patterns, str):
         return _match(patterns, name, regex.fullmatch) is not None
     return name in patterns or any(name.endswith(f".{one}") for one in patterns)
@@ -111,10 +111,10 @@ def _by_pattern(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
 
 
 def _match(pattern: str, name: str, match: Callable[..., Any] = regex.match) -> Any:
-    """Return what ``match`` finds of a pattern in a layer's name.
+    """Return the result of ``match``, a function of `regex`, for a pattern and a layer's name.
 
     Raises:
-        Refusal: that takes too long (rule 3), or it is no regular expression.
+        Refusal: The match takes too long (rule 3), or the pattern is no regular expression.
     """
     try:
         return match(pattern, name, concurrent=True, timeout=MATCH_S)
@@ -129,10 +129,10 @@ def _not_a_pattern(pattern: str, error: Exception) -> Refusal:
 
 
 def read_form(text: bytes) -> AdapterForm:
-    """Return what an adapter_config.json says.
+    """Return the form of an adapter from the text of its adapter_config.json.
 
     Raises:
-        Refusal: it is no JSON, or not that of a LoRA adapter that is served.
+        Refusal: The text is no JSON, or its adapter is not LoRA of a kind that is served.
     """
     try:
         raw = json.loads(text)

@@ -4,8 +4,8 @@ Rule 1: an architecture is in `SERVED` only if the parity suite tests it. Rule 2
 with a `Refusal` of one sentence that names the obstacle. Nothing that could change the output is
 ignored silently.
 
-What a config does not show (the keywords that a layer passes to its attention) is checked on the
-loaded model by `engine.worker.load.probe`. This file imports neither torch nor transformers.
+A config does not show the keywords that a layer passes to its attention; `engine.worker.load.probe`
+checks them on the loaded model. This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ SERVED: dict[str, Architecture] = {
     )
 }
 
-# Model types with recurrent or state-space layers. Those of `RECURRENT` are served.
+# Parts of the names of model types with recurrent layers. Only those in `RECURRENT` are served.
 RECURRENT_TYPES = (
     "mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "xlstm", "falcon_h1", "lfm2",
     "qwen3_next", "granitemoehybrid", "nemotron_h", "plamo2", "minimax", "kimi_linear",
@@ -99,18 +99,18 @@ UNPAGED_TYPES = {
     "stablelm": "does not pass keywords on to its attention",
 }
 INSTEAD = "docs/features.md lists the models that are served"
-# Read by packed_checkpoint.py and mxfp4_checkpoint.py.
+# The quantised formats that packed_checkpoint.py and mxfp4_checkpoint.py read.
 QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors", "mxfp4")
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
 # from the longest position of the batch, so that one request would change another's output.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-# Those with which max_position_embeddings may be the length before stretching, and the models whose
-# configs name the length after it. Source: vLLM's _get_and_verify_max_len.
+# Rotary types with which max_position_embeddings may be the length before stretching, and model
+# types whose configs name the length after it. Source: vLLM's _get_and_verify_max_len.
 UNSTRETCHED = frozenset({"linear", "yarn"})
 STRETCHED_TYPES = frozenset({"gemma3", "gemma3_text"})
-LONGROPE = "longrope"  # served up to its original length
-OLD_LONGROPE = "su"  # what the first configs of Phi-3 call it; transformers renames it
+LONGROPE = "longrope"  # a rotary type; its models are served up to their original length
+OLD_LONGROPE = "su"  # longrope's name in the first configs of Phi-3; transformers renames it
 
 
 def find(config: Mapping[str, Any]) -> Architecture:
@@ -178,8 +178,8 @@ def _refuse_fields(config: Mapping[str, Any], name: str) -> None:
 
 
 def _has_fixed_stretch(rope: Mapping[str, Any], model_type: Any) -> bool:
-    """Return whether a rotary embedding is Hunyuan's, which is called dynamic, but whose ``alpha``
-    fixes its frequencies."""
+    """Return whether a rotary embedding is that of Hunyuan: its type is "dynamic", but its
+    ``alpha`` fixes its frequencies."""
     return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
@@ -212,7 +212,7 @@ def context_limit(config: Any, requested: int | None) -> int:
 
 def context_note(config: Any, requested: int | None, served: int) -> str:
     """Return why a model is served with ``served`` tokens and not with all of its positions; empty
-    if it has all of them, or if the operator ``requested`` a length."""
+    if it is served with all, or if the operator ``requested`` a length."""
     limit, _ = _own_limit(config)
     positions = max(limit, int(config.max_position_embeddings))
     if requested is not None or served == positions:
@@ -226,10 +226,10 @@ def context_note(config: Any, requested: int | None, served: int) -> str:
 
 
 def _own_limit(config: Any) -> tuple[int, str]:
-    """Return the most tokens that the model itself allows, and what sets that limit. Where a rotary
-    embedding is stretched further than the config's positions, its length counts. For a longrope
-    model it is the original length, because a longer sequence would change the frequencies of all
-    sequences in the batch.
+    """Return the most tokens that the model itself allows, and the reason in words: the config's
+    positions or, if it is more, the length to which its rotary embedding is stretched. For a
+    longrope model it is the original length, because a longer sequence would change the frequencies
+    of all sequences in the batch.
 
     Raises:
         Refusal: The rotary embedding is not served.
@@ -278,11 +278,12 @@ class LayerShape:
         return 2 * self.num_kv_heads * self.head_dim
 
 
-NO_KEYS = LayerShape(0, 0)  # of a recurrent layer
+NO_KEYS = LayerShape(0, 0)  # the shape of a recurrent layer, which keeps no keys and values
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
-    """Return the shape of each layer by the config. The probe compares them with the model."""
+    """Return the shape of each layer by the config. `probe` compares the shapes with the
+    model's."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -17,9 +17,9 @@ from engine.worker.load.vision_architectures import has_vision
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The model types of transformers that put texts and images into one space.
+# transformers' model types that embed texts and images into one vector space.
 IMAGE_TEXT_TYPES = ("clip", "siglip", "siglip2")
-# Between these, the operator's word may decide.
+# The capabilities between which the operator's setting may decide.
 OPEN = (Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.RERANK)
 MODULES_NAME = "modules.json"
 OWN_CONFIG_NAME = "config_sentence_transformers.json"
@@ -36,10 +36,9 @@ def find(model: str, revision: str = "") -> Capability | None:
 
 def capability_of(directory: Path) -> Capability:
     """Return the capability of the model in ``directory``: a pipeline of diffusers draws images, a
-    classifier with one label reranks, a
-    CLIP or SigLIP model embeds images, any other sentence-transformers model embeds texts, a model
-    with a vision part beside its text model sees, and any other model generates text or
-    is refused when it is loaded."""
+    classifier with one label reranks, a CLIP or SigLIP model embeds images, any other
+    sentence-transformers model embeds texts, a model with a vision part beside its text model reads
+    images in chats, and any other model generates text or is refused when it is loaded."""
     if (directory / PIPELINE_INDEX).is_file():
         return Capability.TEXT_TO_IMAGE
     if _is_cross_encoder(directory):
@@ -54,17 +53,17 @@ def capability_of(directory: Path) -> Capability:
 
 
 def fitting(directory: Path, said: Capability | None) -> Capability:
-    """Return the capability of the model in ``directory``: ``said`` by the operator or, if that is
-    None, the one that its files show.
+    """Return the capability of the model in ``directory``: ``said``, the operator's setting, or if
+    that is None, the capability that the model's files show.
 
     Raises:
-        Refusal: The files show that it does not have the one that it is said to have.
+        Refusal: The files show that the model does not have the capability ``said``.
     """
     found = capability_of(directory)
     if said in (None, found):
         return found
-    # Whether a model embeds texts or ranks, some files leave open: `CrossEncoder` makes a reranker
-    # of a classifier of any labels, and many embedding models are text models.
+    # Some files do not show whether a model embeds or ranks: `CrossEncoder` makes a reranker of a
+    # classifier with any number of labels, and many embedding models are text models.
     is_open = said in OPEN and found in OPEN
     if is_open and said is Capability.RERANK:
         _check_can_rank(directory, found)
@@ -77,10 +76,10 @@ def fitting(directory: Path, said: Capability | None) -> Capability:
 
 
 def _check_can_rank(directory: Path, found: Capability) -> None:
-    """Check that a model which is said to rank has something that makes a score.
+    """Check that a model that the operator calls a reranker has a module that computes a score.
 
     Raises:
-        Refusal: It has neither a classifier nor a LogitScore.
+        Refusal: The model has neither a classifier nor a LogitScore.
     """
     if not _is_classifier(_read(directory, "config.json")):
         raise Refusal(
@@ -91,8 +90,7 @@ def _check_can_rank(directory: Path, found: Capability) -> None:
 
 
 def first_folder(directory: Path) -> Path:
-    """Return the folder of a sentence-transformers model's first module; that of any other model is
-    its directory."""
+    """Return the folder of a sentence-transformers model's first module, or else its directory."""
     try:
         modules = json.loads((directory / MODULES_NAME).read_text("utf-8"))
         name = modules[0].get("path") or "."
@@ -110,7 +108,7 @@ def _is_cross_encoder(directory: Path) -> bool:
 
 
 def _is_classifier(config: dict[str, object]) -> bool:
-    """Return whether a config leaves it open that the model classifies."""
+    """Return whether a config names a classifier, or no class at all."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return True
@@ -127,8 +125,7 @@ def _num_labels(config: dict[str, object]) -> int:
 
 
 def _read(directory: Path, name: str) -> dict[str, object]:
-    """Return a file's JSON object, or {} if the file is missing or broken; loading will report
-    that."""
+    """Return a file's JSON object, or {} if it is missing or broken, which loading reports."""
     try:
         return read_json(directory, name)
     except (Refusal, OSError):

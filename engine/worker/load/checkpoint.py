@@ -1,7 +1,7 @@
 """Reads the tensors of a checkpoint's safetensors files by name.
 
-Rule 1: headers come first. Names, shapes and dtypes are known, and every refusal is raised, before
-any weights are read. Rule 2: pickled files are never read.
+Rule 1: headers are read first. Names, shapes and dtypes are known, and every refusal by them is
+raised, before any weights are read. Rule 2: pickled files are never read.
 
 Tensors are views of the mapped file, which is read when a view is first used.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 # Names of tensors in checkpoints, and transformers' names of the same parameters: of Mixtral,
 # GPT-NeoX, Granite 4 with experts, and Qwen3.5's text model in a checkpoint with a vision tower.
-# Source: transformers' table of conversions, with which the tests compare this one.
+# Source: transformers' table of conversions, with which the tests compare `OLDER_NAMES`.
 OLDER_NAMES = (
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w1\b"), r"\1.gate_proj"),
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w3\b"), r"\1.up_proj"),
@@ -50,8 +50,7 @@ OLDER_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint as the header of its file describes it. ``file`` is that file's
-    name."""
+    """A tensor of the checkpoint by the header of its file. ``file`` is that file's name."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,9 +64,9 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The open files of one checkpoint, as a context manager. Without the names of ``files``, they
-    and the ``index`` are those of transformers' layout. A tensor counts in the file that the index
-    names for it; copies in other files are ignored.
+    """The open files of one checkpoint, as a context manager. If no ``files`` are named, names and
+    ``index`` are those of transformers' layout. A tensor counts in the file that the index names
+    for it; copies in other files are ignored.
 
     Raises:
         Refusal: On entering: there are no files, or one is missing, cannot be read, is cut short,
@@ -87,9 +86,9 @@ class Checkpoint:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        self._joined: dict[str, tuple[str, Piece]] = {}  # where an expert's weight or bias lies
+        self._joined: dict[str, tuple[str, Piece]] = {}  # the places of experts' weights and biases
         self._joining = Joining()
-        self._older: dict[str, str] = {}  # what a renamed tensor is called in its file
+        self._older: dict[str, str] = {}  # the name in its file, by the tensor's current name
 
     def __enter__(self) -> Checkpoint:
         try:
@@ -126,8 +125,8 @@ class Checkpoint:
         return self._files[file].get_tensor(self._older.get(name, name))
 
     def without_copies(self) -> dict[str, torch.Tensor] | None:
-        """Return copies of all tensors, by their names in the files, for a library that would read
-        copies that the index ignores; None if there are no such copies."""
+        """Return copies of all tensors, by their names in the files, for a library that ignores the
+        index and so would read other copies; None if there are no other copies."""
         if not self._has_copies:
             return None
         wholes = {name: self._joined[name][0] if name in self._joined else name
@@ -138,17 +137,17 @@ class Checkpoint:
         }
 
     def form(self, name: str) -> Form | None:
-        """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
+        """Return the form of a tensor that is stored in 8 or 4 bits, or None for a float tensor."""
         return None
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return a function that reads a tensor in 8 or 4 bits, also after the checkpoint is
-        closed; None for one of floats."""
+        closed; None for a float tensor."""
         return None
 
     @property
     def quantization(self) -> str:
-        """The types of the tensors in 8 or 4 bits, for messages; "" if there is none."""
+        """The types of the tensors in 8 or 4 bits, for messages; "" without such tensors."""
         kinds = {one.dtype for one in self.tensors.values() if self.form(one.name)}
         return ", ".join(sorted(kinds))
 
@@ -156,7 +155,7 @@ class Checkpoint:
         """Check that a tensor holds no NaN and no infinity.
 
         Raises:
-            Refusal: it does; with such a number a model computes nothing but NaN.
+            Refusal: It does; a model computes nothing but NaN from such a number.
         """
         tensor = self.read(name)
         if not is_finite(tensor):
@@ -204,7 +203,7 @@ class Checkpoint:
         self._files[name] = file
 
     def _split_experts(self) -> None:
-        """Replace the tensors that join the experts of a layer by those of each expert."""
+        """Replace each tensor that joins a layer's experts by one tensor for each expert."""
         self._joining = joining_of(self.tensors)
         for whole in [one for one in self.tensors.values() if is_joined(one.name, one.shape)]:
             del self.tensors[whole.name]
@@ -215,7 +214,7 @@ class Checkpoint:
 
 
 def current_name(name: str) -> str:
-    """Return what transformers' module calls a stored tensor."""
+    """Return the name that a stored tensor has in transformers' module."""
     for older, current in OLDER_NAMES:
         name = older.sub(current, name)
     return name

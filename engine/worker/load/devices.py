@@ -13,8 +13,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of a `RunnerSpec`. ``auto`` is the first available one of cuda, mps and
-    cpu.
+    """Return the device of a `RunnerSpec`. ``auto`` is the first of cuda, mps and cpu that is
+    available.
 
     Raises:
         Refusal: This machine has no such device.
@@ -46,7 +46,7 @@ def _unavailable(name: str, why: str) -> Refusal:
 
 def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:
     """Return an estimate of ``num_bytes`` on a device. On CUDA, its limit is `LIMIT_FRACTION` of
-    the device's memory; elsewhere it has none."""
+    the device's memory; elsewhere it has no limit."""
     limit = None
     if device.type == "cuda":
         limit = int(torch.cuda.mem_get_info(device)[1] * LIMIT_FRACTION)
@@ -54,8 +54,9 @@ def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:
 
 
 def pick_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for a value of ``--dtype`` and safetensors' name of the stored one. ``auto``
-    is bfloat16 if the device supports it and the checkpoint is not stored in float32, else float32.
+    """Return the dtype for ``name``, a value of ``--dtype``. ``stored`` is safetensors' name of the
+    checkpoint's dtype. ``auto`` is bfloat16 if the device supports it and the checkpoint is not
+    stored in float32, else float32.
 
     Raises:
         Refusal: ``name`` is not a supported dtype.

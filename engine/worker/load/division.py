@@ -1,12 +1,12 @@
-"""Divides a model among the ranks of a group (D29): who holds which part of each tensor.
+"""Divides a model among the ranks of a group (D29): which rank holds which part of each tensor.
 
 Rule 1: a rank's model is an ordinary model of a divided config, with fewer heads and narrower MLPs,
-so that nothing else depends on the division, but for the sums over the ranks
-(`engine.worker.forward.collectives`). Rule 2: what does not divide is refused by name. Rule 3: of
-each stored tensor, a rank copies only its own part.
+so that only the sums over the ranks depend on the division (`engine.worker.forward.collectives`).
+Rule 2: a size that cannot be divided equally is refused, and the message names its field. Rule 3:
+of each stored tensor, a rank copies only its own part.
 
 A joined tensor has sections, one after another (queries, keys and values; gates and ups). Each
-section is divided by itself.
+section is divided separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.worker.load.loader import LoadedModel
 
 
-# The fields of a config that are divided, and what they count.
+# The fields of a config that are divided, and the thing that each counts, for messages.
 FIELDS = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key-value heads",
@@ -50,7 +50,7 @@ class Division:
         """Return a model's architecture, and the config of this rank's part of it.
 
         Raises:
-            Refusal: as `engine.worker.load.loader.read_config` and `divide`.
+            Refusal: The config cannot be read (`read_config`) or divided (`divide`).
         """
         architecture, config = read_config(directory, is_stock=is_stock)
         self.divide(config, architecture)
@@ -60,7 +60,7 @@ class Division:
         """Change a model's config to that of a rank's model.
 
         Raises:
-            Refusal: the architecture is not divided, or its heads, MLP or experts do not divide.
+            Refusal: The architecture has no division plan, or a size cannot be divided equally.
         """
         if self.size == 1:
             return
@@ -93,16 +93,16 @@ class Division:
             setattr(config, field, count // self.size)
 
     def part_of(self, whole: Checkpoint, architecture: Architecture, config: Any) -> Checkpoint:
-        """Return an open checkpoint as this rank sees it. ``config`` is the divided one.
+        """Return this rank's view of an open checkpoint. ``config`` is the rank's (`divide`).
 
         Raises:
-            Refusal: as `DividedCheckpoint`.
+            Refusal: The weights are of 8 or 4 bits, or a tensor cannot be divided equally.
         """
         return whole if self.size == 1 else DividedCheckpoint(whole, self, architecture, config)
 
     def complete(self, model: LoadedModel, directory: Path) -> None:
-        """Give a loaded model what it has beyond its class: nothing, but for models that see
-        (`engine.worker.text.vision.parts`)."""
+        """Add the parts that a loaded model has beside its text model: none here, but in the
+        subclass for models that read images (`engine.worker.text.vision.parts`)."""
 
     def objection_to_decoder(self, architecture: Architecture) -> str:
         """Return why a rank's part of an architecture cannot run compiled; empty if it can."""
@@ -113,11 +113,11 @@ class Division:
 
 
 class DividedCheckpoint(Checkpoint):
-    """An open checkpoint as one rank sees it: each tensor has the shape of the rank's part, and
-    only that part is read. ``config`` is the rank's, as `Division.divide` made it.
+    """One rank's view of an open checkpoint: each tensor has the shape of the rank's part, and only
+    that part is read. ``config`` is the rank's, as `Division.divide` made it.
 
     Raises:
-        Refusal: when it is made: weights of 8 or 4 bits are not divided.
+        Refusal: From its constructor: the weights are of 8 or 4 bits, which are not divided.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class DividedCheckpoint(Checkpoint):
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a tensor: a view of the mapped file, where it is one piece."""
+        """Return this rank's part of a tensor: a view of the mapped file, if the part is one piece
+        of it."""
         tensor = self._whole.read(name)
         style, shape = style_of(name, self._architecture), tuple(tensor.shape)
         if style is Style.ROWS and len(shape) == 1:
@@ -189,11 +190,11 @@ class DividedCheckpoint(Checkpoint):
 
 
 def pick_rank_device(name: str, division: Division) -> torch.device:
-    """Return the device of one rank for a value of ``--device``: CPUs are shared, and the ranks
-    have one CUDA device each, from the named one on.
+    """Return the device of one rank for a value of ``--device``: the ranks share the CPUs, or have
+    one CUDA device each, from the named device on.
 
     Raises:
-        Refusal: this machine has no such device, or fewer devices than ranks.
+        Refusal: This machine has no such device, or fewer devices than ranks.
     """
     device = pick_device(name)
     if division.size == 1 or device.type == "cpu":

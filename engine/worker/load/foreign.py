@@ -1,7 +1,7 @@
-"""Says what a file or a directory is if it is not a model in the form that is read here.
+"""Writes the refusals for files and directories that are not models in a form that is read.
 
-Rule: each sentence names what was found and the way out. Only the first bytes of a file are read,
-and torch is not imported.
+Rule: each message names the file that was found and a remedy. Only the first bytes of a file are
+read, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-ADAPTER_NAME = "adapter_config.json"  # of PEFT
+ADAPTER_NAME = "adapter_config.json"  # which PEFT writes into an adapter's directory
 GGUF_MAGIC = b"GGUF"
 POINTER_MAGIC = b"version https://git-lfs.github.com/spec/"
 
@@ -26,19 +26,19 @@ def is_gguf(path: Path) -> bool:
     """Return whether there is a file at ``path``, and it is a GGUF file.
 
     Raises:
-        Refusal: it cannot be read.
+        Refusal: The file cannot be read.
     """
     return has_file(path) and begins_with(path, GGUF_MAGIC)
 
 
 def refusal_of_file(path: Path) -> Refusal:
-    """Return why a model cannot be served whose name is that of a file that is no GGUF file."""
+    """Return the refusal of a model whose name is the path of a file that is no GGUF file."""
     return Refusal("it is a file, and a model is a directory or a GGUF file", detail=str(path))
 
 
 def refusal_of_directory(directory: Path, otherwise: str) -> Refusal:
-    """Return why a directory that lacks a file cannot be served: what the directory is instead or,
-    if that is not known, ``otherwise``."""
+    """Return the refusal of a directory that lacks a needed file. Its message says what the
+    directory is instead, or, if that is not recognised, ``otherwise``."""
     if not any(directory.iterdir()):
         return Refusal("its directory is empty")
     if (directory / ADAPTER_NAME).is_file():
@@ -57,11 +57,11 @@ def refusal_of_directory(directory: Path, otherwise: str) -> Refusal:
 
 
 def check_files(directory: Path, patterns: Sequence[str]) -> None:
-    """Check every file of a directory that ``patterns`` name, before libraries read some of them,
-    which ignore a file that is optional and cannot be read.
+    """Check every file of a directory that ``patterns`` name. Libraries read some of them later,
+    and ignore an optional file that cannot be read.
 
     Raises:
-        Refusal: one cannot be read, or is a pointer of git-LFS.
+        Refusal: A file cannot be read, or is a pointer of git-LFS.
     """
     names = _names(directory, patterns)
     found = [name for name in names if begins_with(directory / name, POINTER_MAGIC, name)]
@@ -75,8 +75,8 @@ def check_files(directory: Path, patterns: Sequence[str]) -> None:
 
 
 def _names(directory: Path, patterns: Sequence[str], within: str = "") -> Iterator[str]:
-    """Yield the names in a directory that patterns such as ``*/*.json`` match, whatever they stand
-    for (`Path.glob` leaves out links to nothing). ``within`` stands before each name."""
+    """Yield the names in a directory that patterns such as ``*/*.json`` match, broken links
+    included (`Path.glob` leaves them out). ``within`` is put before each name."""
     with reading(within.rstrip("/") or "directory"):
         entries = sorted(directory.iterdir())
     split = [pattern.partition("/") for pattern in patterns]
@@ -90,8 +90,8 @@ def _names(directory: Path, patterns: Sequence[str], within: str = "") -> Iterat
 
 
 def _base_of(directory: Path) -> str:
-    """Return the name of an adapter's base model behind a comma; "" if the adapter does not say.
-    Of a path only the last part is returned."""
+    """Return the name of an adapter's base model between commas; "" if the adapter does not name
+    it. Of a path only the last part is returned."""
     try:
         name = json.loads((directory / ADAPTER_NAME).read_text("utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
 """Reads end tokens and sampling defaults from a model's generation_config.json.
 
-Rule 1: a field that is missing becomes None and is decided elsewhere. A value outside its range
-(`RANGES`) makes the model be refused, since every request would inherit that value. Rule 2: a field
-that would change answers in transformers and is not followed here is named in the log.
+Rule 1: a missing field becomes None, so that requests and the engine's defaults decide. A model
+with a value outside its range (`RANGES`) is refused, since every request would inherit that value.
+Rule 2: a field that changes answers in transformers but not here is named in the log.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_new_tokens": (0, 2**31 - 1),
     "max_new_tokens": (1, 2**31 - 1),
 }
-# Fields that change no answer: what the file says of itself, and how transformers keeps and returns
-# things. The tokenizer's files decide the first token and the padding.
+# Fields that change no answer: the file's version, and settings of transformers' caches and return
+# values. The tokenizer's files decide the first token and the padding.
 WITHOUT_EFFECT = frozenset(
     {
         *("transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -48,8 +48,8 @@ WITHOUT_EFFECT = frozenset(
         *("assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
     }
 )
-# Values of fields that are not followed with which they change nothing either; so do false, 0,
-# null and empty lists.
+# Values with which fields that are not followed change nothing. With false, 0, null or an empty
+# list, no field changes anything.
 NEUTRAL = {
     "num_beams": 1,
     "num_beam_groups": 1,

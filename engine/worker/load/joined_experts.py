@@ -1,10 +1,9 @@
-"""Says how the experts of a mixture are joined, in checkpoints and in transformers' modules.
+"""The forms of tensors that join a mixture's experts, in checkpoints and in transformers' modules.
 
-All other code knows the experts one by one: the weights gate_proj, up_proj and down_proj of each,
-[outputs, inputs], and their biases, if there are some. This file knows how those lie in joined
-tensors.
+All other code handles each expert's weights separately: gate_proj, up_proj and down_proj, [outputs,
+inputs], with biases if there are any. This file has their places in joined tensors.
 
-Rule: the names of the tensors alone decide the form. GPT-OSS is known by the biases of its experts,
+Rule: the names of the tensors alone decide the form. GPT-OSS is recognised by its experts' biases,
 which no other mixture has.
 """
 
@@ -27,8 +26,7 @@ SIGN_OF_GPT_OSS = ".experts.gate_up_proj_bias"
 
 
 class Piece(NamedTuple):
-    """The weight or the bias of one expert: its name, and the place of its outputs in the joined
-    tensor."""
+    """The weight or bias of one expert: its name, and its outputs' place in the joined tensor."""
 
     name: str
     expert: int

@@ -5,11 +5,11 @@ Rule 1: a parameter that the checkpoint lacks, or a tensor that the model does n
 global state changes (default dtype, init functions, progress bars), because other models run and
 load in other threads. This is why `from_pretrained` is not used.
 
-The model is transformers' own, or, where it will run compiled, its skeleton
-(`engine.worker.skeleton`), which has the same parameters. Importing transformers takes several
-times as long as torch, so it is imported only for the former. Both are built on torch's meta
-device, which allocates no memory. Then the weights are assigned one by one. Buffers such as rotary
-frequencies are computed by the model's own `_init_weights`, as in `from_pretrained`.
+The model is transformers' module, or, if it will run compiled, a skeleton with the same parameters
+(`engine.worker.skeleton`). Importing transformers takes several times as long as torch, so it is
+imported only for its modules. Modules and skeletons are built on torch's meta device, which
+allocates no memory. Then the weights are assigned one by one. Buffers such as rotary frequencies
+are computed by the model's own `_init_weights`, as in `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from engine.worker.load.joined_experts import Joining
     from engine.worker.quantized.weight import QuantizedWeight
 
-GROUPED_BYTES = 16  # of a row, for torch.nn.functional.grouped_mm
+GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm takes rows of a multiple of so many bytes
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
-# and layers that only draft. Source: transformers' `_keys_to_ignore_on_load_unexpected`.
+# and layers that only draft. Source: `_keys_to_ignore_on_load_unexpected` in transformers.
 UNREAD = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
@@ -61,13 +61,13 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_bytes: int
-    quantization: str = ""  # the form of the linear layers' weights; "": that of the dtype
+    quantization: str = ""  # the form of the linear layers' weights; "": floats of the dtype
 
 
 def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
     """Return the architecture and the config of a model's directory: a `SkeletonConfig` if
     possible, else transformers' config object, whose ``objection_to_skeleton`` says why. With
-    ``is_stock`` it is the latter in any case.
+    ``is_stock`` it is always transformers'.
 
     Raises:
         Refusal: The file is missing or broken, or the architecture is not served.
@@ -75,8 +75,8 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     raw = read_json(directory, "config.json")
     architecture = find(raw)
     for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
-        raw.pop(unsafe, None)  # they name code or files to load
-    raw.pop("quantization_config", None)  # for `engine.worker.quantized.packed_checkpoint`
+        raw.pop(unsafe, None)  # these fields name code or files to load
+    raw.pop("quantization_config", None)  # read by `engine.worker.quantized.packed_checkpoint`
     why = ""
     if not is_stock:
         try:
@@ -93,7 +93,7 @@ def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        return config_class.from_dict(config_class._decode_special_floats(raw))  # infinities
+        return config_class.from_dict(config_class._decode_special_floats(raw))  # infinity, NaN
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",
@@ -109,7 +109,7 @@ def weight_bytes(
     *,
     is_compiled: bool = True,
 ) -> int:
-    """Return an estimate of the memory for a checkpoint's weights. Those in 8 or 4 bits are
+    """Return an estimate of the memory for a checkpoint's weights. Weights of 8 or 4 bits are
     expanded in a model that does not run compiled, and in the joined experts of a stock module."""
     is_skeleton, total = isinstance(config, SkeletonConfig), 0
     for tensor in checkpoint.tensors.values():
@@ -132,9 +132,9 @@ def load_model(
     progress: Callable[[LoadProgress], None],
     quantization: str = "none",
 ) -> LoadedModel:
-    """Build the model and give it the open checkpoint's weights. With a `SkeletonConfig`, it is an
-    `Skeleton`, which can only be compiled. With ``quantization``, the weights of linear layers and
-    embeddings are left in their files, to be rounded when they are packed.
+    """Build the model and give it the open checkpoint's weights. With a `SkeletonConfig`, the
+    module is a `Skeleton`, which must be compiled to run. With ``quantization``, the weights of
+    linear layers and embeddings are left in their files, to be rounded when they are packed.
 
     Raises:
         Refusal: The checkpoint does not fit the model (Rule 1), or is quantised.
@@ -191,8 +191,8 @@ def _build_empty(architecture: Architecture, config: Any) -> Any:
 
 
 def _has_narrow_experts(module: Any, dtype: torch.dtype) -> bool:
-    """Return whether a stock module joins experts whose rows torch's product of groups does not
-    take: their bytes must be a multiple of 16."""
+    """Return whether a stock module joins experts that torch's grouped product does not take,
+    because the bytes of their rows are not a multiple of 16."""
     return any(
         is_joined(name, one.shape)
         and any(size * dtype.itemsize % GROUPED_BYTES for size in one.shape[1:])
@@ -216,8 +216,8 @@ def _assign_weights(
     progress: Callable[[LoadProgress], None],
     quantization: str,
 ) -> dict[str, Callable[[], QuantizedWeight]]:
-    """Assign the checkpoint's tensors to the parameters, after every check of Rule 1. Return what
-    reads those that stay in their files, by the parameters' names.
+    """Assign the checkpoint's tensors to the parameters, after every check of Rule 1. Return the
+    functions that read the weights that stay in their files, by the parameters' names.
 
     Raises:
         Refusal: A check of Rule 1 failed, or a tensor holds a number that is not finite.
@@ -261,8 +261,8 @@ def _stored(
     checkpoint: Checkpoint,
     quantization: str,
 ) -> Callable[[], QuantizedWeight] | None:
-    """Return what reads a parameter in 8 or 4 bits, or None for one that stays a float tensor. The
-    embedding and the head have at least 8 bits."""
+    """Return a function that reads a parameter in 8 or 4 bits, or None if it stays a float tensor.
+    The embedding and the head have at least 8 bits."""
     layer = _owner(module, name)
     is_end = isinstance(layer, torch.nn.Embedding) or layer is module.get_output_embeddings()
     is_matrix = name.endswith(".weight") and (is_end or isinstance(layer, torch.nn.Linear))
@@ -284,7 +284,7 @@ def _place(
 ) -> torch.Tensor:
     """Return a stored tensor in the model's dtype, in memory of its own on the device.
 
-    Using the mapped file itself would save 0.3 s per gigabyte and was rejected. A file changed in
+    Using the mapped file directly would save 0.3 s per gigabyte and was rejected. A file changed in
     place would change or crash a running server. And the file's tensors begin 8 bytes after a cache
     line, which slows products of 8 rows down by up to a quarter (4096 × 2048, both dtypes,
     measured).
@@ -300,7 +300,7 @@ def _find_sources(
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Find the stored tensors that make each parameter when joined along their first dimension.
 
-    A tied parameter may have none if its partner has some.
+    A tied parameter needs no tensor of its own if its partner has one.
 
     Raises:
         Refusal: A parameter has no tensor, or a tensor belongs to no parameter.
@@ -331,9 +331,9 @@ def _find_sources(
 def _stored_parts(
     name: str, shape: tuple[int, ...], checkpoint: Checkpoint, prefix: str, joining: Joining
 ) -> tuple[StoredTensor, ...]:
-    """Return the stored tensors of one parameter: one of its name, one of its name without the
-    base model's prefix (as in the first GPT-2 and OPT checkpoints), or the experts that a stock
-    mixture joins."""
+    """Return the stored tensors of one parameter: the tensor of its name, the tensor of its name
+    without the base model's prefix (as in the first GPT-2 and OPT checkpoints), or the tensors of
+    the experts that a stock mixture joins."""
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if candidate in checkpoint.tensors:
             return (checkpoint.tensors[candidate],)
@@ -357,8 +357,8 @@ def _tie(
     sources: dict[str, tuple[StoredTensor, ...]],
     deferred: dict[str, Callable[[], QuantizedWeight]],
 ) -> None:
-    """Share the parameters that the config ties. Where both are stored and differ, both stay, as
-    in transformers."""
+    """Share the parameters that the config ties. If both of a pair are stored and differ, both
+    stay, as in transformers."""
     for target, source in tied.items():
         have, other = (source, target) if source in sources else (target, source)
         if have in deferred:
@@ -378,7 +378,7 @@ def _owner(module: Any, name: str) -> Any:
 
 
 def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _init_weights reads
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # read by _init_weights
     setattr(_owner(module, name), name.rpartition(".")[2], parameter)
 
 
@@ -395,7 +395,8 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's last non-empty line, shortened. It says which field is wrong."""
+    """Return the last line of an error's text, shortened; a config's errors name the field
+    there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else type(error).__name__
     return text if len(text) <= 200 else f"{text[:199]}…"

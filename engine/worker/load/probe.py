@@ -1,10 +1,10 @@
-"""Checks what a loaded model's layers pass to their attention.
+"""Checks the arguments that a loaded model's layers pass to their attention.
 
 Rule: the config is not trusted. One small forward records every attention call. The model is
 refused by name if a layer was not called exactly once, has another shape than the cache, or passes
-a keyword outside the closed list of `engine.worker.forward.attention`. So it fails when it is
-loaded, and not in a user's answer. A skeleton cannot run; its calls are known
-(`engine.worker.skeleton.modules`).
+a keyword outside the closed list of `engine.worker.forward.attention`. So an unsupported model
+fails when it is loaded, and not in a user's answer. A skeleton cannot run; it computes its calls
+from its config (`engine.worker.skeleton.modules`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reads a model's files, and says why one cannot be read.
+"""Reads a model's files, and refuses a file that cannot be read with the reason.
 
-Rule 1: a name in a model's directory stands for a file that is meant to be read. If it is a link to
-nothing or a folder, or needs a permission, that is a `Refusal` with the system's reason; it does
-not count as a file that is missing. Rule 2: only regular files are opened, because reading a pipe
-or a device may never end.
+Rule 1: every entry of a model's directory is meant to be read. A broken link, a folder in a file's
+place, or a file without read permission is a `Refusal` with the system's reason; it does not count
+as a missing file. Rule 2: only regular files are opened, because reading a pipe or a device may
+never end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn an error of the system into a refusal that calls the file or the folder ``name``.
+    """Turn an OSError of the block into a refusal whose message names the file or folder ``name``.
 
     Raises:
-        Refusal: the block raised an OSError.
+        Refusal: The block raised an OSError.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def has_file(path: Path) -> bool:
     """Return whether a directory has an entry of this name, whatever the entry is (rule 1).
 
     Raises:
-        Refusal: the system does not say.
+        Refusal: The system cannot look the entry up.
     """
     try:
         with reading(path.name):
@@ -56,31 +56,31 @@ def opened(path: Path, name: str = "") -> Iterator[BinaryIO]:
     """Open a file, which messages call ``name``, by default the last part of its path.
 
     Raises:
-        Refusal: it cannot be read, or it is no regular file (rule 2).
+        Refusal: The file cannot be read, or it is no regular file (rule 2).
     """
     with reading(name or path.name):
         mode = path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder, `open` says it itself
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # `open` raises for a folder
             raise OSError(errno.EINVAL, "it is not a regular file")
         with path.open("rb") as file:
             yield file
 
 
 def begins_with(path: Path, magic: bytes, name: str = "") -> bool:
-    """Return whether these are a file's first bytes.
+    """Return whether a file begins with the bytes ``magic``.
 
     Raises:
-        Refusal: as `opened`.
+        Refusal: The file cannot be opened (`opened`).
     """
     with opened(path, name) as file:
         return file.read(len(magic)) == magic
 
 
 def check_readable(path: Path) -> None:
-    """Check a file before a library reads it, whose errors may have no reason.
+    """Check a file before a library reads it, because the library's errors may lack the reason.
 
     Raises:
-        Refusal: as `opened`.
+        Refusal: The file cannot be opened (`opened`).
     """
     begins_with(path, b"?")
 
@@ -89,7 +89,7 @@ def read_text(path: Path) -> str:
     """Return a file's text.
 
     Raises:
-        Refusal: as `opened`, or it is not UTF-8.
+        Refusal: The file cannot be opened (`opened`), or its text is not UTF-8.
     """
     with opened(path) as file:
         data = file.read()

@@ -1,4 +1,4 @@
-"""What the recurrent layers of served architectures keep of each sequence (D32).
+"""The shapes of the states that recurrent layers keep of each sequence (D32).
 
 Rule: an architecture is in `RECURRENT` only if the parity suite tests it with prefix hits, forks
 and preemptions. This file imports neither torch nor transformers.
@@ -19,7 +19,7 @@ FLOAT32_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """The state of one layer for one sequence: the last inputs of its convolution, [channels,
-    width] in the model's dtype, and what its recurrence keeps, in float32; () if it has none."""
+    width] in the model's dtype, and its recurrence's float32 state, () without one."""
 
     conv: tuple[int, ...]
     recurrent: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class StateShape:
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """The recurrent layers of one architecture: the class of their modules in transformers, the
-    keyword by which these get a cache, the layer type of the config, and their states' shape."""
+    modules' keyword for a cache, the layers' type in the config, and their states' shape."""
 
     module: str
     keyword: str

@@ -10,8 +10,8 @@ from engine.errors import SpawnFailed
 
 
 class Refusal(Exception):
-    """The model cannot be served; ``str(self)`` is a sentence about "it", the model, before which
-    `engine.pool.load_errors` puts the model's name. ``detail`` is for the operator's log only."""
+    """The model cannot be served; in the sentence ``str(self)``, "it" is the model, whose name
+    `engine.pool.load_errors` puts before. ``detail`` is for the operator's log only."""
 
     def __init__(self, sentence: str, *, detail: str = "") -> None:
         super().__init__(sentence)

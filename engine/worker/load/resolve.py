@@ -44,7 +44,7 @@ DEMOS = {
 }
 DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 
-PIPELINE_INDEX = "model_index.json"  # of an image model, whose components have folders
+PIPELINE_INDEX = "model_index.json"  # lists an image model's components, a folder for each
 PIPELINE_FOLDERS = ("unet", "vae", "text_encoder")
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -66,7 +66,7 @@ WANTED_FILES = (
     "text_encoder*/model.safetensors", "text_encoder*/model-*.safetensors",
 )  # fmt: skip
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# errors of a file system that a download cannot write to
+# Error numbers of a file system that a download cannot write to.
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # A first check of Hub ids; the Hub's own rules are stricter (`_is_hub_id`).
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -74,8 +74,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's directory, and the name that a client may see. ``gguf`` is the model's file where
-    it is a GGUF file; the directory then is that of the file."""
+    """A model's directory, and the name that a client may see. ``gguf`` is the file of a GGUF
+    model, and ``directory`` then the directory of that file; None for other models."""
 
     directory: Path
     name: str
@@ -122,10 +122,10 @@ def _find(model: str, revision: str) -> Source:
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """Return the GGUF file of a directory that has one and no config.json.
+    """Return the GGUF file of a directory that has exactly one and no config.json, else None.
 
     Raises:
-        Refusal: the directory, or such a file, cannot be read.
+        Refusal: The directory or a GGUF file in it cannot be read.
     """
     with reading("directory"):
         paths = [path for path in directory.iterdir() if path.suffix == ".gguf"]
@@ -147,8 +147,8 @@ def resolve_local(model: str, revision: str = "") -> Source | None:
 
 
 def absence(model: str) -> str:
-    """Return why there is no such model, if its name is only that of a path; empty if there may be
-    one. This needs no network and no large import."""
+    """Return why there is no such model, if its name can only be a path; empty if there may be such
+    a model. This needs no network and no large import."""
     if model in DEMOS or HUB_ID.fullmatch(model):
         return ""
     path = Path(os.path.expanduser(model))
@@ -156,7 +156,7 @@ def absence(model: str) -> str:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return f"there is no such directory or file [{path.absolute()}]"
-    except (OSError, ValueError):  # the load says why it cannot be read
+    except (OSError, ValueError):  # loading the model raises the reason
         return ""
     return ""
 
@@ -204,7 +204,7 @@ def _hub_directory(model: str, revision: str) -> Path:
     """Return the snapshot of a Hugging Face id: the cached one if it is complete, else a new
     download."""
     download, cache, http_error = _hub()
-    if cache.startswith("~"):  # this user has none, and Path.expanduser raises
+    if cache.startswith("~"):  # this user has no home, and Path.expanduser would raise
         raise Refusal(
             "there is no directory of this name, and without a home directory there is no Hugging "
             f"Face cache; name a folder in HF_HOME{_hint(model)}"
@@ -243,7 +243,7 @@ def _hub_directory(model: str, revision: str) -> Path:
             f"Hub cannot be reached{_hint(model)}",
             detail=f"{type(error).__name__}: {error}",
         ) from error
-    if not _is_whole(directory):  # without a network, the Hub's client returns what is cached
+    if not _is_whole(directory):  # without a network, the client returns the cached files
         raise refusal_of_directory(
             directory,
             "its repository has no safetensors weights, or its download is unfinished and the "
@@ -254,7 +254,7 @@ def _hub_directory(model: str, revision: str) -> Path:
 
 @holds_import_lock
 def _hub() -> tuple[Callable[..., str], str, type[HfHubHTTPError]]:
-    """Return what downloads a snapshot, the directory of the cache, and the error of an answer."""
+    """Return the Hub's download function, its cache directory, and its class of HTTP errors."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -262,14 +262,14 @@ def _hub() -> tuple[Callable[..., str], str, type[HfHubHTTPError]]:
 
 
 def _hint(model: str) -> str:
-    """Return a list of the demos for a name without an owner, which may be a demo's misspelled."""
+    """Return a list of the demos for a name without an owner, which may be a misspelled demo's."""
     return "" if "/" in model else f"; the demos are {', '.join(DEMOS)}"
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return whether the directory has a config and all files of its weights. Those of some models
-    of sentence-transformers, such as CLIP's, are in the folder of their first module, and those of
-    an image model in the folders of its components."""
+    """Return whether the directory has a config and all files of its weights. For some models of
+    sentence-transformers, such as CLIP's, they are in the folder of the first module, and for an
+    image model in the folders of its components."""
     if (directory / PIPELINE_INDEX).is_file():
         return all(any((directory / name).glob("*.safetensors")) for name in PIPELINE_FOLDERS)
     folders = (directory, *sorted(directory.glob("0_*")))
@@ -283,10 +283,10 @@ def _is_whole(directory: Path) -> bool:
 
 
 def weight_files(directory: Path) -> tuple[str, ...]:
-    """Return the names of the checkpoint's safetensors files, by its index if it has one.
+    """Return the names of the checkpoint's safetensors files, from its index if there is an index.
 
     Raises:
-        Refusal: There are none, or only pickled ones; or the directory is not that of a model.
+        Refusal: There are no weights, or only pickled ones; or the directory holds no model.
     """
     if index := weight_index(directory):
         return tuple(sorted(set(index.values())))
@@ -303,10 +303,10 @@ def weight_files(directory: Path) -> tuple[str, ...]:
 
 
 def weight_index(directory: Path, name: str = INDEX_NAME) -> dict[str, str]:
-    """Return the file of each tensor, as the checkpoint's index says; nothing if it has none.
+    """Return the file of each tensor by the checkpoint's index; {} if there is no index.
 
     Raises:
-        Refusal: The index is broken, or names what is no safetensors file of this directory.
+        Refusal: The index is broken, or names a file that is no safetensors file of the directory.
     """
     if not has_file(directory / name):
         return {}
@@ -338,7 +338,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def parse_file(directory: Path, name: str) -> Any:
-    """Return what a JSON file of the model's directory has.
+    """Return the parsed content of a JSON file of the model's directory.
 
     Raises:
         Refusal: The file is missing, unreadable or not JSON.
@@ -347,6 +347,6 @@ def parse_file(directory: Path, name: str) -> Any:
         raise refusal_of_directory(directory, f"it has no {name}")
     try:
         return json.loads(read_text(directory / name))
-    except (ValueError, RecursionError) as error:  # numbers or lists without end, too
+    except (ValueError, RecursionError) as error:  # also too long numbers and too deep lists
         where = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise Refusal(f"its {name} is not valid JSON{where}", detail=str(error)) from error

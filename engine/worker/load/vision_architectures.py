@@ -1,8 +1,8 @@
-"""Decides from a config alone whether a model that sees is served, and how its classes are called.
+"""Decides from a config alone whether a model that reads images is served, and names its classes.
 
 Rule 1: an architecture is in `VISION` only if `tests/conformance/test_vision.py` compares it with
-transformers. Rule 2: other models with a vision part are refused by name. This file imports neither
-torch nor transformers.
+transformers. Rule 2: a message that refuses another model with a vision part names its class. This
+file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VisionArchitecture:
-    """The served classes of one of transformers' families whose models read images: how their names
-    begin, their module, a name for people, and the module of `engine.worker.text.vision` that knows
-    them.
+    """The served classes of one family of transformers' models that read images: the stem of their
+    names, their module, a name for people, and the family's module in `engine.worker.text.vision`.
 
-    A text model that has no class of its own is that of ``text``, a name in
-    `engine.worker.load.architectures.SERVED`, with the rotary embedding ``rotary``, a class of the
-    module, which reads three positions."""
+    If transformers has no class for the text model, it is a ``text``, a name in
+    `engine.worker.load.architectures.SERVED`, with a rotary embedding of the class ``rotary``,
+    which reads three positions for each token."""
 
     stem: str
     module: str
@@ -40,7 +39,7 @@ class VisionArchitecture:
 
     @property
     def config(self) -> str:
-        """The name of its config's class."""
+        """The name of the class of the model's config."""
         return f"{self.stem}Config"
 
     @property
@@ -73,7 +72,7 @@ VISION: dict[str, VisionArchitecture] = {
 }
 
 
-# What keeps some of the others from being served here at all.
+# Reasons why some other models with a vision part cannot be served.
 WHY_NOT = {
     "PaliGemmaForConditionalGeneration": "the tokens of its whole prompt see each other",
     "MllamaForConditionalGeneration": "it sees its images by cross-attention",
@@ -83,7 +82,8 @@ WHY_NOT = {
 
 def has_vision(config: Mapping[str, Any]) -> bool:
     """Return whether a parsed config.json describes a model that generates text and has a vision
-    part, served or not. The first Qwen-VL models have the fields of the text model beside it."""
+    part, served or not. The first Qwen-VL models have the text model's fields beside
+    vision_config."""
     names = config.get("architectures")
     generates = isinstance(names, list) and any("ConditionalGeneration" in str(n) for n in names)
     has_part = isinstance(config.get("vision_config"), dict)
@@ -91,7 +91,7 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def find_vision(config: Mapping[str, Any]) -> VisionArchitecture:
-    """Return the architecture of the parsed config.json of a model that sees.
+    """Return the architecture of the parsed config.json of a model that reads images.
 
     Raises:
         Refusal: The architecture is not served, or its weights are quantised.

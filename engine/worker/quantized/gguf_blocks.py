@@ -2,8 +2,7 @@
 
 A row of a tensor is a sequence of blocks. Each function takes blocks [outputs, blocks, bytes] uint8
 and returns numbers [outputs, inputs], scales and offsets [outputs, groups]. Numbers, scales and
-offsets are those that ggml computes with in float32, bit for bit.
-Source: ggml-quants.c, and gguf's quants.py.
+offsets equal ggml's in float32, bit for bit. Source: ggml-quants.c, and gguf's quants.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ UNSIGNED = tuple(range(16))
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of GGUF's quantised types. ``decode`` takes its blocks apart."""
+    """One of GGUF's quantised types. ``decode`` returns its blocks' numbers, scales and offsets."""
 
     inputs: int  # of a block
     num_bytes: int  # of a block
@@ -37,15 +36,15 @@ class BlockType:
 def decode(
     raw: torch.Tensor, kind: BlockType, order: torch.Tensor | None = None
 ) -> QuantizedWeight:
-    """Return the weight of a tensor's bytes, uint8 [outputs, bytes]. ``order`` are the rows to
-    take, in the order of the outputs; None: all."""
+    """Return the weight of a tensor's bytes, uint8 [outputs, bytes]. ``order`` are the indices of
+    the rows in the order of the outputs; None: as they are."""
     rows = raw if order is None else raw[order]
     numbers, scales, offsets = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
     return QuantizedWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Return a number of half precision of each block, [outputs, blocks] float32."""
+    """Return each block's float16 number at byte ``start``, [outputs, blocks] float32."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
@@ -82,8 +81,8 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and offsets of the eight groups of blocks of Q4_K or Q5_K. Their factors of six
-    bits are packed into twelve bytes."""
+    """Return the scales and offsets of the eight groups of each block of Q4_K or Q5_K. A block
+    packs its groups' factors, of six bits, into twelve bytes."""
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
     minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
@@ -117,7 +116,7 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     return numbers, (_half(blocks, 208)[..., None] * scales).flatten(1), None
 
 
-# By GGUF's number of the type. The types of 5 and 6 bits are kept in 8.
+# The block types by GGUF's numbers. The types of 5 and 6 bits are kept in 8 bits.
 BLOCK_TYPES = {
     2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
     3: ("Q4_1", BlockType(32, 20, Form(4, 32, has_offsets=True), _q4_1, UNSIGNED)),

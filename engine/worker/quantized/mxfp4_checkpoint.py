@@ -1,12 +1,12 @@
 """Reads safetensors checkpoints whose experts are in MXFP4, as OpenAI published GPT-OSS.
 
 The weights of a layer's experts are two tensors: blocks [experts, outputs, groups, 16] of bytes,
-each of which has two codes, the first in its low four bits, and scales [experts, outputs, groups],
-which are powers of two. A code is a number of one sign, two exponent and one mantissa bit; 32 of
-them share a scale. Gates and ups alternate as in the float weights, but outputs come before inputs.
+each with two codes, the first in its low four bits, and scales [experts, outputs, groups], which
+are powers of two. A code is a number of one sign, two exponent and one mantissa bit; 32 codes share
+a scale. Gates and ups alternate as in the float weights, but outputs come before inputs.
 
-The numbers of the codes are doubled, so that all are whole, and the scales are halved.
-Source: OCP Microscaling Formats (MX) Specification 1.0, 5.3.3 and 6.3; transformers'
+The numbers of the codes are doubled, so that all are integers, and the scales are halved. Source:
+OCP Microscaling Formats (MX) Specification 1.0, 5.3.3 and 6.3; transformers'
 `integrations/mxfp4.py`.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from engine.worker.load.joined_experts import Piece
 
-METHOD = "mxfp4"  # as config.json calls it
+METHOD = "mxfp4"  # its name in config.json
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice each code's number
-BIAS = 127  # of a scale's exponent
+BIAS = 127  # a scale of byte b is 2 ** (b - BIAS)
 SCALE_NAN = 255  # the byte of a scale that is NaN
 
 
@@ -50,7 +50,7 @@ class Mxfp4Checkpoint(Checkpoint):
         return Form(4, GROUP) if name in self._packed else None
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return what reads an expert's weight in its form."""
+        """Return a function that reads an expert's weight in its form; None for a plain tensor."""
         if name not in self._packed:
             return None
         base, piece = self._packed[name]
@@ -69,7 +69,7 @@ class Mxfp4Checkpoint(Checkpoint):
         """Replace blocks and scales by the weights of each expert, and do the same for the biases.
 
         Raises:
-            Refusal: a layer lacks its scales, or its tensors do not fit each other.
+            Refusal: A layer lacks its scales, or its tensors do not fit each other.
         """
         self._packed: dict[str, tuple[str, Piece]] = {}
         self._packed_in: dict[str, tuple[str, str]] = {}  # the files of blocks and scales
@@ -101,7 +101,7 @@ def _unpack(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> QuantizedW
     """Return a weight of blocks [outputs, groups, 16] and scales [outputs, groups].
 
     Raises:
-        Refusal: one of the scales is NaN.
+        Refusal: A scale is NaN.
     """
     if bool((scales == SCALE_NAN).any()):
         raise Refusal(f"the scales of its {name} hold NaN; the file is damaged")

@@ -1,12 +1,12 @@
 """Reads safetensors checkpoints whose linear layers are packed: GPTQ, AWQ and compressed-tensors.
 
-Rule 1: config.json's `quantization_config` names the layout; what it names and is not read here is
-a `Refusal`. Rule 2: every packed tensor becomes one weight of the name that a float checkpoint
-gives it, and a tensor that belongs to none of them stays in the list, so that the loader names it.
+Rule 1: config.json's `quantization_config` names the layout; a layout that is not supported is a
+`Refusal`. Rule 2: the tensors of a packed layer become one weight with its name in a float
+checkpoint. A tensor that belongs to no layer stays in the list for the loader's refusal.
 
-Codes of 4 bits are read as code - 8 and those of 8 bits as code - 128, as symmetric layouts mean
-them. Another zero becomes an offset of its group: scale * (8 - zero).
-Source: AutoGPTQ's `qlinear_cuda_old`, AutoAWQ's `packing_utils`, compressed-tensors'
+A code of 4 bits is the number code - 8, and a code of 8 bits code - 128, as in symmetric layouts.
+If a group has another zero, it gets an offset: scale * (8 - zero), or scale * (128 - zero). Source:
+AutoGPTQ's `qlinear_cuda_old`, AutoAWQ's `packing_utils`, compressed-tensors'
 `compressors/quantized_compressors`.
 """
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORD = 32  # bits
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each nibble of a word belongs to
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # for each nibble of a word: its output, of eight
 FINEST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the packed layers of a checkpoint are stored. ``parts`` are the ends of the names of a
-    layer's tensors, the packed one first; those after ``num_needed`` may be missing."""
+    """How the packed layers of a checkpoint are stored. ``parts`` are the suffixes of a layer's
+    tensors, the packed tensor's first; only the first ``num_needed`` must be there."""
 
     name: str
     bits: int
-    group: int  # 0: all inputs of an output share a scale
+    group: int  # inputs that share a scale; 0: all inputs of an output
     is_symmetric: bool
     parts: tuple[str, ...]
     num_needed: int
@@ -49,7 +49,7 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
     """Return the layout that a config.json names, or None if its weights are plain.
 
     Raises:
-        Refusal: the layout is not read.
+        Refusal: The layout is not supported.
     """
     settings = config.get("quantization_config")
     if settings is None:
@@ -112,7 +112,7 @@ def _compressed(settings: Mapping[str, Any]) -> Layout:
 
 
 def _size(name: str, bits: Any, group: Any) -> tuple[int, int]:
-    """Return the bits and the size of a group, 0 for all inputs."""
+    """Return the bits and the inputs of a group, 0 if all inputs are one group."""
     if bits not in (4, 8):
         raise Refusal(f"its {name} weights have {bits} bits; 4 and 8 are read")
     if group in (None, -1):
@@ -129,7 +129,7 @@ class PackedCheckpoint(Checkpoint):
     def __init__(self, directory: Path, layout: Layout) -> None:
         super().__init__(directory)
         self._layout = layout
-        self._packed: dict[str, dict[str, str]] = {}  # stored names, by weight and part
+        self._packed: dict[str, dict[str, str]] = {}  # names of stored tensors, by weight and part
 
     def __enter__(self) -> PackedCheckpoint:
         super().__enter__()
@@ -148,7 +148,7 @@ class PackedCheckpoint(Checkpoint):
         return Form(layout.bits, self._group_of(inputs), has_offsets=not layout.is_symmetric)
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return what reads a packed weight in its form."""
+        """Return a function that reads a packed weight in its form; None for a plain tensor."""
         if name not in self._packed:
             return None
         parts = {
@@ -169,7 +169,7 @@ class PackedCheckpoint(Checkpoint):
         """Replace the tensors of each packed layer by one weight.
 
         Raises:
-            Refusal: a layer lacks one of its tensors.
+            Refusal: A layer lacks one of its tensors.
         """
         layout, first = self._layout, f".{self._layout.parts[0]}"
         self._stored_in = {name: one.file for name, one in self.tensors.items()}
@@ -213,7 +213,7 @@ def _unpack(
     """Return a packed weight. Codes are [outputs, inputs], zeros and scales [outputs, groups].
 
     Raises:
-        Refusal: its inputs are in another order, or its scales have another shape.
+        Refusal: Its inputs are permuted, or its scales have another shape.
     """
     order = parts.get("g_idx", parts.get("weight_g_idx"))
     if order is not None and not torch.equal(
@@ -252,7 +252,7 @@ def _unpack(
 
 
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of words [rows, words] of 32 bits, the lowest first, as uint8."""
+    """Return the codes in words [rows, words] of 32 bits, the lowest bits' first, as uint8."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     codes = words[..., None] >> shifts & (1 << bits) - 1
     return codes.to(torch.uint8).flatten(1)

@@ -1,9 +1,9 @@
-"""Weights of 8 or 4 bits: the one form that every format becomes, and how float weights become it.
+"""Weights of 8 or 4 bits: the one form that every stored format is decoded to, and rounding to it.
 
 A weight is scale * number, or scale * number + offset. The inputs of an output are divided into
-groups, and a group shares scale and offset.
+groups; the weights of a group share scale and offset.
 
-Rule 1: a layer whose weight is small keeps it in its file until the layer is packed or expanded
+Rule 1: a weight that will be quantized stays in its file until its layer is packed or expanded
 (`defer`), so that a load never holds the float weights of a whole model. Rule 2: rounding is to
 nearest, and depends on the weight alone: the same checkpoint gives the same numbers everywhere.
 """
@@ -22,20 +22,21 @@ from engine.worker.load.refusal import Refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-DEPTH_PAD = 32  # SMALL_DEPTH_PAD in engine/kernels/small_weights.h
-GROUP = 32  # inputs; as in llama.cpp's Q8_0 and Q4_0, which `quantise` is to be no worse than
-CENTRED = tuple(range(-8, 8))  # the numbers of 4 bits that are rounded to here
-ROUNDED = {"int8": 8, "int4": 4}  # the bits of `--quantization`
+DEPTH_PAD = 32  # packed inputs are a multiple; SMALL_DEPTH_PAD in engine/kernels/small_weights.h
+GROUP = 32  # inputs of a group; as in llama.cpp's Q8_0 and Q4_0, to be at least as exact
+CENTRED = tuple(range(-8, 8))  # the numbers that 4-bit codes of `quantise` stand for
+ROUNDED = {"int8": 8, "int4": 4}  # the bits of each value of `--quantization`
 # The largest magnitude of a group becomes -8 times its scale, or a little less: the scale with the
-# smallest square error is taken. A factor of 1.0 alone would be llama.cpp's Q4_0, of whose square
-# error these leave less than 0.93 on normal numbers (`test_quantized_weights.py`).
+# smallest square error is taken. The factor 1.0 alone would be llama.cpp's Q4_0; with all five, the
+# square error on normal numbers is less than 0.93 times that (`test_quantized_weights.py`).
 FACTORS = (1.0, 0.94, 0.88, 1.06, 0.82)
 ROUNDED_AT_ONCE = 1 << 19  # numbers; a few float tensors of them fit a core's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a weight is kept once it is packed: its bits, and what a group of inputs shares."""
+    """The form of a packed weight: a number's bits, a group's inputs, and whether it has
+    offsets."""
 
     bits: int
     group: int
@@ -64,7 +65,7 @@ class QuantizedWeight:
         return 4 if self.table else 8
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
-        """Return the weight with every tensor changed, for changes along the outputs."""
+        """Return the weight after ``change`` of every tensor, which may change outputs only."""
         offsets = None if self.offsets is None else change(self.offsets)
         return replace(
             self, numbers=change(self.numbers), scales=change(self.scales), offsets=offsets
@@ -87,7 +88,7 @@ class QuantizedWeight:
         """Return the weight with scales and offsets in half precision, as the kernels take them.
 
         Raises:
-            Refusal: half precision cannot hold one of them, or there are not as many as groups.
+            Refusal: Half precision cannot hold one of them, or their number is not that of groups.
         """
         wanted = (len(self.numbers), -(-self.numbers.shape[1] // self.group))
         for one in (self.scales, self.offsets):
@@ -119,8 +120,8 @@ class QuantizedWeight:
 
 
 def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the outputs of all. If they have different forms, all are widened to
-    the finest."""
+    """Return one weight with the outputs of all. If their forms differ, all are widened to 8 bits
+    and the finest groups."""
     if len(weights) == 1:
         return weights[0]
     forms = {(one.table, one.group, one.offsets is None) for one in weights}
@@ -156,14 +157,14 @@ def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> QuantizedWe
 
 
 def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers and scales of [outputs, groups, inputs]. The largest magnitude becomes 127."""
+    """Return numbers, at most 127, and scales of weights [outputs, groups, inputs]."""
     scales = (groups.abs().amax(2) / 127.0).half()
     numbers = (groups * _inverse(scales)[:, :, None]).round_().clamp_(-127, 127)
     return numbers.to(torch.int8), scales
 
 
 def _round_to_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of [outputs, groups, inputs]."""
+    """Return codes and scales of weights [outputs, groups, inputs]."""
     low, high = groups.aminmax(dim=2)
     largest = torch.where(-low > high, low, high)
     best_error = torch.full_like(largest, torch.inf)
@@ -188,7 +189,7 @@ def _inverse(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _per_input(grouped: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
-    """Return [outputs, inputs] float32 of one number for each group."""
+    """Return ``grouped``, one number for each group, as [outputs, inputs] float32."""
     return grouped.float().repeat_interleave(group, 1)[:, :inputs]
 
 
@@ -196,7 +197,7 @@ def _per_input(grouped: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
 
 
 class RoundedLater:
-    """Reads a float weight from its mapped file and rounds it. Two are equal that give the same."""
+    """Reads a float weight from its mapped file and rounds it. Equal if the results are."""
 
     def __init__(self, stored: torch.Tensor, bits: int) -> None:
         self._stored = stored
@@ -232,14 +233,14 @@ def _zeros(given: torch.Tensor, *, width: int, dtype: torch.dtype, is_linear: bo
 
 
 def weight_of(layer: Any) -> torch.Tensor | Callable[[], QuantizedWeight]:
-    """Return a layer's weight, or what reads it from its file. Layers that share a weight give the
-    same object."""
+    """Return a layer's weight, or the function that reads it from its file. For layers that share a
+    weight, the object is the same."""
     stored: Callable[[], QuantizedWeight] | None = getattr(layer, "stored", None)
     return layer.weight if stored is None else stored
 
 
 def release(layer: Any) -> None:
-    """Take a layer's weight away from it."""
+    """Remove a layer's weight, or its function that reads the weight."""
     layer.register_parameter("weight", None)
     layer.__dict__.pop("stored", None)
     layer.__dict__.pop("forward", None)

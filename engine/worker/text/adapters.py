@@ -1,9 +1,9 @@
 """The adapters that one text model has loaded.
 
-Rule 1: loading and unloading run beside steps, in their callers' threads. The lock guards the table
-only, and no step takes it. Rule 2: a step finds an adapter by its content's digest. A sequence
-whose adapter has gone fails alone: its request has ended already, because a running request keeps
-its adapter.
+Rule 1: adapters are loaded and unloaded during steps, in the callers' threads. The lock guards the
+tables only, and no step takes it. Rule 2: a step finds an adapter by its content's digest. A
+sequence whose adapter was unloaded fails without affecting others; its request has already ended,
+because a running request keeps its adapter loaded.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from engine.worker.interface import RunnerSpec
     from engine.worker.text.sequences import SequenceState
 
-THREADS = 1  # of a load, which runs beside steps
+THREADS = 1  # OpenMP threads of a load, because steps run at the same time
 
 
 class LoadedAdapters:
-    """Implements `engine.worker.text.interface.Adapters`. `open` is called when the model has
+    """Implements `engine.worker.text.interface.Adapters`. `open` is called once the model is
     loaded."""
 
     def __init__(self, spec: RunnerSpec) -> None:
@@ -47,11 +47,11 @@ class LoadedAdapters:
         self._itemsize = 4
         self._device: torch.device | None = None
         self._lock = threading.Lock()
-        self._placed: dict[str, Any] = {}  # by digest
-        self._counts: dict[str, int] = {}  # how often each was loaded and not unloaded
+        self._placed: dict[str, Any] = {}  # adapters in the host's form, by digest
+        self._counts: dict[str, int] = {}  # loads less unloads, by digest
 
     def open(self, host: AdapterHost, dtype: torch.dtype, device: torch.device) -> None:
-        """Take adapters for a model that has loaded."""
+        """Accept adapters from now on; the model has loaded."""
         self._host, self._itemsize, self._device = host, dtype.itemsize, device
 
     def close(self) -> None:
@@ -61,11 +61,11 @@ class LoadedAdapters:
             self._placed, self._counts = {}, {}
 
     def measure(self, directory: str) -> int:
-        """Return how many bytes loading the adapter takes at most: its file, and either a copy of
-        it or its tensors; and its buffers in a step.
+        """Return an upper bound of the bytes that loading the adapter takes: its file, its tensors
+        as read or in the host's form, and its buffers in a step.
 
         Raises:
-            SpawnFailed: as `load`, as far as the file's header shows.
+            SpawnFailed: The config or the weights' header shows that `load` would fail.
         """
         try:
             size = measure_adapter(directory)
@@ -76,11 +76,11 @@ class LoadedAdapters:
         return size.file_bytes + max(size.file_bytes, placed) + rows  # 3: queries, keys, values
 
     def load(self, directory: str) -> AdapterInfo:
-        """Read the adapter and bring it into the form that is computed with.
+        """Read the adapter and bring it into the host's form.
 
         Raises:
-            SpawnFailed: it cannot be served with this model; one sentence says why.
-            ShuttingDown: the model was closed.
+            SpawnFailed: It cannot be served with this model; one sentence says why.
+            ShuttingDown: The model was closed.
         """
         host, device = self._host, self._device
         if host is None or device is None:
@@ -103,7 +103,7 @@ class LoadedAdapters:
         return AdapterInfo(stored.digest, placed.num_bytes + rows, max(ranks), len(ranks))
 
     def unload(self, digest: str) -> None:
-        """Drop an adapter that was loaded as often as this was called for it."""
+        """Undo one `load` of an adapter; the last undo frees it."""
         with self._lock:
             if digest not in self._counts:
                 return
@@ -120,8 +120,8 @@ class LoadedAdapters:
     def of_rows(
         self, rows: Iterable[Row], sequences: Mapping[SequenceId, SequenceState]
     ) -> dict[SequenceId, Any]:
-        """Return the adapters of the rows that have one. A row whose adapter has gone gets its
-        ``verdict``."""
+        """Return the adapters of the rows that have one. A sequence whose adapter was unloaded gets
+        a ``verdict``, the failure of its row."""
         found = {}
         for row in rows:
             state = sequences.get(row.sequence)
@@ -136,12 +136,12 @@ class LoadedAdapters:
 def group_rows(
     adapters: Sequence[Any], counts: Sequence[int], keep: Ints
 ) -> tuple[AdapterGroup, ...]:
-    """Return the ranges of tokens that have one adapter. ``adapters`` and ``counts`` are those of
-    the packed rows; rows of one adapter follow one another. ``keep`` are the tokens whose logits
-    are computed.
+    """Return each adapter's range of tokens. ``adapters`` and ``counts`` are those of the packed
+    rows; the rows of an adapter follow one another. ``keep`` are the tokens whose logits are
+    computed.
 
     Raises:
-        EngineBug: an adapter has two ranges.
+        EngineBug: An adapter has two ranges.
     """
     ranges: dict[int, list[int]] = {}
     found: dict[int, Any] = {}

@@ -1,11 +1,12 @@
-"""Which tokens of which sequences a draft model's KV cache holds.
+"""The bookkeeping of a draft model's KV cache: which sequence's tokens its blocks hold.
 
-Rule 1: a sequence keeps its own blocks, apart from those of the model that answers. So a preempted
-or parked sequence keeps what its draft model has read, and a prefix hit or a fork begins with a
-copy of the blocks whose tokens are the same (`open`). Rule 2: what is held is known by its tokens:
-those that were rejected are dropped when the sequence comes again (`Resident.roll_back`). A wrong
-entry could make drafts worse, and never a token. Rule 3: when no block is free, sequences that have
-ended give theirs first, then those that have drafted least recently, but none that is in use.
+Rule 1: the blocks here are separate from those of the model that answers. So a preempted or parked
+sequence keeps the keys and values of its draft model, and a prefix hit or a fork begins with a copy
+of the blocks whose tokens are the same (`open`). Rule 2: the tokens of the keys and values are
+stored, too: rejected ones are dropped when the sequence drafts again (`Resident.roll_back`). A
+wrong entry could make drafts worse, but never a token. Rule 3: when no block is free, sequences
+that have ended lose their blocks first, then those that have drafted least recently, but none that
+is in use.
 """
 
 from __future__ import annotations
@@ -15,48 +16,48 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-RESIDENTS_MAX = 64  # guess: bounds the search for equal tokens, not the memory
-PIECE = 256  # tokens compared at once
+RESIDENTS_MAX = 64  # sequences; bounds the search for equal tokens, not the memory; not tuned
+PIECE = 256  # tokens that `num_common` compares at once
 
 
 class Resident:
-    """One sequence in the cache: ``tokens`` have their keys and values in ``blocks``."""
+    """One sequence in the cache: the keys and values of ``tokens`` are in ``blocks``."""
 
     __slots__ = ("blocks", "has_ended", "known", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.blocks: list[int] = []
-        self.known = 0  # of the tokens; they are the sequence's own
+        self.known = 0  # so many first tokens were compared with the sequence's own, and are equal
         self.has_ended = False
 
     def roll_back(self, tokens: Sequence[int]) -> None:
-        """Drop what the sequence does not have: the drafts that were not taken."""
+        """Drop the tokens that the sequence does not have: the drafts that were rejected."""
         self.known = num_common(self.tokens, tokens, self.known)
         del self.tokens[self.known :]
 
 
 class DraftCache:
-    """The places of sequences in ``num_blocks`` blocks of ``block_size`` tokens."""
+    """The `Resident` of each sequence in ``num_blocks`` blocks of ``block_size`` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._size = block_size
         self._free = list(range(num_blocks))
-        self._residents: dict[int, Resident] = {}  # the one that drafted last is the last
+        self._residents: dict[int, Resident] = {}  # in the order in which they drafted last
         self._in_use: list[Resident] = []
 
     @property
     def num_free(self) -> int:
-        """How many blocks no sequence has."""
+        """The number of blocks that no sequence has."""
         return len(self._free)
 
     def begin(self) -> None:
-        """Begin a step: nothing is in use."""
+        """Begin a step: no sequence is in use yet."""
         self._in_use = []
 
     def open(self, sequence: int, tokens: Sequence[int]) -> tuple[Resident, list[tuple[int, int]]]:
-        """Return the place of a sequence of these tokens, which is then in use, with what it holds
-        of them; all but the last at most. The pairs of blocks must be copied before it is used."""
+        """Return the `Resident` of a sequence with these ``tokens``, which is then in use, and the
+        (source, target) pairs of blocks to copy before its use. It never holds the last token."""
         place = self._residents.pop(sequence, None)
         if place is None:
             place = Resident()
@@ -69,8 +70,8 @@ class DraftCache:
         return place, copies
 
     def try_grow(self, place: Resident, num_tokens: int) -> bool:
-        """Give the place blocks for so many tokens. Returns False if they cannot be had; it then
-        keeps what it has."""
+        """Give a `Resident` blocks for ``num_tokens`` tokens. Returns False if too few blocks can
+        be freed; it then keeps those that it has."""
         missing = -(-num_tokens // self._size) - len(place.blocks)
         while len(self._free) < missing and self._evict():
             pass
@@ -81,13 +82,13 @@ class DraftCache:
         return True
 
     def release(self, sequences: Iterable[int]) -> None:
-        """Note sequences that have ended. Others may copy from them until they are evicted."""
+        """Mark sequences that have ended. Until they are evicted, others may copy their blocks."""
         for sequence in sequences:
             if (place := self._residents.get(sequence)) is not None:
                 place.has_ended = True
 
     def _adopt(self, place: Resident, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Take over what another sequence holds of these tokens, in whole blocks."""
+        """Let ``place`` begin like another sequence, by whole blocks; return the pairs to copy."""
         best, most = None, 0
         for other in self._residents.values():
             if other is not place and len(other.tokens) > most:
@@ -97,7 +98,7 @@ class DraftCache:
         count = most // self._size
         if best is None or not count:
             return []
-        self._in_use.append(best)  # it must not be evicted for its copy
+        self._in_use.append(best)  # its blocks must not be freed for the copy of them
         if not self.try_grow(place, count * self._size):
             return []
         place.tokens = list(tokens[: count * self._size])
@@ -105,7 +106,7 @@ class DraftCache:
         return list(zip(best.blocks, place.blocks[:count], strict=False))
 
     def _evict(self) -> bool:
-        """Free the blocks of one sequence that is not in use. Returns False if there is none."""
+        """Free the blocks of a sequence that is not in use. Returns False if all are in use."""
         idle = [name for name, one in self._residents.items() if one not in self._in_use]
         if not idle:
             return False

@@ -1,13 +1,13 @@
 """A small model that drafts for a larger one of the same tokenizer (D27).
 
-It drafts inside the step that verifies its tokens, as many as the core has planned. It samples as
-the request does, with the same noise, edits and constraint, so that its draws are those of the
-larger model wherever both say nearly the same.
+It drafts inside the step that verifies its tokens, at most as many as the core has planned. It
+samples with the request's own noise, edits and constraint, so that it draws the larger model's
+tokens wherever the probabilities of both models are nearly the same.
 
-Rule 1: it changes no state of a sequence, and no generator that anything else draws from. Rule 2:
-what it has not read yet, such as a prompt, it reads when it is to draft, at most `READ_MAX` tokens
-in a step; a sequence drafts once all is read. Rule 3: if it fails, nothing is drafted any more, and
-the step goes on.
+Rule 1: it changes no state of a sequence, and no generator that other code draws from. Rule 2: when
+it is to draft, it first computes the keys and values of the tokens that its cache lacks ("reads"
+them), such as a prompt's, at most `READ_MAX` in a step; a sequence drafts once it has none left.
+Rule 3: if it fails, nothing is drafted any more, and the step goes on.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from engine.worker.text.placed_model import PlacedModel
     from engine.worker.text.sequences import Ahead, SequenceState
 
-READ_MAX = 256  # tokens of a step; guess: for a quarter of the size, as much as 64 of the model's
-# Its KV cache takes at most this part of the other's, or what one sequence needs; a guess. It holds
-# the sequences of one step, so at most `DRAFTING_STEP_MAX`.
+READ_MAX = 256  # tokens in a step; if it has a quarter of the model's size, as costly as 64
+# Its KV cache has 1 / CACHE_PART of the bytes of the larger model's (not tuned), or those that one
+# sequence needs. It should hold the sequences of one step, at most `DRAFTING_STEP_MAX`.
 CACHE_PART = 4
 
 log = logging.getLogger(__name__)
 
 
 class Drafted(NamedTuple):
-    """What was drafted for a sequence. A constraint forces the first ``num_forced`` tokens."""
+    """A sequence's draft. A constraint forces its first ``num_forced`` tokens."""
 
     tokens: list[int]
     num_forced: int
@@ -61,8 +61,9 @@ class Drafted(NamedTuple):
 
 @dataclass(slots=True)
 class Writing:
-    """A sequence that drafts in this step. ``unread`` are the tokens that the model reads next; of
-    ``draft`` the first ones may be those that a constraint forces."""
+    """A sequence that drafts in this step, at most ``most`` tokens. ``unread`` are the tokens that
+    the model reads next. The first ``num_forced`` tokens of ``draft`` are forced by a
+    constraint."""
 
     sequence: SequenceId
     most: int
@@ -75,8 +76,8 @@ class Writing:
 
 
 class DraftModel:
-    """The draft model of one runner, with its KV cache. ``width`` is how many ids the larger
-    model's logits have."""
+    """The draft model of one runner, with its KV cache. ``width`` is the number of ids that the
+    larger model's logits have."""
 
     def __init__(self, spec: RunnerSpec, placed: PlacedModel, width: int) -> None:
         self._placed = placed
@@ -92,12 +93,12 @@ class DraftModel:
         self._compute(rows, np.zeros(1, np.int64), keep)
 
     def release(self, sequences: Sequence[SequenceId]) -> None:
-        """Forget sequences that have ended."""
+        """Mark sequences that have ended; their blocks may be freed."""
         self._places.release(sequences)
 
     def draft(self, wanted: Sequence[tuple[Row, SequenceState]]) -> dict[SequenceId, Drafted]:
-        """Return what may follow each sequence, at most as many tokens as its row has drafts, and
-        none for one that is left out. Never raises (Rule 3)."""
+        """Return a draft for each sequence, at most as long as its row's ``drafts``. A sequence
+        without blocks gets no entry. Never raises (Rule 3)."""
         if not self.is_working:
             return {}
         try:
@@ -115,7 +116,7 @@ class DraftModel:
         }
 
     def _begin(self, row: Row, state: SequenceState) -> Writing | None:
-        """Return what the model has to read to draft for a row; None if it cannot."""
+        """Return the start of a row's drafting, with the tokens to read; None without room."""
         ahead, ends = state.ahead(), state.admission.stops.token_ids
         place, copies = self._places.open(row.sequence, state.tokens)
         self._placed.cache.copy_blocks(copies)  # type: ignore[arg-type]
@@ -132,8 +133,8 @@ class DraftModel:
         return writing
 
     def _read(self, writings: Sequence[Writing]) -> list[Writing]:
-        """Let the model read what is unread, in one forward, and draft a token behind it. Returns
-        those that are to draft another one."""
+        """Let the model read the unread tokens, in one forward, and draft a token behind them.
+        Returns the sequences that are to draft another token."""
         starts: list[int] = []
         parts: list[list[int]] = []
         keep: list[int] = []
@@ -149,7 +150,7 @@ class DraftModel:
             starts.append(len(one.place.tokens))
             parts.append(part)
             if rest:
-                one.draft, one.num_forced = [], 0  # what is forced is behind what is to be read
+                one.draft, one.num_forced = [], 0  # the forced tokens come after unread ones
                 continue
             keep.append(sum(map(len, parts)) - 1)
             ready.append(one)
@@ -184,7 +185,7 @@ class DraftModel:
         return compute(module, backend, placed.cache, placed.device, ids, rows, keep)
 
     def _take(self, ready: list[Writing], logits: torch.Tensor) -> list[Writing]:
-        """Draft a token for each of these, and return those that are to draft another one."""
+        """Draft a token for each sequence, and return those that are to draft another token."""
         going = []
         for one, token in zip(ready, self._sample(ready, logits), strict=True):
             if token is None or token in one.ends:
@@ -196,8 +197,8 @@ class DraftModel:
         return going
 
     def _sample(self, ready: list[Writing], logits: torch.Tensor) -> list[int | None]:
-        """Return a token for each, as the larger model would sample it of these logits; None where
-        there is none to sample."""
+        """Return a token for each sequence, as the larger model would sample it from these logits;
+        None where no token may be sampled."""
         rows = [one.ahead.sample_row() for one in ready]
         found: list[int | None] = [None] * len(ready)
         left = [i for i, row in enumerate(rows) if row.mask is None or not row.mask.trouble]
@@ -216,9 +217,9 @@ class DraftModel:
 def with_drafts(
     rows: tuple[Row, ...], model: DraftModel | None, states: Mapping[SequenceId, SequenceState]
 ) -> tuple[tuple[Row, ...], float]:
-    """Return a plan's rows with as many drafts as the model has made for those that are to verify
-    its drafts, and how many seconds that took. The drafts are then those of the sequences'
-    ``states``. No failure of the model fails the step."""
+    """Let the draft model draft for the rows that verify its drafts. Return a plan's rows, narrowed
+    to the drafts that were made, and the seconds that took. The sequences' ``states`` get the
+    drafts. No failure of the draft model fails the step."""
     wanted = [row for row in rows if row.by_model and row.sequence in states]
     if not wanted or model is None:
         return rows, 0.0
@@ -260,11 +261,11 @@ def _size_pool(
     limit: int,
     bytes_per_state: int = 0,
 ) -> PoolSize:
-    """Return the size of the draft model's KV cache beside that of the ``larger`` one. It holds at
-    least one sequence, as long as both models can have it.
+    """Return the size of the draft model's KV cache, where ``larger`` is that of the larger model.
+    It holds at least one sequence of the longest length that both models have.
 
     Raises:
-        Refusal: one of the models has recurrent layers.
+        Refusal: One of the models has recurrent layers.
     """
     if bytes_per_state or larger.num_states:
         who = "it" if bytes_per_state else "the model that it would draft for"
@@ -280,10 +281,10 @@ def _size_pool(
 
 
 def measure_draft(spec: RunnerSpec, larger: PoolSize) -> int:
-    """Return how many bytes the runner's draft model will need, beside a pool of that size.
+    """Return how many bytes the draft model will need beside the larger model's pool.
 
     Raises:
-        Refusal: it cannot be served, as far as its small files show.
+        Refusal: Its small files show that it cannot be served.
     """
     try:
         found = measure(_spec_of(spec), Division(), partial(_size_pool, larger))
@@ -298,7 +299,7 @@ def open_draft_model(
     """Load the runner's draft model, and return it with the bytes that it takes.
 
     Raises:
-        Refusal: it cannot be served, or its vocabulary is another one.
+        Refusal: It cannot be served, or its vocabulary differs from the larger model's.
     """
     own = _spec_of(spec)
     try:

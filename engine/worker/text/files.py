@@ -1,7 +1,7 @@
-"""Opens the files of a text model, whichever form they have.
+"""Opens the files of a text model: a directory with safetensors, or a GGUF file.
 
-Everything behind this reads a checkpoint's directory. The config and the tokenizer that are inside
-a GGUF file are written into a temporary one.
+All other code reads a checkpoint's directory. So the config and the tokenizer of a GGUF file are
+written into a temporary directory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's source, whose directory has its config and, where it was asked for, its
-    tokenizer."""
+    """A model's source, whose directory has its config and, if requested, its tokenizer."""
 
     source: Source
     gguf: GgufFile | None
@@ -39,7 +38,7 @@ class ModelFiles:
         """Return the model's weights, to be entered.
 
         Raises:
-            Refusal: its quantised layout is not read; on entering: as `Checkpoint`.
+            Refusal: Its quantised layout is not supported. On entering: as `Checkpoint`.
         """
         if self.gguf is not None:
             return self.gguf
@@ -57,9 +56,9 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
     """Find a model's files.
 
     Raises:
-        Refusal: there is no such model, its GGUF file is not read here, or what is in the file
-            cannot be written into a temporary folder.
-        SpawnFailed: its GGUF file has a tokenizer that cannot be built.
+        Refusal: There is no such model, its GGUF file is not supported, or no temporary directory
+            can be written.
+        SpawnFailed: Its GGUF file has a tokenizer that cannot be built.
     """
     source = resolve(model, revision)
     if source.gguf is None:

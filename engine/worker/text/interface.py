@@ -1,4 +1,4 @@
-"""What the engine asks of a worker that generates text, beside `engine.worker.interface`."""
+"""The protocol of workers that generate text, on top of `engine.worker.interface`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo(WorkerInfo):
-    """Describes a text model once it is loaded; ``max_model_len`` is of prompt and output
-    together."""
+    """Describes a loaded text model; ``max_model_len`` is of prompt and output together."""
 
     num_blocks: int
     block_size: int
     eos_token_ids: frozenset[int]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    images: Preprocessor | None = None  # how it reads images; None: it reads none
-    num_states: int = 0  # slots for states of recurrent layers, snapshots included; 0: it has none
+    images: Preprocessor | None = None  # of its images; None: the model reads no images
+    num_states: int = 0  # state slots, for snapshots too; 0: the model has no recurrent layers
 
     @property
     def capability(self) -> Capability:
-        """What the model can do."""
+        """Vision if the model reads images, else text to text."""
         return Capability.TEXT_TO_TEXT if self.images is None else Capability.VISION
 
     @property
@@ -55,13 +54,13 @@ class ModelInfo(WorkerInfo):
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """Describes a loaded adapter. Adapters of one ``digest`` have the same content, and so give the
-    same answers. ``num_bytes`` are those of the device that it takes."""
+    """Describes a loaded adapter. Adapters with the same ``digest`` have the same content, and so
+    give the same answers. ``num_bytes`` is the device's memory that it takes."""
 
     digest: str
     num_bytes: int
-    rank: int = 0  # the largest of its layers
-    num_layers: int = 0  # linear layers that it changes
+    rank: int = 0  # the largest rank in its layers
+    num_layers: int = 0  # the linear layers that it changes
 
 
 class Adapters(Protocol):
@@ -73,16 +72,16 @@ class Adapters(Protocol):
         before the model has loaded.
 
         Raises:
-            SpawnFailed: as `load`, as far as the adapter's small files show.
+            SpawnFailed: The adapter's small files show that `load` would fail.
         """
 
     def load(self, directory: str) -> AdapterInfo:
         """Load the adapter in a directory. A step may use it, by its digest, as soon as this
-        returns. Loading the same content again counts, and takes no more memory.
+        returns. Loading the same content again takes no more memory, and needs one more `unload`.
 
         Raises:
-            SpawnFailed: it cannot be served with this model; one sentence says why.
-            ShuttingDown, WorkerLost: the model is gone.
+            SpawnFailed: It cannot be served with this model; one sentence says why.
+            ShuttingDown, WorkerLost: The model was closed, or its process has ended.
         """
 
     def unload(self, digest: str) -> None:
@@ -98,13 +97,13 @@ class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
         """The model's adapters."""
 
     def compile(self, constraint: Constraint) -> int:
-        """Make a constraint ready for sequences that will be admitted with it; return about how
-        many bytes the compiled form takes. Unlike the other methods, this one is called from
-        several threads at once, and during steps.
+        """Compile a constraint for sequences that will be admitted with it; return an estimate of
+        the bytes of the compiled form. Unlike the other methods, this one is called from several
+        threads at once, and during steps.
 
         Raises:
-            InvalidRequest: the constraint cannot be followed; the violation names the field.
-            Unsupported: this model cannot follow any constraint.
+            InvalidRequest: The constraint cannot be followed; the violation names the field.
+            Unsupported: This model cannot follow any constraint.
         """
 
     def forget(self, constraint: Constraint) -> None:
@@ -118,5 +117,5 @@ class RankRunner(Protocol):
 
     @property
     def num_collectives(self) -> int:
-        """How many operations of all ranks together this one has begun. After a step that failed,
-        the ranks can go on if they have begun equally many."""
+        """How many collective operations this rank has begun. After a step that failed, the ranks
+        can go on if all have begun equally many."""

@@ -1,16 +1,16 @@
-"""Drafts by looking up where the last tokens of a sequence stood before.
+"""Drafts by finding an earlier occurrence of a sequence's last tokens.
 
-What followed them then is the draft. So a text that repeats its prompt or itself is drafted without
-a model: edits of code, summaries, answers in a form.
+The tokens that followed the earlier occurrence are the draft. So a text that repeats its prompt or
+itself is drafted without a model: edits of code, summaries, answers in a form.
 
 Rule 1: the memory of a sequence is bounded by two tables of `SLOTS_MAX` places, whatever its
-length; newer places overwrite older ones. Rule 2: a place that the hash finds is compared with the
-tokens themselves, so that a collision gives no draft instead of a foreign one. Rule 3: a token's
-cost does not depend on the length of the text. Rule 4: after each `MISSES` look-ups in turn behind
-which the sequence grew by a single token, the n-gram drafter rests for one token more: up to
-`REST_MAX` if it found nothing, and up to `IDLE_REST_MAX` if what it found was not accepted, or not
-even tried because that would not pay. With a search at each token, eight plain stories at once
-spent 1.6 % of their time on look-ups.
+length; newer places overwrite older ones. Rule 2: the tokens at a place that a hash finds are
+compared, so that a collision gives no draft instead of a wrong one. Rule 3: a token's cost does not
+depend on the length of the text. Rule 4: with each `MISSES` look-ups in a row after which the
+sequence grew by a single token, the n-gram drafter skips one token more before it looks up again:
+up to `REST_MAX` if it found nothing, and up to `IDLE_REST_MAX` if its draft was rejected, or not
+verified because that would not pay. With a search at each token, eight plain stories at once spent
+1.6 % of their time on look-ups.
 
 Source: prompt look-up decoding (A. Saxena, 2023), and llama.cpp's n-gram drafts.
 """
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-LONG, SHORT = 5, 3  # tokens that must stand there as they stand at the end; guess
-SHORT_DRAFT_MAX = 3  # guess: three equal tokens say less about what follows than five
-SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # of a table; 16,384 places are 64 KiB
-MISSES, REST_MAX = 4, 15  # guess: a text that begins to repeat itself is found 16 tokens later
-IDLE_REST_MAX = 3  # guess: the core then tries one draft in 64 tokens (`draft_lengths.TRY_EVERY`)
-BULK = 64  # guess: so many new tokens are indexed by numpy at once
-# Odd numbers below 2**31; a product with a token id fits int64. Source: the fractional parts of the
-# golden ratio and of the square roots of 2, 3 and 5.
+LONG, SHORT = 5, 3  # the lengths of the n-grams, in tokens; not tuned
+SHORT_DRAFT_MAX = 3  # tokens after a short n-gram, which predicts less well; not tuned
+SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # sizes of a table; 16,384 places are 64 KiB
+MISSES, REST_MAX = 4, 15  # not tuned; a text's repetition is found at most 16 tokens later
+IDLE_REST_MAX = 3  # not tuned; the core tries one draft in 64 tokens (`draft_lengths.TRY_EVERY`)
+BULK = 64  # more new tokens than these are indexed by numpy at once; not tuned
+# Factors of the hashes: odd numbers below 2**31, whose products with token ids fit int64. Source:
+# the fractional parts of the golden ratio and of the square roots of 2, 3 and 5.
 FACTORS = F0, F1, F2, F3, F4 = (0x4F1BBCDD, 0x3504F333, 0x5DB3D743, 0x1E3779B9, 0x52A7FA9D)
 
 
 class NgramDrafter:
-    """Where each three and each five of a sequence's tokens stood last. It is given the whole
-    sequence at each call, which only grows."""
+    """Tables of the last place of each three and each five tokens of a sequence. Each call gets the
+    whole sequence, which only grows."""
 
     __slots__ = ("_long", "_num_missed", "_num_seen", "_rests_until", "_short", "_size")
 
     def __init__(self) -> None:
         self._num_seen = 0
         self._long = self._short = array("i")
-        self._size = 0  # of the sequence at the last call
+        self._size = 0  # the sequence's length at the last call
         self._num_missed = 0  # look-ups since the sequence last grew by several tokens
         self._rests_until = 0  # the least length of the sequence at the next search
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are
-        guesses themselves. The list is empty if the last tokens have not stood before, or if the
+        drafted tokens. The list is empty if the last tokens have not occurred before, or if the
         n-gram drafter rests (Rule 4)."""
         size, before = len(tokens), self._size
         self._size = size
@@ -82,7 +82,7 @@ class NgramDrafter:
         return []
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Note the places up to the last token, behind which nothing has stood yet."""
+        """Add the places of all n-grams that a token follows to the tables."""
         end = len(tokens)
         if end > len(self._long) // 2 and len(self._long) < SLOTS_MAX:
             size = min(SLOTS_MAX, max(SLOTS_MIN, 1 << (2 * end).bit_length()))
@@ -103,8 +103,8 @@ class NgramDrafter:
 
 
 def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: int) -> list[int]:
-    """Return what stood from ``place`` on. At the end of the tokens it goes on with the guesses
-    and the draft itself, as a text that repeats itself does."""
+    """Return the tokens from ``place`` on. Behind the last token the draft continues with
+    ``behind`` and then with itself, as a text that repeats itself does."""
     found = list(tokens[place : place + most])
     if len(found) < most:
         found += behind
@@ -114,8 +114,8 @@ def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: i
 
 
 def _slots(last: Sequence[int], mask: int) -> tuple[int, int]:
-    """Return the slots of the last `LONG` tokens, which says nothing if there are fewer, and of the
-    last `SHORT` ones. Both are written out, because each sequence pays for them in each step."""
+    """Return the slots of the last `LONG` tokens, of no use if there are fewer, and of the last
+    `SHORT` tokens. Both are written out, because each sequence computes them in each step."""
     c, d, e = last[-3:]
     a, b = last[:2]
     short = c * F2 + d * F3 + e * F4

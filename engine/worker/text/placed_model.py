@@ -1,7 +1,7 @@
-"""A text model in its place: weights, a paged KV cache of its own, and the way it runs.
+"""A loaded text model on its device: weights, a paged KV cache of its own, and how it runs.
 
-A runner has one that answers and maybe another that drafts; both are opened, measured and computed
-here. Rule: nothing here knows sequences. The caller sets the thread's state.
+A runner has a model that answers and maybe another that drafts; both are measured, loaded and run
+by this file. Rule: nothing here handles sequences. The caller sets the thread's state.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a model will need, by its small files: bytes of a device, with the pool among them."""
+    """The memory that a model will need on a device by its small files, KV pool included."""
 
     device: torch.device
     num_bytes: int
@@ -64,7 +64,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """A loaded model with all that its forward needs."""
+    """A loaded model with its tokenizer, cache and settings."""
 
     architecture: Architecture
     config: Any
@@ -81,11 +81,11 @@ class PlacedModel:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids its embedding has."""
+        """The number of ids that the model's embedding has."""
         return int(self.config.vocab_size)
 
     def num_bytes(self, spec: RunnerSpec) -> int:
-        """Return what the model takes: weights, pool, and a step's own memory."""
+        """Return the bytes that the model takes: weights, pool, and a step's own memory."""
         activations = self.execution.activation_bytes(spec, self.pool)
         workspace = workspace_bytes(spec, self.config, self.dtype, activations)
         workspace += self.pool.new_state_bytes
@@ -93,11 +93,11 @@ class PlacedModel:
 
 
 def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) -> Measured:
-    """Return what `place` will need, from the config and the headers of the weight files. A rank
-    has its own part.
+    """Return the memory that `place` will need, by the config and the headers of the weight files;
+    for a rank, the memory of its part.
 
     Raises:
-        Refusal: the model cannot be served, as far as these files show.
+        Refusal: These files show that the model cannot be served.
     """
     device = pick_rank_device(spec.device, division)
     with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
@@ -106,7 +106,7 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
         with files.open_weights() as whole:
             checkpoint = division.part_of(whole, architecture, config)
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            # The kernels are looked for only where it matters: they may have to be compiled.
+            # Only quantised weights need the answer, for which the kernels may have to be compiled.
             is_compiled = not checkpoint.quantization or runs_compiled(
                 architecture.name, device, dtype, layer_shapes(config)
             )
@@ -128,11 +128,11 @@ def place(
     chosen: AttentionBackend | None = None,
     sizing: Sizing = size_pool,
 ) -> PlacedModel:
-    """Load a model and allocate its pool, which ``sizing`` sizes. ``chosen`` None chooses the
-    attention backend.
+    """Load a model and allocate its pool, which ``sizing`` sizes. ``chosen`` is the attention
+    backend; None: the fastest is chosen.
 
     Raises:
-        Refusal: the model cannot be served.
+        Refusal: The model cannot be served.
     """
     progress(LoadProgress("config"))
     device = pick_rank_device(spec.device, division)
@@ -187,7 +187,7 @@ def place(
 
 
 def state_bytes(states: Mapping[int, StateShape], dtype: torch.dtype) -> int:
-    """Return the bytes of one sequence's states in all layers; 0 for a model without."""
+    """Return the bytes of one sequence's states in all layers; 0 without recurrent layers."""
     return sum(shape.num_bytes(dtype.itemsize) for shape in states.values())
 
 
@@ -200,7 +200,7 @@ def _prepared(
     division: Division,
     recurrence: Recurrence | None,
 ) -> tuple[KvCache, Execution]:
-    """Return the model's cache, and the model as it runs over that cache."""
+    """Return the model's cache, and the model prepared to run over that cache."""
     calls = probe(model, shapes)
     dtype, device = model.dtype, model.device
     cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
@@ -236,7 +236,7 @@ def compute(
 ) -> torch.Tensor:
     """Run a forward over ``input_ids`` [num_tokens] of ``rows``, and return the logits of the
     tokens ``keep`` [num_kept], as [num_kept, vocab] float32. ``forward`` computes ``groups`` with
-    adapters. ``change`` returns the module's inputs from those of a text."""
+    adapters. ``change`` adds images to the module's inputs."""
     ids, positions, kept = send((input_ids, rows.positions, keep), device)
     inputs = {
         "input_ids": ids[None],

@@ -1,14 +1,14 @@
-"""The runners of a divided model's ranks: one leads, the others follow (D29).
+"""The runners of a divided model's ranks: a leader and its followers (D29).
 
-Every rank computes the same plan over its part of the model. The leader, rank 0, alone has logits:
-it samples, scores, makes text and follows constraints, and shares the tokens that it drew. A
-follower keeps tokens and block tables only.
+Every rank computes the same plan over its part of the model. Only the leader, rank 0, has logits:
+it samples, scores, detokenises and follows constraints, and shares the sampled tokens. A follower
+keeps tokens and block tables only.
 
 Nothing is drafted: the ranks would have to share the drafts, too.
 
-Rule 1: what decides the shapes of a forward (rows, kept tokens) is the same on every rank, because
-it follows from plans and shared tokens alone. Rule 2: after a step that failed, the ranks have
-begun equally many collectives, or the group ends (`engine.worker.process.answers`).
+Rule 1: a forward's shapes (rows, kept tokens) are the same on every rank, because they follow from
+plans and shared tokens alone. Rule 2: after a step that failed, the ranks have begun equally many
+collectives, or the group ends (`engine.worker.process.answers`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from engine.worker.load.loader import LoadedModel
     from engine.worker.text.step_batch import Batch, Drawn, Scores
 
-NO_TOKEN = -1  # in place of a choice's token: the choice has none
-STEP_FAILED = -2  # in place of every token: the leader could not sample
+NO_TOKEN = -1  # shared in place of a choice's token if sampling it failed
+STEP_FAILED = -2  # shared in place of every token if the leader could not sample
 
 
 class LeadingRunner(TorchRunner):
-    """Rank 0 of a divided model: a `engine.worker.text.interface.TextRunner` as any other, which
-    needs the other ranks for its steps."""
+    """Rank 0 of a divided model: a `engine.worker.text.interface.TextRunner` whose steps need the
+    other ranks."""
 
     _ranks: Ranks | None = None
 
@@ -80,7 +80,7 @@ class LeadingRunner(TorchRunner):
 
 
 class FollowingRunner(LeadingRunner):
-    """Another rank. Its results say only that it has computed its part."""
+    """A rank other than 0. Its results say only that it has computed its part."""
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
         for new in admitted:
@@ -127,7 +127,7 @@ class FollowingRunner(LeadingRunner):
 
 
 def sampled_sequences(rows: Sequence[Row]) -> list[SequenceId]:
-    """Return the sequences that a plan gives a token, in the order of its rows."""
+    """Return the sequences that a plan samples a token for, in the order of its rows."""
     found: list[SequenceId] = []
     for row in rows:
         if row.logits.samples:

@@ -1,10 +1,10 @@
 """The runner of text models: one model, its paged KV cache, its sequences (D3, D8).
 
-Rule 1: a step that raises leaves everything as it was before, except that the plan's ``admitted``
-sequences are known and its ``released`` ones are forgotten; the next plan may repeat both. So
-`TorchRunner._execute` computes first and changes state only in `TorchRunner._finish`, which cannot
-raise. Rule 2: each step runs one forward, over exactly the plan's tokens. Rule 3: every call sets
-the thread-local state that it needs, because each may come from another thread.
+Rule 1: a step that raises changes nothing, except that the plan's ``admitted`` sequences are added
+and its ``released`` sequences removed; the next plan may repeat both. So `TorchRunner._execute`
+computes first and changes state only in `TorchRunner._finish`, which cannot raise. Rule 2: each
+step runs one forward, over exactly the plan's tokens. Rule 3: every call sets the thread-local
+state that it needs, because each may come from another thread.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 class TorchRunner:
     """Implements `engine.worker.text.interface.TextRunner` with torch.
 
-    Life: 1. made from a spec, which holds nothing; 2. `load`; 3. `execute`, any number of times;
-    4. `close`, after which only `close` may be called. ``backend`` None chooses the attention
-    backend at the load.
+    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
+        times; 4. `close`, after which only `close` may be called. With ``backend`` None, `load`
+        chooses the attention backend.
     """
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
@@ -101,11 +101,11 @@ class TorchRunner:
         return self._tokenizer
 
     def estimate(self) -> MemoryEstimate:
-        """Return what `load` will need, from the config and the headers of the weight files. A
-        rank's estimate is that of its own part.
+        """Return the memory that `load` will need, by the config and the headers of the weight
+        files. A rank's estimate is that of its own part.
 
         Raises:
-            SpawnFailed: the model cannot be served, as far as these files show.
+            SpawnFailed: These files show that the model cannot be served.
         """
         with _failures_of(self):
             found = measure(self._spec, self._division)
@@ -118,16 +118,16 @@ class TorchRunner:
         """Load the model, allocate the KV pool, choose the attention backend and warm up.
 
         Raises:
-            SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
+            SpawnFailed: The model cannot be served; one sentence says why. All memory is freed.
         """
         with _failures_of(self), self._thread_state():
             return self._load(progress)
 
     def compile(self, constraint: Constraint) -> int:
-        """Compile a constraint, as `ConstraintCompiler.compile`.
+        """Compile a constraint (`ConstraintCompiler.compile`).
 
         Raises:
-            ShuttingDown: `close` was called. Exception: as `ConstraintCompiler.compile`.
+            ShuttingDown: `close` was called. Exception: `ConstraintCompiler.compile` raised it.
         """
         if self._grammars is None:
             raise ShuttingDown("the model was closed")
@@ -142,8 +142,8 @@ class TorchRunner:
         """Compute one step (Rules 1 and 2).
 
         Raises:
-            MemoryError: the device ran out of memory. EngineBug: the plan does not fit the state of
-                a sequence. Exception: the step failed in another way.
+            MemoryError: The device ran out of memory. EngineBug: The plan does not fit the state of
+                a sequence. Exception: The step failed in another way.
         """
         with step_failures(), self._thread_state():
             return self._execute(plan)
@@ -200,18 +200,18 @@ class TorchRunner:
             num_states=pool.num_states,
         )
 
-    # What other runners of text models do besides: those of a divided model's ranks, and of models
-    # that see (`engine.worker.text.rank_runners`, `engine.worker.text.vision.runner`).
+    # Methods that other runners override: those of a divided model's ranks, and of models that read
+    # images (`engine.worker.text.rank_runners`, `engine.worker.text.vision.runner`).
 
     def _connect(self, model: LoadedModel) -> None:
-        """Connect what the prepared model needs beside it, before its first step."""
+        """Connect the prepared model with other ranks, before its first step."""
 
     def _images_of(self, rows: Sequence[Row]) -> object:
-        """Return what the images of rows, in the batch's order, put into a forward."""
+        """Return the parts of images that rows, in the batch's order, put into a forward."""
         return None
 
     def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """Return a function that puts the batch's images into a forward's inputs; None without."""
+        """Return a function that puts the batch's images into a forward's inputs, or None."""
         return None
 
     def _thread_state(self) -> AbstractContextManager[None]:
@@ -230,13 +230,13 @@ class TorchRunner:
         logits = self._forward(batch) if batch else None
         if self._cache is not None:
             self._cache.copy_blocks(plan.copies)
-        for matching, mask in batch.masks if batch else ():  # a device still computes the forward
+        for matching, mask in batch.masks if batch else ():  # meanwhile CUDA computes the forward
             matching.fill(mask)
         times.append(perf_counter())
         drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
-        # In a step without rows, what was computed last may belong to a step that failed.
+        # In a step without rows, the last forward's states may belong to a step that failed.
         if self._states is not None and batch:
             self._states.write()
         results = self._finish(rows, batch, drawn, scores) if batch else ()
@@ -252,7 +252,7 @@ class TorchRunner:
             self._drafter.release(released)
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
-        for new in admitted:  # a sequence that comes again after a failed step starts anew
+        for new in admitted:  # a failed step's sequence, admitted again, gets a new state
             matching = None
             if new.constraint is not None and self._grammars is not None:
                 matching = self._grammars.start(new.constraint)
@@ -264,11 +264,11 @@ class TorchRunner:
             self._sequences[new.sequence] = state
 
     def _pack(self, rows: Sequence[Row]) -> Batch:
-        """Lay the rows out for the model, those of one adapter after one another. This changes no
-        state, except that a row whose adapter has gone gets its ``verdict``.
+        """Lay the rows out for the model, sorted by adapter. This changes no state, except that a
+        sequence whose adapter was unloaded gets a ``verdict``.
 
         Raises:
-            EngineBug: a row does not fit its sequence.
+            EngineBug: A row does not fit its sequence.
         """
         ids: list[int] = []
         keep: list[int] = []
@@ -289,7 +289,7 @@ class TorchRunner:
             ids.extend(drafts)
             tables.append(state.table_for(row, self._spec.block_size))
             is_decided = state.verdict is not None
-            # The ranks of a divided model keep the same rows, and only the first knows verdicts.
+            # The ranks of a divided model must keep the same rows, and only rank 0 has verdicts.
             if row.logits is Logits.NONE or (is_decided and self._division.size == 1):
                 continue
             kept = row.count if row.logits.scores else 1 + row.drafts
@@ -302,7 +302,7 @@ class TorchRunner:
             if state.matching is not None and first.mask is not None:
                 masks.append((state.matching, first.mask))
             choices.append(Choice(row.sequence, first, len(keep) - 1 - row.drafts, drafts))
-            for child in row.children:  # they share the mask of their parent
+            for child in row.children:  # children share the mask of their parent
                 own = replace(first, sampling=replace(first.sampling, choice=child.choice))
                 choices.append(Choice(child.sequence, own, len(keep) - 1))
         starts = [row.start for row in rows]
@@ -334,7 +334,7 @@ class TorchRunner:
         """Return the state of the row's sequence, after checking that the row fits it.
 
         Raises:
-            EngineBug: the row does not fit.
+            EngineBug: The row does not fit.
         """
         state = self._sequences.get(row.sequence)
         if state is None:
@@ -365,8 +365,8 @@ class TorchRunner:
     def _choose(
         self, rows: Sequence[Row], batch: Batch, logits: torch.Tensor
     ) -> dict[SequenceId, Drawn]:
-        """Return what each choice gets: its next token and, as long as the tokens are those that
-        were drafted, the ones behind them. This changes no state."""
+        """Return the tokens that each choice gets: its next token and, as long as the tokens equal
+        its drafts, those after them. This changes no state."""
         first = self._sample(batch.choices, logits)
         drawn: dict[SequenceId, Drawn] = {
             name: (token,) if isinstance(token, int) else token for name, token in first.items()
@@ -386,7 +386,7 @@ class TorchRunner:
             going = []
             for one, ahead in next_ones:
                 token, before = found[one.sequence], drawn[one.sequence]
-                # A failure here is that of the next step, which samples this position again.
+                # A failure is dropped: the next step samples this position again.
                 if isinstance(token, int) and not isinstance(before, RowFailure):
                     drawn[one.sequence] = (*before, token)
                     if one.drafts and token == one.drafts[0]:
@@ -396,9 +396,9 @@ class TorchRunner:
     def _sample(
         self, choices: Sequence[Choice], logits: torch.Tensor
     ) -> dict[SequenceId, int | RowFailure]:
-        """Return a token for each choice, or why the choice has none: its logits are not finite, or
-        none of its tokens may be sampled. All choices are drawn in one call. If the call fails,
-        each is drawn alone, so that one choice's failure does not affect the others."""
+        """Return a token for each choice, or its failure: its logits are not finite, or no token
+        may be sampled. All choices are drawn in one call. If the call fails, each is drawn alone,
+        so that one choice's failure does not affect the others."""
         drawn: dict[SequenceId, int | RowFailure] = {}
         for choice in choices:
             mask = choice.row.mask
@@ -429,7 +429,7 @@ class TorchRunner:
         """Return the log-probabilities that the step's requests ask for. This changes no state."""
         return score_batch(batch, logits, drawn, self._sequences, self.tokenizer.token_text)
 
-    # --- what took effect -------------------------------------------------------------------
+    # --- after the step can no longer fail --------------------------------------------------
 
     def _finish(
         self,
@@ -440,7 +440,7 @@ class TorchRunner:
     ) -> tuple[RowResult | RowFailure, ...]:
         """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
         results: list[RowResult | RowFailure] = []
-        may_offer = len(rows) < DRAFTING_STEP_MAX  # with more, the next step drafts nothing
+        may_offer = len(rows) < DRAFTING_STEP_MAX  # the core plans no drafts in larger steps
         for row, table in zip(rows, batch.tables, strict=True):
             state = self._sequences[row.sequence]
             state.place(table, row.state)
@@ -475,8 +475,9 @@ class TorchRunner:
         *,
         may_offer: bool,
     ) -> RowResult | RowFailure:
-        """Append the tokens to the sequence, up to one that ends it, and return the row's result,
-        with what is drafted for the next row. A forked child becomes known to the worker here."""
+        """Append the tokens to the sequence, up to a token that ends it, and return the row's
+        result, with the number of drafts for its next row. This registers a forked child's
+        state."""
         if isinstance(tokens, RowFailure):
             return tokens
         told: tuple[TokenLogprob, ...] = ()

@@ -1,6 +1,6 @@
 """Computes the log-probabilities that a step's requests ask for, of sampled tokens and of prompts.
 
-Rule: nothing here changes a sequence's state; the runner notes the scores once the step can no
+Rule: nothing here changes a sequence's state; the runner stores the scores once the step can no
 longer fail.
 """
 
@@ -34,7 +34,7 @@ def score_batch(
     """Return the log-probabilities of a step. ``logits`` are [num_kept, vocab].
 
     Raises:
-        EngineBug: a row skips tokens that are not scored yet.
+        EngineBug: A row skips tokens that are not scored yet.
     """
     chosen = [
         (choice.sequence, Wanted(choice.logits + place, token, choice.row.sampling.logprobs))
@@ -58,10 +58,10 @@ def score_batch(
 
 def _unscored(row: ScoredRow, state: SequenceState) -> list[Wanted]:
     """Return the prompt tokens that this row scores and no earlier row has scored. A preempted
-    sequence computes positions again whose scores are known already.
+    sequence computes positions again that are scored already.
 
     Raises:
-        EngineBug: the row skips tokens that are not scored yet.
+        EngineBug: The row skips tokens that are not scored yet.
     """
     alternatives = state.admission.sampling.prompt_logprobs or 0
     known = len(state.prompt_logprobs) + 1

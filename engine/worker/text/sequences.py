@@ -2,8 +2,8 @@
 
 Rule 1: a state changes only in `SequenceState.advance`, `place`, `note_scores`, `tell_scores`,
 `take_replayed` and `offer`, which the runner calls once the step can no longer fail; `replay` is
-part of its making. Rule 2: a preempted sequence keeps
-everything but its blocks, because its text and its sampling depend on prompt and output only (D8).
+called when the state is made. Rule 2: a preempted sequence keeps everything but its blocks, because
+its text and its sampling depend on prompt and output only (D8).
 """
 
 from __future__ import annotations
@@ -46,39 +46,39 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence: its admission, which says what was asked for; its tokens (prompt and output),
-    its text, its blocks."""
+    """One sequence: its admission, which has the request's settings; its tokens (prompt and
+    output), its text, its blocks."""
 
     admission: AdmittedSequence
     tokens: list[int]
-    text: TextState | None  # made with the first token, so that a failure is this row's alone
+    text: TextState | None  # made with the first token, so that its failure fails only this row
     blocks: Ints  # [num_blocks] int64, the block table after the last step that took effect
     edits: Edits | None = None  # the request's changes to its logits
     matching: Matching | None = None  # the sequence's state in its constraint's grammar
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
     replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
-    verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
+    verdict: RowResult | RowFailure | None = None  # each row's result if it cannot go on
     ngram: NgramDrafter | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
-    num_forced: int = 0  # of the draft; the constraint leaves nothing else
-    state_slot: int | None = None  # where its state is, if the model has recurrent layers
+    num_forced: int = 0  # so many first tokens of the draft follow from the constraint
+    state_slot: int | None = None  # of its state, if the model has recurrent layers
 
     @classmethod
     def admit(
         cls, new: AdmittedSequence, matching: Matching | None = None, *, drafts: bool = False
     ) -> SequenceState:
-        """Return the state of a new sequence, which has no blocks and no output. ``drafts``: it
-        offers drafts, unless its request does not want them."""
+        """Return the state of a new sequence, which has no blocks and no output. With ``drafts`` it
+        offers drafts, unless its request excludes them."""
         edits = make_edits(new.sampling, new.prompt)
         ngram = NgramDrafter() if drafts and new.speculates else None
         return cls(new, list(new.prompt), None, NO_BLOCKS, edits, matching, ngram=ngram)
 
     def replay(self, tokenizer: HfTokenizer) -> None:
-        """Take the tokens that a continued choice has already, as if they had been sampled here. If
-        they end the choice, or cannot be the output of its request, every row of the sequence gets
-        the ``verdict``. Never raises."""
+        """Append the tokens that a continued choice has already, as if they had been sampled here.
+        If they end the choice, or cannot be the output of its request, the ``verdict`` becomes the
+        result of every row of the sequence. Never raises."""
         self.verdict = self._replay(tokenizer)
-        # The plans have rows for all of them.
+        # Plans have rows for all tokens of the output, even after a misfit.
         self.tokens = [*self.admission.prompt, *self.admission.output]
 
     def _replay(self, tokenizer: HfTokenizer) -> RowResult | RowFailure | None:
@@ -104,7 +104,7 @@ class SequenceState:
         """Check that a planned row fits the sequence.
 
         Raises:
-            EngineBug: the row does not fit.
+            EngineBug: The row does not fit.
         """
         end = row.start + row.count - row.drafts
         if end <= row.start or row.start < 0 or end > len(self.tokens):
@@ -124,7 +124,7 @@ class SequenceState:
 
     def wholes(self, row: Row, first: int) -> list[tuple[int, int]]:
         """Return the spans of the row's tokens that see each other, those of images that are whole:
-        the first token of each and the one behind its last. ``first`` is the row's first token."""
+        (first token, last token + 1) of each. ``first`` is the row's first token."""
         shift, end = first - row.start, row.start + row.count
         return [
             (max(image.start, row.start) + shift, image.end + shift)
@@ -133,7 +133,7 @@ class SequenceState:
         ]
 
     def take_replayed(self) -> str:
-        """Return the text of the tokens that were replayed, and drop it here."""
+        """Return the text of the replayed tokens, and drop it, so that it is returned once."""
         text, self.replayed = self.replayed, ""
         return text
 
@@ -143,14 +143,14 @@ class SequenceState:
         return len(self.tokens) - len(self.admission.prompt)
 
     def sample_row(self) -> SampleRow:
-        """Return how the next token is to be sampled. A constraint's mask is still empty."""
+        """Return the settings for sampling the next token. A constraint's mask is still empty."""
         admission = self.admission
         return _sample_row(
             admission.sampling, admission.stops, self.position, self.edits, self.matching
         )
 
     def ahead(self) -> Ahead:
-        """Return a copy of what decides how tokens are sampled, to sample behind drafts."""
+        """Return a copy of the state that sampling depends on, for tokens after drafts."""
         return Ahead(
             self.admission.sampling,
             self.admission.stops,
@@ -160,8 +160,8 @@ class SequenceState:
         )
 
     def offer(self) -> int:
-        """Draft tokens that may follow, and return how many there are. What the constraint forces
-        comes first. The draft ends before a token that would end the sequence, and before one that
+        """Draft tokens that may follow, and return their number. Tokens that the constraint forces
+        come first. The draft ends before a token that would end the sequence, and before one that
         the constraint forbids."""
         self.draft = []
         if self.ngram is None:
@@ -170,7 +170,7 @@ class SequenceState:
         draft, left = forced, DRAFTED_TOKENS_MAX - len(forced)
         if left:
             draft = forced + self.ngram.draft(self.tokens, forced, left)
-        if not draft:  # the common case, for which each sequence pays in each step
+        if not draft:  # the common case in each sequence and step
             return 0
         most = max(0, self.admission.stops.max_tokens - self.position - 1)
         self.draft = self._possible(draft[:most])
@@ -178,13 +178,12 @@ class SequenceState:
         return len(self.draft)
 
     def forced(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that the constraint forces, without one that would end the
+        """Return up to ``most`` tokens that the constraint forces, before one that ends the
         sequence."""
         return [] if self.matching is None else self._possible(self.matching.forced()[:most])
 
     def _possible(self, draft: list[int]) -> list[int]:
-        """Return the draft up to a token that would end the sequence, or that the constraint
-        forbids."""
+        """Return the draft before a token that ends the sequence or that the constraint forbids."""
         ends = self.admission.stops.token_ids
         draft = draft[: next((i for i, token in enumerate(draft) if token in ends), len(draft))]
         if self.matching is not None:
@@ -199,14 +198,14 @@ class SequenceState:
     @property
     def num_unscored(self) -> int:
         """How many prompt tokens still lack their log-probabilities."""
-        known = 1 + len(self.prompt_logprobs)  # the first has none
+        known = 1 + len(self.prompt_logprobs)  # the first token has no log-probability
         return len(self.admission.prompt) - known if self.is_scoring else 0
 
     def table_after(self, delta: BlockDelta | None) -> Ints:
         """Return the block table after a delta. The sequence's own table is not changed.
 
         Raises:
-            EngineBug: the delta keeps more blocks than there are.
+            EngineBug: The delta keeps more blocks than there are.
         """
         if delta is None:
             return self.blocks
@@ -219,7 +218,7 @@ class SequenceState:
         """Return the block table for a planned row.
 
         Raises:
-            EngineBug: the table has too few blocks for the row's positions.
+            EngineBug: The table has too few blocks for the row's positions.
         """
         table = self.table_after(row.blocks)
         end = row.start + row.count
@@ -228,10 +227,10 @@ class SequenceState:
         return table
 
     def row_state(self, row: Row) -> RowState:
-        """Return where the state before a planned row is, and where those after it go.
+        """Return the slot of the state before a planned row, and the slots for the state after it.
 
         Raises:
-            EngineBug: the sequence has no state slot.
+            EngineBug: The sequence has no state slot.
         """
         own, source, snapshot = row.state or (self.state_slot, None, None)
         if own is None:
@@ -249,19 +248,19 @@ class SequenceState:
             self.state_slot = state.slot
 
     def note_scores(self, scores: Sequence[TokenLogprob]) -> None:
-        """Append the prompt's log-probabilities that a step computed, which took effect."""
+        """Append log-probabilities of the prompt, from a step that can no longer fail."""
         self.prompt_logprobs.extend(scores)
 
     def tell_scores(self, text_of: Callable[[int], str]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of the whole prompt, and drop them here."""
+        """Return the log-probabilities of the whole prompt, and drop them."""
         first = TokenLogprob(self.tokens[0], text_of(self.tokens[0]), None)
         told = (first, *self.prompt_logprobs)
         self.prompt_logprobs = []
         return told
 
     def advance(self, token: int, tokenizer: HfTokenizer) -> TextStep:
-        """Append the sampled token and return its text. If the text fails, the tokens stay as they
-        were."""
+        """Append the sampled token and return its text. If the text fails, the tokens do not
+        change."""
         if self.text is None:
             self.text = TextState(tokenizer, self.admission.stops, self.admission.prompt)
         is_complete = self.matching is not None and self.matching.push(token)
@@ -291,8 +290,8 @@ class SequenceState:
 
 @dataclass(slots=True)
 class Ahead:
-    """What decides how a sequence samples, some tokens ahead of its `SequenceState`: these tokens
-    were sampled in the same step and are not part of the state yet."""
+    """The state that a sequence's sampling depends on, some tokens ahead of its `SequenceState`:
+    these tokens belong to the same step and are not part of the sequence yet."""
 
     sampling: Sampling
     stops: Stops
@@ -301,10 +300,10 @@ class Ahead:
     matching: Matching | None
 
     def push(self, token: int) -> bool:
-        """Take a token that was sampled. Returns False if it ends the sequence.
+        """Advance by a token. Returns False if the token completes the constraint.
 
         Raises:
-            EngineBug: the constraint does not allow the token.
+            EngineBug: The constraint does not allow the token.
         """
         self.position += 1
         if self.edits is not None:
@@ -312,7 +311,7 @@ class Ahead:
         return self.matching is None or not self.matching.push(token)
 
     def sample_row(self) -> SampleRow:
-        """Return how the next token is to be sampled. A constraint's mask is filled already."""
+        """Return the settings for sampling the next token. A constraint's mask is filled."""
         row = _sample_row(self.sampling, self.stops, self.position, self.edits, self.matching)
         if self.matching is not None and row.mask is not None:
             self.matching.fill(row.mask)
@@ -331,13 +330,13 @@ def _sample_row(
 
 
 def _misfit(new: AdmittedSequence, index: int, what: str) -> RowFailure:
-    """Return the failure of a continued choice whose tokens its request cannot have made."""
+    """Return the failure of a continued choice whose tokens cannot be its request's output."""
     path = f"continuation.choices[{new.sampling.choice}].token_ids[{index}]"
     return RowFailure(new.sequence, RowPhase.REPLAY, what, FieldViolation(path, what))
 
 
 def offer_of(state: SequenceState) -> int:
-    """Return how many tokens the sequence drafts. A draft that fails is none."""
+    """Return how many tokens the sequence drafts: 0, from now on, if drafting fails."""
     try:
         return state.offer()
     except Exception:

@@ -1,4 +1,4 @@
-"""One step's plan in the form that the model takes, and what was drawn and scored for it."""
+"""One step's plan in the form that the model takes, and the tokens and scores of the step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Choice:
     sequence: SequenceId
     row: SampleRow
     logits: int  # index of its row in the kept logits
-    drafts: tuple[int, ...] = ()  # the tokens behind it, whose logits follow
+    drafts: tuple[int, ...] = ()  # the drafted tokens from this place on; their logits follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Scores:
 
 
 NO_SCORES = Scores({}, {})
-Drawn = tuple[int, ...] | RowFailure  # the tokens of one choice, at least one, or why it has none
+Drawn = tuple[int, ...] | RowFailure  # one choice's sampled tokens, at least one; or its failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Batch:
     scored: tuple[ScoredRow, ...]
     masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
     groups: tuple[AdapterGroup, ...]  # the tokens that have adapters
-    states: tuple[RowState, ...] = ()  # of the rows, if the model has recurrent layers
-    images: object = None  # what the rows' images put into the forward, as the runner has it
+    states: tuple[RowState, ...] = ()  # of each row, if the model has recurrent layers
+    images: object = None  # of the rows, in the form of the runner's `_images_of`
 
 
 def draw(
@@ -91,8 +91,8 @@ def draw(
 
 
 def failure_of(choice: Choice, logits: torch.Tensor, error: Exception) -> RowFailure:
-    """Return the failure of a choice that got no token. The request is to blame if the model's
-    logits are finite and its constraint and its other settings together exclude every token."""
+    """Return the failure of a choice that got no token. It is the request's fault if the model's
+    logits are finite and its constraint and other settings together exclude every token."""
     is_left_none = isinstance(error, NothingToSample) and error.is_empty
     if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
         return refusal(choice.sequence, choice.row.mask, LEAVES_NOTHING)

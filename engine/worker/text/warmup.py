@@ -1,7 +1,8 @@
 """Runs the first steps of a loaded model, and estimates a step's own memory.
 
-Rule: warming up runs the runner's own steps on blocks that nobody owns yet, and leaves no sequence
-behind. An error here, or a row without a token, fails the load, and not the first user's request.
+Rule: warming up runs the runner's own steps on blocks that no sequence has yet, and leaves no
+sequence behind. An error here, or a row without a token, fails the load, and not the first user's
+request.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from engine.worker.forward.kv_cache import PoolSize
     from engine.worker.interface import RunnerSpec
 
-# Ids that no scheduler uses: its ids begin at 0.
+# Ids that no scheduler uses: schedulers count from 0.
 WARM_UP_SEQUENCE = SequenceId(-1)
 WARM_UP_PLAN = PlanId(-1)
 # The activations of a layer that exist at once, in units of tokens × (hidden + MLP width):
-# residual, normed input, QKV, attention output, gate, up, and their product. A guess, rounded up.
+# residual, normed input, QKV, attention output, gate, up, and their product. Not measured.
 LIVE_ACTIVATIONS = 4
-# Copies of the logits: in the model's dtype, in float32, and another one during sampling.
+# Copies of the logits at once: in the model's dtype, in float32, and one more in sampling.
 LOGITS_COPIES = 3
 
 
@@ -47,7 +48,7 @@ def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
     every weight for the first time.
 
     Raises:
-        Refusal: A step gave no token, as when its results overflow.
+        Refusal: A step gave no token, for example because its results overflow.
     """
     count = min(2, pool.max_model_len)
     new = AdmittedSequence(
@@ -76,7 +77,7 @@ def workspace_bytes(
     spec: RunnerSpec, config: Any, dtype: torch.dtype, activations: int | None = None
 ) -> int:
     """Return an upper estimate of a step's own memory: activations and logits of the largest plan.
-    ``activations`` are their bytes where these are known exactly, as for a compiled decoder."""
+    ``activations`` are their bytes if known, as for a compiled decoder."""
     rows = max(spec.max_num_seqs, DRAFTING_STEP_MAX) + SCORED_TOKENS_MAX
     if activations is None:
         mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)

@@ -1,8 +1,8 @@
 """Reads a model's GGUF file as if it were a checkpoint's directory.
 
-Rule 1: transformers' reader parses the bytes; this file says what they mean. Rule 2: the header
-comes first: every refusal is raised before any weights are read. Rule 3: a tensor in blocks stays
-in the mapped file until it is asked for.
+Rule 1: transformers' reader parses the bytes; this file interprets the result. Rule 2: the header
+is read first, and every refusal is raised before any weights are read. Rule 3: a tensor in blocks
+stays in the mapped file until it is decoded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _reader() -> Any:
     llama.cpp writes.
 
     Raises:
-        Refusal: the installed transformers has none.
+        Refusal: The installed transformers has no such reader.
     """
     try:
         from transformers.integrations.gguf import reader
@@ -59,12 +59,11 @@ def _reader() -> Any:
 
 class GgufFile(Checkpoint):
     """The tensors and the metadata of one GGUF file, as a context manager. Tensors have the names
-    that transformers gives them. Without ``has_vocabulary`` the texts of tokens and merges, which
-    are most of the time that the metadata take, are passed over.
+    that transformers gives them. Without ``has_vocabulary``, the texts of tokens and merges are
+    skipped: reading them takes most of the metadata's time.
 
     Raises:
-        Refusal: On entering: the file cannot be read, is damaged, or has something that is not
-            read.
+        Refusal: On entering: the file cannot be read, is damaged, or has an unsupported tensor.
     """
 
     def __init__(self, path: Path, *, has_vocabulary: bool = True) -> None:
@@ -80,7 +79,7 @@ class GgufFile(Checkpoint):
         reader = _reader()
         check_readable(self._path)
         try:
-            # A string of a mapping costs a third of one of numpy's array of it.
+            # Reading a string from a mapping takes a third of the time that a numpy array takes.
             with self._path.open("rb") as opened:
                 blob = mmap(opened.fileno(), 0, access=ACCESS_READ)
             self.metadata, count, place = reader._read_metadata(blob, str(self._path), self._texts)
@@ -106,10 +105,10 @@ class GgufFile(Checkpoint):
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def config(self) -> dict[str, Any]:
-        """Return what config.json would say.
+        """Return the content that the model's config.json would have.
 
         Raises:
-            Refusal: as `engine.worker.load.gguf.models.make_config`.
+            Refusal: The metadata do not describe a served model (`make_config`).
         """
         shapes = {own: self.tensors[name].shape for name, (own, *_) in self._found.items()}
         return make_config(self.metadata, shapes, self._factors)
@@ -118,7 +117,7 @@ class GgufFile(Checkpoint):
         """Return the file's tokens.
 
         Raises:
-            Refusal: as `read_vocabulary`, or there are more tokens than rows of the embedding.
+            Refusal: As `read_vocabulary`, or there are more tokens than rows of the embedding.
         """
         found = read_vocabulary(self.metadata)
         rows = self.config()["vocab_size"]
@@ -131,7 +130,7 @@ class GgufFile(Checkpoint):
         """Write config.json and generation_config.json. Return the vocabulary.
 
         Raises:
-            Refusal: as `config` and `vocabulary`.
+            Refusal: The metadata describe no served model, or no tokens that can be read.
         """
         vocabulary = self.vocabulary()
         ends = {"eos_token_id": sorted(vocabulary.ends)}
@@ -140,7 +139,7 @@ class GgufFile(Checkpoint):
         return vocabulary
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor; one in blocks is expanded to float32."""
+        """Return a tensor; a tensor in blocks is expanded to float32."""
         stored = self.small(name)
         if stored is not None:
             return stored().expand()
@@ -157,12 +156,12 @@ class GgufFile(Checkpoint):
         return tensor
 
     def form(self, name: str) -> Form | None:
-        """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
+        """Return the form of a tensor that is kept in 8 or 4 bits, or None for a float tensor."""
         _, _, kind = self._found[name]
         return BLOCK_TYPES[kind][1].form if kind in BLOCK_TYPES else None
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return what reads such a tensor in its form."""
+        """Return a function that reads a tensor in 8 or 4 bits; None for a float tensor."""
         own, start, kind = self._found[name]
         if kind not in BLOCK_TYPES:
             return None
@@ -183,10 +182,11 @@ class GgufFile(Checkpoint):
         return "BF16" if kinds - {"F32"} else "F32"
 
     def _add(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> None:
-        """Note where a tensor lies.
+        """Register a tensor that begins at byte ``start`` of the file.
 
         Raises:
-            Refusal: its type or its name is not known here, or the file ends before it.
+            Refusal: Its type, name or shape is not supported, or the file ends before the tensor
+                does.
         """
         if kind in FLOAT_TYPES:
             label, dtype = FLOAT_TYPES[kind]

@@ -1,4 +1,4 @@
-"""Says what a GGUF file describes in transformers' terms: config, names of tensors, order of rows.
+"""Translates a GGUF file's metadata to transformers' config, names of tensors and order of rows.
 
 Rule: an architecture, a tensor or a rotary embedding that is not understood here is a `Refusal`.
 Metadata fields that are not listed here are not read.
@@ -25,8 +25,8 @@ OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-TEXTS = ("rope.scaling.type",)  # the fields of an architecture that are no numbers
-ROPE_FACTORS = "rope_freqs.weight"  # how Llama 3's rotary frequencies are divided
+TEXTS = ("rope.scaling.type",)  # metadata fields of an architecture that are texts, not numbers
+ROPE_FACTORS = "rope_freqs.weight"  # the divisors of Llama 3's rotary frequencies
 IN_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -44,14 +44,15 @@ IN_LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-CONVOLUTION = "conv.conv"  # whose weight has no middle dimension of 1 in a file
+CONVOLUTION = "conv.conv"  # a file stores its weight without the middle dimension of 1
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
-# Llama 3's rotary embedding, whose settings a file does not name. Source: Llama 3.1's config.json.
+# The settings of Llama 3's rotary embedding, which a file does not have. Source: Llama 3.1's
+# config.json.
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -65,15 +66,15 @@ class GgufModel:
 
     class_name: str
     model_type: str
-    names: Mapping[str, str] = field(default_factory=dict)  # of a layer's modules, where not usual
-    is_interleaved: bool = False  # the rows of queries and keys pair neighbours, not halves
-    norm_offset: float = 0.0  # a file's norms have it added
-    # Fields of the config that say that layers have biases, and a tensor that a file then has.
+    names: Mapping[str, str] = field(default_factory=dict)  # of modules, where not as in IN_LAYER
+    is_interleaved: bool = False  # rotary pairs are neighbouring rows of queries and keys
+    norm_offset: float = 0.0  # which llama.cpp adds to the norms' weights
+    # Fields of the config that mean biases, each with a tensor that shows them in a file.
     biases: Mapping[str, str] = field(default_factory=lambda: BIASES)
-    outside: Mapping[str, str] = field(default_factory=dict)  # names of further tensors
+    outside: Mapping[str, str] = field(default_factory=dict)  # more tensors outside the layers
     epsilon: str = "rms_norm_eps"  # the config's field of the norms' epsilon
-    has_convolutions: bool = False  # in layers without key heads
-    # Fields of the config beside those that all have: their names and those of the metadata.
+    has_convolutions: bool = False  # which the layers without key heads then have
+    # Further fields of the config: each one's name, and the name of the metadata field.
     fields: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,7 +91,7 @@ MODELS = {
             "num_experts_per_tok": "expert_used_count",
             "moe_intermediate_size": "expert_feed_forward_length",
         },
-        extra={"norm_topk_prob": True},  # which llama.cpp assumes
+        extra={"norm_topk_prob": True},  # llama.cpp assumes it
     ),
     "phi3": GgufModel(
         "Phi3ForCausalLM",
@@ -158,22 +159,22 @@ MODELS = {
         has_convolutions=True,
         biases={"conv_bias": "blk.0.shortconv.in_proj.bias"},
         fields={"conv_L_cache": "shortconv.l_cache"},
-        extra={"block_auto_adjust_ff_dim": False},  # a file says how wide an MLP is
+        extra={"block_auto_adjust_ff_dim": False},  # a file has the final width of an MLP
     ),
 }
-# The layers of the models whose attention is scaled by hidden / heads and not by a head's width.
+# The number of layers by which models are recognised whose attention is scaled by hidden / heads.
 # Source: llama.cpp's own list (Gemma 2 27B, Gemma 3 27B).
 SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
-# The rotary base of Gemma 3's sliding-window layers, which a file does not name. Source: Gemma 3's
+# The rotary base of Gemma 3's sliding-window layers, which a file does not have. Source: Gemma 3's
 # config.json.
 GEMMA3_LOCAL_THETA = 10000.0
 
 
 def find_model(metadata: Mapping[str, Any]) -> GgufModel:
-    """Return how to read a file of this architecture.
+    """Return the description of a file's architecture.
 
     Raises:
-        Refusal: files of the architecture are not read.
+        Refusal: Files of the architecture are not supported.
     """
     name = str(metadata["general.architecture"])
     if name not in MODELS:
@@ -185,8 +186,8 @@ def find_model(metadata: Mapping[str, Any]) -> GgufModel:
 
 
 def name_in_checkpoint(model: GgufModel, name: str) -> str | None:
-    """Return transformers' name of a tensor, or None if it has none. In the name of a tensor of all
-    experts, their numbers are to be put for ``{expert}``."""
+    """Return transformers' name of a tensor, or None if transformers has no such tensor. The name
+    of a tensor with all experts has ``{expert}`` in place of an expert's number."""
     match = LAYER.fullmatch(name)
     if match is None:
         return model.outside.get(name) or OUTSIDE.get(name)
@@ -195,8 +196,8 @@ def name_in_checkpoint(model: GgufModel, name: str) -> str | None:
 
 
 def row_order(model: GgufModel, metadata: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """Return which rows of a tensor are the outputs, in transformers' order; None: all of them as
-    they are. llama.cpp's Llama rotates neighbours, and transformers' rotates halves."""
+    """Return the indices of a tensor's rows in transformers' order; None: the order is the same.
+    llama.cpp's Llama rotates neighbours, and transformers' rotates halves."""
     match = LAYER.fullmatch(name)
     if not model.is_interleaved or match is None or match[2] not in ("attn_q", "attn_k"):
         return None
@@ -208,11 +209,11 @@ def row_order(model: GgufModel, metadata: Mapping[str, Any], name: str) -> torch
 def make_config(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return what config.json would say. ``shapes`` are those of the file's tensors by name,
-    ``factors`` the numbers of `ROPE_FACTORS`.
+    """Return the content that config.json would have. ``shapes`` are the shapes of the file's
+    tensors by name, and ``factors`` the content of the tensor `ROPE_FACTORS`.
 
     Raises:
-        Refusal: the file lacks a field, or has a rotary embedding that is not understood.
+        Refusal: The file lacks a field, or its rotary embedding is not supported.
     """
     model = find_model(metadata)
     heads, kv_heads, width = _heads(metadata)
@@ -281,8 +282,7 @@ def _rope(metadata: Mapping[str, Any], width: int, factors: torch.Tensor | None)
 
 
 def _llama3_rope(theta: float, width: int, factors: torch.Tensor) -> dict[str, Any]:
-    """Return the settings of Llama 3's rotary embedding, checked by the factors that the file
-    has."""
+    """Return the settings of Llama 3's rotary embedding, after comparing the file's factors."""
     factor = float(factors.max())
     waves = 2 * pi * theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
@@ -308,11 +308,10 @@ def _heads(metadata: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _key_heads(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the number of key heads of each layer of a model with convolutions, 0 where there is
-    one.
+    """Return the number of key heads of each layer: 0 for a layer with a convolution.
 
     Raises:
-        Refusal: the file does not list them, or they differ where there are some.
+        Refusal: The file does not list them, or layers with attention differ.
     """
     found = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv")
     counts = [int(one) for one in found] if isinstance(found, list) else []
@@ -323,11 +322,11 @@ def _key_heads(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _of_model(metadata: Mapping[str, Any], key: str) -> Any:
-    """Return a field of the architecture; None if there is none. A list, which has a number for
+    """Return a field of the architecture; None if the file lacks it. A list, which has a number for
     each layer, must have the same number for all.
 
     Raises:
-        Refusal: the layers differ, or the field has no number.
+        Refusal: The layers differ, or the field is not a number.
     """
     name = f"{metadata['general.architecture']}.{key}"
     value = metadata.get(name)

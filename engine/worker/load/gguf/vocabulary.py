@@ -1,6 +1,6 @@
 """Reads the tokens of a GGUF file from its metadata: their kinds, and which of them end an answer.
 
-Rule: a token's text decides before its stored kind, because many files have a wrong one. The texts
+Rule: a known token's kind follows from its text, because many files store a wrong kind. The texts
 and the default ids are those of llama.cpp's ``llama_vocab``.
 """
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 PREFIX = "tokenizer.ggml."
 TOKENS, MERGES = f"{PREFIX}tokens", f"{PREFIX}merges"
-STRING_LISTS = (TOKENS, MERGES)  # what the reader has to read beside numbers
+STRING_LISTS = (TOKENS, MERGES)  # the lists of texts that the reader must not skip
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's kinds of a token
-MARKERS = (UNKNOWN, CONTROL, USER_DEFINED)  # found whole in a text
+MARKERS = (UNKNOWN, CONTROL, USER_DEFINED)  # kinds of tokens that a text is first split at
 
 END_TEXTS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -27,7 +27,7 @@ END_TEXTS = frozenset((
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 ))  # fmt: skip
-# Of the tokens for filling in the middle (FIM), those that end a text, by the field that names one.
+# Texts of tokens for filling in the middle (FIM) that end an answer, by their metadata field.
 FIM_END_TEXTS = {
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep_token_id": (
@@ -43,23 +43,23 @@ FIM_TEXTS = frozenset((
     "<|middle|>",
 ))  # fmt: skip
 END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Where all of these texts end an answer, the next one does not, and has another kind.
+# (texts, text, kind): if all ``texts`` end an answer, ``text`` does not, and is of this kind.
 NO_END_BESIDE = (
     ({"<|return|>", "<|call|>"}, "<|end|>", USER_DEFINED),
     ({"<|flush|>", "<|call|>"}, "<|end|>", USER_DEFINED),
     ({"<|flush|>", "<|calls|>"}, "<|end|>", USER_DEFINED),
     ({"<|tool_response>"}, "</s>", NORMAL),
 )
-# A file without these fields means these ids. llama.cpp also takes 11 for both ends of a byte-level
-# vocabulary without them, which is Falcon's and no one else's; here such a file names none.
+# The ids of a file that lacks these fields, by the kind of vocabulary. llama.cpp also takes 11 for
+# both ends of a byte-level vocabulary without them, which is right for Falcon's only.
 DEFAULT_IDS = {
     SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
     BYTE_LEVEL: {},
 }
 
 
-# The names that templates have for special tokens. The last two are special only where the file's
-# kinds say so: some files name a plain token, such as "!", for padding.
+# Chat templates' names of special tokens, and the metadata fields. The two of NAMES_IF_MARKED count
+# only if their kind is special: some files name a plain token, such as "!", for padding.
 NAMES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 NAMES_IF_MARKED = {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
 
@@ -69,9 +69,9 @@ class Vocabulary:
     """The tokens of a GGUF file.
 
     ``tokens`` are texts as they are stored, and ``kinds`` GGUF's kinds of them, corrected.
-    ``scores`` are those of a sentencepiece vocabulary. ``merges`` is None for a file that has none.
-    ``ids`` are those of special tokens by their fields' names. ``ends`` are the ids at which an
-    answer ends. The flags are None for a file that does not say.
+    ``scores`` are the tokens' scores in a sentencepiece vocabulary. ``merges`` is None for a file
+    without merges. ``ids`` are special tokens' ids by their fields' names. ``ends`` are the ids at
+    which an answer ends. A flag is None if the file does not set it.
     """
 
     model: str
@@ -94,13 +94,13 @@ class Vocabulary:
 
     @property
     def markers(self) -> dict[str, bool]:
-        """The texts of the tokens that are found whole in a text, and whether they are special."""
+        """The texts of the tokens that a text is first split at, and whether each is special."""
         found = zip(self.tokens, self.kinds, strict=True)
         return {text: kind != USER_DEFINED for text, kind in found if kind in MARKERS}
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of special tokens by the names that chat templates have for them."""
+        """The texts of special tokens by chat templates' names for them."""
         named = {name: self.ids.get(field) for name, field in NAMES.items()}
         for name, field in NAMES_IF_MARKED.items():
             index = self.ids.get(field)
@@ -113,7 +113,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """Return the tokens that the metadata describe.
 
     Raises:
-        Refusal: there are none, they are of a kind that is not read, or two are alike.
+        Refusal: There are no tokens, their kind is not read, or two have the same text.
     """
     model = str(metadata.get(f"{PREFIX}model", "none"))
     tokens = _texts(metadata.get(TOKENS))
@@ -144,10 +144,10 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
 
 
 def _texts(stored: Any) -> list[str]:
-    """Return the texts of all tokens; an empty one gets a name, as llama.cpp does.
+    """Return the texts of all tokens. As in llama.cpp, an empty text is replaced by a name.
 
     Raises:
-        Refusal: two are alike, so that one of them could never be written.
+        Refusal: Two are alike, so that one of the tokens could never be produced from a text.
     """
     if not isinstance(stored, list):
         return []
@@ -167,7 +167,7 @@ def _special_ids(
     vocabulary, which old files have for a padding token, names no token.
 
     Raises:
-        Refusal: a field has something else than an id.
+        Refusal: A field has a value that is no id.
     """
     names = ("bos_token_id", "unknown_token_id", "padding_token_id", *END_FIELDS, *FIM_END_TEXTS)
     ids = dict(otherwise)
@@ -208,7 +208,7 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int, otherwise: Any)
     """Return a field that has a number for each token.
 
     Raises:
-        Refusal: it has fewer.
+        Refusal: The field has fewer numbers than there are tokens.
     """
     found = metadata.get(f"{PREFIX}{name}")
     if found is None:

@@ -1,1 +1,1 @@
-"""Models that read images: transformers' vision towers beside our own decoder."""
+"""Models that read images: transformers' vision towers, and text models as everywhere."""

@@ -2,7 +2,7 @@
 averages its patches to a fixed number of tokens.
 
 An image's tokens see each other, and one step computes all of them. Crops of long images ("pan and
-scan") are not made, as transformers' processor makes none unless it is asked to.
+scan") are not made, as in transformers' processor by default.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``preprocessor`` says how files become images.
+    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
 
     Raises:
-        Refusal: The images are fitted in a way that is not followed here.
+        Refusal: The image processor has settings that are not supported.
     """
 
     TEXT_MODULE = "language_model"

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: an image is cut into tiles, and a pixel shuffle makes few tokens of each.
+"""Idefics 3 and SmolVLM: an image is cut into tiles, and a pixel shuffle joins patches to tokens.
 
 Each tile is encoded alone: the tiles of one image together would take several times the memory, and
 each tile's embeddings depend on nothing else.
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``preprocessor`` says how files become images.
+    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
 
     Raises:
-        Refusal: The images are fitted in a way that is not followed here.
+        Refusal: The image processor has settings that are not supported.
     """
 
     TEXT_MODULE = "text_model"
@@ -66,7 +66,7 @@ class Reader:
     def _tile(self, base: Any, tile: FittedImage) -> torch.Tensor:
         values = scaled(tile, self._table)
         sent = torch.from_numpy(values).to(base.device, base.dtype)[None, None]
-        if not bool(sent.count_nonzero()):  # the model takes such a tile for padding
+        if not bool(sent.count_nonzero()):  # the model would drop a tile of zeros as padding
             sent[..., 0, 0] = torch.finfo(base.dtype).tiny
         [found] = base.get_image_features(pixel_values=sent, return_dict=True).pooler_output
         return found

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``preprocessor`` says how files become images.
+    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
 
     Raises:
-        Refusal: The images are fitted in a way that is not followed here.
+        Refusal: The image processor has settings that are not supported.
     """
 
     TEXT_MODULE = "language_model"

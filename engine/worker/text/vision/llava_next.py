@@ -1,4 +1,4 @@
-"""LLaVA-Next: an image as one square and again in several, behind a CLIP or SigLIP tower."""
+"""LLaVA-Next: a CLIP or SigLIP tower reads an image as one square, and as several squares."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``preprocessor`` says how files become images.
+    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
 
     Raises:
-        Refusal: The images are fitted in a way that is not followed here.
+        Refusal: The image processor has settings that are not supported.
     """
 
     TEXT_MODULE = "language_model"
@@ -67,7 +67,7 @@ class Reader:
 
 
 def _check(processor: Any, config: Any, side: int, sizes: tuple[tuple[int, int], ...]) -> None:
-    """Refuse an image processor whose squares are not the ones that the model reads."""
+    """Refuse an image processor whose squares or sizes differ from the model's."""
     size, crop = processor.size, processor.crop_size if processor.do_center_crop else None
     made = [size["shortest_edge"]] if size["shortest_edge"] else [size["height"], size["width"]]
     made += [crop["height"], crop["width"]] if crop is not None else []

@@ -1,9 +1,9 @@
-"""Divides the config and the checkpoint of a model that sees into its text model and its tower.
+"""Divides the config and the checkpoint of a model that reads images into text model and tower.
 
-Rule: the text model is then loaded as any other, by the name of its own architecture; and each
-tensor of the checkpoint belongs to one of both parts.
+Rule: the text model is then loaded like other text models, by the name of its own architecture;
+each tensor of the checkpoint belongs to one of both parts, or is computed by the tower.
 
-Checkpoints name their tensors in two ways, that of their time and that of transformers 5.
+Checkpoints name their tensors in two ways, as in old versions of transformers or as in version 5.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TOWER = re.compile(
     r"|image_newline)"
 )
 TEXT = re.compile(r"(?:model\.)?(?:language_model\.|text_model\.)?(?:model\.)?(.*)")
-# What old checkpoints have and models compute.
+# Tensors of old checkpoints that models compute themselves.
 COMPUTED = re.compile(r"\.(position_ids|inv_freq)$")
 
 
 @holds_import_lock
 def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
-    """Return the architecture and transformers' config of a model that sees.
+    """Return the architecture and transformers' config of a model that reads images.
 
     Raises:
         Refusal: The model is not served, or its config is broken.
@@ -53,7 +53,7 @@ def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     raw = read_json(directory, "config.json")
     vision = find_vision(raw)
     for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
-        raw.pop(unsafe, None)  # they name code or files to load
+        raw.pop(unsafe, None)  # these fields name code or files to load
     package = f"transformers.models.{vision.module}.configuration_{vision.module}"
     try:
         config = getattr(importlib.import_module(package), vision.config).from_dict(raw)
@@ -85,8 +85,8 @@ def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, An
 
 
 def _as_text(config: Any, architecture: Architecture) -> Any:
-    """Return the config of a text model as that of another class, without what says how a rotary
-    embedding reads three positions."""
+    """Return the config of a text model converted to that of another class, without the settings of
+    rotary embeddings of three positions."""
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     fields = config.to_dict()
     fields.pop("model_type")
@@ -111,22 +111,22 @@ class PartOfCheckpoint(Checkpoint):
         return self._whole.read(self._stored[name])
 
     def form(self, name: str) -> Form | None:
-        """Return the form of a tensor that is kept in 8 or 4 bits."""
+        """Return the form of a tensor in 8 or 4 bits; None for a float tensor."""
         return self._whole.form(self._stored[name])
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return what reads such a tensor in its form."""
+        """Return a function that reads a tensor in 8 or 4 bits; None for a float tensor."""
         return self._whole.small(self._stored[name])
 
 
 class TextPart(Division):
-    """The text model, as the part that a runner of texts reads of a model that sees."""
+    """Makes a text runner load only the text model of a model that reads images."""
 
     def read_config(self, directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
         """Return the architecture and the config of the text model.
 
         Raises:
-            Refusal: as `read_parts` and `text_part`.
+            Refusal: The model or its text model is not served, or the config is broken.
         """
         return text_part(*read_parts(directory))
 
@@ -136,7 +136,7 @@ class TextPart(Division):
 
     @holds_import_lock
     def complete(self, model: LoadedModel, directory: Path) -> None:
-        """Give a text model the rotary embedding that reads three positions, if it has one."""
+        """Give the text model the rotary embedding of three positions, if its family has one."""
         vision, config = read_parts(directory)
         if vision.rotary:
             package = f"transformers.models.{vision.module}.modeling_{vision.module}"
@@ -145,7 +145,7 @@ class TextPart(Division):
 
 
 def text_name(name: str) -> str:
-    """Return the name that a stored tensor has in the text model; "" for one of the tower."""
+    """Return the name that a stored tensor has in the text model; "" for a tensor of the tower."""
     if TOWER.fullmatch(name):
         return ""
     head = HEAD.fullmatch(name)
@@ -157,8 +157,8 @@ def text_name(name: str) -> str:
 
 
 def tower_name(name: str) -> str:
-    """Return the name that a stored tensor has in the tower; "" for one of the text model, and for
-    one that the tower computes."""
+    """Return the name that a stored tensor has in the tower; "" for a tensor of the text model, and
+    for a tensor that the tower computes."""
     match = TOWER.fullmatch(name)
     if match is None or COMPUTED.search(name):
         return ""

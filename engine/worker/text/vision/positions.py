@@ -1,8 +1,9 @@
-"""Positions of tokens for rotary embeddings that read three of them: M-RoPE of the Qwen-VL models.
+"""The three positions of each token for M-RoPE, the rotary embeddings of the Qwen-VL models.
 
-A token of a text has the same position three times. The tokens of an image share the position of
-its first token as their time, and their rows and columns count from there. The text behind an image
-continues after the longer side of the image, and not after the number of its tokens.
+The three positions are time, row and column. For a token of a text, all three are equal. The tokens
+of an image share the position of its first token as their time, and their rows and columns count
+from there. After an image, the text's positions continue from its longer side, and not from the
+number of its tokens.
 
 Source: Qwen2-VL (arXiv 2409.12191); transformers 5.23, modeling_qwen2_vl.py, get_rope_index.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def positions_of(images: Sequence[PromptImage], start: int, count: int) -> Ints:
     """Return the time, row and column of the ``count`` tokens from ``start`` on, [3, count] int64.
-    ``images`` are those of the sequence, in the order of their positions."""
+    ``images`` are the sequence's, in the order of their positions."""
     tokens = np.arange(start, start + count, dtype=np.int64)
     found, shift = np.tile(tokens, (3, 1)), 0
     for image in images:

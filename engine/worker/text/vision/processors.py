@@ -1,4 +1,4 @@
-"""Reads the settings of a model's image processor, by transformers' own class for it."""
+"""Makes a model's image processor, of transformers' own class, by the settings in its files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from engine.worker.load.resolve import read_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The image processors whose settings are followed, by their names without "Fast" or "Pil", and the
-# module of transformers of each.
+# The supported image processors, without "Fast" or "Pil", and transformers' module of each.
 MODULES = {
     "CLIPImageProcessor": "clip",
     "SiglipImageProcessor": "siglip",
@@ -28,11 +27,11 @@ MODULES = {
 
 @holds_import_lock
 def read_processor(directory: Path, default: str) -> Any:
-    """Return the image processor of a model's directory, computed with Pillow. ``default`` is the
-    module of the one that a model has whose files name none.
+    """Return the image processor of a model's directory, of the class that uses Pillow. ``default``
+    is the image processor's module for a model whose files name no processor.
 
     Raises:
-        Refusal: There is none, or it is not followed here.
+        Refusal: The files have no image processor, or it is not supported.
     """
     settings = _settings(directory)
     named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type", ""))
@@ -53,7 +52,7 @@ def read_processor(directory: Path, default: str) -> Any:
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """Return the settings of the image processor, which stand in one of two files."""
+    """Return the settings of the image processor, from one of two files."""
     for name, key in (
         ("processor_config.json", "image_processor"),
         ("preprocessor_config.json", ""),

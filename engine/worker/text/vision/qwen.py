@@ -1,8 +1,8 @@
-"""The Qwen-VL models: an image keeps about its own size, in whole patches, four of which make one
+"""The Qwen-VL models: an image keeps about its own size, in whole patches; four patches become one
 token.
 
-Qwen3-VL's tower returns further embeddings of each token. They are added behind the first layers of
-the text model.
+Qwen3-VL's tower returns further embeddings of each token, which are added to the outputs of the
+text model's first layers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Makes the tower's input of images. ``preprocessor`` says how files become images.
+    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
 
     Raises:
-        Refusal: The images are fitted in a way that is not followed here.
+        Refusal: The image processor has settings that are not supported.
     """
 
     TEXT_MODULE = "language_model"
@@ -77,8 +77,8 @@ class Reader:
         return torch.stack([found.pooler_output[0], *(own[0] for own in deep)])
 
     def _patches(self, tile: FittedImage) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return an image's patches, those of one token after one another, [patches, numbers]
-        float32. An image is a video of equal frames."""
+        """Return an image's patches, [patches, numbers] float32; the patches of one token follow
+        one another. The model reads an image as a video of equal frames."""
         side, merge = self._patch, self._merge
         rows, columns = tile.height // side // merge, tile.width // side // merge
         cut = scaled(tile, self._table).reshape(3, rows, merge, side, columns, merge, side)

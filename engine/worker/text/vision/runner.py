@@ -1,8 +1,8 @@
 """The runner of models that read images: a text model's runner with a tower beside it (D26).
 
-The text model is loaded and run as any other. Where a row has tokens of an image, the image's
-embeddings go into the forward in the place of the token's. They are computed in the step that needs
-them first, and kept by the image's digest.
+The text model is loaded and run like other text models. Where a row has tokens of an image, the
+image's embeddings replace the tokens' in the forward. They are computed in the step that needs them
+first, and kept by the image's digest.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RowImage:
 
 @dataclass(frozen=True, slots=True)
 class StepImages:
-    """What the images of a step's rows put into its forward. ``positions`` are [3, num_tokens]
-    int64; None where they are those of a text."""
+    """The parts of images in a step's rows. ``positions`` are [3, num_tokens] int64; None if the
+    model's rotary embedding reads one position for each token."""
 
     parts: tuple[RowImage, ...]
     positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -77,18 +77,18 @@ class VisionRunner(TorchRunner):
     until it is loaded."""
 
     tower: Tower | None = None
-    has_grids = False  # its rotary embedding reads the rows and columns of images
-    later: LaterRows | None = None  # of a stock module with rows behind its first layers
+    has_grids = False  # whether its rotary embedding reads the rows and columns of images
+    later: LaterRows | None = None  # adds rows to the outputs of a stock module's first layers
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
         super().__init__(spec, backend)
         self._division = TextPart()
 
     def estimate(self) -> MemoryEstimate:
-        """Return what `load` will need, with the tower and its cache.
+        """Return the memory that `load` will need, with the tower and its cache.
 
         Raises:
-            SpawnFailed: as `TorchRunner.estimate`.
+            SpawnFailed: The small files show that the model cannot be served.
         """
         text = super().estimate()
         with load_failures(short_name(self._spec.model), self.close, needs="weights"):
@@ -107,7 +107,7 @@ class VisionRunner(TorchRunner):
             return replace(text, num_bytes=text.num_bytes + own)
 
     def close(self) -> None:
-        """Free everything, as `TorchRunner.close`, and the tower."""
+        """Free the tower and everything that `TorchRunner.close` frees."""
         self.tower = self.later = None
         super().close()
 
@@ -152,16 +152,16 @@ class VisionRunner(TorchRunner):
         config: Any,
         token_of: Callable[[int], str],
     ) -> Any:
-        """Return what reads the model's images. ``token_of`` returns the token of an id."""
+        """Return the family's `Reader` for the model. ``token_of`` returns the token of an id."""
         family = importlib.import_module(f"engine.worker.text.vision.{vision.family}")
         return family.Reader(directory, config, token_of, self._spec.max_image_pixels)
 
     def _working_bytes(
         self, config: Any, preprocessor: Preprocessor, limit: int, dtype: torch.dtype, device: str
     ) -> int:
-        """Return the bytes that images take beside weights: for the embeddings that are kept, and
-        for encoding one image; in the memory of the CPU also for decoding one, and for the images
-        that are kept decoded. A prompt has at most ``limit`` tokens."""
+        """Return the bytes that images take beside weights: for the kept embeddings, and for
+        encoding one image; on a CPU also for decoding one image file, and for the images that are
+        kept decoded. A prompt has at most ``limit`` tokens."""
         kept = cache_bytes(config, preprocessor, limit, dtype)
         encoding = activation_bytes(config, preprocessor.encoding_cost(limit), dtype)
         if device != "cpu":
@@ -172,7 +172,7 @@ class VisionRunner(TorchRunner):
     def _images_of(self, rows: Sequence[Row]) -> StepImages | None:
         """Return the parts of images that rows compute, and the positions of their tokens."""
         if self.tower is None:
-            return None  # the first steps of a load
+            return None  # the warm-up, before the tower is loaded
         states = [self._sequences[row.sequence] for row in rows]
         if not any(state.admission.images for state in states):
             return None
@@ -234,7 +234,7 @@ class VisionRunner(TorchRunner):
         return change
 
     def _image_rows(self, parts: Sequence[RowImage]) -> ImageRows | None:
-        """Return the embeddings of parts of images; None without any."""
+        """Return the embeddings of ``parts``; None if there are no parts."""
         if not parts or self.tower is None:
             return None
         embeddings = self.tower.embeddings(one.image for one in parts)
@@ -250,8 +250,8 @@ class VisionRunner(TorchRunner):
 
 
 def masks_of(config: Any) -> dict[str, Mask]:
-    """Return the masks of a stock module's layers, by their types. It could not make them itself of
-    three positions."""
+    """Return the masks of a stock module's layers, by their types. The module cannot make masks
+    from three positions itself."""
     window = getattr(config, "sliding_window", None)
     return {"full_attention": Mask(), "sliding_attention": Mask(window)}
 
@@ -264,7 +264,8 @@ def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:
 
 
 def _require_budget(preprocessor: Preprocessor, budget: int, max_num_seqs: int) -> None:
-    """Refuse a step budget in which an image that must not be cut has no room beside decodes."""
+    """Refuse a step budget that has no room for a whole image beside decodes, if an image must be
+    computed in one step."""
     if preprocessor.is_whole and budget < preprocessor.max_tokens + max_num_seqs:
         raise Refusal(
             f"its images have {preprocessor.max_tokens} tokens that one step must compute, beside "

@@ -1,8 +1,8 @@
-"""The part of a model that encodes images: transformers' own modules, without the text model.
+"""A model's tower: transformers' own modules without the text model, which encode images.
 
-Rule 1: as in `engine.worker.load.loader`, a parameter that the checkpoint lacks and a tensor that
-the tower does not use refuse the model. Rule 2: images are encoded one at a time, so that an
-image's embeddings do not depend on its company.
+Rule 1: as in `engine.worker.load.loader`, a model is refused if the checkpoint lacks a parameter or
+has a tensor that the tower does not use. Rule 2: images are encoded one at a time, so that an
+image's embeddings do not depend on other images.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from engine.worker.load.checkpoint import Checkpoint
     from engine.worker.load.vision_architectures import VisionArchitecture
 
-# How many embeddings are kept: about as many as four steps of the default budget read, but at least
-# those of two images. A guess.
+# The number of embeddings that are kept, but at least those of two images. About as many as four
+# steps of the default budget compute; not tuned.
 KEPT_EMBEDDINGS = 8192
-# The activations of a tower, in numbers per patch and unit of width, as in
+# The activations of a tower, in numbers per patch and unit of width. Same as in
 # `engine.worker.encode.runner`.
 ACTIVATIONS_PER_WIDTH = 16
-# How many copies of a patch's numbers there are at once, in float32: scaled, cut into patches, and
+# The copies of a patch's numbers that exist at once, in float32: scaled, cut into patches, and
 # contiguous.
 INPUT_COPIES = 3
 
@@ -61,7 +61,7 @@ def fill(base: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.de
     """Give a tower on the meta device its weights and buffers.
 
     Raises:
-        Refusal: The checkpoint does not fit it.
+        Refusal: The checkpoint does not fit the tower, or has numbers that are not finite.
     """
     parameters = dict(base.named_parameters())
     missing = sorted(parameters.keys() - checkpoint.tensors.keys())
@@ -84,7 +84,7 @@ def fill(base: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.de
             checkpoint.check_finite(name)
             raise Refusal(f"its tensor {name} has numbers that {dtype} cannot hold")
         own = torch.nn.Parameter(tensor, requires_grad=False)
-        own._is_hf_initialized = True  # type: ignore[attr-defined]  # what _init_weights reads
+        own._is_hf_initialized = True  # type: ignore[attr-defined]  # read by _init_weights
         owner, _, attribute = name.rpartition(".")
         setattr(base.get_submodule(owner), attribute, own)
     _fill_buffers(base, base._init_weights, device)
@@ -92,7 +92,8 @@ def fill(base: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.de
 
 
 def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:
-    """Allocate the buffers on the device, and have each model of transformers compute its own."""
+    """Allocate the buffers on the device. The `_init_weights` of the innermost model of
+    transformers that has them computes them."""
     init = getattr(module, "_init_weights", init)
     for child in module.children():
         _fill_buffers(child, init, device)
@@ -104,11 +105,11 @@ def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device
 
 
 class Tower:
-    """A loaded tower with a cache of what it computed, by the digests of images.
+    """A loaded tower with a cache of images' embeddings, by the images' digests.
 
-    ``max_bytes`` of embeddings are kept. ``num_encoded`` counts the images that it has encoded. The
-    oldest embeddings that were not used for the longest go first; those of the step that is being
-    made stay, so that a step may hold more than ``max_bytes`` while it runs.
+    ``max_bytes`` of embeddings are kept. ``num_encoded`` counts the images that were encoded. The
+    least recently used embeddings are dropped first, but never those of the step that is being
+    prepared, so that a running step may keep more than ``max_bytes``.
     """
 
     def __init__(self, base: Any, reader: Any, max_bytes: int) -> None:
@@ -121,7 +122,7 @@ class Tower:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its weights."""
+        """The bytes of the tower's weights."""
         return sum(one.numel() * one.element_size() for one in self.base.parameters())
 
     def embeddings(self, images: Iterable[PromptImage]) -> list[torch.Tensor]:
@@ -129,7 +130,7 @@ class Tower:
         the tower.
 
         Raises:
-            ValueError: the tower made another number of embeddings than an image has tokens.
+            ValueError: The tower made another number of embeddings than an image has tokens.
         """
         wanted = list(images)
         found = [self._embedding(image) for image in wanted]
@@ -137,7 +138,7 @@ class Tower:
         return found
 
     def encode(self, image: SeenImage) -> torch.Tensor:
-        """Return an image's embeddings, whether they are kept or not."""
+        """Compute an image's embeddings, even if they are kept."""
         found: torch.Tensor = self.reader.features(self.base, image)
         if found.shape[1] != image.num_tokens:
             raise ValueError(f"{found.shape[1]} embeddings for {image.num_tokens} image tokens")
@@ -162,7 +163,7 @@ class Tower:
 
 
 def cache_bytes(config: Any, preprocessor: Preprocessor, limit: int, dtype: torch.dtype) -> int:
-    """Return how many bytes of embeddings are kept. A prompt has at most ``limit`` tokens."""
+    """Return the bytes of the embeddings that are kept. A prompt has at most ``limit`` tokens."""
     num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
     width = (1 + num_deep) * int(config.get_text_config().hidden_size)
     return max(KEPT_EMBEDDINGS, 2 * min(preprocessor.max_tokens, limit)) * width * dtype.itemsize
@@ -182,5 +183,5 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return embeddings one after another, float32 and contiguous."""
+    """Return embeddings joined along their tokens, float32 and contiguous."""
     return torch.cat(list(parts), dim=1).to(torch.float32).contiguous()
