@@ -1,4 +1,4 @@
-"""Decides which tokens remain candidates, with torch and for many rows at once.
+"""Finds the tokens that truncation leaves as candidates, with torch and for many rows at once.
 
 Rule 1: top_k, top_p, min_p and typical_p are applied in this order, as
 `engine.worker.sampling.sampler` defines them. Rule 2: the whole vocabulary is sorted only if a
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from engine.core.text.types import Sampling
 
-# Length of the first prefix for a top_p without top_k. For a row of 151,936 tokens, a topk of 256
-# costs 0.17 ms and one of 1,024 costs 0.34 ms (2 cores, EPYC). In most real rows, 256 tokens hold
-# 0.95 of the mass.
+# Length of the first prefix, the likeliest tokens, for a top_p without top_k. For a row of 151,936
+# tokens, a topk of 256 costs 0.17 ms and one of 1,024 costs 0.34 ms (2 cores, EPYC). In most real
+# rows, 256 tokens hold 0.95 of the mass.
 PREFIX = 256
 _GROWTH = 8  # a prefix that is too short grows by this factor: 256, 2,048, 16,384, all
 
@@ -75,7 +75,7 @@ def prefixes(
 
 
 def typical(part: Candidates, limits: Sequence[Sampling]) -> Candidates:
-    """Return those of each row's candidates that are locally typical."""
+    """Return each row's candidates that are locally typical (`engine.worker.sampling.sampler`)."""
     if all(one.typical_p >= 1.0 for one in limits):
         return part
     shares = part.scores.new_tensor([one.typical_p for one in limits], dtype=torch.float64)[:, None]
@@ -96,7 +96,7 @@ def _split(flags: list[bool]) -> tuple[list[int], list[int]]:
 
 
 def _first_width(sampling: Sampling, vocab: int) -> int:
-    """Return the length of the first prefix. For top_k it is k + 1, which shows a tie at the k-th
+    """Return the length of the first prefix. For top_k it is k + 1, to see a tie at the k-th
     score."""
     return sampling.top_k + 1 if has_top_k(sampling, vocab) else min(vocab, PREFIX)
 
@@ -147,10 +147,11 @@ def _top_p(
     masses: torch.Tensor,
     limits: Sequence[Sampling],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keep a token if those before it hold less than top_p of the mass. Return what `_cut` does.
+    """Keep a token if the tokens before it hold less than top_p of the mass. Return what `_cut`
+    returns.
 
-    The weights are not normalised: those that equal the best are then exactly 1, which makes their
-    sums and so the boundary exact.
+    The weights are not normalised: weights that equal the best are then exactly 1, which makes
+    their sums and so the boundary exact.
     """
     shares = values.new_tensor([one.top_p for one in limits], dtype=torch.float64)[:, None]
     targets = shares * masses  # [rows, 1] float64
@@ -166,7 +167,8 @@ def _top_p(
 
 
 def _ties_by_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the ids [rows, width] int64 so that of equal values the lower ids come first."""
+    """Return the ids [rows, width] int64, reordered so that lower ids of equal values come
+    first."""
     ids_up, order = ids.sort(1)
     again = values.gather(1, order).argsort(dim=1, descending=True, stable=True)
     return ids_up.gather(1, again)
@@ -174,7 +176,7 @@ def _ties_by_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _min_p(values: torch.Tensor, limits: Sequence[Sampling]) -> torch.Tensor:
     """Return the values [rows, n] float32 with -inf where the probability is below min_p times the
-    best."""
+    highest probability."""
     if all(one.min_p <= 0.0 for one in limits):
         return values
     shares = values.new_tensor([one.min_p for one in limits])[:, None]

@@ -1,22 +1,22 @@
-"""Compiles constraints with llguidance, and follows one through a sequence (D15).
+"""Compiles constraints with llguidance, and keeps each sequence's state in its constraint (D15).
 
-Rule 1: what a client sends is compiled in the sandbox first
-(`engine.worker.sampling.constraint_sandbox`), because it may take too long, take too much memory or
-crash; only what succeeds there is compiled here. Rule 2: compilation runs in threads of the caller,
-beside steps. A step only copies a compiled constraint, and takes no lock of ours. Rule 3: a
-sequence's matcher changes in `Matching.push` alone. Filling a mask has no visible effect, so a step
-that raised can be repeated.
+Rule 1: a client's constraint is compiled in the sandbox first
+(`engine.worker.sampling.constraint_sandbox`), because that may take too long, take too much memory
+or crash; only if it succeeds is the constraint compiled here. Rule 2: constraints are compiled in
+threads of the caller, during steps. A step only copies a compiled constraint, and takes no lock of
+ours. Rule 3: a sequence's matcher changes in `Matching.push` alone. Filling a mask has no visible
+effect, so a step that raised can be repeated.
 
-One compiled constraint serves every sequence that has it. llguidance's copies share what the lexer
-has learned, under a lock of its own. That is why masks are filled one after another: its parallel
-fill takes as long for 32 rows of one constraint (99 ms and 91 ms for `[a-z ]{1,1000}` over 128,000
-tokens, two cores), and half as long only where each row has another constraint. Masks are filled
-after the forward has been launched: a device computes meanwhile. On a CPU the forward occupies the
-cores, and another thread gained nothing (8 rows of a model of 135 M on two cores: 164 ms a
-step, 159 without).
+A constraint is compiled once for all its sequences. llguidance's copies share the lexer's states,
+under a lock of llguidance. That is why masks are filled one after another: its parallel fill takes
+as long for 32 rows of one constraint (99 ms and 91 ms for `[a-z ]{1,1000}` over 128,000 tokens, two
+cores), and half as long only where each row has another constraint. Masks are filled after the
+forward has been launched: a CUDA device computes meanwhile. On a CPU the forward occupies the
+cores, and another thread gained nothing (8 rows of a model of 135 M on two cores: 164 ms a step,
+159 without).
 
-An end-of-sequence token may follow exactly where the grammar may end. Where nothing else may
-follow, the output is complete and the sequence ends with the token before.
+An end-of-sequence token may follow exactly where the grammar may end. Where no other token may
+follow, the output is complete, and the sequence ends without an end token.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
-# llguidance's limits. The first is a tenth of its default, which lets `((a{100}){100}){100}` take
-# 200 MB and a second (here 6 MB, 0.1 s); schemas of a thousand properties with patterns stay below.
+# llguidance's limits. initial_lexer_fuel is a tenth of its default, which lets
+# `((a{100}){100}){100}` take 200 MB and a second (here 6 MB, 0.1 s); schemas of a thousand
+# properties with patterns stay below.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
-    "max_lexer_states": 64_000,  # of 1-2 KB, all sequences of a constraint together
+    "max_lexer_states": 64_000,  # of 1-2 KB each, for all sequences of a constraint together
     "max_grammar_size": 100_000,
-    "verbose_errors": False,  # they quote what was generated
+    "verbose_errors": False,  # verbose ones quote the output
 }
-# JSON may be written with spaces between its parts, but not with endless ones: a model that begins
-# a run of them may never leave it. 32 is a line break and an indent of 15 levels.
+# JSON may have whitespace between its parts, but of limited length: a model that begins a run of
+# spaces may never end it. 32 is a line break and an indent of 15 levels.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # Kinds whose grammar this server writes itself; their cost is known (10,000 choices: 0.15 s).
 TRUSTED = frozenset({"json_object", "choice"})
 OWN_LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 1_000_000}
 TRUSTED_BYTES_PER_CHAR = 200  # measured with choices; a constraint counts MIN_BYTES at least
 MIN_BYTES = 1 << 16
-# A mask takes 5 µs to 5 ms. A slower one is caused by the constraint. The sandbox refuses a request
-# beyond the first limit before it starts; a mask beyond the second ends the request.
+# Filling a mask takes 5 µs to 5 ms, or more because of its constraint. Beyond TOKEN_S_MAX seconds
+# in the sandbox, the constraint is refused; beyond MASK_S_MAX in a step, the request ends.
 TOKEN_S_MAX = 0.025
 MASK_S_MAX = 0.25
 REASON_CHARS = 300
@@ -78,7 +79,7 @@ class Matching:
     """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
     sampled token with `push`."""
 
-    _matcher: LLMatcher | None  # None if the constraint is not compiled, which fails the row
+    _matcher: LLMatcher | None  # None: the constraint is not compiled, so the row fails
     ends: tuple[int, ...]
     _num_words: int
     _field: str
@@ -109,9 +110,9 @@ class Matching:
         return self._matcher is None or self._matcher.validate_tokens([token]) == 1
 
     def forced(self) -> list[int]:
-        """Return the tokens that alone can follow, as the tokenizer writes their text, up to one
+        """Return the tokens of the text that must follow, as the tokenizer writes it, up to a token
         that the model lacks. Other tokens of the same text may still be sampled. The list is empty
-        if the text is not decided."""
+        if more than one text may follow."""
         if self._matcher is None:
             return []
         tokens = self._matcher.compute_ff_tokens()
@@ -122,10 +123,10 @@ class Matching:
         return 0 if self._matcher is None else max(0, self._matcher.validate_tokens(tokens))
 
     def push(self, token: int) -> bool:
-        """Append a token to the output. Returns True if only the end may follow.
+        """Append a token to the output. Returns True if the output is complete.
 
         Raises:
-            EngineBug: the grammar does not allow the token here.
+            EngineBug: The grammar does not allow the token here.
         """
         if self._matcher is None or not self._matcher.consume_token(token):
             raise EngineBug(f"token {token} does not follow the constraint")
@@ -138,7 +139,7 @@ class Matching:
 
 
 class ConstraintCompiler:
-    """Compiles constraints for one model and keeps what it compiled. `compile` may be called from
+    """Compiles constraints for one model and keeps them compiled. `compile` may be called from
     several threads at once, `start` only from the thread of a step."""
 
     def __init__(self, tokenizer: HfTokenizer, vocab: int, ends: frozenset[int]) -> None:
@@ -152,13 +153,13 @@ class ConstraintCompiler:
         self._preparing = threading.Lock()  # never held by a step
 
     def compile(self, constraint: Constraint) -> int:
-        """Make a constraint ready for `start`; return about how many bytes it takes. This costs at
-        most `constraint_sandbox.SECONDS_MAX` of processor time, twice.
+        """Compile a constraint for `start`; return an estimate of its bytes. This takes at most
+        twice `constraint_sandbox.SECONDS_MAX` of processor time.
 
         Raises:
-            InvalidRequest: it cannot be followed; the violation names its field and says why.
+            InvalidRequest: It cannot be compiled, or allows no text; the violation names its field.
             Unsupported: llguidance cannot use this model's tokenizer.
-            Overloaded, ShuttingDown: as `ConstraintSandbox.try_grammar`.
+            Overloaded, ShuttingDown: The sandbox did not answer in time, or was closed.
         """
         tokenizer, sandbox = self._prepare(constraint.asked_by)
         grammar = grammar_of(constraint)
@@ -184,7 +185,7 @@ class ConstraintCompiler:
 
     def start(self, constraint: Constraint) -> Matching:
         """Return a constraint's state before the first token. If the constraint is not compiled,
-        the row that uses it fails, and its step does not."""
+        only the row that uses it fails, not the step."""
         matcher, tokenizer = self._compiled.get(constraint), self._tokenizer
         if matcher is None or tokenizer is None:
             return Matching(None, (), 0, constraint.asked_by, self._vocab)
@@ -192,7 +193,7 @@ class ConstraintCompiler:
         return Matching(matcher.deep_copy(), ends, num_words, constraint.asked_by, self._vocab)
 
     def forget(self, constraint: Constraint) -> None:
-        """Drop a constraint that will not be started any more."""
+        """Drop a compiled constraint that no sequence will start with."""
         self._compiled.pop(constraint, None)
 
     def close(self) -> None:
@@ -202,8 +203,8 @@ class ConstraintCompiler:
             self._sandbox.close()
 
     def _prepare(self, field: str) -> tuple[LLTokenizer, ConstraintSandbox]:
-        """Return llguidance's own tokenizer and the sandbox, which the first constraint makes. For
-        128,000 tokens that takes 0.6 s. A refusal names ``field``."""
+        """Return llguidance's own tokenizer and the sandbox; the first call makes them, which for
+        128,000 tokens takes 0.6 s. A refusal names ``field``."""
         with self._preparing:
             if not self._refusal and (self._tokenizer is None or self._sandbox is None):
                 self._build_tokenizer()
@@ -243,7 +244,7 @@ def grammar_of(constraint: Constraint) -> str:
     """Return the constraint in llguidance's own notation.
 
     Raises:
-        InvalidRequest: the schema is not JSON, or has a part that llguidance would not follow
+        InvalidRequest: The schema is not JSON, or has a part that llguidance would not follow
             exactly, or the text is not Unicode.
     """
     try:
@@ -281,7 +282,7 @@ def _num_words(tokenizer: LLTokenizer) -> int:
 
 
 def _reason(error: str) -> str:
-    """Return llguidance's message as a client reads it: its sentence without its state dump."""
+    """Return the sentence of llguidance's message, without its state dump, for a client."""
     if error.startswith("panic"):
         return "llguidance cannot compile it"
     lines = error.splitlines() or [""]

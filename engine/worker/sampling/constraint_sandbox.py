@@ -1,10 +1,10 @@
-"""The sandbox in which constraints are compiled first, as their server uses it.
+"""The server's side of the sandbox in which constraints are compiled first.
 
 The sandbox is one or more processes that run `engine.worker.sampling.sandbox_main`. They compile
-what clients send, which may take too long, take too much memory, or crash its process.
+clients' constraints, which may take too long, take too much memory, or crash the process.
 
-Rule 1: every question is answered, or its process is killed. Rule 2: a process serves one thread
-at a time; it is kept for the next question, and replaced when it has died.
+Rule 1: each question, a line of JSON, gets an answer, or its process is killed. Rule 2: a process
+serves one thread at a time; it is kept for the next question, and replaced after it has died.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PROGRAM = Path(__file__).with_name("sandbox_main.py")
-# Processor seconds and memory that compiling one constraint may take. A schema of a thousand
+# Processor seconds and bytes that compiling one constraint may take. A schema of a thousand
 # properties takes 0.3 s.
 SECONDS_MAX = 1.0
 MEMORY_MAX = 256 << 20
-# How long to wait for an answer. A process that exceeds its processor time ends long before, unless
-# the machine has no processor time to give.
+# Seconds to wait for an answer to the setup and to a grammar. A process that exceeds its processor
+# time ends long before, unless other processes take all of the machine's.
 START_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The outcome of compiling a grammar in the sandbox. ``error`` says why it cannot be compiled
-    and is empty if it can; ``num_bytes`` is the memory it took; ``token_s`` is the longest
-    processor time of a mask, in seconds."""
+    """The outcome of compiling a grammar in the sandbox. ``error`` is the reason why it cannot be
+    compiled, or empty; ``num_bytes`` is the memory it took; ``token_s`` is the longest processor
+    time of a mask, in seconds."""
 
     error: str = ""
     num_bytes: int = 0
@@ -48,8 +48,8 @@ class Trial:
 
 
 class ConstraintSandbox:
-    """The sandbox of one model. It has as many processes as threads ask at once. Every method may
-    be called from any thread."""
+    """The sandbox of one model. It has as many processes as threads that call `try_grammar` at
+    once. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ConstraintSandbox:
         more where a process must be started.
 
         Raises:
-            Overloaded: there was no answer in time. ShuttingDown: the sandbox was closed meanwhile.
+            Overloaded: There was no answer in time. ShuttingDown: The sandbox was closed meanwhile.
         """
         process = self._take()
         try:
@@ -142,7 +142,7 @@ class _SandboxProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal goes to the server alone
+            start_new_session=True,  # Ctrl-C in a terminal must interrupt only the server
         )
 
     @property
@@ -153,7 +153,7 @@ class _SandboxProcess:
         """Send one line of JSON, and return the line that answers it.
 
         Raises:
-            Overloaded: there was no answer within ``limit_s`` seconds, or the process died.
+            Overloaded: There was no answer within ``limit_s`` seconds, or the process died.
         """
         process = self._process
         assert process.stdin is not None

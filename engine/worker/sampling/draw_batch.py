@@ -1,12 +1,12 @@
-"""Samples with torch on any device: one call for all rows of a kind.
+"""Samples with torch on any device: one call for all rows that are drawn in the same way.
 
 Rule 1: greedy and seeded rows get exactly the token that `engine.worker.sampling.draw_rows` gives
 them, unseeded rows a token of the same distribution. The same tests run against both.
 Rule 2: Python loops over rows only to make small tensors of their settings.
-Rule 3: the tokens come to the host in one copy, together with whether each row could be sampled.
-Only top_k and top_p ask the device before that, whether their prefix was long enough.
+Rule 3: the tokens are copied to the host once, together with each row's state. Only top_k and top_p
+read from the device before, whether their prefix was long enough.
 
-Unseeded draws invert the CDF in two levels: blocks of the vocabulary, then the tokens of one block.
+Unseeded draws invert the CDF in two levels: over blocks of the vocabulary, then in one block.
 Seeded draws are a Gumbel-max over all candidates.
 """
 
@@ -37,7 +37,7 @@ _BLOCK = 128  # tokens in a block of the unseeded draw; 64 to 512 are equally fa
 
 
 class _Kind(NamedTuple):
-    """What decides how a row is drawn. Rows of one kind are drawn together."""
+    """The way in which a row is drawn. Rows of the same kind are drawn together."""
 
     is_greedy: bool
     is_seeded: bool
@@ -48,7 +48,7 @@ class _Kind(NamedTuple):
 def sample_batch(
     logits: torch.Tensor, rows: Sequence[SampleRow], generator: torch.Generator
 ) -> list[int]:
-    """Sample as `engine.worker.sampling.sampler.sample`; ``logits`` are [rows, vocab] float32."""
+    """Implements `engine.worker.sampling.sampler.sample`; ``logits`` are [rows, vocab] float32."""
     if not rows:
         return []
     looked: list[int] = []  # rows, in the order of `states`
@@ -76,7 +76,7 @@ def sample_batch(
 
 
 def margins(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
-    """Return by how much each row's token won (`engine.worker.sampling.sampler.gumbel_margin`)."""
+    """Implements `engine.worker.sampling.sampler.gumbel_margin`."""
     found = [0.0] * len(rows)
     for kind, members, scores in _groups(logits, rows):
         _check(members, _states(scores).tolist())
@@ -142,8 +142,8 @@ _FINE, _EMPTY, _NOT_FINITE = range(3)
 
 def _states(scores: torch.Tensor) -> torch.Tensor:
     """Return whether each row can be sampled, [rows] int64: `_FINE`, `_EMPTY` or `_NOT_FINITE`. A
-    NaN anywhere in a row makes its best score NaN. The token drawn for a row that is not fine has
-    no meaning."""
+    NaN anywhere in a row makes its best score NaN. For a row that is not `_FINE`, the drawn token
+    has no meaning."""
     best = scores.amax(1)
     trouble = torch.where(best == -torch.inf, _EMPTY, _NOT_FINITE)
     return torch.where(best.abs() < LOGIT_MAX, _FINE, trouble)
@@ -177,8 +177,8 @@ def _draw_unseeded(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Draw a column for each row of scores [rows, n] float32, by numbers ``u`` [rows, 2] in [0, 1);
     return [rows, 1] int64.
 
-    The second level has a uniform and a total of its own, so that rounding between the levels
-    cannot lead to a token of weight 0.
+    Each level has its own uniform number and its own total weight, so that rounding between the
+    levels cannot lead to a token of weight 0.
     """
     weights = _block_weights(scores)  # [rows, blocks, block] float32
     num_rows = weights.shape[0]

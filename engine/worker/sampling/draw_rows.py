@@ -1,11 +1,11 @@
 """Samples on a CPU with numpy, one row at a time and without threads.
 
-A row of a vocabulary fits into a core's cache, and a batch does not. And torch starts its threads
-for each operation on more than 32,768 numbers; beside two busy processes, that turned a draw of
-0.4 ms into one of 95 ms (151,936 tokens, seeded). So each row is finished before the next begins.
+One row of logits fits into a core's cache, a batch does not. And torch starts its threads for each
+operation on more than 32,768 numbers; beside two busy processes, a draw then took 95 ms instead of
+0.4 ms (151,936 tokens, seeded). So each row is finished before the next begins.
 
-Rule 1: Python does not loop over tokens; a row takes a few calls on its whole vocabulary. Where
-the compiled kernels are loaded, a draw from a whole vocabulary is one call of theirs.
+Rule 1: Python does not loop over tokens; a row takes a few calls on its whole vocabulary. If the
+compiled kernels are loaded, a draw from a whole vocabulary is one call of a kernel.
 Rule 2: the token of a seeded or greedy row depends on its logits and `SampleRow` alone, and not on
 the batch, the order of its rows or the generator.
 """
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Ids = NDArray[np.int64]
 
-# Length of the first prefix for a top_p without top_k. In most real rows, 256 tokens hold 0.95 of
-# the mass.
+# Length of the first prefix, the likeliest tokens, for a top_p without top_k. In most real rows,
+# 256 tokens hold 0.95 of the mass.
 PREFIX = 256
 _GROWTH = 8  # a prefix that is too short grows by this factor: 256, 2,048, 16,384, all
 _BLOCK = 128  # tokens in a block of the unseeded draw; 64 to 512 are equally fast
 _SLAB = 1 << 14  # tokens hashed at once: 128 KB of uint64 stay in a core's cache
-# exp(3e-4): by this factor a float32 weight may be too small without excluding the winner.
+# exp(3e-4): a tolerance for float32 weights that are too small, so that the winner survives.
 _SLACK = 1.0003
 NO_LIMITS = Sampling()
 
@@ -56,9 +56,9 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
     are numbers in [0, 1), used in the order of the rows.
 
     Raises:
-        NothingToSample: as `engine.worker.sampling.sampler.sample`.
+        NothingToSample: A row has no token that can be sampled, or is not finite.
     """
-    logits = np.ascontiguousarray(logits)  # as the kernels read them
+    logits = np.ascontiguousarray(logits)  # the kernels need it
     tokens, draws = [], iter(uniforms)
     with np.errstate(over="ignore"):  # a logit of -3e38 may overflow to -inf
         for index, row in enumerate(rows):
@@ -76,7 +76,7 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
 
 
 def _processed(scores: Floats, row: SampleRow) -> Floats:
-    """Return the logits [vocab] after edits, bans and mask; a copy if anything changes them."""
+    """Return the logits [vocab] after edits, bans and mask; a copy if there are any."""
     if not row.is_edited:
         return scores
     scores = scores.copy()
@@ -90,7 +90,8 @@ def _processed(scores: Floats, row: SampleRow) -> Floats:
 
 
 def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> int:
-    """Draw a token of ``logits`` [vocab] by inverse CDF. ``best`` is the token of the highest."""
+    """Draw a token of ``logits`` [vocab] by inverse CDF. ``best`` is the token of the highest
+    logit."""
     if is_listed(sampling, len(logits)):
         ids, scores = listed(logits, best, sampling)
         return int(ids[_inverse_cdf(np.exp(scores - scores.max()), uniforms[0])])
@@ -100,15 +101,15 @@ def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> i
     weights = whole(logits / _heat(sampling), best, sampling)
     sums = np.add.reduceat(weights, _block_starts(len(weights)))
     start = _inverse_cdf(sums, uniforms[0]) * _BLOCK
-    # A uniform and a total of its own, so that rounding cannot lead to a token of weight 0.
+    # A second uniform number and total weight: rounding cannot lead to a token of weight 0.
     return start + _inverse_cdf(weights[start : start + _BLOCK], uniforms[1])
 
 
 def _as_kernels_take_it(
     logits: Floats, best: int, heat: np.float32, min_p: float
 ) -> tuple[int, int, np.float32, np.float32, float]:
-    """Return a row for the kernels: the `Scores` of engine/kernels/draws.h. Its logits, which are
-    contiguous, must live until the kernel returns."""
+    """Return a row as the arguments `Scores` of engine/kernels/draws.h. ``logits`` must be
+    contiguous, and live until the kernel returns."""
     return logits.ctypes.data, len(logits), heat, logits[best] / heat, min_p
 
 
@@ -120,7 +121,7 @@ def _inverse_cdf(weights: Floats, uniform: float) -> int:
 
 
 def _draw_seeded(logits: Floats, best: int, sampling: Sampling, key: int) -> int:
-    """Draw a token by Gumbel-max: the one whose score + noise is the highest."""
+    """Draw a token by Gumbel-max: the token with the highest score + noise."""
     if is_listed(sampling, len(logits)):
         ids, scores = listed(logits, best, sampling)
     elif (kernels := native.loaded()) is not None:
@@ -140,7 +141,7 @@ def _survivors(weights: Floats, best: int, key: int) -> Ids:
     likeliest token. Token i reaches B only if E_i is at most exp(s_i - B), and E_i is never below
     u_i. So one comparison of u_i with a float32 weight leaves the tokens that can still win, about
     1 / p of them if p is the likeliest token's probability. Only these need logarithms. Both sides
-    are multiplied by 2**52, so that the left one is the hash itself.
+    are multiplied by 2**52, so that the left side is the hash itself.
     """
     lead = float(noise.exponentials(key, np.array([best]))[0])  # exp(s_best - B)
     limits = weights * np.float32(lead * _SLACK * 2.0**noise.BITS)
@@ -188,8 +189,8 @@ def listed(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
 
 
 def _typical(scores: Floats, mass: float) -> Ids:
-    """Return the indices of the locally typical scores: those whose information is nearest to the
-    entropy, until they hold ``mass``, and all that are as near as the last of them."""
+    """Return the indices of the locally typical scores: the scores whose information is nearest to
+    the entropy, until they hold ``mass``, and all that are as near as the last of these."""
     alive = np.flatnonzero(scores > -np.inf)
     shifted = (scores[alive] - scores.max()).astype(np.float64)
     weights = np.exp(shifted)
@@ -245,8 +246,8 @@ def _count_kept(weights: Doubles, mass: float, sampling: Sampling) -> int:
 
 
 def likeliest(scores: Floats, count: int) -> Ids:
-    """Return the ids of at least the ``count`` highest scores and of all that equal the last of
-    them: the best first, and of equal ones the lowest id first.
+    """Return the ids of at least the ``count`` highest scores and of all scores that equal the last
+    of them: the best first, and the lowest id first among equal scores.
 
     The vocabulary is divided into interleaved blocks. At least ``count`` scores, and few more,
     reach the ``count``-th highest of the blocks' maxima. For 256 of 49,152 scores that takes 40 µs,
@@ -257,12 +258,12 @@ def likeliest(scores: Floats, count: int) -> Ids:
 
 
 def _bar(scores: Floats, count: int) -> np.float32:
-    """Return a value that at least ``count`` scores reach, as high as is cheap to find."""
+    """Return a value that at least ``count`` scores, and few more, reach."""
     vocab = len(scores)
     if count >= vocab:
         return np.float32(-np.inf)
     maxima = scores
-    size = min(64, vocab // (4 * count))  # at least four blocks for each score asked for
+    size = min(64, vocab // (4 * count))  # scores in a block; at least 4 * count blocks
     if size > 1:
         num_blocks = vocab // size
         whole = scores[: num_blocks * size].reshape(size, num_blocks)
@@ -272,11 +273,11 @@ def _bar(scores: Floats, count: int) -> np.float32:
 
 @lru_cache(maxsize=8)
 def _walk(vocab: int) -> NDArray[np.uint64]:
-    """Return `noise.walk` of every id, [vocab] uint64. It is kept for the last 8 vocabularies."""
+    """Return `noise.walk` of every id, [vocab] uint64. It is cached for 8 vocabularies."""
     return noise.walk(np.arange(vocab))
 
 
 @lru_cache(maxsize=8)
 def _block_starts(vocab: int) -> Ids:
-    """Return where each block of the unseeded draw begins, [blocks]."""
+    """Return the first token of each block of the unseeded draw, [blocks]."""
     return np.arange(0, vocab, _BLOCK)

@@ -2,11 +2,11 @@
 
 Rule 1: a row's edits depend on its own prompt and output alone, and preemption does not affect
 them. Rule 2: the cost of a step grows with the ids that are edited; only ``allowed`` writes a whole
-row of the vocabulary. A request without such settings has no `Edits`, and its logits are not even
+row of the vocabulary. A request without such settings has no `Edits`, and its logits are not
 copied.
 
-The order is that of transformers: bias; repetition penalty; presence and frequency penalty; then
-bad words, banned ids and allowed ids, whose order does not matter.
+The order is the same as in transformers: bias; repetition penalty; presence and frequency penalty;
+then bad words, banned ids and allowed ids, whose order does not matter.
 
 - ``repetition_penalty`` is defined as in transformers. The logit of a token that is in the prompt
   *or* the output is divided by it, or multiplied if the logit is negative. This happens once,
@@ -14,8 +14,8 @@ bad words, banned ids and allowed ids, whose order does not matter.
 - ``presence_penalty`` and ``frequency_penalty`` are defined as by OpenAI and vLLM: they subtract
   ``presence + frequency * count`` from the logit of a token that is ``count`` times in the
   *output*.
-- ``bad_words`` are sequences of tokens. The last token of a sequence cannot follow the others. As
-  in vLLM, the others are searched in the output only.
+- ``bad_words`` are sequences of tokens. The last token of a sequence cannot follow its other
+  tokens. As in vLLM, these are searched in the output only.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Ids = NDArray[np.int64]
 
-# Penalties clip finite logits to this, because the sampler counts a best logit beyond `LOGIT_MAX`
-# (1e18) as a failure of the model.
+# Penalties clip finite logits to this magnitude, because the sampler treats a best logit beyond
+# `LOGIT_MAX` (1e18) as a failure of the model.
 LOGIT_BOUND = 1e17
 
 
@@ -82,7 +82,7 @@ class TokenCounts:
 
 
 class Edits:
-    """One sequence's edits. `push` is called with each token of the output."""
+    """One sequence's changes to its logits. `push` must be called with each token of the output."""
 
     __slots__ = (
         "_tail",
@@ -116,7 +116,7 @@ class Edits:
             self.counts = TokenCounts(prompt if self.repetition != 1.0 else ())
 
     def push(self, token: int) -> None:
-        """Take note of a new token of the output."""
+        """Append a token to the output."""
         self._tail.append(token)
         if self.counts is not None:
             self.counts.add(token)
@@ -131,8 +131,8 @@ class Edits:
         return twin
 
     def bans(self) -> Ids:
-        """Return the ids that bans and bad words exclude now. Ids that ``allowed`` lacks are not
-        among them."""
+        """Return the ids that bans and bad words exclude now, without those that ``allowed``
+        lacks."""
         if not self._words:
             return self.banned
         tail = tuple(self._tail)
@@ -165,8 +165,7 @@ class Edits:
 
 
 def make_edits(sampling: Sampling, prompt: Sequence[int]) -> Edits | None:
-    """Return the edits of a sequence that begins with ``prompt``; None if its request asks for
-    none."""
+    """Return the edits of a sequence that begins with ``prompt``; None if its request has none."""
     is_edited = (
         sampling.logit_bias
         or sampling.allowed_token_ids
@@ -215,7 +214,7 @@ def _penalise(scores: torch.Tensor, rows: Sequence[tuple[int, Edits, TokenCounts
     device = scores.device
     sizes = [len(counts.ids) for _, _, counts in rows]
     settings = np.array([(e.repetition, e.presence, e.frequency) for _, e, _ in rows], np.float32)
-    # [3, pairs]: each setting is repeated for each id of its row
+    # [3, pairs]: each row's settings, repeated for each of its ids
     wide = torch.from_numpy(np.repeat(settings, sizes, axis=0).T.copy()).to(device)
     repetition, presence, frequency = wide
     counts = torch.from_numpy(np.concatenate([c.counts for _, _, c in rows])).to(device)

@@ -1,24 +1,24 @@
 """Rewrites a JSON schema so that llguidance allows no answer that the schema rejects.
 
-llguidance reads some keywords more loosely than JSON Schema means them. Here each such keyword is
-written in another way, which llguidance follows exactly, or refused with its place in the schema:
+llguidance interprets some keywords more loosely than JSON Schema. Here each such keyword is
+replaced by others that llguidance follows exactly, or refused with its place in the schema:
 
-- It keeps numbers as doubles and is off by one where one has more digits than 2^53: refused.
+- It keeps numbers as doubles and is off by one where a number has more digits than 2^53: refused.
 - It forgets that a bound is exclusive if the other bound has the same integer part, as in
-  5 < x <= 5.5: the next number of 15 digits becomes an inclusive bound.
+  5 < x <= 5.5: the next number of 15 digits replaces it, as an inclusive bound.
 - It computes `multipleOf` with 32 bits: refused beyond.
 - Its dates have a 29 February in every year and a year 0, its times a second 60, and its host names
-  any length: a pattern says the rest.
-- It spells names of additional properties with ``\\u`` escapes, and so writes a listed name again:
-  texts have no such escapes.
-- It may write the name of an additional property twice: `minProperties` is refused if it counts
-  two.
-- `additionalItems` beside `prefixItems`, which means nothing, makes it ignore the latter: left out.
+  any length: a pattern is added.
+- It spells names of additional properties with ``\\u`` escapes, and so can repeat a listed name:
+  these escapes are switched off.
+- It may write the name of an additional property twice: a `minProperties` that needs two additional
+  names is refused.
+- `additionalItems` beside `prefixItems` has no meaning, but makes it ignore `prefixItems`: dropped.
 
-The judge is `tests/conformance/test_schema_answers.py`, which draws schemas and answers.
+`tests/conformance/test_schema_answers.py` checks this with random schemas and answers.
 
-Rule: only what could let a wrong answer through is changed. llguidance reports every other fault of
-a schema.
+Rule: only keywords that could let a wrong answer through are changed. llguidance reports every
+other fault of a schema.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from decimal import Context, Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-EXACT_MAX = 2**53  # beyond, a double is not every integer
-DECIMALS_MAX = 22  # behind more, it is not read exactly: 10^22 is the last power that is a double
-# Beyond these, llguidance's 32 bits overflow: a remainder times ten, and a product of two.
+EXACT_MAX = 2**53  # beyond it, doubles skip integers
+DECIMALS_MAX = 22  # places after the point: 10^22 is the last power of ten that a double holds
+# Beyond these, llguidance's 32 bits overflow: in a remainder times ten, and in a product.
 MULTIPLE_MAX = 2**32 // 10 - 1
 PRODUCT_MAX = 2**32 - 1
 DIGITS = Context(prec=15)
-SMALLEST = 1e-20  # the number behind 0, as smaller ones are not read exactly
+SMALLEST = 1e-20  # taken for the next number after 0: llguidance reads no smaller ones exactly
 ESCAPES = 'nrbtf\\"'
-PLACE_CHARS = 200  # of a JSON pointer in a message
+PLACE_CHARS = 200  # the most characters of a JSON pointer in a message
 EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
@@ -54,24 +54,24 @@ _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP})"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
-FORMATS = {  # what a text of the format must match besides
+FORMATS = {  # patterns that texts of these formats must match in addition
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}[tT]{_TIME}",
     "time": f"^{_TIME}",
     "hostname": "^.{1,253}$",
 }
 
-# The tokens of llguidance's Lark in which a %json would be no keyword, and the keyword itself.
+# The tokens of llguidance's Lark that may contain %json as text, and the keyword itself.
 _LARK = re.compile(
     r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json\s*)'
 )
 
 
 def exact_schema(source: str, **options: object) -> str:
-    """Return a schema's text rewritten, with these options of llguidance unless it has its own.
+    """Return a schema's text rewritten, with llguidance's ``options`` unless it has its own.
 
     Raises:
-        ValueError: it is not JSON, or has a part that cannot be followed exactly.
+        ValueError: It is not JSON, or has a part that cannot be followed exactly.
     """
     try:
         schema = _DECODER.decode(source)
@@ -81,10 +81,10 @@ def exact_schema(source: str, **options: object) -> str:
 
 
 def exact_lark(source: str) -> str:
-    """Return a Lark grammar with each schema behind ``%json`` rewritten.
+    """Return a Lark grammar with each schema after a ``%json`` rewritten.
 
     Raises:
-        ValueError: as `exact_schema`.
+        ValueError: A schema is not JSON, or has a part that cannot be followed exactly.
     """
     made, start = [], 0
     while (found := _next_schema(source, start)) is not None:
@@ -98,7 +98,7 @@ def exact_lark(source: str) -> str:
 
 
 def _next_schema(source: str, start: int) -> int | None:
-    """Return where the text of the next schema begins; None if there is none."""
+    """Return the place where the text of the next schema begins; None if there is none."""
     for token in _LARK.finditer(source, start):
         if token["json"]:
             return token.end()
@@ -113,7 +113,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _exact(schema: Any, options: dict[str, object]) -> Any:
-    """Rewrite a parsed schema in its place, and return it with llguidance's options."""
+    """Rewrite a parsed schema in place, and return it with llguidance's options."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -138,8 +138,8 @@ def _exact(schema: Any, options: dict[str, object]) -> Any:
 
 
 class _Place(NamedTuple):
-    """A place in a schema. Its JSON pointer is text only in a message: the pointers of a schema's
-    many values under a long name would take gigabytes."""
+    """A place in a schema. Its JSON pointer is made only for a message: those of a schema's many
+    values under a long name would take gigabytes."""
 
     parent: _Place | None
     part: str | int
@@ -160,8 +160,8 @@ _Nodes = list[tuple[dict[str, Any], _Place]]
 
 
 def _nodes(root: dict[str, Any]) -> _Nodes:
-    """Return each part of a schema that is a schema itself, with its place: what keywords hold, and
-    what references point at."""
+    """Return each part of a schema that is a schema itself, with its place: the values of keywords,
+    and the targets of references."""
     found: dict[int, tuple[dict[str, Any], _Place]] = {}
     waiting: list[tuple[Any, _Place]] = [(root, _Place(None, "#"))]
     while waiting:
@@ -183,7 +183,7 @@ def _nodes(root: dict[str, Any]) -> _Nodes:
 
 
 def _resolve(root: Any, pointer: str) -> Any:
-    """Return what a reference points at; None if there is nothing."""
+    """Return the target of a reference; None if there is none."""
     node = root
     for part in unquote(pointer[2:]).split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -202,7 +202,7 @@ def _number(value: object) -> float | None:
 
 
 def _check_numbers(node: dict[str, Any], place: _Place) -> None:
-    """Refuse numbers and characters that llguidance would not write as they are."""
+    """Refuse numbers and characters that llguidance cannot write exactly."""
     waiting = [(node[key], place / key) for key in (*BOUNDS, "const", "enum") if key in node]
     while waiting:
         value, at = waiting.pop()
@@ -224,16 +224,16 @@ def _check_numbers(node: dict[str, Any], place: _Place) -> None:
 
 
 def _is_exact(value: float, *, is_exclusive: bool) -> bool:
-    """Return whether llguidance computes with this number, and not with one beside it."""
+    """Return whether llguidance computes with exactly this number."""
     if isinstance(value, int) or not math.isfinite(value):
-        return abs(value) <= EXACT_MAX - is_exclusive  # an exclusive bound is an integer more
+        return abs(value) <= EXACT_MAX - is_exclusive  # an exclusive bound allows one integer less
     written = Decimal(repr(value))
     places = _decimals(written)
     return places <= DECIMALS_MAX and abs(written.scaleb(places)) <= EXACT_MAX
 
 
 def _check_multiples(nodes: _Nodes) -> None:
-    """Refuse `multipleOf` where it, or what it becomes together with others, is too large."""
+    """Refuse a `multipleOf` that is too large, or whose least common multiple with others is."""
     found: dict[Decimal, _Place] = {}
     for node, place in nodes:
         value = _number(node.get("multipleOf"))
@@ -281,7 +281,7 @@ def _make_inclusive(nodes: _Nodes) -> None:
             if other is not None and other != int(other):
                 near[-up].add(math.ceil(other) if up > 0 else math.floor(other))
     for node, side, key, up in ends:
-        is_flag = node.get(key) is True  # as draft 4 writes it
+        is_flag = node.get(key) is True  # the form of JSON Schema's draft 4
         end = _number(node.get(side if is_flag else key))
         if end is None or end != int(end) or end * up < 0:
             continue
@@ -294,7 +294,7 @@ def _make_inclusive(nodes: _Nodes) -> None:
 
 
 def _complete_format(node: dict[str, Any]) -> None:
-    """Add the pattern by which a format's texts are all right."""
+    """Add the pattern without which a format would admit wrong texts."""
     name = node.get("format")
     pattern = FORMATS.get(name) if isinstance(name, str) else None
     if pattern is None:
@@ -306,7 +306,7 @@ def _complete_format(node: dict[str, Any]) -> None:
 
 
 def _separate_items(node: dict[str, Any]) -> None:
-    """Leave out an `additionalItems` without effect, and put the other behind its `items`."""
+    """Drop an `additionalItems` that has no effect; move any other behind its `items`."""
     if "additionalItems" not in node:
         return
     rest = node.pop("additionalItems")
@@ -320,7 +320,7 @@ def _separate_items(node: dict[str, Any]) -> None:
 
 
 def _check_names(node: dict[str, Any], place: _Place) -> None:
-    """Refuse to count names of properties that could be written twice."""
+    """Refuse a minimum number of properties that a name written twice could fulfil."""
     least, listed = _number(node.get("minProperties")), node.get("required")
     names = (
         {*listed} if isinstance(listed, list) and all(isinstance(n, str) for n in listed) else ()

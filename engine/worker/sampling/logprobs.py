@@ -2,8 +2,8 @@
 
 Rule 1: log-probabilities are the log-softmax of the model's logits before any edit, temperature or
 truncation, as by default in vLLM. So they do not depend on how a request samples.
-Rule 2: on a CPU, numpy computes one row at a time, for the reasons that
-`engine.worker.sampling.draw_rows` gives; on another device, torch computes all rows at once.
+Rule 2: on a CPU, numpy computes one row at a time, because a row fits a core's cache
+(`engine.worker.sampling.draw_rows`); on another device, torch computes all rows at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rule 1: a mask is applied last, after every edit and ban of the request. Rule 2: if no token
 of a row remains and the mask allows the end of the sequence, the end is sampled, even if the
-request bans it or asks for more tokens. A complete output could not go on otherwise.
+request bans it or asks for more tokens. A complete output could not end otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Mask:
 
     ``words`` are bits; token 0 is the lowest bit of the first word. They are 0 until the mask is
     filled. ``ends`` are the end-of-sequence tokens of the grammar. ``field`` is the path of the
-    proto field by which the client asked for the constraint. ``trouble`` says why the mask could
-    not be filled, in words for the client that continue "the constraint"; else it is empty.
+    proto field by which the client asked for the constraint. ``trouble`` is the reason why the mask
+    could not be filled, for the client, as the end of a sentence that begins with "the constraint";
+    else it is empty.
     """
 
     __slots__ = ("ends", "field", "trouble", "words")

@@ -2,7 +2,7 @@
 
 Rule 1: a number depends on (seed, choice, position, token id) and on nothing else: not on the
 batch, the order of the rows, the process, the thread count or the device.
-Rule 2: changing any constant changes every seeded text ever produced. A test pins some values.
+Rule 2: changing a constant changes every seeded text. A test compares some values.
 
 A draw's key is made by three rounds of splitmix64 over (seed, choice, position). A token's bits are
 the finaliser of splitmix64 at ``key + (id + 1) * GOLDEN``, which is that generator's output number
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
-# bits + 0.5 must be exact in float64; with 53 bits, the largest would round up to 1.0.
+# Bits of a token's number. bits + 0.5 must be exact in float64; with 53 bits, the largest would
+# round up to 1.0.
 BITS = 52
 
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -108,5 +109,5 @@ def gumbel(uniform: torch.Tensor) -> torch.Tensor:
 
 
 def signed(value: int) -> int:
-    """Return a 64-bit value as torch's int64 holds it."""
+    """Return an unsigned 64-bit value as the int64 of the same bits, for torch."""
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,4 +1,4 @@
-"""The input of sampling, what its two implementations share, and the error that it can raise."""
+"""The input of sampling, its error, and functions that its two implementations share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from engine.worker.sampling.edits import Edits
     from engine.worker.sampling.masks import Mask
 
-# A best logit beyond the first counts as not finite, and a temperature below the second counts as
-# that one, so that their quotient is still a float32. Logits of real models stay below 1e3.
+# A best logit beyond LOGIT_MAX counts as not finite, and a lower temperature as TEMPERATURE_MIN, so
+# that their quotient is still a float32. Logits of real models stay below 1e3.
 LOGIT_MAX = 1e18
 TEMPERATURE_MIN = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How one row of logits is to be sampled.
+    """The settings for sampling one row of logits.
 
     ``position`` counts output tokens from 0. ``banned`` are ids that cannot be sampled now, such as
     stop ids before min_tokens; ids outside the vocabulary have no effect. ``edits`` are the
-    request's changes to its logits. ``mask`` holds the tokens that its constraint allows, and is
-    applied after both.
+    request's changes to its logits. ``mask`` has the tokens that its constraint allows, and is
+    applied last.
     """
 
     sampling: Sampling
@@ -51,9 +51,9 @@ class SampleRow:
 
 
 def uniforms_of(rows: Sequence[SampleRow], generator: torch.Generator) -> torch.Tensor:
-    """Return the numbers of draws without a client's seed, [rows, 2] float64 on the CPU. A row that
-    has a drawn seed uses its own, so that its stream can go on elsewhere; any other takes them from
-    the generator."""
+    """Return the uniform numbers of draws without a client's seed, [rows, 2] float64 on the CPU.
+    For a row with a drawn seed they follow from it, so that its stream can go on at another server;
+    for other rows they come from the generator."""
     drawn = [
         None
         if row.sampling.drawn_seed is None

@@ -1,8 +1,9 @@
 """Samples token ids from logits: edits, then truncation, then the draw.
 
 Rule 1: the token of a greedy or seeded row depends on its own logits and `SampleRow` only (D10).
-So does that of an unseeded row that has a drawn seed, up to the rounding of its logits; unseeded
-rows without one share the caller's generator, so their tokens depend on the batch.
+So does the token of an unseeded row that has a drawn seed, up to the rounding of its logits.
+Unseeded rows without a drawn seed share the caller's generator, so their tokens depend on the
+batch.
 Rule 2: the device alone decides which implementation runs: `engine.worker.sampling.draw_rows` on a
 CPU, `engine.worker.sampling.draw_batch` elsewhere. Both give the same greedy and seeded tokens.
 
@@ -15,19 +16,19 @@ Truncation:
 - top_k keeps every score that equals the k-th best.
 - top_p keeps a token if the tokens before it hold less than ``top_p`` of the mass that top_k left.
   Of equal scores at that boundary, the lower ids stay, so that a small top_p is greedy.
-  (transformers keeps equally many, but which of them depends on its sort.)
-- min_p keeps probabilities of at least ``min_p`` times the best one. The best token always stays.
-- typical_p comes last. Of the tokens left, it keeps those whose information is nearest to the
-  entropy, until they hold ``typical_p`` of the mass, and all that are as near as the last of them.
-  The best token may be removed.
+  (transformers keeps as many of them, but its sort decides which.)
+- min_p keeps probabilities of at least ``min_p`` times the highest. The best token always stays.
+- typical_p comes last. It keeps the remaining tokens whose information is nearest to the entropy,
+  until they hold ``typical_p`` of the mass, and all that are as near as the last of these. The best
+  token may be removed.
 The whole vocabulary is sorted only if a prefix of the likeliest tokens is not enough.
 
-Draws: a greedy draw takes the highest logit, and the lowest id of equal ones. An unseeded draw
-inverts the CDF in two levels, with one pass of exp over the vocabulary. A seeded draw is a
+Draws: a greedy draw takes the highest logit; of equal logits, that of the lowest id. An unseeded
+draw inverts the CDF in two levels, with one pass of exp over the vocabulary. A seeded draw is a
 Gumbel-max with noise from `engine.worker.sampling.noise`, over the candidates that can still win.
 
 The table shows the median µs per row for 32 rows of normal logits at temperature 0.8, on Zen 3
-(`python -m tools.lab.microbench_text`); in brackets is numpy without the compiled kernels:
+(`python -m tools.lab.microbench_text`); in brackets are the times without the compiled kernels:
 
     vocabulary   greedy     unseeded     top_k 50     top_p 0.95     seeded
         49,152    7 (7)     87 (142)      83 (85)      155 (201)     172 (393)
@@ -62,7 +63,7 @@ def sample(
     ``generator`` must be on the device of the logits.
 
     Raises:
-        NothingToSample: a row has no token that can be sampled (all are banned or -inf), or is not
+        NothingToSample: A row has no token that can be sampled (all are banned or -inf), or is not
             finite (NaN, inf). The error names the row. The generator may have advanced.
     """
     _check_shape(logits, rows)
@@ -74,13 +75,13 @@ def sample(
 
 
 def gumbel_margin(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
-    """Return by how much each row's token won: for seeded rows over the second best perturbed
-    score, for greedy ones over the second best logit; inf if there is no second.
+    """Return the margin of each row's token: for seeded rows over the second best perturbed score,
+    for greedy rows over the second best logit; inf if there is no second.
 
-    Where this exceeds 1e-4, the token does not depend on the batch (D10).
+    If a margin exceeds 1e-4, the token does not depend on the batch (D10).
 
     Raises:
-        ValueError: a row is not seeded. NothingToSample: as `sample`.
+        ValueError: A row is neither seeded nor greedy. NothingToSample: as `sample`.
     """
     _check_shape(logits, rows)
     return margins(logits, rows)

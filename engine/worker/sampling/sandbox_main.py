@@ -2,14 +2,14 @@
 
 llguidance's own limits admit some grammars that compile for minutes, take gigabytes, or overflow
 the stack and so end the process (chains of some thousand Lark rules; `allOf` of many patterns).
-What a client sends must not do that to a server, and a thread cannot be stopped. So each constraint
-is compiled once here, in a fork with limits on its time, memory and stack.
+A client's constraint must not do that to a server, and a thread cannot be stopped. So each
+constraint is compiled once here, in a fork with limits on its time, memory and stack.
 
-Standard input and output are lines of JSON. The first question names the tokenizer and the limits;
-its answer comes when the tokenizer is built. Every other question is a grammar. Its answer has
-either ``signal``, the signal that killed the fork, or these three: ``error`` (empty if the grammar
-compiles), ``bytes`` (by how much memory grew) and ``token_s`` (processor seconds of the longest
-mask but the first, on a short random walk through the grammar).
+Standard input has questions and standard output answers, one line of JSON each. The first question
+has the tokenizer and the limits; it is answered once the tokenizer is built. Every other question
+is a grammar. Its answer has either ``signal``, the signal that killed the fork, or ``error`` (empty
+if the grammar compiles), ``bytes`` (the growth of memory) and ``token_s`` (processor seconds of the
+longest mask but the first, on a short random walk through the grammar).
 
 Rule: this file is run as a program and never imported, and imports nothing but the standard library
 and llguidance, so that it starts in 0.1 s.
@@ -27,15 +27,15 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-NICENESS = 5  # the model's steps go first, yet a busy machine still answers in time
+NICENESS = 5  # lower priority than the model's steps, but an answer comes in time
 STACK_BYTES = 1 << 20  # smaller than the stack of any of the server's threads
-WALK_TOKENS = 16
+WALK_TOKENS = 16  # tokens of the random walk
 
 
 def main() -> None:
     """Answer questions until standard input ends."""
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a shared terminal is for the server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the server only
     setup = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab"], eos_token=setup["ends"])
     answer({"error": ""})
@@ -50,7 +50,7 @@ def answer(fields: dict[str, Any]) -> None:
 
 
 def try_in_fork(tokenizer: LLTokenizer, grammar: str, setup: dict[str, Any]) -> dict[str, Any]:
-    """Compile one grammar in a fork, which may die of it, and return the answer."""
+    """Compile one grammar in a fork, which that may kill, and return the answer."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -84,7 +84,7 @@ def limit(setup: dict[str, Any]) -> None:
 
 
 def measure(tokenizer: LLTokenizer, grammar: str, setup: dict[str, Any]) -> dict[str, Any]:
-    """Compile a grammar, walk a few tokens through it, and return what that cost."""
+    """Compile a grammar, walk a few tokens through it, and return memory and time."""
     before = memory_bytes(1)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**setup["limits"]))
     choose, token_s = random.Random(0), 0.0
