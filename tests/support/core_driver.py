@@ -4,7 +4,10 @@ The oracle is `expected_tokens`: what a sequence's tokens must be, from its prom
 alone. Whatever the schedule, a reader sees exactly these tokens, in order.
 """
 
+from itertools import accumulate
+
 from engine.config import SchedulerConfig
+from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Request, Sampling, Stops, Tokens
@@ -87,6 +90,17 @@ class Driver(StepDriver):
         if isinstance(event, Tokens):
             self.tokens.setdefault(self.key(event), []).extend(event.token_ids)
             self.unread[event.request_id] += 1
+
+    def is_behind_draft(self, rows, index):
+        """Return whether the sample number ``index`` is missing in a row that has less than its
+        draft."""
+        if any(isinstance(row, RowFailure) for row in rows):
+            return False
+        ends = accumulate(len(row.tokens) for row in rows)
+        return any(
+            end == index and 0 < len(row.tokens) <= row.drafted
+            for row, end in zip(rows, ends, strict=True)
+        )
 
     def check_explained(self, name, said):
         """Check the state by those of the choices."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
-from engine.core.common.steps import FailureKind
+from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
 from engine.core.text.drafting.draft_counts import DRAFTERS, DraftCounter
 from engine.core.text.drafting.draft_lengths import (
@@ -263,6 +263,21 @@ def test_a_failed_step_runs_again_without_its_drafts():
     finish(driver)
     assert len(failures) == 2
     assert driver.finished["a", 0].reason is EndReason.LENGTH
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_sample_that_fails_behind_a_draft_is_taken_again(index):
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    for _ in range(2):
+        driver.step()
+    assert driver.begin_step().num_drafts > 2
+    rows, is_failed = driver.fail_row(index)
+    assert is_failed == (index == 0) == isinstance(rows[0], RowFailure)
+    assert is_failed or len(rows[0].tokens) == index
+    driver.run()
+    driver.check_tokens()
+    assert driver.finished["a", 0].reason is (EndReason.FAILED if is_failed else EndReason.LENGTH)
 
 
 def test_rows_of_a_step_that_lacked_memory_do_not_draft():
