@@ -43,9 +43,9 @@ PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
-        *("backoff", "decode_pace", "drafts", "encode_scheduler", "image_scheduler", "invariants"),
-        *("lifecycle", "moving", "prefix", "prompt_images", "rate", "routing", "scheduler"),
-        *("states", "types", "vocabulary"),
+        *("backoff", "drafts", "encode_scheduler", "image_scheduler", "invariants"),
+        *("lifecycle", "moving", "prefix", "prompt_images", "routing", "scheduler"),
+        *("states", "step_times", "types", "vocabulary"),
     )
 ]
 COMMANDS = (

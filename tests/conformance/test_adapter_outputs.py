@@ -18,7 +18,7 @@ import trio
 from engine.api.engine import open_engine
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
 from engine.core.common.events import Finished
-from engine.core.text.drafting.draft_lengths import StepCosts
+from engine.core.text.step_times import StepTimes
 from engine.core.text.types import Tokens
 from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started
 from engine.status import ModelState
@@ -103,7 +103,7 @@ def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatc
     monkeypatch.setattr("tests.support.draft_rows.KNOWN", known)
     monkeypatch.setattr(Replaying, "acceptance", 0.8)
     monkeypatch.setattr(sequences, "NgramDrafter", Replaying)
-    monkeypatch.setattr(StepCosts, "note", lambda *_: None)  # however long steps take here
+    monkeypatch.setattr(StepTimes, "note", lambda *_: None)  # however long steps take here
     drafted = {name: [0, 0] for name in wanted}  # offered and accepted
 
     async def ask(engine, name, prompt):

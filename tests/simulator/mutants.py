@@ -33,10 +33,10 @@ from engine.core.text import (
     scheduler,
     sequence,
     step_builder,
+    step_times,
 )
 from engine.core.text.drafting import drafts
 from engine.core.text.memory import blocks, sequence_keys, snapshots, states
-from engine.core.text.pace import best_rate
 from engine.pool import adapter_version, loads
 from engine.replica import loop
 from engine.requests import detached, image_memory, stream, supervisor
@@ -140,6 +140,7 @@ MUTANTS = (
         step_builder.StepBuilder._add_row,
         "seq.count_ahead(end,",
         "self._ledger.publish_computed(seq, start, end); seq.count_ahead(end,",
+        seed=2,
     ),
     Mutant(
         "what a failed step started stays started",
@@ -191,8 +192,8 @@ MUTANTS = (
     ),
     Mutant(
         "a step's prompts take as long as they take",
-        best_rate.BestRate._prompt_budget,
-        "if not best or not self._target_s:",
+        step_times.StepTimes.tokens_in_step,
+        "if not (target_s and any(large)):",
         "if True:",
         seed=58,
     ),

@@ -1,53 +1,75 @@
-"""How many prompt tokens a step may compute, by the watcher's own record of earlier steps."""
+"""How many prompt tokens a step may compute: those of the estimate in the time that the watcher
+allows, by its own record of earlier steps."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+from engine.core.text.step_times import CHUNK_MIN, TOKENS_EACH
+
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
+    from engine.core.common.types import SequenceId
     from engine.core.text.plan import StepPlan
-
-LARGE = 8  # steps of an eighth of the budget or more show the speed; every step may take as much
-FIXED = 4  # four times the shortest step is never too long
-ROUNDING = 1e-9
+    from engine.core.text.step_times import StepTimes
 
 
 class PaceWatch:
     """Watch one scheduler. Times are the core's."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._budget = config.max_num_batched_tokens
-        self._target_s = config.step_time_target_s
-        self._best, self._least_s = 0.0, math.inf
-        self._most = self._most_before = math.inf  # now, and while the step before this one ran
-        self._running: tuple[int, float] | None = None  # the step's tokens, and its start
+    def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
+        self._config, self._times = config, times
+        # rows of a step without prompts, and what they took; nothing is said before the first ones
+        self._fewest, self._fewest_s = math.inf, math.inf
+        self._decodes_s = 0.0  # the longest step without prompts
+        self._before = [math.inf, math.inf]  # allowed when the step before this one was sent
+        # the sequences that have a token, and those that get one by the step in flight
+        self._sampled: set[SequenceId] = set()
+        self._samples: set[SequenceId] = set()
+        self._running: tuple[int, int, float] | None = None  # prompt tokens, rows, and start
 
     def planned(self, plan: StepPlan, now: float) -> str:
         """Return what is wrong with a plan that is sent now, or "".
 
         The plan may have been made while the step before it ran.
         """
-        self._running = plan.num_tokens - plan.num_drafts, now
-        most = max(self._most, self._most_before)
-        prompts = sum(row.count for row in plan.rows if row.count > 1 and not row.drafts)
-        if prompts <= most:
-            return ""
-        return f"{prompts} prompt tokens, and {most:g} at most for a target of {self._target_s:g} s"
+        short = [row for row in plan.rows if row.count == 1 or row.drafts]
+        # A sequence that was preempted comes back as a prompt, though it may lack one token only.
+        goes_on = [row for row in short if row.blocks is None or row.blocks.keep]
+        decodes = len([row for row in goes_on if row.sequence in self._sampled])
+        self._samples = {row.sequence for row in plan.rows if row.logits.samples}
+        prompts = sum(row.count for row in plan.rows) - sum(row.count for row in short)
+        self._running = prompts, len(plan.rows), now
+        allowed = [self._alone(), self._beside()]
+        before, self._before = self._before, allowed
+        most = max(before[decodes > 0], allowed[decodes > 0])
+        return f"{prompts} prompt tokens, and {most:g} at most" if prompts > most else ""
+
+    def _alone(self) -> float:
+        target_s, budget = self._config.step_time_target_s, self._config.max_num_batched_tokens
+        if not (target_s and any(self._times._prompts[:4])):  # an eighth of the budget or more
+            return math.inf
+        in_time = self._times.tokens_in(max(target_s, 4 * self._fewest_s), doubles=False)
+        return max(in_time, -(-budget // 8))
+
+    def _beside(self) -> float:
+        config, alone = self._config, self._alone()
+        if not config.inter_token_target_s:
+            return alone
+        in_time = self._times.tokens_in(max(config.inter_token_target_s, self._decodes_s))
+        return min(alone, max(in_time, CHUNK_MIN, TOKENS_EACH * config.max_num_seqs))
 
     def done(self, now: float) -> None:
         """Take note that the step was computed."""
         if self._running is None:
             return
-        (tokens, started_at), self._running = self._running, None
-        self._most_before = self._most
+        (prompts, num_rows, started_at), self._running = self._running, None
+        self._sampled |= self._samples
         seconds = now - started_at
-        if not self._target_s or seconds <= 0:
-            return
-        self._least_s = min(self._least_s, seconds)
-        if tokens * LARGE >= self._budget:
-            self._best = max(self._best, tokens / seconds)
-        if self._best:
-            most = self._best * max(self._target_s, FIXED * self._least_s) + ROUNDING
-            self._most = max(-(-self._budget // LARGE), most)
+        if not prompts and seconds > 0.0:
+            self._decodes_s = max(self._decodes_s, seconds)
+            if num_rows < self._fewest:
+                self._fewest, self._fewest_s = num_rows, 0.0
+            if num_rows == self._fewest:
+                self._fewest_s = max(self._fewest_s, seconds)

@@ -30,7 +30,7 @@ class TextWatch:
         self.config = scheduler.config
         self.pause: PauseMode | None = None
         self._images: dict[SequenceId, tuple[PromptImage, ...]] = {}
-        self._pace = PaceWatch(scheduler.config)
+        self._pace = PaceWatch(scheduler.config, scheduler._times)
         self._guests = GuestWatch()
 
     def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:

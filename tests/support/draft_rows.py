@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.drafting.draft_lengths import DraftBudget, Lengths, StepCosts
+from engine.core.text.drafting.draft_lengths import DraftBudget, Lengths
+from engine.core.text.step_times import StepTimes
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text.values import GenerateRequest, SamplingParams
@@ -71,11 +72,11 @@ def draft_by(patch, drafter):
     drafter. How long steps take does not count: on a busy machine nothing would be drafted."""
     if drafter == "lookup":
         patch.setattr(sequences, "NgramDrafter", Replaying)
-        patch.setattr(StepCosts, "note", lambda *_: None)
+        patch.setattr(StepTimes, "note", lambda *_: None)
     else:  # four tokens, however often they are right
         patch.setattr(sequences, "NgramDrafter", Resting)
         patch.setattr(Lengths, "best", lambda _, most, *costs: (min(most, 4), 2.0))
-        patch.setattr(StepCosts, "is_known", lambda *_: True)
+        patch.setattr(StepTimes, "may_draft", lambda *_: True)
         patch.setattr(DraftBudget, "note", lambda *_: None)
         patch.setattr(draft_model, "DraftModel", Lying)
     return drafter

@@ -12,23 +12,20 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
 from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
-from engine.core.text.drafting.draft_counts import DRAFTERS, DraftCounter
+from engine.core.text.drafting.draft_counts import DRAFTERS, DraftCounter, counts_of
 from engine.core.text.drafting.draft_lengths import (
     BUDGET_STEPS,
     EARNED,
     EARNED_LEAST,
-    PLAIN_EVERY,
-    PLAIN_FIRST,
     TRY_EVERY,
     TRY_EVERY_MAX,
     DraftBudget,
     Lengths,
-    Share,
-    StepCosts,
     Trials,
 )
 from engine.core.text.memory.blocks import blocks_for
 from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX
+from engine.core.text.step_times import PASS_COST, PLAIN_EVERY, PLAIN_FIRST
 from engine.core.text.types import Sampling, Tokens
 from engine.errors import ConfigError, EngineBug
 from engine.worker.factory import runner_spec
@@ -36,6 +33,7 @@ from engine.worker.fakes.digests import digest_after
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.drafters import drafter, right_draft
 from tests.support.core_driver import Driver, expected_tokens, make_request
+from tests.support.step_times import note, step_times
 
 
 def always_right(tokens, seed, choice):
@@ -357,9 +355,10 @@ def test_the_sums_over_the_drafters_are_those_of_all_drafts(drawn):
             who = "constraint" if place < forced else drafter
             wanted[who, "drafted"] += 1
             wanted[who, place] += place < accepted
-    assert sum(one.drafts for one in counter.counts) == len(drawn)
-    assert sum(one.drafted for one in counter.counts) == sum(one[0] for one in drawn)
-    for one in counter.counts:
+    counts = counts_of([counter])
+    assert sum(one.drafts for one in counts) == len(drawn)
+    assert sum(one.drafted for one in counts) == sum(one[0] for one in drawn)
+    for one in counts:
         assert (one.drafts, one.drafted) == (
             wanted[one.drafter, "drafts"],
             wanted[one.drafter, "drafted"],
@@ -372,7 +371,7 @@ def test_what_each_drafter_has_drafted_is_told_apart():
     """By the statistics, and by Explain for a request."""
     script = FakeScript(draft=always_right, draft_model=drafter(0.9, count=4))
     driver = drafting(script=script)
-    driver.scheduler._speeds.costs.pass_ratio = 0.01
+    driver.scheduler._times.pass_ratio = 0.01
     for name in "abc":
         driver.submit(make_request(name, [*range(1, 6), ord(name)], max_tokens=40))
     explained = Counter()
@@ -392,157 +391,158 @@ def test_what_each_drafter_has_drafted_is_told_apart():
 # ---- the length of a draft
 
 
-def fed(share, *, rounds=60, is_model=False):
+def fed(share, *, rounds=60, trials=None):
     """Return the `Lengths` after drafts whose tokens were all right (1) or all wrong (0)."""
-    one = Lengths(0.5, Trials(slows=True) if is_model else None)
+    one = Lengths(0.5, trials)
     for _ in range(rounds):
-        one.share.note(4, 4 * share)
+        one.note(4, 4 * share)
     return one
 
 
-def length(one, most, costs, *beside):
+def length(one, most, times, *beside):
     """Return how many tokens are drafted, with those that are tried."""
-    best, _ = one.best(most, costs, *beside)
+    best, _ = one.best(most, times, *beside)
     return best or int(one.trials.is_due())
 
 
 def test_the_share_is_the_mean_of_the_verified_tokens_and_of_what_was_expected():
     """Which weighs two tokens, as long as there are few."""
-    one = Share(0.5)
+    one = Lengths(0.5)
     one.note(1, 1)
-    assert one.value == pytest.approx((2 * 0.5 + 1) / 3)
+    assert one.share == pytest.approx((2 * 0.5 + 1) / 3)
     one.note(1, 0)
-    assert one.value == pytest.approx((2 * 0.5 + 1) / 4)
+    assert one.share == pytest.approx((2 * 0.5 + 1) / 4)
     one.note(5, 2)  # two right ones and a wrong one; nobody knows about the others
-    assert one.value == pytest.approx((2 * 0.5 + 3) / 7)
+    assert one.share == pytest.approx((2 * 0.5 + 3) / 7)
 
 
 def test_of_many_tokens_the_last_ones_count():
-    one = Share(0.5)
-    for _ in range(200):
-        one.note(1, 1)
+    one = fed(1, rounds=200)
     one.note(1, 0)
-    assert one.value == pytest.approx(0.9, abs=1e-6)
+    assert one.share == pytest.approx(0.9, abs=1e-6)
 
 
 @pytest.mark.parametrize("right", [0, 1])
 def test_one_token_alone_changes_no_length_much(right):
     """A draft that fails or succeeds at its first token is no reason to stop or to draft most."""
     one = Lengths()
-    before, _ = one.best(DRAFTED_TOKENS_MAX, StepCosts())
-    one.share.note(1, right)
-    after, _ = one.best(DRAFTED_TOKENS_MAX, StepCosts())
+    before, _ = one.best(DRAFTED_TOKENS_MAX, step_times())
+    one.note(1, right)
+    after, _ = one.best(DRAFTED_TOKENS_MAX, step_times())
     assert 1 <= after < DRAFTED_TOKENS_MAX
     assert after >= before if right else after <= before
 
 
 def test_a_draft_is_as_long_as_its_tokens_are_right():
-    costs = StepCosts()
-    assert length(fed(1), DRAFTED_TOKENS_MAX, costs) == DRAFTED_TOKENS_MAX
-    assert length(fed(0), DRAFTED_TOKENS_MAX, costs) == 0
+    times = step_times()
+    assert length(fed(1), DRAFTED_TOKENS_MAX, times) == DRAFTED_TOKENS_MAX
+    assert length(fed(0), DRAFTED_TOKENS_MAX, times) == 0
     one = Lengths()
     lengths = []
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
-        one.share.value = share
-        lengths.append(length(one, DRAFTED_TOKENS_MAX, costs))
+        one.share = share
+        lengths.append(length(one, DRAFTED_TOKENS_MAX, times))
     assert lengths == sorted(lengths)
     assert lengths[0] >= 1
 
 
-def test_drafts_that_never_pay_are_tried_now_and_then():
-    one = fed(0)
-    tried = [length(one, 8, StepCosts()) for _ in range(10 * TRY_EVERY)]
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_drafts_that_never_pay_are_tried_now_and_then(num_rows):
+    """More seldom where more rows wait for them."""
+    trials = Trials()
+    tried = [trials.is_due(num_rows) for _ in range(10 * num_rows * TRY_EVERY)]
     assert sum(tried) == 10
+    assert fed(0).best(8, step_times()) == (0, 0.0)
 
 
 def test_a_draft_model_that_does_not_pay_is_tried_ever_more_seldom():
-    one = fed(0, is_model=True)
-    tried = [i for i in range(8 * TRY_EVERY_MAX) if length(one, 8, StepCosts())]
+    trials = Trials(slows=True)
+    tried = [i for i in range(8 * TRY_EVERY_MAX) if trials.is_due()]
     waits = [after - before for before, after in zip([-1, *tried], tried, strict=False)]
     assert waits[:5] == [TRY_EVERY << k for k in range(5)]
     assert {*waits[5:]} == {TRY_EVERY_MAX}
 
 
+def test_an_offer_that_pays_makes_the_next_trial_as_late_as_the_first():
+    one = fed(0, trials=Trials(slows=True))
+    first = [one.trials.is_due() for _ in range(TRY_EVERY)]
+    assert first == [False] * (TRY_EVERY - 1) + [True]
+    assert not any(one.trials.is_due() for _ in range(TRY_EVERY))
+    one.share = 1.0
+    assert one.best(8, step_times())[0] > 0
+    assert [one.trials.is_due() for _ in range(TRY_EVERY)] == first
+
+
 def test_a_text_that_begins_to_repeat_itself_is_drafted_again():
     one = fed(0)
     for _ in range(20 * TRY_EVERY):
-        if count := length(one, 8, StepCosts()):
-            one.share.note(count, count)
-    assert length(one, 8, StepCosts()) >= 7
+        if count := length(one, 8, step_times()):
+            one.note(count, count)
+    assert length(one, 8, step_times()) >= 7
 
 
 # ---- what drafts cost
 
 
 def measured(ratio, *, num_drafts=1):
-    """Return the costs after steps whose drafts made them ``ratio`` times as long."""
-    costs = StepCosts()
-    for _ in range(80):
-        costs.note(1, 0, 0.01)
-        costs.note(1, num_drafts, 0.01 * ratio)
-    return costs
+    """Return the estimate after steps whose drafts made them ``ratio`` times as long."""
+    times = step_times()
+    for _ in range(10):
+        note(times, 0.01, decodes=1)
+        note(times, 0.01 * ratio, decodes=1, drafts=num_drafts)
+    return times
 
 
 def test_where_drafts_take_long_a_sequence_drafts_less():
-    one = Lengths()
-    one.share.value = 0.4
-    assert length(one, 1, StepCosts()) == length(one, 1, measured(1.3)) == 1
+    one = Lengths(0.4)
+    assert length(one, 1, step_times()) == length(one, 1, measured(1.3)) == 1
     assert length(one, 1, measured(1.5)) == 0
 
 
 def test_what_a_draft_model_takes_makes_its_drafts_shorter():
     one = Lengths(0.8, Trials(slows=True))
-    costs, lengths = StepCosts(), []
+    times, lengths = step_times(), []
     for ratio in (0.05, 0.2, 0.4, 0.9):
-        costs.pass_ratio = ratio
-        lengths.append(one.best(DRAFTED_TOKENS_MAX, costs)[0])
+        times.pass_ratio = ratio
+        lengths.append(one.best(DRAFTED_TOKENS_MAX, times)[0])
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] >= 5
     assert lengths[-1] == 0
 
 
-def test_an_offer_that_pays_makes_the_next_trial_as_late_as_the_first():
-    trials = Trials(slows=True)
-    first = [trials.is_due() for _ in range(TRY_EVERY)]
-    assert first == [False] * (TRY_EVERY - 1) + [True]
-    assert not any(trials.is_due() for _ in range(TRY_EVERY))
-    trials.note_paying()
-    assert [trials.is_due() for _ in range(TRY_EVERY)] == first
-
-
 def test_what_a_draft_model_takes_is_measured_in_steps_without_drafts():
-    costs = StepCosts()
-    costs.note_passes(1, 4, 0.004)  # nobody knows yet how long a step takes
-    before = costs.pass_ratio
-    costs.note(1, 0, 0.01)
-    for _ in range(80):
-        costs.note_passes(1, 4, 0.004)
-    assert costs.pass_ratio == pytest.approx(0.1)
-    assert before == StepCosts().pass_ratio
+    times = step_times()
+    for _ in range(10):
+        times.note_passes(1, 4, 0.004)  # nobody knows yet how long a step takes
+    assert times.pass_ratio == PASS_COST
+    note(times, 0.01, decodes=1)
+    for _ in range(10):
+        times.note_passes(1, 4, 0.004)
+    assert times.pass_ratio == pytest.approx(0.1)
 
 
-def test_a_single_slow_step_changes_the_costs_little():
-    costs = measured(1.1)
-    before = costs.ratio(1)
-    costs.note(1, 1, 100.0)
-    assert before == pytest.approx(1.1)
-    assert costs.ratio(1) > before
-    assert costs.ratio(1) < 1.04 * before
+def test_a_few_slow_steps_change_no_cost():
+    for before in (step_times(), measured(1.05)):
+        note(before, 0.01, decodes=1)
+        for _ in range(4):
+            note(before, 100.0, decodes=1, drafts=1)
+            before.note_passes(1, 1, 100.0)
+        assert before.ratio(1) == pytest.approx(1.05)
+        assert before.pass_ratio == PASS_COST
 
 
 def test_costs_are_kept_by_the_number_of_drafts_and_never_below_one():
-    costs = measured(1.6, num_drafts=9)
-    assert costs.ratio(15) == pytest.approx(1.6)
-    assert costs.ratio(1) == StepCosts().ratio(1)
+    times = measured(1.6, num_drafts=9)
+    assert times.ratio(15) == pytest.approx(1.6)
+    assert times.ratio(1) == step_times().ratio(1)
     assert measured(0.5).ratio(1) == 1.0
 
 
 def test_sequences_that_do_not_draft_count_in_what_drafts_gain():
     """A step with a few tokens more is not worth it if most rows gain nothing."""
-    one = Lengths()
-    one.share.value = 0.6
+    one = Lengths(0.6)
     assert length(one, 1, measured(1.2)) == 1
-    assert length(one, 1, measured(1.2), 0, 6) == 0
+    assert length(one, 1, measured(1.2), 1, 7) == 0
 
 
 def test_a_model_that_only_costs_may_cost_its_budget_and_a_hundredth():
@@ -555,6 +555,31 @@ def test_a_model_that_only_costs_may_cost_its_budget_and_a_hundredth():
         else:
             budget.note_other()
     assert BUDGET_STEPS < lost <= 1 + BUDGET_STEPS + 10_000 * EARNED
+
+
+def test_a_model_that_never_pays_earns_ever_less_and_one_that_pays_again_earns_all():
+    budget, lost = DraftBudget(), []
+    for _ in range(20_000):
+        if budget.is_open:
+            budget.note(0.0, 1.0)
+            lost.append(1.0)
+        else:
+            budget.note_other()
+            lost.append(0.0)
+    assert sum(lost[10_000:]) <= 1 + 10_000 * EARNED_LEAST
+    budget.note(2.0, 1.0)
+    before = budget.left
+    budget.note_other()
+    assert budget.left == pytest.approx(before + EARNED)
+
+
+def test_a_model_that_saves_no_more_than_it_costs_does_not_earn_all_again():
+    budget = DraftBudget()
+    budget.note(0.0, 2 * BUDGET_STEPS)
+    budget.note(1.0, 1.0)
+    before = budget.left
+    budget.note_other()
+    assert budget.left == pytest.approx(before + EARNED / 4), "halved by each of two steps"
 
 
 def test_a_model_that_pays_keeps_its_budget_open():
@@ -636,26 +661,36 @@ def test_a_row_takes_the_drafter_that_gains_more():
         assert kinds.count(by_model) > kinds.count(not by_model)
 
 
-def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_too():
-    """Each of its tokens takes as long as a step, and half of them are wrong."""
-    driver = with_model(drafter(0.5), draft_s=1.0)
-    drafted = []
+@pytest.mark.parametrize(
+    ("num_rows", "share", "draft_s", "stall"),
+    [(1, 0.5, 1.0, 1), (1, 0.5, 0.6, 4), (4, 0.0, 0.3, 1)],
+)
+def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_too(
+    num_rows, share, draft_s, stall
+):
+    """Each of its tokens takes ``draft_s`` of a step, and this ``share`` of them is right. Every
+    seventh step takes ``stall`` times as long, by accident."""
+    driver = with_model(drafter(share), draft_s=draft_s, num_blocks=400)
+    tried, num_steps = [], 0
     for index in range(20):
-        driver.submit(make_request(str(index), range(1, 6), max_tokens=60))
+        for row in range(num_rows):
+            driver.submit(make_request(f"{index}/{row}", range(1, 6), max_tokens=60))
+        tried.append(0)
         while (plan := driver.begin_step()) is not None:
-            model_s = max([row.drafts for row in plan.rows if row.by_model], default=0)
-            driver.now += 1.0 + model_s
+            longest = max([row.drafts for row in plan.rows if row.by_model], default=0)
+            tried[-1] += longest > 0
+            num_steps += 1
+            driver.now += (1.0 + draft_s * longest) * (stall if num_steps % 7 == 0 else 1.0)
             driver.end_step()
-        drafted.append(driver.finished[str(index), 0].usage.drafted_tokens)
     driver.check_tokens()
-    assert 0 < sum(drafted[-10:]) <= 10 * 60 * EARNED
-    assert sum(drafted) <= 3 + BUDGET_STEPS + 20 * 60 * EARNED
+    assert 0 < sum(tried[-10:]) <= 10 * 60 * EARNED
+    assert sum(tried[1:]) <= 2 + tried[0] + 20 * 60 / TRY_EVERY_MAX
 
 
 def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_without_drafts():
     """Eight sequences whose model is always wrong: the steps are those of decodes alone."""
     driver = with_model(drafter(0.0), num_blocks=400, draft_s=1.0)
-    driver.scheduler._speeds.budget.left = -100.0
+    driver.scheduler._drafts._budget.left = -100.0
     for index in range(8):
         driver.submit(make_request(str(index), [index + 1, 2], max_tokens=60))
     kinds = Counter()
@@ -676,7 +711,7 @@ def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_
     while not driver.begin_step().rows[0].by_model:
         driver.end_step()
     driver.end_step()
-    driver.scheduler._speeds.budget.left = -100.0
+    driver.scheduler._drafts._budget.left = -100.0
     looked_up = 0
     while (plan := driver.begin_step()) is not None:
         assert not plan.rows[0].by_model
@@ -692,8 +727,8 @@ def test_an_ngram_drafter_beside_a_draft_model_drafts_no_more_than_without_one()
     for model in (None, drafter(0.0)):
         script = FakeScript(draft=_for_the_first, draft_model=model, sleep=lambda _: None)
         driver = drafting(script=script, num_blocks=400)
-        driver.scheduler._speeds.budget.left = -100.0
-        driver.scheduler._speeds.costs._ratios[0] = 1.3
+        driver.scheduler._drafts._budget.left = -100.0
+        driver.scheduler._times._ratios[0] = 1.3
         driver.submit(make_request("0", [1, 2], max_tokens=100))
         planned.append([])
         while (plan := driver.begin_step()) is not None:
@@ -712,37 +747,6 @@ def _for_the_first(tokens, seed, choice):
     return right_draft(tokens, seed, choice, 1) if tokens[0] == 1 else []
 
 
-def test_drafts_that_do_not_pay_are_tried_more_seldom_where_more_rows_wait_for_them():
-    one = fed(0)
-    tried = [one.trials.is_due(8) for _ in range(10 * 8 * TRY_EVERY)]
-    assert sum(tried) == 10
-
-
-def test_a_model_that_never_pays_earns_ever_less_and_one_that_pays_again_earns_all():
-    budget, lost = DraftBudget(), []
-    for _ in range(20_000):
-        if budget.is_open:
-            budget.note(0.0, 1.0)
-            lost.append(1.0)
-        else:
-            budget.note_other()
-            lost.append(0.0)
-    assert sum(lost[10_000:]) <= 1 + 10_000 * EARNED_LEAST
-    budget.note(2.0, 1.0)
-    before = budget.left
-    budget.note_other()
-    assert budget.left == pytest.approx(before + EARNED)
-
-
-def test_a_model_that_saves_no_more_than_it_costs_does_not_earn_all_again():
-    budget = DraftBudget()
-    budget.note(0.0, 2 * BUDGET_STEPS)
-    budget.note(1.0, 1.0)
-    before = budget.left
-    budget.note_other()
-    assert budget.left == pytest.approx(before + EARNED / 4), "halved by each of two steps"
-
-
 def test_a_draft_model_does_not_count_in_the_rates_of_steps():
     """Otherwise the engine would take prompts for slow beside one."""
     driver = with_model(always_right, draft_s=0.5)
@@ -751,8 +755,8 @@ def test_a_draft_model_does_not_count_in_the_rates_of_steps():
         model_s = 0.5 * max([row.drafts for row in plan.rows if row.by_model], default=0)
         driver.now += 1.0 + model_s
         driver.end_step()
-    assert driver.scheduler._speeds.costs.ratio(1) <= StepCosts().ratio(1)
-    assert driver.scheduler._speeds.costs.pass_ratio > StepCosts().pass_ratio
+    assert driver.scheduler._times.ratio(1) <= step_times().ratio(1)
+    assert driver.scheduler._times.pass_ratio > PASS_COST
 
 
 def test_a_draft_model_leaves_steps_to_measure_against():
@@ -765,11 +769,11 @@ def test_a_draft_model_leaves_steps_to_measure_against():
         driver.end_step()
     assert drafts[1 : 1 + PLAIN_FIRST] == [0] * PLAIN_FIRST
     assert drafts[1 + PLAIN_FIRST] > 0
-    costs = measured(1.1)
-    asked = [costs.is_known(1) for _ in range(10 * PLAIN_EVERY)]
+    times = measured(1.1)
+    asked = [times.may_draft(1) for _ in range(10 * PLAIN_EVERY)]
     assert asked.count(False) == 10
-    assert not costs.is_known(2)
-    assert not costs.is_known(DRAFTING_STEP_MAX), "a full step drafts nothing"
+    assert not times.may_draft(2)
+    assert not times.may_draft(DRAFTING_STEP_MAX), "a full step drafts nothing"
 
 
 def test_a_full_step_uses_no_draft_model():
@@ -797,10 +801,11 @@ def test_the_pace_of_decodes_is_that_without_drafts():
         driver.now += 0.016 if plan.num_drafts else 0.01
         driver.end_step()
     assert totals_of(driver)[0] > 0
-    assert 0.008 < max(driver.scheduler._speeds.pace._decode_s) < 0.012
-    costs = measured(1.6, num_drafts=4)
-    assert costs.without(1, 4, 0.02) == pytest.approx(0.01)
-    assert costs.without(3, 4, 0.032) == pytest.approx(0.02), "no such step was seen"
+    assert 0.008 < driver.scheduler._times.decodes_s(1) < 0.015
+    times = measured(1.6, num_drafts=4)
+    assert times.decodes_s(1) == 0.01
+    note(times, 0.032, decodes=3, drafts=4)
+    assert times.decodes_s(3) == pytest.approx(0.02), "no such step without drafts was seen"
 
 
 def tokens_per_s(draft, *, num_requests, draft_s):

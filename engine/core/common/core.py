@@ -35,6 +35,7 @@ from engine.core.common.events import (
     Tick,
 )
 from engine.core.common.live_requests import LiveRequests, LiveT
+from engine.core.common.rate import RecentRate
 from engine.core.common.types import EndReason, PlanId
 from engine.errors import EngineBug
 
@@ -103,6 +104,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         super().__init__(config)
         self._events: list[OutputEvent] = []  # of the call in progress; all of its parts append
         self._step: StepT | None = None
+        self._rate = RecentRate()  # of what `CoreRequest.num_tokens` counts
 
     # ---- the two verbs
 
@@ -196,7 +198,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
             refusals.duplicate_or_paused(request.request_id, self._requests, self._pause)
             or self._misfit(request, credit)
             or refusals.queue_full(
-                self.config, self._queued(), request, self._tokens_per_s, self.token_word
+                self.config, self._queued(), request, self._rate.tokens_per_s, self.token_word
             )
             or self._infeasible(request, now)
         )
@@ -207,11 +209,6 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
             self._end(live, EndReason.STALLED, now)
 
     # ---- what a kind adds
-
-    @property
-    @abstractmethod
-    def _tokens_per_s(self) -> float:
-        """Tokens computed per second of late, as `CoreRequest.num_tokens` counts; 0 if unknown."""
 
     def _queued(self) -> tuple[int, int]:
         """Return how many requests and tokens the queue holds before a new one."""

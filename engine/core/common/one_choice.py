@@ -21,7 +21,6 @@ from engine.core.common.live_requests import (
     Places,
 )
 from engine.core.common.phases import Phase
-from engine.core.common.rate import RecentRate
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason, Explanation, Timings, Usage
 from engine.core.common.waiting_queue import aged_priority
@@ -150,13 +149,8 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
         self._numbers = count()
-        self._rate = RecentRate()
 
     # ---- requests
-
-    @property
-    def _tokens_per_s(self) -> float:
-        return self._rate.tokens_per_s
 
     def _admit(self, request: RequestT, credit: Credit, now: float) -> OneT:
         live = self.live_type(request, credit, now, next(self._numbers))
@@ -291,7 +285,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
         position = self._waiting.position_of(live)
         ahead = sum(other.queued_tokens for other in before[: position - 1])
         ahead += self._tokens_begun()
-        rate = self._tokens_per_s
+        rate = self._rate.tokens_per_s
         estimate_s = ahead / rate if rate > 0 else None
         return Explanation("WAITING", self._why_waiting(ahead), position, estimate_s), held_by
 

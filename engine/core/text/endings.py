@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.text.sequence import LiveText, Sequence
     from engine.errors import FieldViolation
 
-RUN_SMOOTHING = 0.05  # the newest end's weight; a guess: the last twenty have two thirds
+RUN_SMOOTHING = 0.05  # the newest end's weight; an estimate: the last twenty have two thirds
 
 
 class Endings:

@@ -19,7 +19,7 @@ from engine.core.common.live_requests import (
 from engine.core.common.phases import Phase
 from engine.core.common.types import Explanation
 from engine.core.text import admission
-from engine.core.text.drafting.draft_counts import summed
+from engine.core.text.drafting.draft_counts import counts_of
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Explainer:
         lacking = self._lacking() if position else ""
         is_to_start = position and not seq.is_known_to_worker
         counters = [one.drafting.counter for one in live.sequences if one.drafting is not None]
-        drafts = summed(counters)
+        drafts = counts_of(counters)
         explained = Explanation(
             state=seq.state.name,
             waiting_for=self._reason(seq, position, lacking, now, steps),

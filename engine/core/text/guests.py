@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveText, Sequence
 
-# Guesses: enough for the few guests whose clients come back after a second, and little for others.
+# Estimates: enough for the few guests whose clients come back after a second, little for others.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
 BLOCKS_SHARE = 16  # 1/16 of the blocks
 # For how long no other request has been computed before parked guests go on: a client that sends

@@ -1,6 +1,6 @@
 """Which requests fit the model, and which prompts can be computed by their deadlines.
 
-Rule: the decision has no effects, except that `BestRate` notes a refused deadline. It takes
+Rule: the decision has no effects, except that `StepTimes` notes a refused deadline. It takes
 constant time, except where a deadline makes it look up the prompt's cached prefix.
 """
 
@@ -14,16 +14,16 @@ from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 
 if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
-    from engine.core.text.pace.speeds import Speeds
+    from engine.core.text.step_times import StepTimes
     from engine.core.text.types import Request
 
 
 class Intake:
     """Says which requests of one scheduler do not fit, or cannot be computed in time."""
 
-    def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
+    def __init__(self, ledger: Ledger, times: StepTimes) -> None:
         self._ledger = ledger
-        self._speeds = speeds
+        self._times = times
 
     def misfit(self, request: Request, buffer: int) -> RequestTooLarge | None:
         """Return the error of a request that can never fit this model, or None. ``buffer`` is how
@@ -52,14 +52,13 @@ class Intake:
         if request.deadline is None or request.deadline <= now:
             return None  # the deadline has passed, and the request's scope is about to end it
         left, length = request.deadline - now, len(request.prompt)
-        best_rate = self._speeds.best_rate
-        if best_rate.seconds_for(length) <= left:
+        if self._times.least_s(length) <= left:
             return None
         missing = length - self._ledger.cached_tokens(self._ledger.keys_of(request))
-        seconds = best_rate.seconds_for(missing)
+        seconds = self._times.least_s(missing)
         if seconds <= left:
             return None
-        best_rate.note_refusal(missing)
+        self._times.note_refusal(missing)
         return DeadlineInfeasible(
             f"the prompt takes at least {seconds:.3g} s, of which {left:.3g} s are left",
             phase=Phase.QUEUED.value,

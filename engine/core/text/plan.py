@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 NO_TIMINGS = StepTimings()
 
 # How many prompt positions one step scores for their log-probabilities, all rows together, but at
-# least one of each row. This bounds the memory of their logits. A guess: 64 rows of 151,936 logits
-# are 39 MB, and a prompt of 2,048 tokens takes 32 steps.
+# least one of each row. This bounds the memory of their logits. An estimate: 64 rows of 151,936
+# logits are 39 MB, and a prompt of 2,048 tokens takes 32 steps.
 SCORED_TOKENS_MAX = 64
 # How many drafted tokens one row verifies. 1 + 15 positions are the most that run as decodes do
 # (`engine.worker.forward.packing.SHORT_MAX`).

@@ -11,7 +11,6 @@ Source: design D4–D7, D9, D17–D19.
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.core import Core
@@ -26,12 +25,12 @@ from engine.core.text.guests import Guests
 from engine.core.text.intake import Intake
 from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
-from engine.core.text.pace.speeds import Speeds
 from engine.core.text.plan import StepPlan, StepResult
 from engine.core.text.planned_step import PlannedStep
 from engine.core.text.recovery import Recovery
 from engine.core.text.sequence import LiveText, Sequence
 from engine.core.text.step_builder import StepBuilder
+from engine.core.text.step_times import StepTimes
 from engine.core.text.types import (
     ClientCame,
     ClientLeft,
@@ -57,7 +56,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     """One text model replica's scheduler."""
 
     config: SchedulerConfig
-    aging_late_s = 1.0  # a guess: a priority rises every 10 s
+    aging_late_s = 1.0  # estimate: a priority rises every 10 s
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -65,10 +64,10 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self.prefixes = self._ledger
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
-        self._speeds = Speeds(config)
-        self._intake = Intake(self._ledger, self._speeds)
+        self._times = StepTimes(config)
+        self._intake = Intake(self._ledger, self._times)
         self._endings = Endings(self._ledger, self._events)
-        self._drafts = Drafts(self._ledger, self._speeds)
+        self._drafts = Drafts(self._ledger, self._times)
         self._committer = Committer(
             self._ledger, self._endings, self._drafts, self._events, self._counters
         )
@@ -146,20 +145,21 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
         of memory (D17)."""
-        limit_beside = partial(self._speeds.prompt_tokens, self._ledger, self._budget.tokens)
         return StepBuilder(
-            self._ledger, now, limit_beside, self._note_preemption, only_begun=only_begun
+            self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
         )
+
+    def _prompt_limit(self, num_decodes: int) -> int:
+        """Return how many prompt tokens a step may have beside so many decodes (D4)."""
+        num_sequences = len(self._ledger.running) + len(self._waiting)
+        num_sequences = min(num_sequences, self.config.max_num_seqs)
+        return self._times.prompt_tokens(self._budget.tokens, num_sequences, num_decodes)
 
     def _note_preemption(self, seq: Sequence) -> None:
         self._preemptions += 1
         self._events.append(Preempted(seq.request_id, seq.sequence_id, seq.choice))
 
     # ---- requests and results
-
-    @property
-    def _tokens_per_s(self) -> float:
-        return self._speeds.recent_rate.tokens_per_s
 
     def _misfit(self, request: Request, credit: Credit) -> TrioletError | None:
         return self._intake.misfit(request, credit.capacity)
@@ -196,10 +196,11 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._committer.commit(step, result, now)
         if self._ledger.parked.guests:
             self._guests.note_step(step.sequences, now)
-        draft_s = result.timings.draft_s
-        if step.num_drafts:
-            self._drafts.note_step(step, draft_s)
-        self._speeds.note(step, now - step.started_at, draft_s)
+        draft_s, seconds = result.timings.draft_s, now - step.started_at
+        num_tokens = step.plan.num_tokens - step.num_drafts
+        self._rate.note(num_tokens, seconds)
+        self._drafts.note_step(step, draft_s)
+        self._times.note(step, num_tokens, seconds - draft_s)
 
     def _step_failed(self, step: PlannedStep, failure: StepFailure, now: float) -> None:
         self._discard_prepared(now)
@@ -220,7 +221,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         return Explainer(self._ledger, self._guests).explain(
             live,
             now,
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=self._rate.tokens_per_s,
             run_s=self._endings.run_s,
             steps=self._planned_steps(),
         )

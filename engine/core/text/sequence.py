@@ -14,6 +14,7 @@ from engine.core.common.live_requests import LiveRequest
 from engine.core.common.phases import Phase
 from engine.core.common.types import BlockId, SequenceId, Timings, Usage
 from engine.core.common.waiting_queue import aged_priority
+from engine.core.text.drafting.draft_counts import counts_of
 from engine.core.text.lifecycle import Event, State, advance
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class Sequence:
 
     def usage(self) -> Usage:
         """Return the tokens so far; cached ones count for the choice that computed the prompt."""
-        counts = () if self.drafting is None else self.drafting.counter.counts
+        counts = () if self.drafting is None else counts_of([self.drafting.counter])
         return Usage(
             self.num_prompt,
             self.cached_tokens,

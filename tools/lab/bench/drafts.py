@@ -41,7 +41,8 @@ from typing import TYPE_CHECKING, Any
 from engine.api._generated.blocking import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.core.text.drafting.draft_lengths import DraftBudget, Lengths, StepCosts
+from engine.core.text.drafting.draft_lengths import DraftBudget, Lengths
+from engine.core.text.step_times import StepTimes
 from engine.core.text.types import Constraint, Tokens
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.text import sequences
@@ -354,15 +355,15 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
 @contextmanager
 def always_drafting() -> Iterator[None]:
     """Let a draft model draft in each step, whether it pays or not."""
-    kept = Lengths.best, StepCosts.is_known, DraftBudget.note
+    kept = Lengths.best, StepTimes.may_draft, DraftBudget.note
     count = WITHOUT_ADAPTING
-    Lengths.best = lambda self, most, *_: (min(most, count), 2.0 if self._is_model else 0.0)  # type: ignore[method-assign,assignment]
-    StepCosts.is_known = lambda *_: True  # type: ignore[method-assign,assignment]
+    Lengths.best = lambda self, most, *_: (min(most, count), 2.0 if self.is_model else 0.0)  # type: ignore[method-assign,assignment]
+    StepTimes.may_draft = lambda *_: True  # type: ignore[method-assign,assignment]
     DraftBudget.note = lambda *_: None  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        Lengths.best, StepCosts.is_known, DraftBudget.note = kept  # type: ignore[method-assign]
+        Lengths.best, StepTimes.may_draft, DraftBudget.note = kept  # type: ignore[method-assign]
 
 
 def distribution(wanted: re.Pattern[str]) -> Iterator[Row]:

@@ -15,15 +15,15 @@ row takes the drafter and the length that gain most (`engine.core.text.drafting.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.core.text.drafting.draft_counts import DraftCounter
+from engine.core.text.drafting.draft_counts import DraftCounter, counts_of
 from engine.core.text.drafting.draft_lengths import (
-    FIRST_SHARE,
     LEAST_WEIGHT_OF_ALL,
+    DraftBudget,
     Drafting,
     Lengths,
-    Share,
     Trials,
 )
 from engine.core.text.memory.blocks import blocks_for
@@ -38,10 +38,10 @@ from engine.core.text.plan import (
 if TYPE_CHECKING:
     from engine.core.common.types import DraftCounts, SequenceId
     from engine.core.text.ledger import Ledger
-    from engine.core.text.pace.speeds import Speeds
     from engine.core.text.plan import Row
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import Sequence
+    from engine.core.text.step_times import StepTimes
 
 
 class Offer(NamedTuple):
@@ -52,28 +52,16 @@ class Offer(NamedTuple):
     has_model: bool
 
 
-class Beside(NamedTuple):
-    """The other rows of a step: how many may take drafts of the same drafter, and how many not."""
-
-    others: int
-    idle: int
-
-
-class Draft(NamedTuple):
-    """What one row verifies: so many tokens of one drafter."""
-
-    length: int
-    by_model: bool = False
-
-
 class Drafts:
     """The drafts of one scheduler."""
 
-    def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
+    def __init__(self, ledger: Ledger, times: StepTimes) -> None:
         self._ledger = ledger
-        self._speeds = speeds
-        self._model_share = Share(FIRST_SHARE, least=LEAST_WEIGHT_OF_ALL)  # of all sequences
+        self._times = times
+        self._budget = DraftBudget()
         self._model_trials = Trials(slows=True)
+        # how the draft model fares with all sequences
+        self._all = Lengths(model_trials=self._model_trials, least=LEAST_WEIGHT_OF_ALL)
         self._offers: dict[SequenceId, Offer] = {}  # for the next plan
         self._counter = DraftCounter()
         self._by_model = (0, 0)  # drafted and accepted since the last `note_step`
@@ -81,7 +69,7 @@ class Drafts:
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
         whether it has a model that may draft them."""
-        if count or self._speeds.budget.is_open:
+        if count or self._budget.is_open:
             self._offers[seq.sequence_id] = Offer(count, has_model)
 
     def note(
@@ -90,30 +78,31 @@ class Drafts:
         """Count a row that was committed, of whose drafts a constraint forced the first
         ``forced``."""
         assert seq.drafting is not None
-        seq.drafting.note(drafted, accepted, forced=forced, by_model=by_model)
-        self._counter.note(drafted, accepted, forced=forced, by_model=by_model)
+        counter, by_ngram, of_model = seq.drafting
+        for counts in (counter, self._counter):
+            counts.note(drafted, accepted, forced=forced, by_model=by_model)
+        (of_model if by_model else by_ngram).note(drafted, accepted)
         if by_model:
-            self._model_share.note(drafted, accepted)
+            self._all.note(drafted, accepted)
             self._by_model = (self._by_model[0] + drafted, self._by_model[1] + accepted)
 
     def note_step(self, step: PlannedStep, draft_s: float) -> None:
-        """Count what a draft model took of a step with drafts, whose rows were committed."""
-        costs, budget = self._speeds.costs, self._speeds.budget
-        passes = [row.drafts for row in step.rows if row.by_model]
+        """Count what a draft model took of a step whose rows were committed."""
+        passes = [row.drafts for row in step.rows if row.by_model] if step.num_drafts else ()
         if not passes:
-            budget.note_other()
+            self._budget.note_other()
             return
         (drafted, accepted), self._by_model = self._by_model, (0, 0)
-        num_rows, most = len(step.rows), max(passes)
-        spent = costs.in_steps(num_rows, draft_s) or most * costs.pass_ratio
-        budget.note(accepted / num_rows, spent + costs.ratio(step.num_drafts) - 1.0)
+        times, num_rows, most = self._times, len(step.rows), max(passes)
+        spent = times.in_steps(num_rows, draft_s) or most * times.pass_ratio
+        self._budget.note(accepted / num_rows, spent + times.ratio(step.num_drafts) - 1.0)
         if drafted:  # otherwise the model has only read what was missing in its cache
-            costs.note_passes(num_rows, most, draft_s)
+            times.note_passes(num_rows, most, draft_s)
 
     @property
     def counts(self) -> tuple[DraftCounts, ...]:
         """The drafts of each drafter since the start."""
-        return self._counter.counts
+        return counts_of([self._counter])
 
     def widen(self, step: PlannedStep | None, *, is_allowed: bool) -> None:
         """Add drafts to the rows of a step that goes to the worker now, and drop all offers."""
@@ -122,19 +111,15 @@ class Drafts:
         offers, self._offers = self._offers, {}
         if step is None or not is_allowed:
             return
-        rows = step.rows
-        num_rows = len(rows)
+        rows, num_rows = step.rows, len(step.rows)
         used = num_rows + step.image_cost
         room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used
         if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
-        looked_up = [name for name, offer in offers.items() if offer.count]
-        has_model = self._speeds.budget.is_open and any(
-            offer.has_model for offer in offers.values()
-        )
-        may_model = has_model and self._speeds.costs.is_known(num_rows)
-        left = len(offers) if may_model else len(looked_up)
-        beside = _beside(num_rows, len(looked_up)), _beside(num_rows, len(offers))
+        num_found = sum(offer.count > 0 for offer in offers.values())
+        has_model = self._budget.is_open and any(offer.has_model for offer in offers.values())
+        may_model = has_model and self._times.may_draft(num_rows)
+        left = len(offers) if may_model else num_found
         for index, seq in enumerate(step.sequences):
             if not left:
                 return
@@ -142,9 +127,11 @@ class Drafts:
             if offer is None or not (may_model or offer.count):
                 continue
             most, left = -(-room // left), left - 1  # an equal part of what is left
-            draft = self._pick(seq, rows[index], offer, most, beside, may_model=may_model)
-            if draft.length:
-                rows[index] = self._widened(step, seq, rows[index], draft)
+            by_model = most if offer.has_model and may_model else 0
+            counts = (offer.count, num_found), (by_model, len(offers))
+            length, is_models = self._pick(seq, rows[index], most, counts, num_rows)
+            if length:
+                rows[index] = self._widened(step, seq, rows[index], length, by_model=is_models)
                 step.num_drafts += rows[index].drafts
                 room -= rows[index].drafts
 
@@ -152,43 +139,38 @@ class Drafts:
         self,
         seq: Sequence,
         row: Row,
-        offer: Offer,
         most: int,
-        beside: tuple[Beside, Beside],
-        *,
-        may_model: bool,
-    ) -> Draft:
-        """Return what a row should draft: nothing if it is no decode, and never so many tokens that
-        the sequence could become longer than it may. ``beside`` are the other rows, seen by the
-        n-gram drafter and by a draft model."""
+        counts: tuple[tuple[int, int], tuple[int, int]],
+        num_rows: int,
+    ) -> tuple[int, bool]:
+        """Return how many tokens a row should draft, and whether by a draft model: none if it is no
+        decode, and never so many that the sequence could become longer than it may. ``counts`` are
+        the tokens that the n-gram drafter and a model may draft, and in how many of the step's
+        rows."""
         if row.children or row.logits is not Logits.LAST:
-            return Draft(0)
+            return 0, False
         # The planned token is counted as known, so this is how many may still follow it.
         most = min(most, seq.max_tokens - (seq.num_tokens - seq.num_prompt), DRAFTED_TOKENS_MAX)
         if most <= 0:
-            return Draft(0)
+            return 0, False
         if seq.drafting is None:
-            seq.drafting = Drafting(Lengths(self._model_share.value, self._model_trials))
-        found, models = seq.drafting.by_ngram, seq.drafting.by_model
-        looked_up, num_rows = min(most, offer.count), 1 + sum(beside[0])
-        costs = self._speeds.costs
-        has_model = offer.has_model and may_model
-        length, rate = found.best(looked_up, costs, *beside[0]) if looked_up else (0, 0.0)
-        if has_model:
-            drawn, rate_of_model = models.best(most, costs, *beside[1])
-            if rate_of_model > rate:
-                return Draft(drawn, by_model=True)
+            by_model = Lengths(self._all.share, self._model_trials)
+            seq.drafting = Drafting(DraftCounter(), Lengths(), by_model)
+        drafters = zip(seq.drafting[1:], counts, strict=True)
+        usable = [(lengths, min(most, count), rows) for lengths, (count, rows) in drafters if count]
+        found = [
+            (*one.best(count, self._times, rows, num_rows), one) for one, count, rows in usable
+        ]
+        length, _, lengths = max(found, key=itemgetter(1))
         if length:
-            return Draft(length)
-        if looked_up and found.trials.is_due(num_rows):
-            return Draft(1)
-        if has_model and models.trials.is_due(num_rows):
-            return Draft(1, by_model=True)
-        return Draft(0)
+            return length, lengths.is_model
+        due = (one for one, _, _ in usable if one.trials.is_due(num_rows))
+        return next(((1, one.is_model) for one in due), (0, False))
 
-    def _widened(self, step: PlannedStep, seq: Sequence, row: Row, draft: Draft) -> Row:
-        """Return the row with a draft, or with as much of it as there are blocks for."""
-        count = draft.length
+    def _widened(
+        self, step: PlannedStep, seq: Sequence, row: Row, count: int, *, by_model: bool
+    ) -> Row:
+        """Return the row with ``count`` drafts, or with as many as there are blocks for."""
         size, end = self._ledger.config.block_size, row.start + 1
         missing = blocks_for(end + count, size) - len(seq.blocks)
         delta = row.blocks
@@ -200,10 +182,5 @@ class Drafts:
                 delta = BlockDelta(kept, before + taken)
                 seq.blocks += taken
             count = min(count, len(seq.blocks) * size - end)
-        by_model = draft.by_model and count > 0
+        by_model = by_model and count > 0
         return row._replace(count=1 + count, blocks=delta, drafts=count, by_model=by_model)
-
-
-def _beside(num_rows: int, num_offers: int) -> Beside:
-    """Return what is beside a row of a step, ``num_offers`` of whose rows have offers."""
-    return Beside(max(0, num_offers - 1), max(0, num_rows - max(1, num_offers)))

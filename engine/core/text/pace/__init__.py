@@ -1,1 +1,0 @@
-"""Estimates how long steps take."""

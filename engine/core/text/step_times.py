@@ -1,0 +1,227 @@
+"""The estimate of how long steps take. Whoever must know asks it: how many prompt tokens a step may
+have (D4), which prompts cannot be computed in time (D18), and how many tokens to draft (D27).
+
+Rule 1: the last `KEPT` times of each size of steps are remembered: of decodes by their number; of
+prompts by halvings of the step budget, as what a token added to the step's decodes; of drafts by
+doublings, in steps without them. Rule 2: a step usually takes the median of these. So one that
+waited for something else misleads nobody, and a machine that became slower or faster is known after
+five steps. Rule 3: a prompt takes at least the least of these, and without a measurement 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from engine.core.text.plan import DRAFTING_STEP_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from engine.config import SchedulerConfig
+    from engine.core.text.planned_step import PlannedStep
+
+KEPT = 9  # estimate: more would follow later, fewer would be less exact
+PROMPTS_SHARE_MIN = 0.1  # estimate: of a step's time, however short beside others of its decodes
+TOKENS_EACH = 2  # measured with 8 and 32 clients: `python -m tools.lab.bench pace`, `serve`
+CHUNK_MIN = 16  # tokens; estimate: fewer hardly take less time
+LARGE_SHARE = 8  # estimate: a step of an eighth of the budget shows how fast prompts are
+SHORTEST_STEPS = 4  # estimate: the fixed cost of a step is at most a quarter of one with prompts
+DISCOUNT = 1.1  # estimate: the eighth refusal halves what a prompt takes at least
+TOKEN_COST = 0.05  # of one more position, in steps, until it is measured
+PASS_COST = 0.25  # of a draft model's token, in steps, until it is measured
+PLAIN_FIRST = 3  # estimate: the median of three steps is not one that waited for something else
+PLAIN_EVERY = 32  # estimate: steps with the same number of rows
+
+
+class StepTimes:
+    """The estimate of one scheduler.
+
+    ``pass_ratio`` is how much longer a draft model makes a step for each token of its longest
+    draft, in steps without drafts.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._budget = budget = config.max_num_batched_tokens
+        sizes = range(budget.bit_length() + 1)
+        # Seconds of steps with one row, two …, and from `DRAFTING_STEP_MAX` on in doublings.
+        self._decodes = [deque[float](maxlen=KEPT) for _ in range(DRAFTING_STEP_MAX + len(sizes))]
+        # [k]: seconds of a prompt token in steps with at least budget / 2**k of them, and with less
+        # than those of [k - 1].
+        self._prompts = [deque[float](maxlen=KEPT) for _ in sizes]
+        self._shortest_prompts_s = math.inf  # the shortest step with prompts
+        # [k]: what steps with 2**k … 2**(k + 1) - 1 drafts took, and usually take.
+        self._ratios = [
+            1.0 + TOKEN_COST * ((2 << k) - 1) for k in range(DRAFTING_STEP_MAX.bit_length() - 1)
+        ]
+        self._drafts = [_expected(ratio) for ratio in self._ratios]
+        self.pass_ratio = PASS_COST
+        self._passes = _expected(PASS_COST)
+        self._num_asked = 0
+        # Refusals lower what is compared with `_prompts[:k]`, until a step of such a size.
+        self._discounts: dict[int, float] = {}
+
+    def note(self, step: PlannedStep, num_tokens: int, seconds: float) -> None:
+        """Count a committed step of ``num_tokens`` beside its drafts, and what it took without a
+        draft model; 0 seconds or less say nothing."""
+        num_rows, num_drafts = len(step.rows), step.num_drafts
+        last = self._decodes[_place(num_rows)]
+        if num_tokens == num_rows and not num_drafts:
+            last.append(max(0.0, seconds))
+        elif seconds <= 0.0 or step.image_cost:
+            return  # images that are kept cost it nothing, and others much
+        elif num_tokens > num_rows:
+            self._note_prompts(step, seconds)
+        elif plain_s := _usual(last):
+            k = min(num_drafts.bit_length(), len(self._ratios)) - 1
+            self._drafts[k].append(max(1.0, seconds / plain_s))
+            self._ratios[k] = _usual(self._drafts[k])
+        else:
+            last.append(seconds / self.ratio(num_drafts))
+
+    def _note_prompts(self, step: PlannedStep, seconds: float) -> None:
+        chunks = [row.count for row in step.plan.rows if row.count > 1]
+        num_tokens = sum(chunks)
+        self._shortest_prompts_s = min(self._shortest_prompts_s, seconds)
+        decodes_s = self.decodes_s(len(step.rows) - len(chunks))
+        token_s = max(seconds - decodes_s, PROMPTS_SHARE_MIN * seconds) / num_tokens
+        k = self._size_of(num_tokens)
+        self._prompts[k].append(token_s)
+        if num_tokens == self._budget >> k:
+            # The smallest step of a size counts for the next smaller size, too, whose largest step
+            # takes as long. Otherwise an old, shorter time of that size would choose this step
+            # again and again.
+            self._prompts[min(k + 1, len(self._prompts) - 1)].append(token_s)
+        if self._discounts:
+            self._discounts = {n: value for n, value in self._discounts.items() if n <= k}
+
+    # ---- prompts
+
+    def decodes_s(self, num_decodes: int) -> float:
+        """Return how long so many decodes usually take alone, by steps with as many of them or
+        fewer; 0.0 if none was seen."""
+        known = self._decodes[: _place(num_decodes) + 1]
+        return next(filter(None, map(_usual, reversed(known))), 0.0)
+
+    def prompt_tokens(self, limit: int, num_sequences: int, num_decodes: int) -> int:
+        """Return how many prompt tokens, at most ``limit``, a step may have beside so many decodes,
+        if ``num_sequences`` run or wait, the decodes included.
+
+        The step takes ``step_time_target_s``. Beside decodes it takes ``inter_token_target_s``, if
+        that is less, but prompts get as much of its time as decodes, and `TOKENS_EACH` tokens for
+        each sequence. So with few sequences a prompt delays readers little. With many, a step
+        computes more prompt tokens, because more answers end meanwhile and other prompts take their
+        places.
+        """
+        limit = min(limit, self.tokens_in_step(self._shortest_s()))
+        beside_s = self._config.inter_token_target_s
+        if not (num_decodes and beside_s):
+            return limit
+        decodes_s = self.decodes_s(num_decodes)
+        in_time = self.tokens_in(max(beside_s - decodes_s, decodes_s))
+        return min(limit, max(in_time, CHUNK_MIN, TOKENS_EACH * num_sequences))
+
+    def tokens_in_step(self, shortest_s: float) -> int:
+        """Return how many prompt tokens a step may have whatever is beside them, if the shortest
+        step takes ``shortest_s``.
+
+        Where every step has a high fixed cost, as with a large model on a CPU, small steps would
+        pay it for each part of a prompt. So a step may take four times the shortest one, and have
+        an eighth of the budget. Steps smaller than that say nothing of large ones, and without a
+        large one nothing but the budget bounds it.
+        """
+        target_s, large = self._config.step_time_target_s, self._prompts[: LARGE_SHARE.bit_length()]
+        if not (target_s and any(large)):
+            return self._budget
+        in_time = self.tokens_in(max(target_s, SHORTEST_STEPS * shortest_s), doubles=False)
+        return max(in_time, -(-self._budget // LARGE_SHARE))
+
+    def tokens_in(self, seconds: float, *, doubles: bool = True) -> int:
+        """Return how many prompt tokens usually take so long, by the steps of about that size. A
+        size that was never tried counts as fast as the next larger one. If none of those was tried
+        either, it is at most the double of the largest that was, or, unless it ``doubles``, as fast
+        as that."""
+        token_s, limit = 0.0, self._budget
+        for k, last in enumerate(self._prompts):
+            token_s = _usual(last) or token_s
+            size = self._budget >> k
+            if token_s and token_s * size <= seconds:
+                return int(min(limit, seconds / token_s))
+            if token_s or doubles:
+                limit = size
+        return 0 if token_s else self._budget
+
+    def _shortest_s(self) -> float:
+        """Return how long the shortest step usually takes: that with the fewest decodes alone, or
+        before the first of these the shortest with prompts."""
+        return next(filter(None, map(_usual, self._decodes)), self._shortest_prompts_s)
+
+    def least_s(self, num_tokens: int) -> float:
+        """Return the least time that a prompt takes, in seconds; 0.0 while no step was as large as
+        its largest part."""
+        count = self._num_sizes(num_tokens)
+        known = [min(last) for last in self._prompts[:count] if last]
+        return num_tokens * min(known) / self._discounts.get(count, 1.0) if known else 0.0
+
+    def note_refusal(self, num_tokens: int) -> None:
+        """Count a prompt that was refused because of `least_s`. It is not measured, and the steps
+        before may all have been slow by accident. So the next one is taken for a little shorter."""
+        count = self._num_sizes(num_tokens)
+        self._discounts[count] = self._discounts.get(count, 1.0) * DISCOUNT
+
+    def _num_sizes(self, num_tokens: int) -> int:
+        """Return how many of ``_prompts`` a prompt is compared with: steps at least as large as it,
+        or of the size of its largest part. A small step is dominated by its fixed cost and says
+        nothing of large ones."""
+        most = self.tokens_in_step(self._shortest_s())
+        if num_tokens >= most:
+            return self._size_of(most) + 1
+        return (self._budget // max(1, num_tokens)).bit_length()
+
+    def _size_of(self, num_tokens: int) -> int:
+        """Return where steps with so many prompt tokens are kept."""
+        return (-(-self._budget // num_tokens) - 1).bit_length()
+
+    # ---- drafts
+
+    def ratio(self, num_drafts: int) -> float:
+        """Return how long a step usually takes with so many drafts, in steps without them."""
+        return self._ratios[min(num_drafts.bit_length(), len(self._ratios)) - 1]
+
+    def in_steps(self, num_rows: int, seconds: float) -> float:
+        """Return a time in steps of ``num_rows`` decodes without drafts; 0 if none was seen."""
+        plain_s = _usual(self._decodes[_place(num_rows)])
+        return seconds / plain_s if plain_s else 0.0
+
+    def note_passes(self, num_rows: int, num_passes: int, seconds: float) -> None:
+        """Count what a draft model took for its drafts of a step, the longest of ``num_passes``
+        tokens, at least 1."""
+        if steps := self.in_steps(num_rows, seconds):
+            self._passes.append(steps / num_passes)
+            self.pass_ratio = _usual(self._passes)
+
+    def may_draft(self, num_rows: int) -> bool:
+        """Return whether a draft model may draft in a step of ``num_rows`` decodes. Its cost is
+        measured against steps without drafts: some must have come before, and some are left out."""
+        if num_rows >= DRAFTING_STEP_MAX or len(self._decodes[num_rows]) < PLAIN_FIRST:
+            return False
+        self._num_asked += 1
+        return self._num_asked % PLAIN_EVERY > 0
+
+
+def _place(num_rows: int) -> int:
+    """Return where steps of so many decodes are kept."""
+    doublings = num_rows.bit_length() - DRAFTING_STEP_MAX.bit_length()
+    return num_rows if doublings < 0 else DRAFTING_STEP_MAX + doublings
+
+
+def _expected(value: float) -> deque[float]:
+    """Return what is remembered before a measurement: as if it were half of the measurements."""
+    return deque([value] * (KEPT // 2), maxlen=KEPT)
+
+
+def _usual(last: Collection[float]) -> float:
+    """Return the median, of two the smaller one; 0 if there is none."""
+    return sorted(last)[(len(last) - 1) // 2] if last else 0.0
