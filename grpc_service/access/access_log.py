@@ -1,7 +1,7 @@
 """The access log: one line for each RPC, with its status, its duration and what it used.
 
-Rule: a line holds numbers and names, and nothing of a prompt or an answer. Calls to health and
-the like, which probes make every few seconds, are logged at DEBUG, all others at INFO.
+Rule: a line holds numbers and names, and nothing of a prompt or an answer. Calls that
+probes make every few seconds, such as health, are logged at DEBUG, all others at INFO.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def lines_of(answer: control_pb2.GetStatsResponse) -> Iterator[str]:
 
 
 def paused_text(entry: control_pb2.ReplicaStats) -> str:
-    """Return what to add to a state for a pause, "" if there is none."""
+    """Return the words about a pause that follow a replica's state; "" without a pause."""
     if not entry.pause:
         return ""
     mode = control_pb2.PauseMode.Name(entry.pause).removeprefix("PAUSE_MODE_")

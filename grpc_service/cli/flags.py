@@ -36,7 +36,7 @@ class Flag:
     field: str
     kind: Kind
     help: str
-    default: str  # as the help shows it; "": it shows none
+    default: str  # as the help shows it; "" for no default
     section: str
     is_inverted: bool = False
 

@@ -373,7 +373,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: str) -> None:
-    """Add the flags of many texts, and of texts that are too long."""
+    """Add the arguments for many texts, and the flag for texts that are too long."""
     parser.add_argument(
         name,
         nargs="*",

@@ -202,8 +202,8 @@ def progress(what: str, total: int, *, is_quiet: bool) -> Iterator[Callable[[], 
 
 
 def fitted(text: str, taken: int) -> str:
-    """Return the text on one line. On a terminal it is cut to what ``taken`` columns leave of the
-    width."""
+    """Return the text on one line. On a terminal it is cut to the width without ``taken``
+    columns."""
     line = " ".join(text.split())
     if not sys.stdout.isatty():
         return line

@@ -56,7 +56,7 @@ class ChannelSettings(TypedDict, total=False):
     tls: the files for an encrypted connection. Without them, the connection is not encrypted.
     max_message_bytes: the largest message that is sent or received. grpc's own default for a
         received message is 4 MiB.
-    keepalive_time_s: a connection that was silent for so long is tested by a ping. Triolet's
+    keepalive_time_s: a connection without traffic for this time is tested by a ping. Triolet's
         servers allow 10 s or more. Without this setting, no ping is sent.
     options: channel options of grpc itself, which override those above.
     """

@@ -177,7 +177,7 @@ def message_of(made: type[MessageT], name: str, fields: Mapping[str, Any]) -> Me
             values[key] = _value(known[key], f"{name}.{key}", value)
     for oneof in made.DESCRIPTOR.oneofs:
         given = [field.name for field in oneof.fields if field.name in values]
-        if len(given) > 1:  # protobuf would keep one of them
+        if len(given) > 1:  # protobuf would silently keep one of them
             raise ValueError(f"{name} takes only one of {' and '.join(given)}")
     return made(**values)
 
@@ -232,7 +232,7 @@ def _one_message(made: type[MessageT], name: str, given: Any) -> MessageT:
 
 
 def _wanted(field: Any) -> str:
-    """Return what a field takes, in words."""
+    """Return a description of the values that a field takes."""
     if field.enum_type is not None:
         return f"one of {', '.join(field.enum_type.values_by_name)}"
     if field.message_type is not None:

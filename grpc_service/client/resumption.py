@@ -52,7 +52,7 @@ def method_of(stub: Any, request: Any) -> Any:
 
 
 class Resumption:
-    """Keeps what a Generate stream has brought, and makes the requests that go on with it.
+    """Keeps the tokens of a Generate stream so far, and makes the requests that continue it.
 
     ``request`` is what to send first. ``timeout`` is the program's, for all streams together.
     ``resume_s`` is how long a stream may bring nothing new until its error is raised; 0 raises the
@@ -149,7 +149,7 @@ class Resumption:
         return None
 
     def next_call(self, error: CallError) -> NextCall | None:
-        """Return how to go on after an error; None if it is to be raised."""
+        """Return the call that continues the stream after an error; None if the error is final."""
         # A server without Started.seed has no continuations: it would begin anew.
         if not self._is_on or self._seed is None or not self.is_resumable(error):
             return None

@@ -44,7 +44,7 @@ HEADER_BYTES_FREE = 1024
 INFLATED_BYTE = 4e-4  # of a message, beyond `framing.INFLATION_FREE` times its compressed size
 FAILED_BYTE = 1.6e-4  # of a failed call's request, for reading and parsing it: owed time only
 GOOD_CALL = 30.0  # given back for a call that ended with OK
-SENT_DATA = 6.0  # given back for each DATA frame sent: clients answer with two updates and a ping
+SENT_DATA = 6.0  # given back per DATA frame sent: clients answer by two window updates and a ping
 OPENING = 30.0  # owed for a new connection; with its first frames less than `OWED_MIN`
 SERVING = 90.0  # owed at a connection's end, beside the costs of its frames and calls
 CONNECTION = OPENING + SERVING
@@ -96,7 +96,7 @@ class Account:
         return owed * POINT_S
 
     def is_empty(self) -> bool:
-        """Return whether nothing is left, after what time has given back."""
+        """Return whether the budget is used up, after the points that time has given back."""
         if self._left >= 0:
             return False
         now = self._clock()

@@ -154,7 +154,7 @@ class Call:
         next `read` returns it again.
 
         Raises:
-            RpcError: the client sent something that is no message, or too large a message. No
+            RpcError: the client sent bytes that are no message, or too large a message. No
                 other message will come.
         Cancellation: safe; no message is lost.
         """
@@ -180,8 +180,8 @@ class Call:
     # ---- the answer
 
     async def wait_for_window(self) -> None:
-        """Wait until the client can take a byte of an answer. If it cannot now, it gets the headers
-        first, as it may wait for them.
+        """Wait until the client's window has room for a byte of an answer. If it has none now, the
+        headers are sent first, as the client may wait for them.
 
         Raises:
             RpcError: the window stayed closed for `Limits.request_timeout_s`, or too many calls

@@ -56,7 +56,7 @@ class _Pieces:
         self.num_bytes = 0
 
     def append(self, piece: bytes) -> None:
-        """Add the next bytes."""
+        """Add the next bytes of the message."""
         self._blocks.append(piece)
         self._num_in_blocks += len(piece)
         self.num_bytes += len(piece)
@@ -104,7 +104,7 @@ class MessageReader:
         self._limit = limit
         self._encoding = encoding
         self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
-        self._num_compressed = 0  # its size as it came
+        self._num_compressed = 0  # bytes of that message before decompression
         self._free_bytes = 0  # decompressed bytes before more count as inflated
         self.inflated_bytes = 0
         self._buffer = bytearray()  # the last bytes received

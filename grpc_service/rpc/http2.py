@@ -52,7 +52,7 @@ WHOLE_BYTES_MAX = 256
 # when three quarters of it are used, or earlier. Guess: no client waits longer than those measured.
 _WHOLE_SHARE = 4
 _PING = b"trio-rpc"  # any eight bytes, but not `frame_filter.DRAIN_PING`
-_WINDOW = 65_535  # the first one of a connection. Source: RFC 9113, section 6.9.2.
+_WINDOW = 65_535  # of a new connection. Source: RFC 9113, section 6.9.2.
 _STREAM_MAX = 2**31 - 1
 # Frames whose meaning depends on the states of streams or of the connection.
 _FOR_H2 = {
@@ -133,7 +133,7 @@ class Http2Connection:
                 output then ends with a frame that says why, and the connection cannot be used any
                 more.
         """
-        run: list[bytes] = []  # frames that h2 is to take together
+        run: list[bytes] = []  # frames for one call of h2
         try:
             for frame in self._splitter.split(data):
                 if frame.kind in _FOR_H2:

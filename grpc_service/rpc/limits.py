@@ -65,7 +65,7 @@ class Limits:
     # Time without a call after which a client is asked to leave. Guess.
     connection_idle_s: float = 1800.0
     # Connections in all and of one address. Guess: a quarter of the descriptors that a process may
-    # have at most on most systems, and a proxy's pool.
+    # have at most on most systems; and the pool of a proxy.
     connections_max: int = 16_384
     connections_per_address_max: int = 4096
     # Connections beyond that, which are served `lasting_methods` alone (`Entrance`), and after how
@@ -113,7 +113,7 @@ class Limits:
     offender_time_s: float = 60.0
     # Share of the loop's time that useless frames and calls of all clients may take. Guess.
     overhead_share: float = 0.1
-    # Seconds of that share that may be taken at once. Guess.
+    # Seconds of `overhead_share` that may be used at once. Guess.
     overhead_burst_s: float = 0.02
 
     # ---- fairness

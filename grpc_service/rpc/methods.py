@@ -103,7 +103,7 @@ async def wait_for_request(method: Method, call: Call) -> Callable[[bytes], Any]
 
 
 async def take_request(method: Method, call: Call) -> bytes:
-    """Return the request, which `wait_for_request` has waited for. No more messages are taken.
+    """Return the request after `wait_for_request`. No more messages of the call are taken.
 
     Raises:
         RpcError: the request was given up since, as the server keeps too many bytes.

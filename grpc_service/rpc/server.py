@@ -145,7 +145,7 @@ class RpcServer:
 
     async def _wait_for_all(self, is_so: Callable[[Connection], bool]) -> None:
         while not all(map(is_so, self._connections)):
-            if self._progress.is_set():  # others may wait for the same
+            if self._progress.is_set():  # another task may wait for the old event
                 self._progress = trio.Event()
             await self._progress.wait()
 

@@ -31,7 +31,7 @@ RECEIVE_BYTES = 2**16  # upper bound of one read. Guess.
 # again after a second and more.
 BACKLOG = 4096
 BUSY_PAUSE_S = 0.01  # while a writer waits for room in the socket's buffer. Guess.
-HANDSHAKE_S = 1.2e-3  # of TLS, with a key of RSA and 2048 bits. Measured on an AMD EPYC.
+HANDSHAKE_S = 1.2e-3  # processor time of a TLS handshake, with RSA and 2048 bits, on an AMD EPYC
 ACCEPTS_MAX = 64  # connections that are taken in one turn of the loop: some 2 ms
 ACCEPT_PAUSE_S = 0.1  # until a file descriptor may be free again. Guess.
 _CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client

@@ -11,7 +11,7 @@ Rule 2: an event that was written gives its credit (a message slot of its reques
 that cannot be written keeps it, and the core parks a request that has no credit left (D1).
 Rule 3: once the request has failed, its client gets `FAILURE_PATIENCE_S` to take the events before
 the failure. Then the events that it has not taken are dropped, and the status is sent.
-`grpc_service.rpc.call.Call.end` says what becomes of a message that was sent in part.
+`grpc_service.rpc.call.Call.end` describes the end of a message that was sent in part.
 """
 
 from __future__ import annotations

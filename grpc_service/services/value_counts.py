@@ -151,7 +151,7 @@ class _Walk:
         """Count the values of the message from ``at`` to ``end``, on a level of a tree.
 
         Raises:
-            InvalidRequest: as `CountJudge`.
+            InvalidRequest: a limit is exceeded (`CountJudge`).
             IndexError, ValueError: the bytes are no message.
         """
         data, fields, num_groups = self._data, plan.fields, 0
