@@ -96,8 +96,6 @@ FACES = (
                 "cancel it.\n",
             ),
             ("import asyncio\n", "import threading\n"),
-            ("import grpc.aio\n", ""),
-            ("grpc.aio.", "grpc."),
             ("open_aio_channel", "open_channel"),
             ("asyncio.Event()", "threading.Event()"),
             (

@@ -20,7 +20,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
-import grpc.aio
 
 from grpc_service.client import messages
 from grpc_service.client.channel import key_metadata, open_aio_channel
@@ -194,10 +193,9 @@ class AsyncClient:
     ) -> None:
         self._resume_s = checked("resume_s", resume_s, Real, "seconds")
         self._channel = open_aio_channel(address, **settings)
-        self._calls = _AsyncCalls(api_key)
-        self._stub = InferenceStub(self._channel)
-        self.models = AsyncModelsClient(self._channel, self._calls)
-        self.control = AsyncControlClient(self._channel, self._calls)
+        self._calls = _AsyncCalls(InferenceStub(self._channel), api_key)
+        self.models = AsyncModelsClient(_AsyncCalls(ModelsStub(self._channel), api_key))
+        self.control = AsyncControlClient(_AsyncCalls(ControlStub(self._channel), api_key))
 
     async def __aenter__(self) -> Self:
         return self
@@ -225,7 +223,7 @@ class AsyncClient:
         resumption = resumption_of(request, timeout, self._resume_s, on_break)
 
         def start(asked: Message, left: float | None) -> Any:
-            return self._calls.start(method_of(self._stub, asked), asked, left)
+            return self._calls.start(method_of(asked), asked, left)
 
         return AsyncTextStream(start, resumption, timeout)
 
@@ -233,8 +231,7 @@ class AsyncClient:
         self, request: Given[messages.AttachRequest] | str, *, timeout: float | None = None
     ) -> AsyncStream[messages.GenerateResponse]:
         """Continue a stream whose call was lost. `generate` does so by itself."""
-        asked = request_of("attach", messages.AttachRequest, request)
-        return AsyncStream(self._calls.start(self._stub.Attach, asked, timeout))
+        return AsyncStream(self._calls.start("attach", request, timeout))
 
     async def complete(
         self,
@@ -269,64 +266,56 @@ class AsyncClient:
         self, request: Given[messages.EmbedRequest], *, timeout: float | None = None
     ) -> AsyncStream[messages.EmbedResponse]:
         """Turn each input into a vector. Vectors come as they are ready, in any order."""
-        asked = request_of("embed", messages.EmbedRequest, request)
-        return AsyncStream(self._calls.start(self._stub.Embed, asked, timeout))
+        return AsyncStream(self._calls.start("embed", request, timeout))
 
     def rerank(
         self, request: Given[messages.RerankRequest], *, timeout: float | None = None
     ) -> AsyncStream[messages.RerankResponse]:
         """Score documents by how well they answer a query. Scores come in any order,
         unless ``top_n`` is set."""
-        asked = request_of("rerank", messages.RerankRequest, request)
-        return AsyncStream(self._calls.start(self._stub.Rerank, asked, timeout))
+        return AsyncStream(self._calls.start("rerank", request, timeout))
 
     def generate_image(
         self, request: Given[messages.GenerateImageRequest] | str, *, timeout: float | None = None
     ) -> AsyncImageStream:
         """Draw images of a prompt. Their progress comes first, then the parts of their files."""
-        asked = request_of("generate_image", messages.GenerateImageRequest, request)
-        return AsyncImageStream(self._calls.start(self._stub.GenerateImage, asked, timeout))
+        return AsyncImageStream(self._calls.start("generate_image", request, timeout))
 
     async def tokenize(
         self, request: Given[messages.TokenizeRequest] | str, *, timeout: float | None = None
     ) -> messages.TokenizeResponse:
         """Split a text or a chat into tokens."""
-        asked = request_of("tokenize", messages.TokenizeRequest, request)
-        return await self._calls.ask(self._stub.Tokenize, asked, timeout)
+        return await self._calls.ask("tokenize", request, timeout)
 
     async def detokenize(
         self, request: Given[messages.DetokenizeRequest], *, timeout: float | None = None
     ) -> messages.DetokenizeResponse:
         """Turn token ids into text."""
-        asked = request_of("detokenize", messages.DetokenizeRequest, request)
-        return await self._calls.ask(self._stub.Detokenize, asked, timeout)
+        return await self._calls.ask("detokenize", request, timeout)
 
 
 class AsyncModelsClient:
     """Lists, loads and unloads models; `AsyncClient.models`."""
 
-    def __init__(self, channel: grpc.aio.Channel, calls: _AsyncCalls) -> None:
+    def __init__(self, calls: _AsyncCalls) -> None:
         self._calls = calls
-        self._stub = ModelsStub(channel)
 
     async def list_models(self, *, timeout: float | None = None) -> messages.ListModelsResponse:
         """List every model that the server knows, loaded or not."""
-        return await self._calls.ask(self._stub.ListModels, messages.ListModelsRequest(), timeout)
+        return await self._calls.ask("list_models", {}, timeout)
 
     async def get_model(
         self, request: Given[messages.GetModelRequest] | str, *, timeout: float | None = None
     ) -> messages.GetModelResponse:
         """Describe one model."""
-        asked = request_of("get_model", messages.GetModelRequest, request)
-        return await self._calls.ask(self._stub.GetModel, asked, timeout)
+        return await self._calls.ask("get_model", request, timeout)
 
     def load_model(
         self, request: Given[messages.LoadModelRequest] | str, *, timeout: float | None = None
     ) -> AsyncStream[messages.LoadModelResponse]:
         """Load a model, and stream the stages of the load. The server goes on loading
         when the stream is left."""
-        asked = request_of("load_model", messages.LoadModelRequest, request)
-        return AsyncStream(self._calls.start(self._stub.LoadModel, asked, timeout))
+        return AsyncStream(self._calls.start("load_model", request, timeout))
 
     async def unload_model(
         self, request: Given[messages.UnloadModelRequest] | str, *, timeout: float | None = None
@@ -335,63 +324,54 @@ class AsyncModelsClient:
 
         Cancellation: the unload goes on.
         """
-        asked = request_of("unload_model", messages.UnloadModelRequest, request)
-        return await self._calls.ask(self._stub.UnloadModel, asked, timeout)
+        return await self._calls.ask("unload_model", request, timeout)
 
     async def load_adapter(
         self, request: Given[messages.LoadAdapterRequest], *, timeout: float | None = None
     ) -> messages.LoadAdapterResponse:
         """Load an adapter as a model of its own, or replace it, and return when it is loaded."""
-        asked = request_of("load_adapter", messages.LoadAdapterRequest, request)
-        return await self._calls.ask(self._stub.LoadAdapter, asked, timeout)
+        return await self._calls.ask("load_adapter", request, timeout)
 
     async def unload_adapter(
         self, request: Given[messages.UnloadAdapterRequest] | str, *, timeout: float | None = None
     ) -> messages.UnloadAdapterResponse:
         """Forget an adapter, and return when its memory is free."""
-        asked = request_of("unload_adapter", messages.UnloadAdapterRequest, request)
-        return await self._calls.ask(self._stub.UnloadAdapter, asked, timeout)
+        return await self._calls.ask("unload_adapter", request, timeout)
 
 
 class AsyncControlClient:
     """Watches and steers a running server; `AsyncClient.control`."""
 
-    def __init__(self, channel: grpc.aio.Channel, calls: _AsyncCalls) -> None:
+    def __init__(self, calls: _AsyncCalls) -> None:
         self._calls = calls
-        self._stub = ControlStub(channel)
 
     async def get_stats(self, *, timeout: float | None = None) -> messages.GetStatsResponse:
         """Return the server's figures."""
-        return await self._calls.ask(self._stub.GetStats, messages.GetStatsRequest(), timeout)
+        return await self._calls.ask("get_stats", {}, timeout)
 
     def watch_stats(
         self, *, timeout: float | None = None
     ) -> AsyncStream[messages.GetStatsResponse]:
         """Stream the server's figures, about once a second."""
-        return AsyncStream(
-            self._calls.start(self._stub.WatchStats, messages.WatchStatsRequest(), timeout)
-        )
+        return AsyncStream(self._calls.start("watch_stats", {}, timeout))
 
     async def pause(
         self, request: Given[messages.PauseRequest], *, timeout: float | None = None
     ) -> messages.PauseResponse:
         """Pause one model or all. A step that runs at that moment still ends."""
-        asked = request_of("pause", messages.PauseRequest, request)
-        return await self._calls.ask(self._stub.Pause, asked, timeout)
+        return await self._calls.ask("pause", request, timeout)
 
     async def resume(
         self, request: Given[messages.ResumeRequest] | str, *, timeout: float | None = None
     ) -> messages.ResumeResponse:
         """End a pause."""
-        asked = request_of("resume", messages.ResumeRequest, request)
-        return await self._calls.ask(self._stub.Resume, asked, timeout)
+        return await self._calls.ask("resume", request, timeout)
 
     async def abort(
         self, request: Given[messages.AbortRequest] | str, *, timeout: float | None = None
     ) -> messages.AbortResponse:
         """End requests by their ids."""
-        asked = request_of("abort", messages.AbortRequest, request)
-        return await self._calls.ask(self._stub.Abort, asked, timeout)
+        return await self._calls.ask("abort", request, timeout)
 
     async def drain(
         self, request: Given[messages.DrainRequest], *, timeout: float | None = None
@@ -400,8 +380,7 @@ class AsyncControlClient:
 
         Cancellation: the drain goes on.
         """
-        asked = request_of("drain", messages.DrainRequest, request)
-        return await self._calls.ask(self._stub.Drain, asked, timeout)
+        return await self._calls.ask("drain", request, timeout)
 
     async def reset_prefix_cache(
         self,
@@ -410,29 +389,31 @@ class AsyncControlClient:
         timeout: float | None = None,
     ) -> messages.ResetPrefixCacheResponse:
         """Forget every cached prefix. Running requests keep their blocks."""
-        asked = request_of("reset_prefix_cache", messages.ResetPrefixCacheRequest, request)
-        return await self._calls.ask(self._stub.ResetPrefixCache, asked, timeout)
+        return await self._calls.ask("reset_prefix_cache", request, timeout)
 
     async def explain(
         self, request: Given[messages.ExplainRequest] | str, *, timeout: float | None = None
     ) -> messages.ExplainResponse:
         """Return what a live request does, and what it waits for."""
-        asked = request_of("explain", messages.ExplainRequest, request)
-        return await self._calls.ask(self._stub.Explain, asked, timeout)
+        return await self._calls.ask("explain", request, timeout)
 
 
 class _AsyncCalls:
-    """Makes calls that show the key and raise `CallError`."""
+    """Makes the calls of a service by its ``stub``. They show the key and raise `CallError`."""
 
-    def __init__(self, api_key: str) -> None:
+    def __init__(self, stub: Any, api_key: str) -> None:
+        self._stub = stub
         self._metadata = key_metadata(api_key)
 
-    def start(self, method: Any, request: Message, timeout: float | None) -> Any:
-        return method(request, timeout=seconds_of(timeout), metadata=self._metadata)
+    def start(self, method: str, request: Any, timeout: float | None) -> Any:
+        name = method.title().replace("_", "")
+        asked = request_of(method, getattr(messages, f"{name}Request"), request)
+        call = getattr(self._stub, name)
+        return call(asked, timeout=seconds_of(timeout), metadata=self._metadata)
 
-    async def ask(self, method: Any, request: Message, timeout: float | None) -> Any:
+    async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
         try:
-            return await method(request, timeout=seconds_of(timeout), metadata=self._metadata)
+            return await self.start(method, request, timeout)
         except grpc.RpcError as error:
             raise call_error(error) from error
 

@@ -46,9 +46,9 @@ class NextCall(NamedTuple):
     timeout: float | None
 
 
-def method_of(stub: Any, request: Any) -> Any:
-    """Return the stub's method to which a stream's request, the first or a later one, is sent."""
-    return stub.Attach if isinstance(request, messages.AttachRequest) else stub.Generate
+def method_of(request: Any) -> str:
+    """Return the method to which a stream's request, the first or a later one, is sent."""
+    return "attach" if isinstance(request, messages.AttachRequest) else "generate"
 
 
 class Resumption:
