@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
@@ -41,12 +43,14 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
     from typing import Self
 
-    from engine.api.engine import Engine
+    from engine.api.engine import Engine, Stream
     from engine.errors import TrioletError
     from engine.requests.readers import Reader
     from engine.requests.text.values import SamplingParams, StreamEvent
 
     Inputs = Sequence[str | bytes]  # texts, and files of images
+
+T = TypeVar("T")
 
 
 class EmbedFunction(Protocol):
@@ -352,35 +356,25 @@ class _Relay:
 # ---- encoders
 
 
-class _Embedder:
+async def _embed(engine: Engine, model: str, inputs: Inputs) -> Sequence[Sequence[float]]:
     """The engine's own `EmbedFunction`: one request, whose events are gathered."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def __call__(self, model: str, inputs: Inputs) -> Sequence[Sequence[float]]:
-        made: dict[int, Sequence[float]] = {}
-        async with self._engine.embed(EmbedRequest(model=model, inputs=tuple(inputs))) as stream:
-            async for event in stream:
-                if isinstance(event, Embedding):
-                    made[event.index] = event.values
-        return [made[index] for index in range(len(inputs))]
+    stream = engine.embed(EmbedRequest(model=model, inputs=tuple(inputs)))
+    return [event.values for event in await _gathered(stream, Embedding)]
 
 
-class _Ranker:
+async def _rank(
+    engine: Engine, model: str, query: str, documents: Sequence[str]
+) -> Sequence[float]:
     """The engine's own `RankFunction`: one request, whose events are gathered."""
+    request = RerankRequest(model=model, query=query, documents=tuple(documents))
+    return [event.score for event in await _gathered(engine.rerank(request), Score)]
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
-    async def __call__(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
-        made: dict[int, float] = {}
-        request = RerankRequest(model=model, query=query, documents=tuple(documents))
-        async with self._engine.rerank(request) as stream:
-            async for event in stream:
-                if isinstance(event, Score):
-                    made[event.index] = event.score
-        return [made[index] for index in range(len(documents))]
+async def _gathered(stream: Stream[Any], kind: type[T]) -> list[T]:
+    """Return a stream's events of one class, by their index."""
+    async with stream:
+        events = [event async for event in stream if isinstance(event, kind)]
+    return sorted(events, key=attrgetter("index"))
 
 
 class Encoder(Handle):
@@ -391,7 +385,7 @@ class Encoder(Handle):
     ) -> None:
         super().__init__("encoder")
         self._model = model
-        self._function = function or _Embedder(engine)
+        self._function = function or partial(_embed, engine)
 
     def embed(self, inputs: Inputs) -> Coroutine[Any, Any, tuple[tuple[float, ...], ...]]:
         """Return a coroutine for one vector per text or image, in their order.
@@ -416,7 +410,7 @@ class CrossEncoder(Handle):
     ) -> None:
         super().__init__("cross-encoder")
         self._model = model
-        self._function = function or _Ranker(engine)
+        self._function = function or partial(_rank, engine)
 
     def rank(self, query: str, documents: Sequence[str]) -> Coroutine[Any, Any, tuple[float, ...]]:
         """Return a coroutine for one score per document, in their order; higher is closer to the

@@ -22,7 +22,7 @@ log = logging.getLogger("triolet.access")
 
 def write(rpc: Rpc, fields: Mapping[str, str | int | float]) -> None:
     """Log a call that has ended; ``fields`` are those of `fields_of`."""
-    level = logging.INFO if rpc.method.startswith(USES) else logging.DEBUG
+    level = logging.INFO if rpc.call.method.startswith(USES) else logging.DEBUG
     if not log.isEnabledFor(level):
         return
     shown = " ".join(
@@ -31,7 +31,7 @@ def write(rpc: Rpc, fields: Mapping[str, str | int | float]) -> None:
         if name not in ("method", "code")
     )
     extra = {"request_id": logs.printable(rpc.logged_id), "fields": fields}
-    log.log(level, "%s %s %s", rpc.method, fields["code"], shown, extra=extra)
+    log.log(level, "%s %s %s", rpc.call.method, fields["code"], shown, extra=extra)
 
 
 def fields_of(rpc: Rpc, code: str, seconds: float) -> dict[str, str | int | float]:
@@ -41,10 +41,10 @@ def fields_of(rpc: Rpc, code: str, seconds: float) -> dict[str, str | int | floa
     otherwise how long it waited and how long it ran.
     """
     fields: dict[str, str | int | float] = {
-        "method": rpc.method,
+        "method": rpc.call.method,
         "code": code,
         "elapsed_s": seconds,
-        "peer": rpc.peer,
+        "peer": rpc.call.peer,
     }
     if rpc.quota is not None:
         fields["key"] = rpc.quota.name

@@ -92,10 +92,10 @@ class Interceptor(Dispatcher):
             # A call without a status was ended by its deadline or by its client.
             late = StatusCode.DEADLINE_EXCEEDED if call.is_late else StatusCode.CANCELLED
             code = (late if call.code is None else call.code).name
-            self.calls[rpc.method, code] += 1
+            self.calls[call.method, code] += 1
             fields = access_log.fields_of(rpc, code, time.monotonic() - started_at)
             access_log.write(rpc, fields)
-            if self._record is not None and rpc.method.startswith(policy.USES):
+            if self._record is not None and call.method.startswith(policy.USES):
                 self._record(fields, call.metadata, rpc.logged_id)
 
     async def handle(self, method: Method, call: Call) -> Any:
@@ -108,7 +108,7 @@ class Interceptor(Dispatcher):
         rpc: Rpc = call.record
         if method.takes_stream:
             return await method.handler(None, rpc)
-        rpc.quota = policy.admit(rpc.method, rpc.peer, call.metadata, self._keys)
+        rpc.quota = policy.admit(call.method, call.peer, call.metadata, self._keys)
         return await _begin(method, await self._decoding.request_of(method, rpc), rpc)
 
 
@@ -117,7 +117,8 @@ def _begin(method: Method, request: Any, rpc: Rpc) -> Awaitable[Any]:
     from now on."""
     rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
     logs.request_id.set(logs.printable(rpc.request_id))
-    is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
+    method_name = rpc.call.method
+    is_limited = method_name.startswith(LIMITED) and method_name not in COUNTED_ALREADY
     if is_limited and rpc.quota is not None:
         rpc.quota.enter()
         rpc.leave_quota = rpc.quota.leave

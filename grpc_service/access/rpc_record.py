@@ -37,16 +37,6 @@ class Rpc:
     stream: RequestStream[Any] | None = None
 
     @property
-    def method(self) -> str:
-        """The method's full name, such as ``triolet.v1.Inference/Generate``."""
-        return self.call.method
-
-    @property
-    def peer(self) -> str:
-        """The client's address as grpc writes it, such as ``ipv4:127.0.0.1:5``."""
-        return self.call.peer
-
-    @property
     def origin(self) -> Origin:
         """The request's id, quota and address, as `Engine.submit` takes them."""
         return Origin(self.request_id, self.quota, self.call.connection.address)

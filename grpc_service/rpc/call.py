@@ -32,7 +32,7 @@ from grpc_service.rpc.headers import (
 from grpc_service.rpc.held_bytes import CALL_BYTES, Holding
 from grpc_service.rpc.request_body import RequestBody
 from grpc_service.rpc.status import StatusCode
-from grpc_service.rpc.streams import ErrorCodes
+from grpc_service.rpc.streams import ErrorCodes, StreamListener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ async def compressed(data: bytes, encoding: str) -> bytes:
     return b"".join([*parts, packer.flush()])
 
 
-class Call:
+class Call(StreamListener):
     """One call. Only the task that serves it may use it, except for `try_write` and `evict`.
 
     ``method`` is the full name, such as ``helloworld.Greeter/SayHello``. ``peer`` is the client's
@@ -140,12 +140,7 @@ class Call:
         """Whether the client's deadline has passed and the call has no status yet."""
         if self.deadline == math.inf or self.code is not None:
             return False
-        return not self.is_over and trio.current_time() >= self.deadline
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing can be sent any more."""
-        return self._stream.is_over
+        return not self._stream.is_over and trio.current_time() >= self.deadline
 
     # ---- the request
 
@@ -333,6 +328,23 @@ class Call:
         used = self._used_encoding.encode()
         encoding = [(b"grpc-encoding", used)] if used else []
         return [*RESPONSE_HEADERS, *encoding, *encode_metadata(self.initial_metadata)]
+
+    async def wait_received(self) -> None:
+        """Wait until the client's machine has all that was written, or for
+        `Limits.keepalive_timeout_s`. What is written stands in the sockets' buffers for a while,
+        and is lost with the connection; the answer to a ping says that everything before it has
+        arrived.
+
+        Cancellation: safe. A connection that is lost cancels the call.
+        """
+        http2, received = self.connection.http2, trio.Event()
+        key = http2.mark(received.set)
+        self._touch()
+        try:
+            with trio.move_on_after(self.limits.keepalive_timeout_s):
+                await received.wait()
+        finally:
+            http2.marks.pop(key, None)
 
     # ---- what the server keeps (`grpc_service.rpc.held_bytes`)
 

@@ -16,6 +16,7 @@ import logging
 import math
 import random
 from collections import deque
+from dataclasses import dataclass
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,19 @@ from grpc_service.rpc.http2 import Http2Connection, ProtocolError, TooCostlyErro
 from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from grpc_service.rpc.accounts import Addresses
+    from grpc_service.rpc.call_tasks import ServeCall
+    from grpc_service.rpc.fairness import (
+        FairLock,
+        FairShareLimiter,
+        OverheadLimiter,
+        StartLimiter,
+    )
+    from grpc_service.rpc.held_bytes import HeldBytes
+    from grpc_service.rpc.limits import Limits
     from grpc_service.rpc.request_body import RequestBody
-    from grpc_service.rpc.shared import Shared
     from grpc_service.rpc.sockets import PlainTransport
     from grpc_service.rpc.streams import Stream, StreamListener
 
@@ -44,6 +56,27 @@ SEND_BYTES = 2**14
 # The size of a new client's first part (`Limits.part_bytes_min`), as nothing is known yet of what
 # the client's frames cost. A client with cheap ones gets larger parts after a few. Guess.
 FIRST_PART_BYTES = 2**12
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the connections of one server share.
+
+    ``decompressing`` is held by the connection that decompresses a large message. ``serve_call``
+    serves a call from start to end. ``on_progress`` is called when a call has ended, and when
+    waiting output was sent.
+    """
+
+    limits: Limits
+    flusher: Flusher
+    start_limiter: StartLimiter
+    share: FairShareLimiter
+    overhead: OverheadLimiter
+    held: HeldBytes
+    decompressing: FairLock
+    serve_call: ServeCall
+    on_progress: Callable[[], None]
+    addresses: Addresses
 
 
 class Connection:
@@ -140,7 +173,7 @@ class Connection:
     @property
     def is_quiet(self) -> bool:
         """Whether no call runs and no output waits."""
-        return not (self.http2.num_streams or self._is_writing)
+        return not (self.http2.streams or self._is_writing)
 
     @property
     def is_done(self) -> bool:
@@ -172,7 +205,7 @@ class Connection:
         age_s = limits.reserved_s if self.http2.is_reserved else limits.connection_age_s
         old_at = self._idle_since + age_s * random.uniform(0.9, 1.1)  # clients leave one by one
         while True:
-            is_idle = not self.http2.num_streams
+            is_idle = not self.http2.streams
             idle_since = self._idle_since if is_idle else trio.current_time()
             leave_at = min(old_at, idle_since + limits.connection_idle_s)
             if trio.current_time() >= leave_at:
@@ -196,7 +229,7 @@ class Connection:
         await self._change.wait()
 
     def _note_change(self) -> None:
-        if not self.http2.num_streams:
+        if not self.http2.streams:
             self._idle_since = trio.current_time()
         self._change.set()
         self._shared.on_progress()
@@ -240,7 +273,7 @@ class Connection:
         log.debug("%s: %s", self.peer, error)
         if isinstance(error, TooCostlyError):
             self._shared.addresses.note_offence(self.address)
-        num_calls = self.http2.num_streams
+        num_calls = len(self.http2.streams)
         self.account.owe(accounts.BROKEN_CONNECTION + accounts.EVICTED_CALL * num_calls)
         self._is_over = True
         self.flush()
@@ -266,7 +299,7 @@ class Connection:
         while data:
             await share.enter(self.address)
             began_at = thread_time()
-            num_before = self.http2.num_whole_frames
+            num_before = self.http2.splitter.num_whole
             self.http2.receive(data[: self._part_bytes])
             took = thread_time() - began_at
             self._limit_frame(num_before)
@@ -306,12 +339,13 @@ class Connection:
     def _limit_frame(self, num_before: int) -> None:
         """Begin the time of an incomplete frame. If no frame has become complete since there were
         ``num_before``, it is the same one, and its time runs already."""
-        if not self.http2.is_amid_frame:
+        splitter = self.http2.splitter
+        if not splitter.is_amid:
             self._frame_left_s = math.inf
-        elif self._frame_left_s == math.inf or self.http2.num_whole_frames != num_before:
+        elif self._frame_left_s == math.inf or splitter.num_whole != num_before:
             self._frame_left_s = self.limits.frame_timeout_s
             return
-        if self.http2.num_whole_frames == num_before:
+        if splitter.num_whole == num_before:
             self.account.owe(accounts.FRAGMENT)
 
     async def _wait_for_room(self) -> None:

@@ -74,7 +74,8 @@ class Http2Connection:
 
     ``on_stream`` is called for each new stream and returns its listener. ``account`` counts the
     client's work. ``output``, ``blocked_by_stream`` and ``blocked_by_connection`` (streams that
-    wait for a window), ``streams``, ``marks`` and ``h2`` are for `Stream` and `FrameFilter`. The
+    wait for a window), ``marks`` and ``h2`` are for `Stream` and `FrameFilter`. ``streams`` are
+    those that are not over. ``splitter`` knows what has come whole and what is incomplete. The
     owner sends the ``output``, and sets ``is_clogged`` while the transport accepts nothing:
     messages then wait as they do for a window, until `unclog`. ``is_ending``: client or server has
     announced that no more streams will be opened. ``is_reserved``: it serves only health checks
@@ -101,29 +102,14 @@ class Http2Connection:
         self._has_settings = False  # of the client
         self._is_window_open = False  # more may be sent on the connection than before
         self._are_all_open = False  # more may be sent on every stream
-        self._splitter = FrameSplitter(self.h2.max_inbound_frame_size)
+        self.splitter = FrameSplitter(self.h2.max_inbound_frame_size)
         self._filter = FrameFilter(self)
         self.collect()
 
     @property
-    def num_streams(self) -> int:
-        """Number of streams that are not over."""
-        return len(self.streams)
-
-    @property
-    def is_amid_frame(self) -> bool:
-        """Whether a frame, a block of headers or the preface has come only in part."""
-        return self._splitter.is_amid
-
-    @property
     def has_too_large_block(self) -> bool:
         """Whether an incomplete block of headers is larger than every list that is served."""
-        return self._splitter.num_block_bytes > 2 * self._limits.header_list_bytes
-
-    @property
-    def num_whole_frames(self) -> int:
-        """How many frames and blocks of headers have come."""
-        return self._splitter.num_whole
+        return self.splitter.num_block_bytes > 2 * self._limits.header_list_bytes
 
     def receive(self, data: bytes) -> None:
         """Take bytes from the client and call the listeners.
@@ -135,7 +121,7 @@ class Http2Connection:
         """
         run: list[bytes] = []  # frames for one call of h2
         try:
-            for frame in self._splitter.split(data):
+            for frame in self.splitter.split(data):
                 if frame.kind in _FOR_H2:
                     self._filter.charge(frame)
                     if frame.kind == frames.HEADERS and self._filter.is_over(frame.stream_id):

@@ -22,7 +22,7 @@ from grpc_service.rpc.accounts import (
     POINT_S,
     Addresses,
 )
-from grpc_service.rpc.connection import Connection, Flusher
+from grpc_service.rpc.connection import Connection, Flusher, Shared
 from grpc_service.rpc.entrance import Entrance, Pass
 from grpc_service.rpc.fairness import (
     FairLock,
@@ -32,7 +32,6 @@ from grpc_service.rpc.fairness import (
 )
 from grpc_service.rpc.held_bytes import LOOK_S, HeldBytes
 from grpc_service.rpc.limits import Limits
-from grpc_service.rpc.shared import Shared
 from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from h2.errors import ErrorCodes
 
@@ -36,12 +36,14 @@ _DATA = Struct(">IBI")
 _PREFIX = Struct(">BI")
 
 
-class StreamListener(Protocol):
-    """The server's side of one stream."""
+class StreamListener:
+    """The server's side of one stream. This one does nothing: it is that of streams that are over
+    (`NOBODY`)."""
 
     @property
     def has_request(self) -> bool:
         """Whether a message of the request has come, or its end."""
+        return True
 
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request's body."""
@@ -58,25 +60,7 @@ class StreamListener(Protocol):
         part, was sent, or that a watched window has opened."""
 
 
-class _Nobody:
-    """The listener of streams that are over."""
-
-    has_request = True
-
-    def on_data(self, data: bytes) -> None:
-        """Drop the bytes."""
-
-    def on_end(self) -> None:
-        """Do nothing."""
-
-    def on_reset(self, *, is_lost: bool = False) -> None:
-        """Do nothing."""
-
-    def on_sent(self) -> None:
-        """Do nothing."""
-
-
-NOBODY: StreamListener = _Nobody()
+NOBODY = StreamListener()
 
 
 class Output(list[bytes]):

@@ -27,7 +27,7 @@ from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from google.protobuf.message import Message
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from engine.requests.stream import RequestStream
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.access.unread_calls import UnreadCalls
-    from grpc_service.rpc.call import Call
 
     Encode = Callable[[Sequence[Any]], Sequence[Message]]
     EncodeShort = Callable[[Any], bytes | None]
@@ -64,8 +63,8 @@ class CallWriter:
     ``encode`` makes messages of events that are ready together. ``encode_short`` makes the bytes
     of one credited event: b"" if there is nothing to send, None if `encode` has to do it.
     ``is_large``: the first events take long to encode, which then happens in a thread.
-    ``wait_received`` waits until the client has all written messages. Without it, a written message
-    counts as received.
+    ``is_kept``: a message counts as received when the client has it (`Call.wait_received`), and not
+    when it is written.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class CallWriter:
         encode_short: EncodeShort = lambda event: None,
         *,
         is_large: bool = False,
-        wait_received: Callable[[Call], Awaitable[None]] | None = None,
+        is_kept: bool = False,
     ) -> None:
         self._rpc = rpc
         self._call = rpc.call
@@ -84,7 +83,7 @@ class CallWriter:
         self._encode = encode
         self._encode_short = encode_short
         self._is_large = is_large
-        self._wait_received = wait_received
+        self._is_kept = is_kept
         self._pending: list[Any] = []  # events for the task
         self._waiter: trio.Event | None = None  # set while the task waits for events
         self._has_ended = False
@@ -179,8 +178,8 @@ class CallWriter:
                 await self._write_events()
             if self._writing.cancelled_caught and self._error is not None:
                 raise self._error
-            if self._wait_received is not None:
-                await self._wait_received(self._call)
+            if self._is_kept:
+                await self._call.wait_received()
             self._is_done = True
         except Disconnected:
             raise

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import trio
+
+from engine.errors import Overloaded
 from grpc_service._generated.triolet.v1 import control_pb2
 from grpc_service.services import operations_codec, snapshots_codec
-from grpc_service.services.watching import watch_stats
 
 if TYPE_CHECKING:
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.services.backend import Backend
+
+
+WATCH_INTERVAL_S = 1.0
+WATCHERS_MAX = 64  # guess: more than a server's dashboards; snapshots take the engine's time
 
 
 class Control:
@@ -23,6 +29,7 @@ class Control:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._num_watchers = 0
 
     async def GetStats(
         self, request: control_pb2.GetStatsRequest, rpc: Rpc
@@ -31,13 +38,22 @@ class Control:
         return snapshots_codec.encode_statistics(self._backend.statistics())
 
     async def WatchStats(self, request: control_pb2.WatchStatsRequest, rpc: Rpc) -> None:
-        """Stream the counters (`watch_stats`).
+        """Stream the counters, at once and then every `WATCH_INTERVAL_S`. A watcher that does not
+        read costs nothing, as the next snapshot is taken only after the last one was read (D1).
 
         Raises:
-            Overloaded: too many clients watch.
+            Overloaded: there are `WATCHERS_MAX` watchers already.
         Cancellation: safe; every watch ends by it.
         """
-        await watch_stats(self._backend, rpc)
+        if self._num_watchers >= WATCHERS_MAX:
+            raise Overloaded(f"{WATCHERS_MAX} clients watch already", retry_after_s=5.0)
+        self._num_watchers += 1
+        try:
+            while True:
+                await rpc.call.write(snapshots_codec.encode_statistics(self._backend.statistics()))
+                await trio.sleep(WATCH_INTERVAL_S)
+        finally:
+            self._num_watchers -= 1
 
     async def Pause(self, request: control_pb2.PauseRequest, rpc: Rpc) -> control_pb2.PauseResponse:
         """Pause one model or all."""
@@ -69,7 +85,7 @@ class Control:
         self, request: control_pb2.ExplainRequest, rpc: Rpc
     ) -> control_pb2.ExplainResponse:
         """Return what a live request does and waits for."""
-        name = operations_codec.decode_explain(request)
+        name = operations_codec.decode_name(request, "request_id")
         explained = self._backend.engine.explain(name)
         return operations_codec.encode_explanation(explained)
 

@@ -11,7 +11,6 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpc_service.rpc.receipt import wait_received
 from grpc_service.services import encode_codec, image_generation_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
@@ -90,7 +89,7 @@ class Inference:
             partial(text_encoder.encode_events, token_ids=token_ids),
             text_encoder.ShortDelta(token_ids=token_ids).encode,
             is_large=is_large,
-            wait_received=wait_received if is_kept else None,
+            is_kept=is_kept,
         )
 
     async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:

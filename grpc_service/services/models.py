@@ -35,7 +35,7 @@ class Models:
         self, request: models_pb2.GetModelRequest, rpc: Rpc
     ) -> models_pb2.GetModelResponse:
         """Return one model. Never waits."""
-        name = operations_codec.decode_model(request)
+        name = operations_codec.decode_name(request)
         status = self._backend.engine.get_model(name)
         return models_pb2.GetModelResponse(model=snapshots_codec.encode_model(status))
 
@@ -56,7 +56,7 @@ class Models:
 
         Cancellation: ends the wait; the unload goes on.
         """
-        name = operations_codec.decode_model(request)
+        name = operations_codec.decode_name(request)
         drain_s = operations_codec.decode_seconds(request, "drain")
         await self._backend.engine.unload_model(name, drain_s)
         return models_pb2.UnloadModelResponse()
@@ -80,7 +80,7 @@ class Models:
 
         Cancellation: ends the wait; the unload goes on.
         """
-        name = operations_codec.decode_model(request)
+        name = operations_codec.decode_name(request)
         drain_s = operations_codec.decode_seconds(request, "drain")
         await self._backend.engine.adapters.unload(name, drain_s)
         return models_pb2.UnloadAdapterResponse()

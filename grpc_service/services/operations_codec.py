@@ -65,17 +65,6 @@ def encode_aborts(
     )
 
 
-def decode_explain(message: control_pb2.ExplainRequest) -> str:
-    """Return the id of the request to explain.
-
-    Raises:
-        InvalidRequest: the id is empty.
-    """
-    if not message.request_id:
-        raise InvalidRequest.of("request_id", "is empty")
-    return message.request_id
-
-
 def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
     """Return the message that says what a request is doing."""
     estimate = explained.estimate_s
@@ -100,7 +89,7 @@ def decode_load(message: models_pb2.LoadModelRequest) -> tuple[str, int | None]:
     Raises:
         InvalidRequest: the model is empty, or the number of replicas is out of range.
     """
-    name = decode_model(message)
+    name = decode_name(message)
     if not message.HasField("replicas"):
         return name, None
     if not 0 < message.replicas <= REPLICAS_MAX:
@@ -118,17 +107,16 @@ def decode_load_adapter(
         InvalidRequest: a field is empty, or the directory or one of its two files is not below the
             root. Links are followed before that is decided.
     """
-    name = decode_model(message)
-    if not message.directory:
-        raise InvalidRequest.of("directory", "is empty")
+    name = decode_name(message)
+    directory = decode_name(message, "directory")
     if not root:
         raise InvalidRequest.of(
             "directory", "cannot be loaded from: the server was started without --adapter-root"
         )
-    if "\0" in message.directory:
+    if "\0" in directory:
         raise InvalidRequest.of("directory", "holds a NUL")
     inside = os.path.realpath(root)
-    path = os.path.realpath(os.path.join(inside, message.directory))
+    path = os.path.realpath(os.path.join(inside, directory))
     for one in (path, *(os.path.realpath(os.path.join(path, name)) for name in ADAPTER_FILES)):
         if one == inside or os.path.commonpath((inside, one)) != inside:
             raise InvalidRequest.of("directory", "is not below the server's --adapter-root")
@@ -143,15 +131,16 @@ def encode_load(status: LoadStatus) -> models_pb2.LoadModelResponse:
     return models_pb2.LoadModelResponse(**progress, state=f"MODEL_STATE_{status.state.name}")
 
 
-def decode_model(message: Any) -> str:
-    """Return the name of the model or adapter that a request is about.
+def decode_name(message: Any, field: str = "model") -> str:
+    """Return the name of the model or adapter that a request is about, or the text of another
+    field.
 
     Raises:
         InvalidRequest: it is empty.
     """
-    if not message.model:
-        raise InvalidRequest.of("model", "is empty")
-    name: str = message.model
+    name: str = getattr(message, field)
+    if not name:
+        raise InvalidRequest.of(field, "is empty")
     return name
 
 

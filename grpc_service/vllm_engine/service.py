@@ -239,7 +239,7 @@ class VllmEngine:
         Raises:
             NotAllowed: the client is on another machine.
         """
-        if not is_local(rpc.peer):
+        if not is_local(rpc.call.peer):
             raise NotAllowed("FlushCache is served to clients on the server's machine")
         self._engine.reset_prefix_cache(self._name)
         return common_pb2.FlushCacheResponse(success=True)

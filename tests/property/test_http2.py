@@ -550,7 +550,7 @@ def test_one_stream_too_many_is_refused_and_the_others_go_on():
     pair.exchange()
     pair.call()
     assert not [one for one in pair.exchange() if isinstance(one, StreamReset)]
-    assert pair.server.num_streams == len(pair.server.h2.streams) == STREAMS_MAX
+    assert len(pair.server.streams) == len(pair.server.h2.streams) == STREAMS_MAX
 
 
 def test_calls_go_on_after_the_client_has_sent_goaway():

@@ -315,7 +315,7 @@ class SimulatedCall:
         if late_s > (0.0 if reads_at_once else FAILURE_PATIENCE_S) + SLACK_S:
             raise Violation(f"{client.request.request_id} got its status {late_s} s late")
 
-    async def wait_received(self, call: object) -> None:
+    async def wait_received(self) -> None:
         """Wait until the client has the last event. Cancellation: at once."""
         await trio.sleep(self.reader.client.delay_s)
 

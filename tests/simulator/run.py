@@ -664,7 +664,7 @@ class Simulation:
             unread_calls,
             call.encode,
             call.encode_short,
-            wait_received=call.wait_received if is_kept else None,
+            is_kept=is_kept,
         )
         return writer, call
 

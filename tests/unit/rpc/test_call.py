@@ -7,7 +7,6 @@ from h2.errors import ErrorCodes
 
 from grpc_service.rpc.errors import Disconnected, InvalidMessage, MessageTooLarge
 from grpc_service.rpc.limits import Limits
-from grpc_service.rpc.receipt import wait_received
 from grpc_service.rpc.status import StatusCode
 from tests.support.rpc_calls import echo, serving, wait
 from tests.support.rpc_memory import framed
@@ -258,7 +257,7 @@ async def test_what_was_written_is_received_when_the_client_has_answered_a_ping(
     async def handler(call):
         await call.write(b"one")
         began = trio.current_time()
-        await wait_received(call)
+        await call.wait_received()
         took.append(trio.current_time() - began)
         assert not call.connection.http2.marks
         await call.end(StatusCode.OK)
