@@ -21,6 +21,7 @@ from engine.api import engine as api
 from engine.api import handles
 from engine.api.arguments import completion_request, request_of
 from engine.api.crossing import Reply, Stream, Streams, end_silently_at_exit, wait_end
+from engine.api.handle import Handle
 from engine.api.portal import Portal
 from engine.config import engine_config
 from engine.core.text.types import Tokens
@@ -327,7 +328,7 @@ def open_engine(
 
 # ---- handles
 
-H = TypeVar("H", bound=handles.Handle)
+H = TypeVar("H", bound=Handle)
 
 
 class _Handle(_Block, Generic[H]):

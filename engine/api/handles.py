@@ -5,10 +5,10 @@
             ...
 
 Rule: `stop` and `close` only signal, `aclose` also waits for the end, and neither ever depends on a
-reader. The rest is the `Guard`'s.
+reader. The rest is `engine.api.handle.Handle`'s.
 
-Life of a handle: it is made → each call is known to the guard from the moment it is asked for until
-it has ended → the handle is closed: what runs ends, and every later call raises ShuttingDown.
+Life of a handle: it is made → each call is known to it from the moment it is asked for until it has
+ended → the handle is closed: what runs ends, and every later call raises ShuttingDown.
 
 `stop` ends what was asked for before it, even if that has not begun, and nothing that is asked for
 after it. It has no effect while no call runs or waits, and is not remembered. A call is asked
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import trio
 
 from engine.api.arguments import require_list, sampling_of
-from engine.api.guard import Guard
+from engine.api.handle import Handle
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Tokens
@@ -65,41 +65,6 @@ class RankFunction(Protocol):
 
     async def __call__(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
         """Return the scores. Cancellation: must end the call."""
-
-
-class Handle:
-    """What all handles share. At the end of its ``async with`` a handle is closed, and whatever
-    still ran has ended."""
-
-    def __init__(self, name: str) -> None:
-        self._guard = Guard(name)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether new calls are refused."""
-        return self._guard.is_closed
-
-    def stop(self) -> None:
-        """End what was asked for before now (`Guard.stop`); the handle stays open."""
-        self._guard.stop()
-
-    def close(self) -> None:
-        """End everything that runs, and refuse new calls (`Guard.close`)."""
-        self._guard.close()
-
-    async def aclose(self) -> None:
-        """Close as `close` does, and wait until everything has ended.
-
-        Cancellation: only the waiting ends; the handle is closed.
-        """
-        self.close()
-        await self._guard.wait_ended()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
 
 # ---- chat
@@ -156,7 +121,7 @@ class Chat(Handle):
             ShuttingDown: the chat is closed.
             InvalidRequest: the answer before has not been read to its end, nor stopped; it goes on.
         """
-        self._guard.require_open()
+        self._require_open()
         before = self._current
         if before is not None and before.error is None:
             raise InvalidRequest.of(
@@ -174,7 +139,7 @@ class Chat(Handle):
             request, buffer=self._engine.config.in_process_buffer, reader=relay
         )
         assert isinstance(stream, TextStream)
-        self._guard.add(stream)
+        self._add(stream)
         answer = Answer(self, text, stream)
         if relay is not None:
             relay.answer = answer
@@ -391,7 +356,7 @@ class Encoder(Handle):
         """Return a coroutine for one vector per text or image, in their order.
 
         Raises:
-            TrioletError: as `Engine.embed` and `Guard.call`. TypeError: ``inputs`` is no list.
+            TrioletError: as `Engine.embed` and `Handle._call`. TypeError: ``inputs`` is no list.
         Cancellation: ends the call.
         """
 
@@ -399,7 +364,7 @@ class Encoder(Handle):
             return tuple([tuple(one) for one in await self._function(self._model, inputs)])
 
         require_list("inputs", inputs)
-        return self._guard.call(job)
+        return self._call(job)
 
 
 class CrossEncoder(Handle):
@@ -417,7 +382,7 @@ class CrossEncoder(Handle):
         query.
 
         Raises:
-            TrioletError: as `Engine.rerank` and `Guard.call`. TypeError: ``documents`` is one text.
+            TrioletError: as `Engine.rerank` and `Handle._call`. TypeError: ``documents`` is a text.
         Cancellation: ends the call.
         """
 
@@ -425,4 +390,4 @@ class CrossEncoder(Handle):
             return tuple(await self._function(self._model, query, documents))
 
         require_list("documents", documents)
-        return self._guard.call(job)
+        return self._call(job)

@@ -347,11 +347,11 @@ async def test_opening_that_is_cancelled_leaves_no_thread():
 async def test_a_call_that_is_cancelled_cancels_what_it_waits_for(eng):
     encoder = eng.encoder(function=fake_embed)
     call = asyncio.create_task(encoder.embed(["slow"]))
-    await until(lambda: eng._caller.ask(lambda engine: len(encoder._handle._guard._running)))
+    await until(lambda: eng._caller.ask(lambda engine: len(encoder._handle._running)))
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await until(lambda: eng._caller.ask(lambda engine: not len(encoder._handle._guard._running)))
+    await until(lambda: eng._caller.ask(lambda engine: not len(encoder._handle._running)))
 
 
 # ---- closing

@@ -447,7 +447,7 @@ async def test_a_bad_input_does_not_end_an_encoder(eng, *, facade, kind):
             await call(["broken"])
         assert await call(["a", "bb"]) == want
         slow = asyncio.create_task(call(["slow"]))
-        await until(lambda: has(len(handle._handle._guard._running) == 1))
+        await until(lambda: has(len(handle._handle._running) == 1))
         handle.stop()
         with pytest.raises(RequestCancelled):
             await slow

@@ -290,7 +290,7 @@ async def test_a_closed_chat_keeps_nothing_alive(engine, *, seed):
     answer = chat.ask("one")
     await trio.sleep(LOAD_S + 5 * STEP_S)
     await chat.aclose()
-    things = [chat, chat._guard, answer, answer._stream]
+    things = [chat, answer, answer._stream]
     refs = [weakref.ref(thing) for thing in things]
     del chat, answer, things
     await trio.sleep(1)

@@ -21,6 +21,7 @@ from engine.api import handles
 from engine.api.arguments import completion_request, request_of
 from engine.api.waiting import Reply, Stream, Streams, end_silently_at_exit, wait_end
 from engine.api.waiting import engine_of, require_waiting_allowed
+from engine.api.handle import Handle
 from engine.api.portal import Portal
 from engine.config import engine_config
 from engine.core.text.types import Tokens
@@ -289,7 +290,7 @@ def open_engine(
 
 # ---- handles
 
-H = TypeVar("H", bound=handles.Handle)
+H = TypeVar("H", bound=Handle)
 
 
 class _Handle(_Block, Generic[H]):

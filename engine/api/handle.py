@@ -1,7 +1,7 @@
-"""Keeps track of the calls of one handle, and of whether it is closed (`engine.api.handles`).
+"""What all handles share: which of their calls run, and whether they are closed.
 
-Rule 1: a handle has no flag and no event of its own for that; its `Guard` has them.
-Rule 2: `Guard.stop` and `Guard.close` only signal, whatever the state; they never wait.
+Rule 1: a handle that is derived has no flag and no event of its own for that.
+Rule 2: `Handle.stop` and `Handle.close` only signal, whatever the state; they never wait.
 Rule 3: a call that fails concerns its caller alone; the handle goes on.
 """
 
@@ -18,6 +18,7 @@ from engine.errors import RequestCancelled, ShuttingDown, StepFailed, TrioletErr
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
+    from typing import Self
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Running(Protocol):
-    """What a guard can end: a `RequestStream`, or a `_Call`."""
+    """What a handle can end: a `RequestStream`, or a `_Call`."""
 
     def cancel(self, reason: EndReason) -> None:
         """End it. Never waits."""
@@ -51,12 +52,12 @@ class _Call:
             await self.ended.wait()
 
 
-class Guard:
-    """Keeps track of the calls of one handle, and of whether the handle is closed.
+class Handle:
+    """What a Trio program holds for longer than one request. At the end of its ``async with`` a
+    handle is closed, and whatever still ran has ended.
 
-    The guard keeps nothing alive: the supervisor holds a stream, and its caller's frame holds a
-    call; both leave the guard when they are gone. All methods belong to the Trio thread.
-    ``name`` is what errors call the handle.
+    It keeps nothing alive: the supervisor holds a stream, and its caller's frame holds a call; both
+    leave the handle when they are gone. ``name`` is what errors call it.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,7 +71,7 @@ class Guard:
         """Whether new calls are refused."""
         return self._is_closed
 
-    def require_open(self) -> None:
+    def _require_open(self) -> None:
         """Check that the handle is open.
 
         Raises:
@@ -79,16 +80,16 @@ class Guard:
         if self._is_closed:
             raise ShuttingDown(f"the {self._name} is closed")
 
-    def add(self, running: Running) -> None:
+    def _add(self, running: Running) -> None:
         """Note that something runs, from now until it is gone.
 
         Raises:
             ShuttingDown: the handle is closed; nothing was added.
         """
-        self.require_open()
+        self._require_open()
         self._running[running] = None
 
-    def call(self, job: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+    def _call(self, job: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
         """Return a coroutine that awaits ``job()`` as one call of the handle. The call counts as
         asked for now, and not when the coroutine is awaited.
 
@@ -100,7 +101,7 @@ class Guard:
         Cancellation: as the job's.
         """
         call = _Call()
-        self.add(call)
+        self._add(call)
         return self._run(call, job)
 
     async def _run(self, call: _Call, job: Callable[[], Awaitable[T]]) -> T:
@@ -122,7 +123,8 @@ class Guard:
         raise RequestCancelled(f"the call was stopped by its {self._name}")
 
     def stop(self) -> None:
-        """End everything that was asked for before now. Idempotent; never waits."""
+        """End everything that was asked for before now; the handle stays open. Idempotent; never
+        waits."""
         for running in list(self._running):
             running.cancel(EndReason.CANCELLED)
 
@@ -131,11 +133,18 @@ class Guard:
         self._is_closed = True
         self.stop()
 
-    async def wait_ended(self) -> None:
-        """Wait until everything that runs has ended. After `close` this takes as long as a call
-        needs to notice its cancellation, and does not depend on any reader.
+    async def aclose(self) -> None:
+        """Close as `close` does, and wait until everything that runs has ended. This takes as long
+        as a call needs to notice its cancellation, and does not depend on any reader.
 
-        Cancellation: only the waiting ends.
+        Cancellation: only the waiting ends; the handle is closed.
         """
+        self.close()
         for running in list(self._running):
             await running.wait_closed()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
