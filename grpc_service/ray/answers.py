@@ -52,7 +52,9 @@ class Answers:
         async for message in _messages(self._engine.generate(asked), encode):
             yield message
 
-    async def attach(self, request: common_pb2.AttachRequest) -> AsyncIterator[Any]:
+    async def attach(
+        self, request: common_pb2.AttachRequest, remaining_s: float | None
+    ) -> AsyncIterator[Any]:
         """Raise the error after which a client continues by Generate: no stream is kept.
 
         Raises:

@@ -22,13 +22,41 @@ from grpc_service.ray.prefixes import PREFIXES, Prefixes, keys_of
 from grpc_service.services.error_status import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from google.protobuf.message import Message
 
     from engine.config import EngineConfig
 
 NAME = "Inference"  # of the deployment, in the file
+
+
+def _streaming(answer: Callable[..., AsyncIterator[Message]], kind: type[Message]) -> Any:
+    """Return the method of Inference that yields what one of `Answers` does. Cancellation of the
+    method: ends the request."""
+
+    async def method(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Message]:
+        try:
+            async for message in answer(self._answers, request, _remaining_s(grpc_context)):
+                yield message
+        except Exception as error:
+            _fail(grpc_context, error)
+            yield kind()
+
+    return method
+
+
+def _unary(answer: Callable[..., Awaitable[Message]], kind: type[Message]) -> Any:
+    """Return the method of Inference that returns what one of `Answers` does, as `_streaming`."""
+
+    async def method(self: Replica, request: Any, grpc_context: Any) -> Message:
+        try:
+            return await answer(self._answers, request)
+        except Exception as error:
+            _fail(grpc_context, error)
+            return kind()
+
+    return method
 
 
 class Replica:
@@ -50,58 +78,23 @@ class Replica:
         self._answers = Answers(self._engine)
         self._prefixes = Prefixes((await self._engine.statistics()).totals.total_blocks)
 
-    # ---- the methods of Inference. Cancellation of each: ends the request
+    # ---- the methods of Inference
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, grpc_context: Any
     ) -> AsyncIterator[Message]:
-        """Yield what the model generates."""
+        """Yield what the model generates. Cancellation: ends the request."""
         self._prefixes.add(keys_of(request))
-        stream = self._answers.generate(request, _remaining_s(grpc_context))
-        async for message in _stream(stream, inference_pb2.GenerateResponse(), grpc_context):
+        async for message in self._generate(request, grpc_context):
             yield message
 
-    async def Attach(
-        self, request: common_pb2.AttachRequest, grpc_context: Any
-    ) -> AsyncIterator[Message]:
-        """Yield nothing: the client goes on by Generate."""
-        stream = self._answers.attach(request)
-        async for message in _stream(stream, inference_pb2.GenerateResponse(), grpc_context):
-            yield message
-
-    async def Embed(
-        self, request: inference_pb2.EmbedRequest, grpc_context: Any
-    ) -> AsyncIterator[Message]:
-        """Yield one vector for each input."""
-        stream = self._answers.embed(request, _remaining_s(grpc_context))
-        async for message in _stream(stream, inference_pb2.EmbedResponse(), grpc_context):
-            yield message
-
-    async def Rerank(
-        self, request: inference_pb2.RerankRequest, grpc_context: Any
-    ) -> AsyncIterator[Message]:
-        """Yield one score for each document."""
-        stream = self._answers.rerank(request, _remaining_s(grpc_context))
-        async for message in _stream(stream, inference_pb2.RerankResponse(), grpc_context):
-            yield message
-
-    async def GenerateImage(
-        self, request: images_pb2.GenerateImageRequest, grpc_context: Any
-    ) -> AsyncIterator[Message]:
-        """Yield the progress of a drawing, and its images in parts."""
-        stream = self._answers.generate_image(request, _remaining_s(grpc_context))
-        async for message in _stream(stream, images_pb2.GenerateImageResponse(), grpc_context):
-            yield message
-
-    async def Tokenize(self, request: inference_pb2.TokenizeRequest, grpc_context: Any) -> Message:
-        """Return the tokens of a text or a chat."""
-        answer = self._answers.tokenize(request)
-        return await _unary(answer, common_pb2.TokenizeResponse(), grpc_context)
-
-    async def Detokenize(self, request: common_pb2.DetokenizeRequest, grpc_context: Any) -> Message:
-        """Return the text of token ids."""
-        answer = self._answers.detokenize(request)
-        return await _unary(answer, common_pb2.DetokenizeResponse(), grpc_context)
+    _generate = _streaming(Answers.generate, inference_pb2.GenerateResponse)
+    Attach = _streaming(Answers.attach, inference_pb2.GenerateResponse)
+    Embed = _streaming(Answers.embed, inference_pb2.EmbedResponse)
+    Rerank = _streaming(Answers.rerank, inference_pb2.RerankResponse)
+    GenerateImage = _streaming(Answers.generate_image, images_pb2.GenerateImageResponse)
+    Tokenize = _unary(Answers.tokenize, common_pb2.TokenizeResponse)
+    Detokenize = _unary(Answers.detokenize, common_pb2.DetokenizeResponse)
 
     # ---- what Serve calls
 
@@ -127,25 +120,6 @@ class Replica:
         """Let the last requests end, and close the engine. Serve calls and awaits this."""
         await self._engine.drain()
         await self._engine.close()
-
-
-async def _stream(
-    messages: AsyncIterator[Message], empty: Message, context: Any
-) -> AsyncIterator[Message]:
-    try:
-        async for message in messages:
-            yield message
-    except Exception as error:
-        _fail(context, error)
-        yield empty
-
-
-async def _unary(answer: Awaitable[Message], empty: Message, context: Any) -> Message:
-    try:
-        return await answer
-    except Exception as error:
-        _fail(context, error)
-        return empty
 
 
 def _fail(context: Any, error: Exception) -> None:

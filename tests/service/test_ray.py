@@ -78,7 +78,7 @@ async def test_refusals_are_the_engines(answers, engine):
         await all_of(answers.generate(generate_request(resume_window={"seconds": 3}), None))
     assert refused.value.field == "resume_window"
     with pytest.raises(RequestNotFound):
-        await all_of(answers.attach(common_pb2.AttachRequest(request_id="a")))
+        await all_of(answers.attach(common_pb2.AttachRequest(request_id="a"), None))
     with pytest.raises(InvalidRequest):
         await all_of(answers.embed(inference_pb2.EmbedRequest(inputs=[{}]), None))
     with pytest.raises(InvalidRequest, match="prompt: is empty"):
