@@ -44,11 +44,6 @@ class HealthServicer:
         self._changed = trio.Event()
         self._watchers = Places(WATCHERS_MAX)
 
-    @property
-    def num_watchers(self) -> int:
-        """Number of Watch calls that are open."""
-        return len(self._watchers)
-
     def set_states(self, states: Mapping[str, bool]) -> None:
         """Replace the map of names by ``states`` (whether each is SERVING), and wake the
         watchers."""

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import resource
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
@@ -14,6 +14,7 @@ from grpc_service.rpc.sockets import check_unix, listen_tcp, listen_unix
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Iterator
 
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.rpc.sockets import SocketListener
@@ -60,10 +61,8 @@ def check_free(config: ServerConfig) -> None:
         for listener in listen(config):
             listener.close()
         return
-    try:
+    with _named(config.address, "--uds", "--uds"):
         check_unix(config.uds)
-    except OSError as error:
-        raise _cannot_listen(config.address, error, "--uds", "--uds") from None
 
 
 def listen(config: ServerConfig, tls: ssl.SSLContext | None = None) -> list[SocketListener]:
@@ -72,13 +71,11 @@ def listen(config: ServerConfig, tls: ssl.SSLContext | None = None) -> list[Sock
     Raises:
         ConfigError: the address is in use, or is not this machine's, or no socket can be made.
     """
-    flags = ("--uds", "--uds") if config.uds else ("--host", "--port")
-    try:
-        if config.uds:
+    if config.uds:
+        with _named(config.address, "--uds", "--uds"):
             return listen_unix(config.uds, tls)
+    with _named(config.address, "--host", "--port"):
         return listen_tcp(config.host, config.port, tls)
-    except OSError as error:
-        raise _cannot_listen(config.address, error, *flags) from None
 
 
 def listen_for_gateway(config: ServerConfig, port: int) -> list[SocketListener]:
@@ -88,16 +85,21 @@ def listen_for_gateway(config: ServerConfig, port: int) -> list[SocketListener]:
         ConfigError: as `listen`.
     """
     host = config.vllm_engine_host
-    try:
+    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with _named(shown, "--host", "--vllm-engine-port"):
         return listen_tcp(host, port)
+
+
+@contextmanager
+def _named(address: str, host_flag: str, port_flag: str) -> Iterator[None]:
+    """Turn an OSError of the block into a ConfigError that names the address and the flag."""
+    try:
+        yield
     except OSError as error:
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        raise _cannot_listen(shown, error, "--host", "--vllm-engine-port") from None
-
-
-def _cannot_listen(address: str, error: OSError, host_flag: str, port_flag: str) -> ConfigError:
-    flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
-    # Python's text for a failed bind repeats the address; the system's does not.
-    own = os.strerror(error.errno) if error.errno and error.errno > 0 else None
-    reason = (error.strerror if flag == "--uds" else own or error.strerror) or str(error)
-    return ConfigError(f"cannot listen on {address}: {reason}; choose another with {flag}")
+        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
+        # Python's text for a failed bind repeats the address; the system's does not.
+        own = os.strerror(error.errno) if error.errno and error.errno > 0 else None
+        reason = (error.strerror if flag == "--uds" else own or error.strerror) or str(error)
+        raise ConfigError(
+            f"cannot listen on {address}: {reason}; choose another with {flag}"
+        ) from None

@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     Events = Iterable[messages.GenerateImageResponse]
 
 STANDARD_OUTPUT = "-"
-FORMATS = {
-    "png": messages.IMAGE_FORMAT_PNG,
-    "jpeg": messages.IMAGE_FORMAT_JPEG,
-    "webp": messages.IMAGE_FORMAT_WEBP,
-}
 SUFFIXES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 
 
@@ -93,7 +88,7 @@ def request_of(args: argparse.Namespace) -> messages.GenerateImageRequest:
         width=width,
         height=height,
         source=source,
-        format=FORMATS[name],
+        format=f"IMAGE_FORMAT_{name.upper()}",
     )
 
 

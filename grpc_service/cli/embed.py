@@ -12,10 +12,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from grpc_service.cli.client import run_client
-from grpc_service.cli.query import print_json, print_table
+from grpc_service.cli.query import print_json, print_table, print_texts
 from grpc_service.cli.texts import (
     ImageFile,
-    fitted,
     images_of,
     in_order,
     progress,
@@ -111,10 +110,7 @@ def print_vectors(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:
         head.append("NEAREST")
         for row, nearest in zip(rows, _nearest(units), strict=True):
             row.append(nearest)
-    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
-    for row, text in zip(rows, texts, strict=True):
-        row.append(fitted(text, sum(widths)))
-    print_table((*head, "TEXT"), rows)
+    print_texts((*head, "TEXT"), rows, texts)
     if 1 < len(texts) <= MATRIX_MAX:
         print("\ncosine similarity")
         _print_matrix(units)

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from grpc_service.app.statistics import lines_of
 from grpc_service.cli.client import run_client
+from grpc_service.cli.texts import fitted
 from grpc_service.client import messages
 
 if TYPE_CHECKING:
@@ -178,6 +179,14 @@ def print_aborts(answer: messages.AbortResponse) -> None:
     """Print the outcome of each abort."""
     for result in answer.results:
         print(f"{result.request_id}: {OUTCOMES.get(result.outcome, 'unknown outcome')}")
+
+
+def print_texts(head: Sequence[str], rows: Sequence[list[str]], texts: Sequence[str]) -> None:
+    """Print a table with a text at the end of each row, under the last name of the head. On a
+    terminal the texts have what the other columns leave of the width."""
+    *others, _ = head
+    taken = sum(max(map(len, column)) + 2 for column in zip(others, *rows, strict=True))
+    print_table(head, [[*row, fitted(text, taken)] for row, text in zip(rows, texts, strict=True)])
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

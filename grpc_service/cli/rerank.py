@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from grpc_service.cli.client import run_client
-from grpc_service.cli.query import print_table
-from grpc_service.cli.texts import fitted, progress, results_of, texts_of
+from grpc_service.cli.query import print_texts
+from grpc_service.cli.texts import progress, results_of, texts_of
 from grpc_service.client import messages
 
 if TYPE_CHECKING:
@@ -58,8 +58,4 @@ def print_json(_: Sequence[str], scores: Sequence[Response]) -> None:
 def print_scores(documents: Sequence[str], scores: Sequence[Response]) -> None:
     """Print one line per document, best first."""
     rows = [[f"{one.score:.4f}", str(one.index)] for one in scores]
-    head = ("SCORE", "INDEX")
-    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
-    for row, one in zip(rows, scores, strict=True):
-        row.append(fitted(documents[one.index], sum(widths)))
-    print_table((*head, "DOCUMENT"), rows)
+    print_texts(("SCORE", "INDEX", "DOCUMENT"), rows, [documents[one.index] for one in scores])

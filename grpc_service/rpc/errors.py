@@ -26,52 +26,41 @@ class RpcError(Exception):
 class _FixedCodeError(RpcError):
     """An `RpcError` whose class has the code."""
 
-    CODE: ClassVar[StatusCode]
+    _code: ClassVar[StatusCode]
+
+    def __init_subclass__(cls, code: StatusCode) -> None:
+        cls._code = code
 
     def __init__(self, message: str) -> None:
-        super().__init__(self.CODE, message)
+        super().__init__(self._code, message)
 
 
-class InvalidMessage(_FixedCodeError):
+class InvalidMessage(_FixedCodeError, code=StatusCode.INTERNAL):
     """The request is incomplete, or its bytes are no message of the method's type."""
 
-    CODE = StatusCode.INTERNAL
 
-
-class MissingMessage(_FixedCodeError):
+class MissingMessage(_FixedCodeError, code=StatusCode.UNIMPLEMENTED):
     """The method takes one request, and none was sent."""
 
-    CODE = StatusCode.UNIMPLEMENTED
 
-
-class InvalidHeaders(_FixedCodeError):
+class InvalidHeaders(_FixedCodeError, code=StatusCode.INTERNAL):
     """A header of the request is malformed."""
 
-    CODE = StatusCode.INTERNAL
 
-
-class HeadersTooLarge(_FixedCodeError):
+class HeadersTooLarge(_FixedCodeError, code=StatusCode.RESOURCE_EXHAUSTED):
     """The request's headers are larger than `Limits.header_list_bytes`."""
 
-    CODE = StatusCode.RESOURCE_EXHAUSTED
 
-
-class MessageTooLarge(_FixedCodeError):
+class MessageTooLarge(_FixedCodeError, code=StatusCode.RESOURCE_EXHAUSTED):
     """The request is larger than `Limits.max_message_bytes`."""
 
-    CODE = StatusCode.RESOURCE_EXHAUSTED
 
-
-class TooManyHeld(_FixedCodeError):
+class TooManyHeld(_FixedCodeError, code=StatusCode.RESOURCE_EXHAUSTED):
     """The server keeps more bytes for its clients than it may, and this call's were among them."""
 
-    CODE = StatusCode.RESOURCE_EXHAUSTED
 
-
-class UnsupportedEncoding(_FixedCodeError):
+class UnsupportedEncoding(_FixedCodeError, code=StatusCode.UNIMPLEMENTED):
     """The request is compressed by an encoding that the server does not support."""
-
-    CODE = StatusCode.UNIMPLEMENTED
 
 
 class Disconnected(Exception):

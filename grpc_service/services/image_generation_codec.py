@@ -16,7 +16,7 @@ from engine.requests.image_generation.values import (
 )
 from grpc_service._generated.triolet.v1 import images_pb2
 from grpc_service.services.text_codec import given
-from grpc_service.services.text_encoder import encode_duration
+from grpc_service.services.text_encoder import durations_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,15 +99,9 @@ def _parts(image: GeneratedImage) -> Iterator[Response]:
 
 
 def _finished(event: DrawingFinished) -> images_pb2.ImageFinished:
-    timings = event.timings
+    timings = durations_of(event.timings, prefill="encode", decode="draw")
     return images_pb2.ImageFinished(
         seed=event.seed,
         usage=images_pb2.ImageUsage(**event.usage._asdict()),
-        timings=images_pb2.ImageTimings(
-            queue=encode_duration(timings.queue_s),
-            load=encode_duration(timings.load_s),
-            encode=encode_duration(timings.prefill_s),
-            draw=encode_duration(timings.decode_s),
-            parked=encode_duration(timings.parked_s),
-        ),
+        timings=images_pb2.ImageTimings(**timings),
     )

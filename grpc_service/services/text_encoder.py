@@ -207,7 +207,7 @@ def _encode_finished(event: Finished) -> inference_pb2.GenerateResponse:
         choice=event.choice,
         reason=FINISH_REASONS[event.reason],
         usage=inference_pb2.Usage(**asdict(event.usage)),
-        timings=_encode_timings(event.timings),
+        timings=inference_pb2.Timings(**durations_of(event.timings)),
     )
     if isinstance(event.matched, str):
         finished.stop = event.matched
@@ -216,14 +216,10 @@ def _encode_finished(event: Finished) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(finished=finished)
 
 
-def _encode_timings(timings: Timings) -> inference_pb2.Timings:
-    return inference_pb2.Timings(
-        queue=encode_duration(timings.queue_s),
-        load=encode_duration(timings.load_s),
-        prefill=encode_duration(timings.prefill_s),
-        decode=encode_duration(timings.decode_s),
-        parked=encode_duration(timings.parked_s),
-    )
+def durations_of(timings: Timings, **names: str) -> dict[str, Duration]:
+    """Return the time of each phase by the phase's name, or by the other one in ``names``."""
+    phases = {name.removesuffix("_s"): seconds for name, seconds in asdict(timings).items()}
+    return {names.get(phase, phase): encode_duration(phases[phase]) for phase in phases}
 
 
 def encode_duration(seconds: float) -> Duration:

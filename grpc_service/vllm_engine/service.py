@@ -252,13 +252,7 @@ class VllmEngine:
         """
         raise Unsupported("this server has no profiler")
 
-    async def StopProfile(self, request: Any, rpc: Rpc) -> Any:
-        """Refuse: there is no profiler.
-
-        Raises:
-            Unsupported: always.
-        """
-        raise Unsupported("this server has no profiler")
+    StopProfile = StartProfile
 
     async def _directory(self) -> Path | None:
         """Return the directory of the model's files; None if there is none."""

@@ -119,7 +119,7 @@ def test_a_watcher_gets_every_change_and_nothing_else():
             if len(models) < 2:  # else nothing changes for a
                 heard.append((await call.read()).status)
         call.cancel()
-        await until(lambda: servicer.num_watchers == 0)
+        await until(lambda: len(servicer._watchers) == 0)
         return heard
 
     assert run_health(main) == [UNKNOWN, SERVING, NOT_SERVING, UNKNOWN, NOT_SERVING]
@@ -153,7 +153,7 @@ async def test_a_watcher_that_does_not_read_delays_nobody_and_misses_past_change
     await wait_all_tasks_blocked()
     assert reading.written == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
     assert stalled.written == [NOT_SERVING, SERVING]
-    assert servicer.num_watchers == 2
+    assert len(servicer._watchers) == 2
 
 
 async def test_watchers_are_bounded_and_one_address_refuses_no_other(nursery, monkeypatch):
@@ -170,7 +170,7 @@ async def test_watchers_are_bounded_and_one_address_refuses_no_other(nursery, mo
     for name, address in names:
         nursery.start_soon(watch_until_refused, name, address)
         await wait_all_tasks_blocked()
-        assert servicer.num_watchers <= 3
+        assert len(servicer._watchers) <= 3
     assert ends == ["bad 0", "bad 1"]
 
 
