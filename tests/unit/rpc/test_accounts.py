@@ -463,7 +463,7 @@ async def test_a_malformed_request_costs_its_stream_alone(autojump_clock, header
     async with serving(echo) as running:
         client = await running.connect()
         kept = client.call(is_last=False)
-        broken = client.raw_call(headers)
+        broken = client.call(headers=headers)
         await client.settle()
         assert client.ends == {broken: ErrorCodes.PROTOCOL_ERROR}
         client.send(kept, framed(b"a"), is_last=True)

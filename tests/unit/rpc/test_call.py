@@ -179,7 +179,7 @@ async def test_a_reset_ends_the_call_alone(autojump_clock):
         client.reset(first)
         await client.settle()
         assert [one.code for one in running.cancelled] == [None]
-        assert running.cancelled[0].is_over
+        assert running.cancelled[0]._stream.is_over
         assert not running.cancelled[0].try_write(b"late")
         with pytest.raises(Disconnected):
             await running.cancelled[0].write(b"late")
