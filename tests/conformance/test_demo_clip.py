@@ -12,7 +12,7 @@ import torch
 
 import engine
 from engine.worker.load.resolve import resolve
-from tools.lab.demo import measure_clip
+from tools.lab.demo import measure_clip, measure_see
 from tools.lab.demo.drawings import paint, png_of
 from tools.lab.demo.figures import SIZE_BYTES_MAX, size_of
 from tools.lab.demo.pieces import Pieces, Unfinished
@@ -38,15 +38,19 @@ def unit(vectors):
     return made / np.linalg.norm(made, axis=1, keepdims=True)
 
 
-def test_the_demo_is_a_small_folder_with_a_card_and_its_trainings_numbers():
-    assert SOURCE.is_demo
-    assert size_of(SOURCE.directory) < SIZE_BYTES_MAX
-    files = {path.name for path in SOURCE.directory.iterdir()}
+@pytest.mark.parametrize(
+    ("name", "most"), [("demo-clip", SIZE_BYTES_MAX), ("demo-see", measure_see.SIZE_BYTES_MAX)]
+)
+def test_a_demo_is_a_small_folder_with_a_card_and_its_trainings_numbers(name, most):
+    source = resolve(name)
+    assert source.is_demo
+    assert size_of(source.directory) < most
+    files = {path.name for path in source.directory.iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "training.json"} <= files
     assert not [name for name in files if name.endswith((".bin", ".pt", ".pkl"))]
-    facts = json.loads((SOURCE.directory / "training.json").read_text(encoding="utf-8"))
+    facts = json.loads((source.directory / "training.json").read_text(encoding="utf-8"))
     assert facts["seed"] >= 0
-    card = (SOURCE.directory / "README.md").read_text(encoding="utf-8")
+    card = (source.directory / "README.md").read_text(encoding="utf-8")
     assert "## What it can't do" in card
 
 

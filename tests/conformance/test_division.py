@@ -214,6 +214,16 @@ def test_a_missing_sum_over_the_ranks_is_noticed(divided, monkeypatch, name):
     assert_red(loaded)
 
 
+def check_noticed(whole, read, monkeypatch):
+    """Check that ranks which read their parts of the model so give other tokens."""
+    monkeypatch.setattr(DividedCheckpoint, "read", read)
+    runner = RankThreads(whole.directory)
+    try:
+        assert_red(Loaded(whole.directory, runner, runner.load(), whole.oracle))
+    finally:
+        runner.close()
+
+
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 def test_a_swapped_slice_is_noticed(zoo, monkeypatch, part):
     whole = zoo.load("llama, untied, biases")
@@ -229,12 +239,7 @@ def test_a_swapped_slice_is_noticed(zoo, monkeypatch, part):
         finally:
             checkpoint._division = own
 
-    monkeypatch.setattr(DividedCheckpoint, "read", read)
-    runner = RankThreads(whole.directory)
-    try:
-        assert_red(Loaded(whole.directory, runner, runner.load(), whole.oracle))
-    finally:
-        runner.close()
+    check_noticed(whole, read, monkeypatch)
 
 
 def test_a_bias_that_every_rank_adds_is_noticed(zoo, monkeypatch):
@@ -245,12 +250,7 @@ def test_a_bias_that_every_rank_adds_is_noticed(zoo, monkeypatch):
         is_sum = style_of(name, "LlamaForCausalLM") is Style.ROWS and name.endswith("bias")
         return checkpoint._whole.read(name) if is_sum else stock(checkpoint, name)
 
-    monkeypatch.setattr(DividedCheckpoint, "read", read)
-    runner = RankThreads(whole.directory)
-    try:
-        assert_red(Loaded(whole.directory, runner, runner.load(), whole.oracle))
-    finally:
-        runner.close()
+    check_noticed(whole, read, monkeypatch)
 
 
 # ---- memory ------------------------------------------------------------------------------------

@@ -4,16 +4,14 @@ import json
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from tests.support.model_zoo import ZOO
+from tests.support.programs import ROOT
 from tools.lab.gpu.__main__ import main
 from tools.lab.gpu.phases import PHASES
 from tools.lab.gpu.wheels import NEEDED, complete, lacking
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path, *arguments):

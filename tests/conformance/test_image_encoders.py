@@ -30,19 +30,13 @@ from engine.worker.factory import make_runner
 from engine.worker.image_reader import ImageReader
 from engine.worker.load.capability import capability_of
 from tests.checkpoints.encode import IMAGE_ARCHS, make_embedder, make_image_embedder
+from tests.conformance.test_encoders import load
 from tests.support.images import encoded, picture, pixels
 
 TEXTS = ["the dog", "a cat and the river of gold", "fish", "wind and snow " * 50]
 SIZES = [(64, 48), (32, 32), (31, 200), (7, 5), (300, 33)]
 FILES = [picture(width, height, seed=seed) for seed, (width, height) in enumerate(SIZES)]
 ENOUGH = 1 - 1e-5
-
-
-def load(directory, **fields):
-    """Return a loaded runner and its info."""
-    model = ModelConfig(str(directory), **fields)
-    runner = make_runner(model, EngineConfig(models=(model,)))
-    return runner, runner.load(lambda progress: None)
 
 
 def as_layout(directory, layout, root):

@@ -8,15 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from engine.worker.forward import native
 from tests.support import toolchains
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 # -Wpsabi warns of vectors in calls between files that are compiled for different processors. The
 # kernels are one file, and it exports no function that takes or returns a vector.

@@ -1,7 +1,5 @@
 """Models that load beside each other in threads import large libraries one at a time."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,7 @@ from tests.checkpoints import encode as encoder
 from tests.checkpoints import image_generation as diffusion
 from tests.checkpoints import text, vision
 from tests.support.gguf_files import write_model
+from tests.support.programs import output_of
 
 # Loads a model, and prints each module that is imported while other threads may import, too.
 WATCH = """
@@ -74,27 +73,15 @@ def make_gguf(path):
     return write_model(text.make(path), path / "model.gguf")
 
 
-def said(program, *paths):
-    """Return what a program prints, in an interpreter of its own that must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, paths)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=500,
-    )
-    return done.stdout.split("\n")[:-1]
-
-
 @pytest.mark.slow
 def test_no_thread_imports_a_large_library_beside_another():
-    assert said(WATCH, "demo-see") == []
+    assert output_of(WATCH, "demo-see") == ""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [*KINDS.values(), make_gguf], ids=[*KINDS, "gguf"])
 def test_no_thread_imports_a_large_library_beside_another_for_any_kind(make, tmp_path):
-    assert said(WATCH, make(tmp_path / "model")) == []
+    assert output_of(WATCH, make(tmp_path / "model"), limit_s=500) == ""
 
 
 def test_other_loads_do_not_wait_while_merges_are_generated(monkeypatch):
@@ -114,4 +101,4 @@ def test_other_loads_do_not_wait_while_merges_are_generated(monkeypatch):
 def test_eight_models_at_the_start_are_all_ready_in_fifty_starts(tmp_path):
     paths = [make(tmp_path / kind) for kind, make in KINDS.items()]
     for _ in range(50):
-        assert said(AT_ONCE, *paths) == []
+        assert output_of(AT_ONCE, *paths, limit_s=500) == ""

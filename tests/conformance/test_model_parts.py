@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from engine.worker.load.devices import pick_device
 from engine.worker.load.refusal import Refusal
 from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tests.checkpoints.text import PRESETS, Shape, main, make, make_config
+from tests.support.programs import output_of
 from tools.lab.bench.coldstart import resident
 
 SHAPES = (LayerShape(2, 8), LayerShape(1, 16))
@@ -42,10 +41,7 @@ def test_importing_the_package_sets_the_spin_count_and_imports_no_torch(users, s
     environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
     if users is not None:
         environment["GOMP_SPINCOUNT"] = users
-    done = subprocess.run(
-        [sys.executable, "-c", said], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [seen, "False"]
+    assert output_of(said, env=environment).split() == [seen, "False"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import errno
 import os
 import pwd
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -25,6 +24,7 @@ from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import make
 from tests.conformance import test_native_attention as attention
 from tests.conformance import test_native_products as products
+from tests.support.programs import output_of
 
 CPU = torch.device("cpu")
 NARROW = [LayerShape(2, 16)]
@@ -281,10 +281,8 @@ def test_both_use_torchs_own_openmp():
         "from engine.worker.forward import native; native.load()\n"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    paths = eval(done.stdout)  # our own output: the text of a set of strings
-    assert len(paths) == 1
-    assert Path(paths.pop()).parent == Path(torch.__file__).resolve().parent / "lib"
+    [path] = eval(output_of(code))  # our own output: the text of a set of strings
+    assert Path(path).parent == Path(torch.__file__).resolve().parent / "lib"
 
 
 PROCESSORS = ["x86-64", "x86-64-v3"]

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from engine.core.text.types import Sampling
 from engine.worker.forward import native
@@ -28,6 +24,7 @@ from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sam
 from engine.worker.sampling.masks import Mask
 from engine.worker.sampling.sample_row import needs_prefix
 from engine.worker.sampling.sampler import NothingToSample, SampleRow, gumbel_margin, sample
+from tests.conformance.test_edits import warped
 from tests.support import kernel_cases
 
 inf = math.inf
@@ -95,15 +92,9 @@ def kept_by_batch(scores, limits):
 
 
 def warped_ids(scores, sampling):
-    """Return the same set for one row, by transformers."""
-    scores = scores[None]
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1.0:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    if sampling.min_p > 0.0:
-        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
-    return set((scores[0] > -inf).nonzero()[:, 0].tolist())
+    """Return the same set for one row, by transformers. The scores have their temperature."""
+    kept = warped(scores, replace(sampling, temperature=1.0)) > -inf
+    return set(kept.nonzero()[:, 0].tolist())
 
 
 def distance_to_boundary(scores, sampling):
@@ -314,8 +305,6 @@ SETTINGS = [
 
 def variants(sampling, num_draws):
     """Return the same settings unseeded, and seeded along each of a draw's three counters."""
-    from dataclasses import replace
-
     yield [SampleRow(sampling, 0)] * num_draws
     yield [SampleRow(replace(sampling, seed=7), i) for i in range(num_draws)]
     yield [SampleRow(replace(sampling, seed=i), 3) for i in range(num_draws)]
@@ -587,8 +576,6 @@ def test_neighbouring_counters_give_unrelated_noise():
     banned=st.sets(st.integers(-3, 60), max_size=45),
 )
 def test_a_banned_token_is_never_sampled(sampling, seed, temperature, banned):
-    from dataclasses import replace
-
     assume(len(banned & set(range(50))) < 50)
     sampling = replace(sampling, seed=seed, temperature=temperature)
     logits = torch.randn(1, 50, generator=generator(1))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import ROOT
+
 SERVICE_RESPONSE_IGNORE = "  // buf:lint:ignore RPC_RESPONSE_STANDARD_NAME\n"
 
 

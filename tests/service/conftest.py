@@ -15,6 +15,19 @@ def demo(tmp_path_factory):
         yield one
 
 
+@pytest.fixture
+def ask(capsys):
+    """Return a function that runs a command and returns exit code, output and error output."""
+    from tests.service.test_cli_client import triolet
+
+    def call(backend, *argv):
+        code = triolet(backend, *argv)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

@@ -20,6 +20,7 @@ from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
 from tests.service import fake_backend
 from tests.service.fake_backend import FakeBackend, run
+from tests.support.programs import output_of
 
 STARTED = Started("r1", "stories", 4)
 LIMIT_S = 20
@@ -409,24 +410,14 @@ def test_a_signal_that_was_ignored_stays_ignored():
         "except SystemExit: pass\n"
         "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert out.splitlines()[-1] == b"True"
+    assert output_of(code).splitlines()[-1] == "True"
 
 
 # ---- explain, abort, completion
 
 
-def client(backend, capsys, *argv):
-    """Run a client command, and return its exit code and output."""
-
-    async def command(channel):
-        return await asyncio.to_thread(main, [*argv, "--server", channel.address])
-
-    return run(backend, command), *capsys.readouterr()
-
-
-def test_explain(capsys):
-    code, out, _ = client(FakeBackend(), capsys, "explain", "r1")
+def test_explain(ask):
+    code, out, _ = ask(FakeBackend(), "explain", "r1")
     assert code == 0
     assert out.splitlines() == [
         "state     waiting",
@@ -436,23 +427,23 @@ def test_explain(capsys):
         "parked    0.5 s so far",
         "drafts    by lookup: 7 of 9 tokens were right",
     ]
-    code, out, err = client(FakeBackend(), capsys, "explain", "r2")
+    code, out, err = ask(FakeBackend(), "explain", "r2")
     assert (code, out, err) == (1, "", "triolet: no live request has the id 'r2'\n")
-    code, out, err = client(FakeBackend(), capsys, "explain", "")
+    code, out, err = ask(FakeBackend(), "explain", "")
     assert (code, err) == (1, "triolet: request_id: is empty\n")
 
 
-def test_an_abort_of_an_unknown_request_explains_its_effect(capsys):
-    _, out, _ = client(FakeBackend(), capsys, "abort", "r9")
+def test_an_abort_of_an_unknown_request_explains_its_effect(ask):
+    _, out, _ = ask(FakeBackend(), "abort", "r9")
     assert out == "r9: not known; if it arrives within 60 s, it will be aborted\n"
 
 
-def test_models_and_stats_show_a_pause(capsys, monkeypatch):
+def test_models_and_stats_show_a_pause(ask, monkeypatch):
     paused = ReplicaCounts("stories", 0, ModelState.READY, Counts(), "wait")
     monkeypatch.setattr(fake_backend, "STATISTICS", EngineStatistics(Counts(), (paused,)))
-    _, out, _ = client(FakeBackend(), capsys, "stats")
+    _, out, _ = ask(FakeBackend(), "stats")
     assert out.splitlines()[-1].startswith("stories/0 READY, paused (wait): 0 running")
-    _, out, _ = client(FakeBackend(), capsys, "models")
+    _, out, _ = ask(FakeBackend(), "models")
     assert "READY, paused (wait)" in out
     assert "FAILED " in out
 

@@ -45,18 +45,6 @@ def triolet(backend, *argv):
     return run(backend, command)
 
 
-@pytest.fixture
-def ask(capsys):
-    """Return a function that runs a command and returns exit code, output and error output."""
-
-    def call(backend, *argv):
-        code = triolet(backend, *argv)
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return call
-
-
 # ---- answers ---------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from grpc_service.cli import embed
 from grpc_service.cli import texts as cli_texts
 from grpc_service.cli.main import main
 from tests.service.fake_backend import FakeBackend, run
-from tests.service.test_cli_client import SILENT, process_of, triolet
+from tests.service.test_cli_client import SILENT, process_of
 
 STARTED = Started("r1", "emb", 4)
 FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
@@ -67,18 +67,6 @@ class Encoder(FakeBackend):
             "error": error if is_broken else None,
             "credited": (object,),
         }
-
-
-@pytest.fixture
-def ask(capsys):
-    """Return a function that runs a command and returns exit code, output and error output."""
-
-    def call(backend, *argv):
-        code = triolet(backend, *argv)
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return call
 
 
 @pytest.fixture

@@ -4,54 +4,26 @@
 """
 
 import contextlib
-import json
 import shutil
 import socket
 
 import pytest
 
+from tests.conformance.test_load_errors import config, empty, truncate, unlink
 from tests.support.server import DEMO, MODEL_START_LIMIT_S, real_process
 from tests.support.wire import SERVING, health
 
 pytestmark = pytest.mark.model
 
 
-def missing(directory):
-    """Remove the folder."""
-    shutil.rmtree(directory)
-
-
-def empty(directory):
-    """Remove all files."""
-    for path in directory.iterdir():
-        path.unlink()
-
-
-def without_config(directory):
-    """Remove the config."""
-    (directory / "config.json").unlink()
-
-
-def truncated(directory):
-    """Cut the weights' file off."""
-    weights = directory / "model.safetensors"
-    with weights.open("r+b") as file:
-        file.truncate(weights.stat().st_size // 2)
-
-
-def of_another_kind(directory):
-    """Change the architecture's name to one that is not served."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}
-    path.write_text(json.dumps(config | {"model_type": "mamba"}))
-
-
 BROKEN = {
-    "missing": missing,
+    "missing": shutil.rmtree,
     "empty": empty,
-    "without a config": without_config,
-    "with truncated weights": truncated,
-    "of an unsupported architecture": of_another_kind,
+    "without a config": unlink("config.json"),
+    "with truncated weights": truncate,
+    "of an unsupported architecture": config(
+        architectures=["MambaForCausalLM"], model_type="mamba"
+    ),
 }
 
 

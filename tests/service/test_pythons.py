@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.environments import virtual_environment
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 INSTALL_TIMEOUT_S = 600
 TESTS_TIMEOUT_S = 1500
 USABLE = "import sys, venv, ensurepip, ssl, sqlite3; print(*sys.version_info[:3], sep='.')"

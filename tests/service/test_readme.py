@@ -24,11 +24,11 @@ import pytest
 
 from engine.config import DEMO_MODELS
 from tests.support import prestarted, toolchains
+from tests.support.programs import ROOT
 from tests.support.server import SERVING_IMPORTS, real
 from tests.support.wire import SERVING, health, wait_until
 from tools.lab.demo.drawings import held_out_drawing, png_of
 
-ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"
 SECOND_ADDRESS = "127.0.0.1:50052"  # of the server with models that take images
 LIMIT_S = 120

@@ -334,6 +334,20 @@ async def run_one(engine, number):
     assert found == expected_tokens(request.token_ids, count=8, seed=number)
 
 
+def maker(tmp_path, **first):
+    """Return a function that makes an engine's groups, the first with these faults, and a list that
+    gets them."""
+    runners = []
+
+    def make(model, config):
+        folder = tmp_path / str(len(runners))
+        folder.mkdir()
+        runners.append(group_runner(folder, **({} if runners else first)))
+        return runners[-1]
+
+    return make, runners
+
+
 def engine_config(**fields):
     """Return the configuration of an engine with one divided model."""
     return EngineConfig(
@@ -343,14 +357,7 @@ def engine_config(**fields):
 
 async def test_an_engine_serves_from_a_group_shows_it_and_loads_it_again(tmp_path):
     """Pause, unload and ListModels treat the group as one replica; it comes back as one."""
-    runners = []
-
-    def make(model, config):
-        folder = tmp_path / str(len(runners))
-        folder.mkdir()
-        runners.append(group_runner(folder))
-        return runners[-1]
-
+    make, runners = maker(tmp_path)
     async with open_engine(engine_config(), make_runner=make) as engine:
         async with trio.open_nursery() as nursery:
             for number in range(8):
@@ -372,15 +379,7 @@ async def test_an_engine_serves_from_a_group_shows_it_and_loads_it_again(tmp_pat
 
 
 async def test_requests_of_a_group_that_hangs_end_and_the_next_ones_are_served(tmp_path):
-    runners = []
-
-    def make(model, config):
-        folder = tmp_path / str(len(runners))
-        folder.mkdir()
-        asked = {} if runners else {"ranks": {"1": {"alone": "hang", "at": 2}}}
-        runners.append(group_runner(folder, **asked))
-        return runners[-1]
-
+    make, runners = maker(tmp_path, ranks={"1": {"alone": "hang", "at": 2}})
     config = replace(engine_config(), step_timeout_s=1.0)
     async with open_engine(config, make_runner=make) as engine:
         with pytest.raises(WorkerLost, match="took more than 1 s for a step"):

@@ -92,14 +92,19 @@ async def test_one_request():
     assert {name for name in left if not name.startswith("Trio thread")} <= {"triolet-watchdog"}
 
 
+async def ask_beside(eng, requests, tokens):
+    """Run requests beside each other, once the model is loaded."""
+    await eng.load_model("fake")
+    async with trio.open_nursery() as nursery:
+        for number in range(requests):
+            nursery.start_soon(ask, eng, 1 + number, tokens)
+
+
 async def test_concurrent_load_of_a_hundred_requests_on_four_workers():
     """Each within ten seconds, and each by one worker."""
     crowd = Crowd()
     async with open_fleet(4, crowd) as eng:
-        await eng.load_model("fake")
-        async with trio.open_nursery() as nursery:
-            for number in range(100):
-                nursery.start_soon(ask, eng, 1 + number, 10)
+        await ask_beside(eng, 100, 10)
         served = [replica.processed for replica in eng.list_models()[0].replicas]
     assert sum(served) == 100
     assert min(served) >= 10
@@ -175,10 +180,7 @@ def taken(monkeypatch):
 async def test_no_lock_of_ours_is_taken_while_steps_run_and_the_steps_of_two_workers_overlap(taken):
     crowd = Crowd()
     async with open_fleet(2, crowd) as eng:
-        await eng.load_model("fake")
-        async with trio.open_nursery() as nursery:
-            for number in range(8):
-                nursery.start_soon(ask, eng, 1 + number, 20)
+        await ask_beside(eng, 8, 20)
     assert taken == []
     assert crowd.peak == 2
 
@@ -210,10 +212,7 @@ async def test_schedulers_and_the_pool_stay_on_trios_thread_and_steps_do_not(mon
         note(Scheduler, name)
     changed = []
     async with open_fleet(2, crowd, on_change=lambda: changed.append(threading.get_ident())) as eng:
-        await eng.load_model("fake")
-        async with trio.open_nursery() as nursery:
-            for number in range(6):
-                nursery.start_soon(ask, eng, 1 + number, 10)
+        await ask_beside(eng, 6, 10)
     assert found == {own}
     assert set(changed) == {own}
     assert crowd.threads

@@ -9,9 +9,9 @@ import pytest
 import trio
 
 from engine.errors import RequestAborted, ShuttingDown, WorkerLost
-from engine.replica.loop import EngineLoop
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tests.simulation.test_turns import turns_of_loops
 from tests.simulator.determinism import run_deterministically
 from tests.support.bodies import run_by
 from tests.support.virtual_engine import fake_engine
@@ -148,13 +148,7 @@ async def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(
     engine, *, seed, is_busy, monkeypatch
 ):
     """At once if it is idle, otherwise after the step in flight."""
-    turns, turn = [], EngineLoop._turn
-
-    async def counted(loop, began):
-        turns.append(trio.current_time())
-        return await turn(loop, began)
-
-    monkeypatch.setattr(EngineLoop, "_turn", counted)
+    turns = turns_of_loops(monkeypatch)
     began = trio.current_time()
     asked = engine.submit(request(1000 if is_busy else 1), buffer=2000)
     await trio.sleep(2.5)

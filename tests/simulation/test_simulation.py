@@ -6,11 +6,8 @@
 import hashlib
 import logging
 import os
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
 import trio._core._run as trio_run
@@ -20,9 +17,9 @@ from tests.simulator import counting
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.run import simulate
 from tests.simulator.workload import draw_world
+from tests.support.programs import output_of
 from tools.simulate import RARE, Table, listed_transitions, main
 
-ROOT = Path(__file__).parents[2]
 SEEDS_PER_CHUNK = 5
 NUM_CHUNKS = 4
 # Worlds with transitions that no world of the first chunks has. `--table` names a seed for each.
@@ -113,14 +110,7 @@ def journal_digest(seed, hash_seed):
         f"journal = simulate({seed}, num_requests=60).journal\n"
         "print(hashlib.sha256('\\n'.join(journal).encode()).hexdigest())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
+    return output_of(code, env=os.environ | {"PYTHONHASHSEED": str(hash_seed)})
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_a_step_is_one_job_in_a_thread():
     assert threads.num_started == 21
 
 
-def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
-    """For as long as it is paused, though a request is in the middle of its tokens."""
+def turns_of_loops(monkeypatch):
+    """Return a list that gets the instant of each turn of an engine's loop."""
     turns, turn = [], EngineLoop._turn
 
     async def counted(loop, began):
@@ -99,6 +99,12 @@ def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
         return await turn(loop, began)
 
     monkeypatch.setattr(EngineLoop, "_turn", counted)
+    return turns
+
+
+def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
+    """For as long as it is paused, though a request is in the middle of its tokens."""
+    turns = turns_of_loops(monkeypatch)
     threads = CountedThreads()
 
     async def main():

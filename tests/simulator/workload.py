@@ -4,6 +4,8 @@ As in swarm testing, most faults are off in half of the worlds, so that every co
 comes up.
 """
 
+from __future__ import annotations
+
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -9,9 +9,9 @@ access to files, so that the interpreter and the repository may lie anywhere.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import ROOT
+
 UID = 54321  # nobody has it
 SHM_BYTES = 64 * 1024
 # Runs as the root of a namespace: $1 is the folder for the new root, $2 the places that get an

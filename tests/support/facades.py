@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import trio
 
@@ -23,9 +22,9 @@ from engine.errors import InvalidRequest
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.bodies import run_by
+from tests.support.programs import ROOT
 from tools.regen_faces import without_waiting
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60  # only bounds a hang
 STEP_S = 0.002
 ENDLESS = SamplingParams(max_tokens=2000)

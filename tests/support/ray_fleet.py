@@ -18,9 +18,9 @@ import yaml
 
 from tests.support.environments import virtual_environment
 from tests.support.gateway import free_ports
+from tests.support.programs import ROOT
 from tests.support.wire import connect, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 VERSION = "2.60.0"
 INSTALL_TIMEOUT_S = 280
 READY_LIMIT_S = 180

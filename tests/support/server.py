@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 
 from tests.support import prestarted
+from tests.support.programs import ROOT
 from tests.support.wire import SERVING, connect, health, wait_until
 
 # What `triolet serve` imports for text models, and for models of every kind.
@@ -31,7 +32,6 @@ SERVING_IMPORTS = (
     *("engine.worker.encode.runner", "transformers.modeling_utils"),
     "engine.worker.image_generation.loading",
 )
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "engine" / "demo" / "stories"
 START_LIMIT_S = 30.0
 MODEL_START_LIMIT_S = 120.0  # torch and transformers are imported, perhaps from a cold disk

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import ROOT
+
 INTEROP = ROOT / "tests" / "interop"
 NODE_MODULES = INTEROP / "node_modules"
 BUF = NODE_MODULES / ".bin" / "buf"

@@ -5,17 +5,16 @@ import json
 import re
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
+from tests.support.programs import ROOT
 from tools.lab.bench import stale, tables
 from tools.lab.bench.__main__ import main
 from tools.lab.bench.catalog import FIGURES, names
 from tools.lab.bench.claims import FILES, Claim, File, Line
 from tools.lab.bench.frame import Row, report, row_of
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("xeon", "zen3", "zen4", "zen5")  # of machines; in the names of figures
 
 FIGURES_OF_TWO = {

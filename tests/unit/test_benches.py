@@ -7,16 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import trio
 
+from tests.support.programs import ROOT
 from tools.lab.bench import coldstart, simulated, stale
 from tools.lab.bench.catalog import FIGURES, measured_paths, names
 from tools.lab.peers.process import memory_mb
 
-ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "tools" / "lab" / "bench"
 
 

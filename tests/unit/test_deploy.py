@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -13,8 +12,8 @@ import yaml
 
 from grpc_service.app.metrics import METRICS, PREFIX
 from grpc_service.cli.main import build_parser
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.29"  # whose schemas the manifests are checked with
 SUFFIXES = ("_bucket", "_sum", "_count")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import ROOT
 from tools import draw_lifecycle, draw_rooms, list_models, list_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 LISTED = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md")
 PAGES = [
     path

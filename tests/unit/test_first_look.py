@@ -1,10 +1,10 @@
 """A model that its small files alone exclude is refused as what it is, before torch is imported."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.programs import output_of
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -131,10 +131,7 @@ def said(tmp_path_factory):
     for name, (files, _) in DIRECTORIES.items():
         write(root / name, files)
     paths = json.dumps({name: str(root / name) for name in DIRECTORIES})
-    command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(command, input=paths, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of(LOOK, input=paths))
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)

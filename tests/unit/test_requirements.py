@@ -4,7 +4,8 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import ROOT
+
 PAGE = (ROOT / "docs" / "requirements.md").read_text()
 ROWS = PAGE[PAGE.index("| requirements |") :].splitlines()[2:]
 NUMBERS = re.compile(r"R(\d+)(?:–R(\d+))?")

@@ -3,10 +3,7 @@
 import ast
 import operator
 import re
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +21,9 @@ from engine.worker.interface import RunnerSpec
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.main import build_parser
+from tests.support.programs import ROOT, output_of
 from tools import list_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = (EngineConfig, ModelConfig, WorkerConfig, ServerConfig)
 DEFAULTS = {(one.name, one.default) for config in CONFIGS for _, one in settings_of(config)}
 OPERATORS = {ast.Mult: operator.mul, ast.Pow: operator.pow, ast.LShift: operator.lshift}
@@ -142,9 +139,8 @@ build_parser().parse_args(["serve", "--help"])
 
 
 def test_a_new_field_is_a_flag_a_key_and_a_line_of_help_and_docs_and_reaches_the_core(tmp_path):
-    command = [sys.executable, "-c", NEW_FIELD, str(tmp_path / "triolet.toml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    default_and_flag, file, error, *told = done.stdout.splitlines()
+    printed = output_of(NEW_FIELD, tmp_path / "triolet.toml")
+    default_and_flag, file, error, *told = printed.splitlines()
     assert (default_and_flag, file) == ("77 6", "8")
     assert error == "--max-new-things is 4, but must be at least 5"
     assert "# most new things (at least 5)\n# max_new_things = 77" in "\n".join(told)

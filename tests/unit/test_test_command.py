@@ -2,11 +2,10 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import ROOT
 
 # Stands for Python: a call of pytest ends with the status in a file.
 PYTHON = """#!/bin/sh

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.programs import ROOT
 from tests.support.workers import in_order
 
-ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 CONFTEST = """

@@ -2,8 +2,6 @@
 
 import dataclasses
 import pickle
-import subprocess
-import sys
 from array import array
 
 import pytest
@@ -17,6 +15,7 @@ from engine.images.fit import FittedImage, ImageFit
 from engine.worker import interface as w
 from engine.worker.encode import interface as encode
 from engine.worker.text import interface as text
+from tests.support.programs import output_of
 
 SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)
 STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
@@ -115,6 +114,4 @@ def test_a_plan_is_unpickled_by_a_process_without_torch():
         "import pickle, sys; sys.modules['torch'] = None\n"
         "assert len(pickle.load(sys.stdin.buffer)) > 5"
     )
-    data = pickle.dumps(VALUES)
-    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, timeout=30)
-    assert done.returncode == 0, done.stderr
+    output_of(code, input=pickle.dumps(VALUES), text=False)

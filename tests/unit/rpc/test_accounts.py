@@ -23,10 +23,12 @@ from grpc_service.rpc.fairness import TURN_S, OverheadLimiter
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.sockets import TlsTransport, address_of
 from grpc_service.rpc.status import StatusCode
+from tests.support.raw_http2 import frame
 from tests.support.rpc_calls import echo, serving, wait
 from tests.support.rpc_memory import PEER, Client, Wire, framed
 
 LIMITS = Limits(budget=1000.0, budget_per_s=100.0)
+
 GZIP = {"grpc-encoding": "gzip"}
 CANCEL = ErrorCodes.CANCEL.to_bytes(4, "big")
 
@@ -39,12 +41,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def frame(kind, flags, stream_id, body=b""):
-    """Return one frame."""
-    head = len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream_id.to_bytes(4, "big")
-    return head + body
 
 
 def test_a_budget_is_spent_earned_and_refilled_by_time():

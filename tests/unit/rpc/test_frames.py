@@ -5,15 +5,10 @@ from hypothesis import strategies as st
 
 from grpc_service.rpc import frames
 from grpc_service.rpc.frames import HEAD_BYTES, PREFACE_BYTES, UNCUT, FrameSplitter
+from tests.support.raw_http2 import frame
 
 SIZE_MAX = 100
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-def frame(kind, flags, stream_id, body=b""):
-    """Return one frame."""
-    head = len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream_id.to_bytes(4, "big")
-    return head + body
 
 
 drawn = st.builds(

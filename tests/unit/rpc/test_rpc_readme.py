@@ -9,6 +9,8 @@ import grpc
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
 
+from tests.support.programs import imported_by
+
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "grpc_service" / "rpc" / "README.md").read_text()
 SERVER = re.search(r"<!-- run by \S+ -->\n```python\n(.*?)```", README, re.DOTALL)[1]
@@ -44,15 +46,10 @@ def test_the_example_serves_clients_of_grpcio(address):
 
 
 def test_the_library_loads_neither_grpcio_nor_anything_of_triolet():
-    code = (
-        "import sys, grpc_service.rpc.methods, grpc_service.rpc.server\n"
-        "ours = {m for m in sys.modules if m.startswith(('engine', 'grpc_service.'))}\n"
-        "print('grpc' in sys.modules, [m for m in ours if not m.startswith('grpc_service.rpc')])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert run.stdout == "False []\n"
+    imported = imported_by("import grpc_service.rpc.methods, grpc_service.rpc.server")
+    ours = {one for one in imported if one.startswith(("engine", "grpc_service."))}
+    assert all(one.startswith("grpc_service.rpc") for one in ours)
+    assert "grpc" not in imported
 
 
 def test_the_example_is_about_thirty_lines():

@@ -98,35 +98,26 @@ async def test_a_server_that_stops_waits_for_no_handshake(autojump_clock, is_rea
         assert not running.num_running
 
 
-async def test_a_client_whose_handshake_ends_after_the_leave_may_repeat_its_call(autojump_clock):
-    """Nobody waits for its calls, so they are refused by name and not by a status."""
+@pytest.mark.parametrize("calls", [True, False])
+async def test_a_client_whose_handshake_ends_after_the_leave_repeats_its_calls(
+    autojump_clock, calls
+):
+    """Nobody waits for them, so one that has come is refused by name and not by a status. Others
+    are on their way while the server closes, and behind the number of the last GOAWAY."""
     async with serving(wait) as running:
         client = Client(Wire())
         client.wire.ready = trio.Event()
         running.listener.arrive(client.wire)
-        call = client.call(b"")  # without waiting for the server's settings
+        # One does not wait for the server's settings.
+        refused = {client.call(b""): ErrorCodes.REFUSED_STREAM} if calls else {}
         await trio.testing.wait_all_tasks_blocked()
         running.server.leave()
         await running.server.settle()
         client.wire.ready.set()
         await client.settle()
-        assert client.ends == {call: ErrorCodes.REFUSED_STREAM}
+        assert client.ends == refused
+        assert calls or client.last_served == 0
         assert not running.calls
-
-
-async def test_a_client_whose_calls_come_too_late_learns_that_none_was_served(autojump_clock):
-    """Its calls are on their way while the server closes the connection. It may repeat them
-    elsewhere, as they are behind the number of the last GOAWAY."""
-    async with serving(wait) as running:
-        client = Client(Wire())
-        client.wire.ready = trio.Event()
-        running.listener.arrive(client.wire)
-        await trio.testing.wait_all_tasks_blocked()
-        running.server.leave()
-        await running.server.settle()
-        client.wire.ready.set()
-        await client.settle()
-        assert client.last_served == 0
 
 
 @pytest.mark.parametrize("knows", ["after its calls", "not within the patience", "comes late"])
