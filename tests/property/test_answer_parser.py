@@ -49,8 +49,12 @@ def form_of(tools=None, **others):
 
 
 def parse(form, *pieces):
-    """Return the whole answer of a text that comes in pieces: text, reasoning and calls."""
-    parser = AnswerParser(form)
+    """Return the whole answer of a text that comes in pieces."""
+    return answer_of(AnswerParser(form), pieces)
+
+
+def answer_of(parser, pieces):
+    """Return the text, the reasoning and the calls of an answer that comes in pieces."""
     parts = [*(parser.feed(piece) for piece in pieces), parser.close()]
     calls = [call for part in parts for call in part.calls]
     text = "".join(part.text for part in parts)
@@ -60,6 +64,11 @@ def parse(form, *pieces):
 @settings(max_examples=examples(300))
 @given(form=formats, text=texts)
 def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
+    check_cuts(parse, form, text)
+
+
+def check_cuts(parse, form, text):
+    """Check that the answer is the same however the text is cut."""
     whole = parse(form, text)
     for cut in range(len(text) + 1):
         assert parse(form, text[:cut], text[cut:]) == whole
@@ -279,18 +288,16 @@ def test_a_call_is_sent_when_its_json_is_complete():
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, THINKING, IN_ANSWER])
 def test_the_work_grows_with_the_text_alone(form, piece, monkeypatch):
     """The work is the number of characters that are read, again after a marker that was none."""
-    read = 0
-    stock = AnswerParser._advance
-
-    def advance(parser):
-        nonlocal read
-        read += 1
-        return stock(parser)
-
-    monkeypatch.setattr(AnswerParser, "_advance", advance)
     text = piece * (20_000 // len(piece))
+    assert len(text) <= reads(parse, form, text, AnswerParser, monkeypatch) <= 4 * len(text)
+
+
+def reads(parse, form, text, parser, monkeypatch):
+    """Return how many characters a class of parsers reads of a text."""
+    read, stock = [], parser._advance
+    monkeypatch.setattr(parser, "_advance", lambda self: (read.append(1), stock(self))[1])
     parse(form, text)
-    assert len(text) <= read <= 4 * len(text)
+    return len(read)
 
 
 # ---- which format

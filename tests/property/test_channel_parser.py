@@ -12,6 +12,7 @@ from engine.requests.text.answers.channel_parser import ChannelParser
 from engine.requests.text.answers.choice_parser import parser_of
 from engine.requests.text.answers.format import RECIPIENT, AnswerFormat, ToolFormat, detect_format
 from engine.requests.text.answers.reader import ToolCall
+from tests.property.test_answer_parser import answer_of, check_cuts, reads
 from tests.support.examples import examples
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -36,19 +37,13 @@ def parse(form, *pieces):
     """Return the whole answer of a text that comes in pieces: text, reasoning and calls."""
     parser = parser_of(form)
     assert isinstance(parser, ChannelParser)
-    parts = [*(parser.feed(piece) for piece in pieces), parser.close()]
-    calls = [call for part in parts for call in part.calls]
-    text = "".join(part.text for part in parts)
-    return text, "".join(part.reasoning for part in parts), calls
+    return answer_of(parser, pieces)
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(form=formats, text=texts)
 def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
-    whole = parse(form, text)
-    for cut in range(len(text) + 1):
-        assert parse(form, text[:cut], text[cut:]) == whole
-    assert parse(form, *text) == whole
+    check_cuts(parse, form, text)
 
 
 words = st.text("ab c.<|>{}\n", max_size=12)
@@ -207,18 +202,8 @@ def test_text_comes_at_once():
 @pytest.mark.parametrize("piece", [START, CHANNEL, "<|", " to=", "a ", f"{GET}{{", f"{CHANNEL}a "])
 def test_the_work_grows_with_the_text_alone(piece, monkeypatch):
     """The work is the number of characters that are read, again after a marker that was none."""
-    read = 0
-    stock = ChannelParser._advance
-
-    def advance(parser):
-        nonlocal read
-        read += 1
-        return stock(parser)
-
-    monkeypatch.setattr(ChannelParser, "_advance", advance)
     text = piece * (20_000 // len(piece))
-    parse(TOOLS, text)
-    assert read <= 4 * len(text)
+    assert reads(parse, TOOLS, text, ChannelParser, monkeypatch) <= 4 * len(text)
 
 
 def test_a_template_with_channels_is_recognised():

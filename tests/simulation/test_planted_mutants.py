@@ -1,18 +1,12 @@
 """The simulator finds every planted bug within two hundred small worlds."""
 
-import logging
 from functools import cache
 
 import pytest
 
 from tests.simulator.mutants import MUTANTS, Mutant, find, planted, shows
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @cache

@@ -1,6 +1,5 @@
 """Servers drain in turn under clients that know them all, and no call is lost."""
 
-import logging
 from collections import Counter
 
 import pytest
@@ -12,11 +11,7 @@ NUM_WORLDS = 4
 PLANTED = [one for one in MUTANTS if one.run is simulate]
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_rolling_drains_lose_no_call():

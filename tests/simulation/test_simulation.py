@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import logging
 import os
 from collections import Counter
 from functools import cache
@@ -26,11 +25,7 @@ NUM_CHUNKS = 4
 BESIDE = (30, 33, 36, 262, 1000)
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 HIT: set[str] = set()
