@@ -68,7 +68,7 @@ class Interceptor(Dispatcher):
         Cancellation: this is how the call's client or its deadline ends it.
         """
         if not call.method.startswith(SUBMITTING):
-            call.connection.arrivals.note_taken(call)
+            call.connection.note_taken(call)
         method = self.methods.get(call.method)
         call.record = rpc = Rpc(call)
         # Reflection, whose requests are a stream, is neither limited nor logged.

@@ -366,7 +366,7 @@ class Call(StreamListener):
     def release(self) -> None:
         """Stop counting bytes for this call, and drop the references of its parts to it, so that it
         is freed without Python's garbage collector."""
-        self.connection.arrivals.note_taken(self)
+        self.connection.note_taken(self)
         self.on_answer()
         self.request.close()
         self._held.close(self._answer)

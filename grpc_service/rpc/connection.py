@@ -24,7 +24,6 @@ import trio
 
 from grpc_service.rpc import accounts
 from grpc_service.rpc.accounts import Account
-from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.rpc.call import Call
 from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.held_bytes import Holder, Holding
@@ -118,7 +117,7 @@ class Connection:
         budget_share = shared.addresses.budget_share(self.address)
         self.account = Account(shared.limits, trio.current_time, budget_share)
         self.http2 = Http2Connection(self._on_stream, shared.limits, self.account)
-        self.arrivals = Arrivals(shared.on_progress)
+        self.arrivals: set[Call] = set()
 
     async def run(self) -> None:
         """Serve until the connection ends; then cancel its calls and close it.
@@ -315,7 +314,9 @@ class Connection:
                 self.flusher.touch(self)
             if owed_s := self.account.take_owed_s():
                 await self._shared.overhead.enter(self.address, owed_s)
-            await self._wait_for_room()
+            while len(self._unsent) >= limits.clogged_bytes:
+                await self._has_written.wait()
+            await self._calls.wait_for_room(limits)
             if self.http2.is_ending:
                 self._change.set()
             if data:
@@ -347,12 +348,6 @@ class Connection:
             return
         if splitter.num_whole == num_before:
             self.account.owe(accounts.FRAGMENT)
-
-    async def _wait_for_room(self) -> None:
-        """Wait while too much output waits, or too many calls do."""
-        while len(self._unsent) >= self.limits.clogged_bytes:
-            await self._has_written.wait()
-        await self._calls.wait_for_room(self.limits)
 
     async def _ping_if_silent(self) -> None:
         """Ping a client that is silent, and cut its connection if it stays silent."""
@@ -426,6 +421,15 @@ class Connection:
                 self.flush()
 
     # ---- calls
+
+    def note_taken(self, call: Call) -> None:
+        """Take note that a call's handler has all that it needs, so that the call would be served
+        now if no more calls were; or that the call has ended. A server that leaves waits until it
+        is so of every call (`RpcServer.settle`). Idempotent."""
+        if call in self.arrivals:
+            self.arrivals.remove(call)
+            if not self.arrivals:
+                self._shared.on_progress()
 
     def _on_stream(self, stream: Stream) -> Call:
         call = Call(stream, self)

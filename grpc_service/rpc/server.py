@@ -119,7 +119,7 @@ class RpcServer:
 
     async def settle(self) -> None:
         """After `leave`: wait until every client knows of it, and every call on its way has been
-        taken by its handler (`Arrivals.note_taken`); at most for `Limits.settle_patience_s`.
+        taken by its handler (`Connection.note_taken`); at most for `Limits.settle_patience_s`.
 
         Cancellation: safe.
         """

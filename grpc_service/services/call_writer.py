@@ -172,7 +172,7 @@ class CallWriter:
         Cancellation: ends the request.
         """
         self._stream = self._rpc.stream = stream
-        self._call.connection.arrivals.note_taken(self._call)
+        self._call.connection.note_taken(self._call)
         try:
             with self._writing:
                 await self._write_events()

@@ -13,7 +13,6 @@ from engine.requests.encode.values import EmbedRequest, EncodeEvent, Score
 from engine.requests.stream import RequestStream
 from engine.requests.text.values import GenerateRequest, Started, StreamEvent
 from grpc_service.access.unread_calls import UNREAD_AGE_S, UnreadCalls
-from grpc_service.rpc.arrivals import Arrivals
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 from tests.simulator.clients import Client
 from tests.simulator.encode_oracle import expected_results, tokens_of
@@ -221,7 +220,9 @@ class SimulatedConnection:
     is_being_read: bool
     most_unread: int
     num_unread: int = 0  # now, as the simulation counts them
-    arrivals: Arrivals = field(default_factory=lambda: Arrivals(lambda: None))
+
+    def note_taken(self, call: object) -> None:
+        """Do nothing: these servers do not leave."""
 
     def check(self, name: str) -> None:
         """Raise Violation if there are too many unread calls, one of which is ``name``'s."""

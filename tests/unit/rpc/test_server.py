@@ -171,7 +171,7 @@ async def test_a_server_that_leaves_settles_when_every_handler_has_what_it_needs
     async def handler(call):
         await call.read()
         await trio.sleep(2)
-        call.connection.arrivals.note_taken(call)
+        call.connection.note_taken(call)
         await trio.sleep(10)
         await call.end(StatusCode.OK)
 
