@@ -12,8 +12,8 @@ import pytest
 
 from engine.core.encode.types import EncodeInput, EncodeOptions
 from engine.errors import InvalidRequest, SpawnFailed
+from engine.status import Capability
 from engine.worker.encode.input_template import InputTemplate
-from engine.worker.encode.interface import EncoderKind
 from engine.worker.encode.tokenizer import TEXTS_AT_ONCE
 from tests.conformance.test_encoders import PAIRS, QUERY, TEXTS, drop_tensor, embed, execute, load
 from tests.support import encoder_zoo as zoo
@@ -64,7 +64,7 @@ def check_scores(directory):
 
     oracle = CrossEncoder(str(directory), device="cpu")
     runner, info = load(directory)
-    assert info.kind is EncoderKind.RERANK
+    assert info.kind is Capability.RERANK
     for raw in (False, True):
         own = {"activation_fn": torch.nn.Identity()} if raw else {}
         want = np.concatenate([oracle.predict([pair], **own) for pair in PAIRS])

@@ -13,7 +13,7 @@ from engine.core.common.steps import RowFailure
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.encode.types import EncodeInput, EncodeOptions, EncodePlan, EncodeRow
 from engine.errors import InvalidRequest, SpawnFailed
-from engine.worker.encode.interface import EncoderKind
+from engine.status import Capability
 from engine.worker.encode.runner import groups
 from engine.worker.factory import make_runner
 from tests.checkpoints.encode import make_embedder, make_reranker
@@ -166,7 +166,7 @@ def test_scores_are_the_librarys(tmp_path, activation, alone):
     make_reranker(tmp_path, activation=activation)
     oracle = CrossEncoder(str(tmp_path), device="cpu")
     runner, info = load(tmp_path)
-    assert info.kind is EncoderKind.RERANK
+    assert info.kind is Capability.RERANK
     inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
     for raw in (False, True):
         options = EncodeOptions(raw_scores=raw)
@@ -186,7 +186,7 @@ def test_a_cross_encoder_that_the_library_saved_is_recognised(tmp_path):
     oracle.save_pretrained(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "modules.json").is_file(), "else the next line checks nothing"
     runner, info = load(tmp_path / "saved")
-    assert info.kind is EncoderKind.RERANK
+    assert info.kind is Capability.RERANK
     inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
     got = np.concatenate(execute(runner, inputs, [EncodeOptions()] * len(inputs)))
     np.testing.assert_allclose(got, oracle.predict(PAIRS), atol=1e-5)

@@ -14,16 +14,11 @@ from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, Sh
 from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text.values import Started
 from engine.status import Capability
-from engine.worker.encode.interface import EncoderKind
 from engine.worker.fakes.encode import SEPARATOR, FakeEncoder, score_of, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.bodies import run_by
 from tests.support.facades import in_asyncio, in_threads
 
-KINDS = {
-    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
-    Capability.RERANK: EncoderKind.RERANK,
-}
 INPUTS = tuple((i + 1, 2) for i in range(30))
 
 
@@ -41,8 +36,8 @@ def make_runner_with(script):
     """Return a maker of fake runners with this script."""
 
     def make_runner(model, config):
-        if model.capability in KINDS:
-            return FakeEncoder(KINDS[model.capability], script=script)
+        if model.capability is not None:
+            return FakeEncoder(model.capability, script=script)
         return FakeRunner()
 
     return make_runner

@@ -35,6 +35,7 @@ from engine.errors import (
 )
 from engine.processes import child
 from engine.requests.text.values import GenerateRequest, SamplingParams
+from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.fakes.tokenizer import FakeTokenizer
@@ -152,9 +153,9 @@ def test_every_row_of_many_varied_plans_is_the_same_as_in_this_process():
     assert any(row.prompt_logprobs for _, result in own for row in result.rows)
 
 
-@pytest.mark.parametrize("kind", ["embedding", "rerank"])
+@pytest.mark.parametrize("kind", ["text-embedding", "rerank"])
 def test_an_encoder_computes_in_its_process_what_it_computes_here(kind):
-    own = FakeEncoder(worker_fakes.EncoderKind(kind))
+    own = FakeEncoder(Capability(kind))
     info = own.load(lambda progress: None)
     rows = tuple(
         EncodeRow(number, EncodeInput(tuple(range(1, number + 2))), EncodeOptions())

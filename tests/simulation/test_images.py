@@ -18,7 +18,6 @@ from engine.requests.image_memory import ImageMemory
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import GenerateRequest
 from engine.status import Capability
-from engine.worker.encode.interface import EncoderKind
 from engine.worker.fakes.encode import IMAGE_TOKENS, FakeEncoder, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
@@ -39,7 +38,7 @@ def run(body, seed=0, *, image_bytes=None):
     script = FakeScript(step_s=STEP_S, decode_s=DECODE_S)
 
     async def main():
-        make = partial(FakeEncoder, EncoderKind.IMAGE_EMBEDDING)
+        make = partial(FakeEncoder, Capability.IMAGE_EMBEDDING)
         async with fake_engine(script, make, models=(MODEL,)) as engine:
             preparer = engine._supervisor._servings[EmbedRequest].preparer
             if image_bytes is not None:

@@ -44,8 +44,7 @@ from engine.requests.text.chat_values import Chat
 from engine.requests.text.prepare import TextPreparer
 from engine.requests.text.stream import TextStream
 from engine.requests.text.values import GenerateRequest
-from engine.status import AbortOutcome
-from engine.worker.encode.interface import EncoderKind
+from engine.status import AbortOutcome, Capability
 from engine.worker.fakes.text import FakeScript
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
@@ -212,8 +211,8 @@ class Simulation:
             draft_model=model_of_world(world.seed),
         )
         if model.name in (EMBEDDER, RERANKER):
-            embeds = EncoderKind.IMAGE_EMBEDDING if world.has_images else EncoderKind.EMBEDDING
-            kind = embeds if model.name == EMBEDDER else EncoderKind.RERANK
+            embeds = Capability.IMAGE_EMBEDDING if world.has_images else Capability.TEXT_EMBEDDING
+            kind = embeds if model.name == EMBEDDER else Capability.RERANK
             # an encode request has few rows and few steps: the share of failing rows is larger
             script.encode_fault = partial(self._draw_fault, times=3.0)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)

@@ -24,9 +24,9 @@ from engine import logs
 from engine.api.engine import make_torch_runner
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.plan import RowResult
+from engine.kinds import EncodeKind
 from engine.requests.supervisor import Supervisor
 from engine.status import Capability
-from engine.worker.encode.interface import EncoderKind
 from engine.worker.fakes.encode import FakeEncoder, ids_of
 from engine.worker.fakes.image_generation import FakeImageRunner
 from engine.worker.fakes.text import FakeRunner, FakeScript
@@ -46,11 +46,6 @@ OUT_OF_MEMORY_STEP = 905  # every step with a row of such a prompt runs out of m
 EXITING_STEP = 906  # in a step with a row of such a prompt, a library raises SystemExit
 RELEASED = threading.Event()
 ENCODER_MAX_LEN = 6000  # tokens of an input; longer than a text that is tokenised in a thread
-KINDS = {
-    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
-    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
-    Capability.RERANK: EncoderKind.RERANK,
-}
 
 
 class Clock(trio.abc.Clock):
@@ -470,9 +465,9 @@ def start(
             from tests.support.process_fakes import process_runner
 
             return process_runner()
-        if model.capability in KINDS:
+        if model.capability in EncodeKind.capabilities:
             return FakeEncoder(
-                KINDS[model.capability],
+                model.capability,
                 max_model_len=ENCODER_MAX_LEN,
                 script=make_script(**own),
                 memory_bytes=needs[model.name] or 1000,

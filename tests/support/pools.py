@@ -12,10 +12,10 @@ from engine.api.engine import KINDS
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
 from engine.core.common.events import Tick
 from engine.errors import TrioletError
+from engine.kinds import EncodeKind
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
 from engine.status import Capability
-from engine.worker.encode.interface import EncoderKind
 from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageRunner
 from engine.worker.fakes.text import FakeRunner, FakeScript
@@ -24,11 +24,6 @@ from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.bodies import run_by
 
 GB = 1 << 30
-ENCODERS = {
-    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
-    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
-    Capability.RERANK: EncoderKind.RERANK,
-}
 
 
 @dataclass
@@ -75,8 +70,8 @@ class Worker:
         script = FakeScript(load_s=model.load_s, load_error=error, sleep=world.threads.note_sleep)
         needs = model.num_bytes * (len(model.devices) or 1)
         needs = needs if model.measured is None else model.measured
-        if model.capability in ENCODERS:
-            self.runner = FakeEncoder(ENCODERS[model.capability], script=script, memory_bytes=needs)
+        if model.capability in EncodeKind.capabilities:
+            self.runner = FakeEncoder(model.capability, script=script, memory_bytes=needs)
         elif model.capability is Capability.TEXT_TO_IMAGE:
             info = FAKE_INFO if needs is None else replace(FAKE_INFO, memory_bytes=needs)
             self.runner = FakeImageRunner(info, script=script)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from engine.errors import FieldViolation, InvalidRequest, Unsupported
-from engine.worker.encode.interface import EncoderKind
+from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
 
@@ -43,7 +43,7 @@ def make(spec, capability):
         own = asked.get("ranks", {}).get(str(spec.rank), {})
         return FakeRank(asked | {"name": str(spec.rank)} | own, spec)
     if asked.get("kind"):
-        return FakeEncoder(EncoderKind(asked["kind"]))
+        return FakeEncoder(Capability(asked["kind"]))
     return ScriptedRunner(asked)
 
 

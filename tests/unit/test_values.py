@@ -12,6 +12,7 @@ from engine.core.encode import types as e
 from engine.core.text import plan as p
 from engine.core.text.types import Alternative, Constraint, Sampling, Stops, TokenLogprob
 from engine.images.fit import FittedImage, ImageFit
+from engine.status import Capability
 from engine.worker import interface as w
 from engine.worker.encode import interface as encode
 from engine.worker.text import interface as text
@@ -61,11 +62,9 @@ VALUES = [
     e.EncodeResult(PlanId(8), (e.EncodeRowResult(SequenceId(1), array("f", [0.5])),)),
     e.Encoded(RequestId("r"), 0, array("f", [0.5]), 2),
     encode.EncoderInfo(
-        "bert", "float32", "cpu", 10, 20, 30, encode.EncoderKind.EMBEDDING, 4, ("query",)
+        "bert", "float32", "cpu", 10, 20, 30, Capability.TEXT_EMBEDDING, 4, ("query",)
     ),
-    encode.EncoderInfo(
-        "clip", "", "cpu", 10, 20, 30, encode.EncoderKind.IMAGE_EMBEDDING, images=FIT
-    ),
+    encode.EncoderInfo("clip", "", "cpu", 10, 20, 30, Capability.IMAGE_EMBEDDING, images=FIT),
     w.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
     text.ModelInfo("llama", "float32", "cpu", 10, 20, 99, 30, 16, frozenset({1})),
     w.LoadProgress("weights", 1, 2, 3, 4),

@@ -13,7 +13,8 @@ from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import Alternative, Constraint, TokenLogprob, Tokens
 from engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unsupported
 from engine.requests.text.values import OutputOptions, SamplingParams, Started
-from engine.worker.encode.interface import EncoderInfo, EncoderKind
+from engine.status import Capability
+from engine.worker.encode.interface import EncoderInfo
 from engine.worker.text.interface import ModelInfo, SamplingDefaults
 from grpc_service.app import gateway_ports
 from grpc_service.app.gateway_ports import check_gateways, ports_by_model
@@ -318,7 +319,7 @@ def test_a_text_models_description(tmp_path):
 
 
 def test_an_encoders_description_without_files():
-    info = EncoderInfo("BertModel", "float32", "cpu", 100, 64, 1, EncoderKind.EMBEDDING)
+    info = EncoderInfo("BertModel", "float32", "cpu", 100, 64, 1, Capability.TEXT_EMBEDDING)
     assert encode_info("words", info, None) == pb.GetModelInfoResponse(
         served_model_name="words",
         max_context_length=64,

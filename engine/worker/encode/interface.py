@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core.encode.types import EncodePlan, EncodeResult, TokenizedInput
-from engine.status import Capability
 from engine.worker.interface import Runner, WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.images.fit import ImageFit
-
-
-class EncoderKind(Enum):
-    """What an encoder computes: a vector for each text, a vector for each text or image, or a score
-    for each pair of texts."""
-
-    EMBEDDING = "embedding"
-    IMAGE_EMBEDDING = "image-embedding"
-    RERANK = "rerank"
-
-
-_CAPABILITIES = {
-    EncoderKind.EMBEDDING: Capability.TEXT_EMBEDDING,
-    EncoderKind.IMAGE_EMBEDDING: Capability.IMAGE_EMBEDDING,
-    EncoderKind.RERANK: Capability.RERANK,
-}
+    from engine.status import Capability
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInfo(WorkerInfo):
-    """Describes an encoder once it is loaded. For a cross-encoder, ``max_model_len`` is of query
-    and document together."""
+    """Describes an encoder once it is loaded. Its ``kind`` is what it computes: a vector for each
+    text, a vector for each text or image, or a score for each pair of texts. For a cross-encoder,
+    ``max_model_len`` is of query and document together."""
 
-    kind: EncoderKind
+    kind: Capability
     dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
     prompt_names: tuple[str, ...] = ()
     text_width: int = 0  # tokens to which the model pads each text, alone as in a batch; 0: none
@@ -46,7 +30,7 @@ class EncoderInfo(WorkerInfo):
     @property
     def capability(self) -> Capability:
         """What the encoder can do."""
-        return _CAPABILITIES[self.kind]
+        return self.kind
 
 
 class EncoderTokenizer(Protocol):

@@ -37,7 +37,7 @@ from engine.gc_tuning import collect_after_close
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.status import Capability
 from engine.worker.encode.files import check
-from engine.worker.encode.interface import EncoderInfo, EncoderKind
+from engine.worker.encode.interface import EncoderInfo
 from engine.worker.encode.library import (
     check_model_type,
     check_weights,
@@ -65,11 +65,6 @@ if TYPE_CHECKING:
     from engine.core.encode.types import AnyInput
     from engine.worker.interface import MemoryEstimate, RunnerSpec
 
-KINDS = {
-    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
-    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
-    Capability.RERANK: EncoderKind.RERANK,
-}
 # The most padding in a group, in tokens; with more, another forward is cheaper. A guess at the cost
 # of a forward without its tokens.
 GROUP_COST_TOKENS = 48
@@ -206,7 +201,7 @@ class EncoderRunner:
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
-            kind=KINDS[self._capability],
+            kind=self._capability,
             architecture=type(transformer.model).__name__,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),

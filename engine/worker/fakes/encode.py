@@ -25,7 +25,8 @@ from engine.core.encode.types import (
 )
 from engine.errors import FieldViolation, InvalidRequest
 from engine.images.fit import FittedImage, ImageFit
-from engine.worker.encode.interface import EncoderInfo, EncoderKind
+from engine.status import Capability
+from engine.worker.encode.interface import EncoderInfo
 from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
@@ -134,7 +135,7 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
 
     def __init__(
         self,
-        kind: EncoderKind = EncoderKind.EMBEDDING,
+        kind: Capability = Capability.TEXT_EMBEDDING,
         *,
         max_model_len: int = 2048,
         script: FakeScript | None = None,
@@ -161,8 +162,8 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
             BaseException: the script's ``load_error``.
         """
         self._sleep_for_load(progress)
-        is_embedding = self._kind is not EncoderKind.RERANK
-        reads_images = self._kind is EncoderKind.IMAGE_EMBEDDING
+        is_embedding = self._kind is not Capability.RERANK
+        reads_images = self._kind is Capability.IMAGE_EMBEDDING
         return EncoderInfo(
             kind=self._kind,
             architecture="fake",
@@ -202,7 +203,7 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))
 
     def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
-        if self._kind is EncoderKind.RERANK:
+        if self._kind is Capability.RERANK:
             return array("f", [score_of(token_ids, raw=options.raw_scores)])
         values = vector_of(token_ids, options.dimensions or DIMENSIONS)
         if options.normalize:
