@@ -18,7 +18,7 @@ import transformers
 
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.checkpoint import FLOAT_SIZES, Checkpoint, is_finite
-from engine.worker.load.loader import first_line
+from engine.worker.load.loader import refusing
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -72,17 +72,11 @@ def load_module(
 def _build_empty(name: str, config: dict[str, Any]) -> Any:
     """Build a module on the meta device: it has shapes, but no memory."""
     kind = MODULES[name]
-    try:
-        with torch.device("meta"):
-            if name.startswith("text_encoder"):
-                return kind(transformers.CLIPTextConfig.from_dict(config))
-            return kind.from_config(config)
-    except Exception as error:  # their validators raise several kinds
-        raise Refusal(
-            f"the config.json of its {name} does not describe a {kind.__name__} "
-            f"({first_line(error)})",
-            detail=str(error),
-        ) from error
+    sentence = f"the config.json of its {name} does not describe a {kind.__name__}"
+    with refusing(sentence), torch.device("meta"):
+        if name.startswith("text_encoder"):
+            return kind(transformers.CLIPTextConfig.from_dict(config))
+        return kind.from_config(config)
 
 
 def _sources(

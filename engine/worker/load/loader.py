@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -37,14 +37,21 @@ from engine.worker.skeleton.division_plans import is_one_expert
 from engine.worker.skeleton.modules import Skeleton
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import Checkpoint, StoredTensor
     from engine.worker.load.joined_experts import Joining
+    from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.quantized.weight import QuantizedWeight
 
+# Fields of a config that are not read: those that name code or files to load, and the form of the
+# weights, which is for `engine.worker.quantized.packed_checkpoint`.
+NOT_READ = {
+    *("auto_map", "fusion_config", "transformers_weights", "kernel_config"),
+    "quantization_config",
+}
 GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm takes rows of a multiple of so many bytes
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
 # and layers that only draft. Source: `_keys_to_ignore_on_load_unexpected` in transformers.
@@ -74,31 +81,47 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     """
     raw = read_json(directory, "config.json")
     architecture = find(raw)
-    for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
-        raw.pop(unsafe, None)  # these fields name code or files to load
-    raw.pop("quantization_config", None)  # read by `engine.worker.quantized.packed_checkpoint`
     why = ""
     if not is_stock:
         try:
-            return architecture, read_skeleton(raw, architecture.name)
+            return architecture, read_skeleton(_plain(raw), architecture.name)
         except Unusual as unusual:
             why = str(unusual)
-    config = _stock_config(raw, architecture)
+    config = stock_config(raw, architecture)
     config.objection_to_skeleton = why
     return architecture, config
 
 
+def _plain(raw: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in raw.items() if name not in NOT_READ}
+
+
 @holds_import_lock
-def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
-    package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
-    config_class = getattr(importlib.import_module(package), architecture.config)
+def stock_config(raw: dict[str, Any], architecture: Architecture | VisionArchitecture) -> Any:
+    """Return transformers' config object of a parsed config.json.
+
+    Raises:
+        Refusal: It is not valid for the architecture.
+    """
+    config_class = stock_class(architecture.module, "configuration", architecture.config)
+    with refusing(f"its config.json is not valid for {architecture.name}"):
+        fields = config_class._decode_special_floats(_plain(raw))  # infinity, NaN
+        return config_class.from_dict(fields)
+
+
+def stock_class(module: str, kind: str, name: str) -> Any:
+    """Return a class of transformers, from the file of this ``kind`` of a model's ``module``."""
+    return getattr(importlib.import_module(f"transformers.models.{module}.{kind}_{module}"), name)
+
+
+@contextmanager
+def refusing(sentence: str) -> Iterator[None]:
+    """Turn any error of a library into a `Refusal` with this sentence and the error's last line,
+    which says which field is wrong. The validators of configs raise several kinds."""
     try:
-        return config_class.from_dict(config_class._decode_special_floats(raw))  # infinity, NaN
-    except Exception as error:  # its validators raise several kinds
-        raise Refusal(
-            f"its config.json is not valid for {architecture.name} ({first_line(error)})",
-            detail=str(error),
-        ) from error
+        yield
+    except Exception as error:
+        raise Refusal(f"{sentence} ({first_line(error)})", detail=str(error)) from error
 
 
 def weight_bytes(
@@ -144,6 +167,30 @@ def load_model(
     module = _build_empty(architecture, config)
     if _has_narrow_experts(module, dtype):
         module.set_experts_implementation("eager")
+    fill(module, checkpoint, dtype, device, progress, quantization)
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    form = checkpoint.quantization if quantization == "none" else quantization
+    has_small_experts = any(
+        is_one_expert(name) and checkpoint.form(name) is not None for name in checkpoint.tensors
+    )
+    if has_small_experts and not isinstance(module, Skeleton):
+        form += " (experts expanded)"
+    return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
+
+
+def fill(
+    module: Any,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[LoadProgress], None],
+    quantization: str = "none",
+) -> None:
+    """Give a module on the meta device its weights and buffers.
+
+    Raises:
+        Refusal: as `load_model`.
+    """
     deferred = _assign_weights(module, checkpoint, dtype, device, progress, quantization)
     _compute_buffers(module, device)
     for name, stored in deferred.items():
@@ -153,14 +200,6 @@ def load_model(
         if tensor.is_meta:
             raise Refusal(f"its tensor {name} could not be filled")
     module.eval()
-    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    form = checkpoint.quantization if quantization == "none" else quantization
-    has_small_experts = any(
-        is_one_expert(name) and checkpoint.form(name) is not None for name in checkpoint.tensors
-    )
-    if has_small_experts and not isinstance(module, Skeleton):
-        form += " (experts expanded)"
-    return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
 
 def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
@@ -179,15 +218,10 @@ def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
 def _build_empty(architecture: Architecture, config: Any) -> Any:
     """Build the model on the meta device: it has shapes, but no memory."""
     is_skeleton = isinstance(config, SkeletonConfig)
-    build = Skeleton if is_skeleton else _stock_class(architecture, config)
-    try:
-        with nullcontext() if is_skeleton else torch.device("meta"):
-            return build(config)
-    except Exception as error:
-        raise Refusal(
-            f"its config.json does not describe a {architecture.name} ({first_line(error)})",
-            detail=str(error),
-        ) from error
+    build = Skeleton if is_skeleton else _attending_class(architecture, config)
+    sentence = f"its config.json does not describe a {architecture.name}"
+    with refusing(sentence), nullcontext() if is_skeleton else torch.device("meta"):
+        return build(config)
 
 
 def _has_narrow_experts(module: Any, dtype: torch.dtype) -> bool:
@@ -200,12 +234,11 @@ def _has_narrow_experts(module: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _stock_class(architecture: Architecture, config: Any) -> Any:
+def _attending_class(architecture: Architecture, config: Any) -> Any:
     """Return transformers' class, and have its layers call our attention."""
     attention.register()
     config._attn_implementation = attention.NAME
-    package = f"transformers.models.{architecture.module}.modeling_{architecture.module}"
-    return getattr(importlib.import_module(package), architecture.name)
+    return stock_class(architecture.module, "modeling", architecture.name)
 
 
 def _assign_weights(
@@ -384,14 +417,21 @@ def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> Non
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Allocate the buffers on the device and have the model compute them."""
-    for owner in module.modules():
-        empty = [name for name, b in owner.named_buffers(recurse=False) if b.is_meta]
-        for name in empty:
-            setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
-        if empty:
-            module._init_weights(owner)
+    _fill_buffers(module, module._init_weights, device)
     if not isinstance(module, Skeleton):  # Falcon-H1's base model computes buffers of its layers
         module._init_weights(module.base_model)
+
+
+def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:
+    """Allocate a part's buffers. Each of transformers' models in it computes its own."""
+    init = getattr(module, "_init_weights", init)
+    for child in module.children():
+        _fill_buffers(child, init, device)
+    empty = [name for name, one in module.named_buffers(recurse=False) if one.is_meta]
+    for name in empty:
+        setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+    if empty:
+        init(module)
 
 
 def first_line(error: BaseException) -> str:

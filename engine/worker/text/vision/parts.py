@@ -8,7 +8,6 @@ Checkpoints name their tensors in two ways, as in old versions of transformers o
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.architectures import SERVED, find
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.division import Division
-from engine.worker.load.loader import first_line
+from engine.worker.load.loader import stock_class, stock_config
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 from engine.worker.load.vision_architectures import find_vision
@@ -43,7 +42,6 @@ TEXT = re.compile(r"(?:model\.)?(?:language_model\.|text_model\.)?(?:model\.)?(.
 COMPUTED = re.compile(r"\.(position_ids|inv_freq)$")
 
 
-@holds_import_lock
 def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     """Return the architecture and transformers' config of a model that reads images.
 
@@ -52,17 +50,7 @@ def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     """
     raw = read_json(directory, "config.json")
     vision = find_vision(raw)
-    for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
-        raw.pop(unsafe, None)  # these fields name code or files to load
-    package = f"transformers.models.{vision.module}.configuration_{vision.module}"
-    try:
-        config = getattr(importlib.import_module(package), vision.config).from_dict(raw)
-    except Exception as error:  # its validators raise several kinds
-        raise Refusal(
-            f"its config.json is not valid for {vision.name} ({first_line(error)})",
-            detail=str(error),
-        ) from error
-    return vision, config
+    return vision, stock_config(raw, vision)
 
 
 @holds_import_lock
@@ -87,12 +75,12 @@ def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, An
 def _as_text(config: Any, architecture: Architecture) -> Any:
     """Return the config of a text model converted to that of another class, without the settings of
     rotary embeddings of three positions."""
-    package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     fields = config.to_dict()
     fields.pop("model_type")
     rope = fields["rope_parameters"]
     fields["rope_parameters"] = {name: rope[name] for name in rope if not name.startswith("mrope")}
-    return getattr(importlib.import_module(package), architecture.config).from_dict(fields)
+    config_class = stock_class(architecture.module, "configuration", architecture.config)
+    return config_class.from_dict(fields)
 
 
 class PartOfCheckpoint(Checkpoint):
@@ -139,8 +127,7 @@ class TextPart(Division):
         """Give the text model the rotary embedding of three positions, if its family has one."""
         vision, config = read_parts(directory)
         if vision.rotary:
-            package = f"transformers.models.{vision.module}.modeling_{vision.module}"
-            rotary = getattr(importlib.import_module(package), vision.rotary)
+            rotary = stock_class(vision.module, "modeling", vision.rotary)
             model.module.model.rotary_emb = rotary(config.get_text_config()).to(model.device)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from engine.worker.import_lock import holds_import_lock
+from engine.worker.load.loader import stock_class
 from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
@@ -45,10 +45,9 @@ def read_processor(directory: Path, default: str) -> Any:
             f"its image processor is {name[:200]!r}, which is not one of {', '.join(MODULES)}"
         )
     module = MODULES[name]
-    package = f"transformers.models.{module}.image_processing_pil_{module}"
     for own in ("auto_map", "processor_class", "image_processor_type", "feature_extractor_type"):
         settings.pop(own, None)
-    return getattr(importlib.import_module(package), f"{name}Pil")(**settings)
+    return stock_class(module, "image_processing_pil", f"{name}Pil")(**settings)
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
 from engine.worker.load.architectures import context_limit
 from engine.worker.load.devices import pick_device, pick_dtype
+from engine.worker.load.loader import fill
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
 from engine.worker.text.files import open_files
@@ -34,7 +35,6 @@ from engine.worker.text.vision.tower import (
     activation_bytes,
     build_base,
     cache_bytes,
-    fill,
     joined,
 )
 
@@ -126,7 +126,7 @@ class VisionRunner(TorchRunner):
             open_files(spec.model, spec.revision, with_tokenizer=False) as files,
             files.open_weights() as whole,
         ):
-            fill(base, PartOfCheckpoint(whole, tower_name), dtype, self._device)
+            fill(base, PartOfCheckpoint(whole, tower_name), dtype, self._device, lambda _: None)
         hidden = int(config.get_text_config().hidden_size)
         self.has_grids = bool(vision.rotary)
         limit = info.max_model_len

@@ -1,29 +1,23 @@
 """A model's tower: transformers' own modules without the text model, which encode images.
 
-Rule 1: as in `engine.worker.load.loader`, a model is refused if the checkpoint lacks a parameter or
-has a tensor that the tower does not use. Rule 2: images are encoded one at a time, so that an
-image's embeddings do not depend on other images.
+Rule: images are encoded one at a time, so that an image's embeddings do not depend on other images.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.worker.import_lock import holds_import_lock
-from engine.worker.load.checkpoint import is_finite
-from engine.worker.load.loader import first_line
-from engine.worker.load.refusal import Refusal
+from engine.worker.load.loader import refusing, stock_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from engine.core.text.types import PromptImage
     from engine.images.preprocessor import Preprocessor, SeenImage
-    from engine.worker.load.checkpoint import Checkpoint
     from engine.worker.load.vision_architectures import VisionArchitecture
 
 # The number of embeddings that are kept, but at least those of two images. About as many as four
@@ -44,64 +38,10 @@ def build_base(vision: VisionArchitecture, config: Any, text_module: str) -> Any
     Raises:
         Refusal: The config does not describe such a model.
     """
-    package = f"transformers.models.{vision.module}.modeling_{vision.module}"
-    try:
-        with torch.device("meta"):
-            base = getattr(importlib.import_module(package), vision.base)(config)
-    except Exception as error:
-        raise Refusal(
-            f"its config.json does not describe a {vision.name} ({first_line(error)})",
-            detail=str(error),
-        ) from error
+    with refusing(f"its config.json does not describe a {vision.name}"), torch.device("meta"):
+        base = stock_class(vision.module, "modeling", vision.base)(config)
     setattr(base, text_module, None)
     return base
-
-
-def fill(base: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a tower on the meta device its weights and buffers.
-
-    Raises:
-        Refusal: The checkpoint does not fit the tower, or has numbers that are not finite.
-    """
-    parameters = dict(base.named_parameters())
-    missing = sorted(parameters.keys() - checkpoint.tensors.keys())
-    if missing:
-        raise Refusal(f"its checkpoint lacks the tensor {missing[0]}")
-    unused = sorted(checkpoint.tensors.keys() - parameters.keys())
-    if unused:
-        raise Refusal(
-            f"its checkpoint holds a tensor that the architecture does not use, {unused[0]}"
-        )
-    for name, parameter in parameters.items():
-        stored = checkpoint.tensors[name]
-        if stored.shape != tuple(parameter.shape):
-            raise Refusal(
-                f"its tensor {name} has the shape {list(stored.shape)}, and the config asks for "
-                f"{list(parameter.shape)}"
-            )
-        tensor = checkpoint.read(name).to(device=device, dtype=dtype, copy=True)
-        if not is_finite(tensor):
-            checkpoint.check_finite(name)
-            raise Refusal(f"its tensor {name} has numbers that {dtype} cannot hold")
-        own = torch.nn.Parameter(tensor, requires_grad=False)
-        own._is_hf_initialized = True  # type: ignore[attr-defined]  # read by _init_weights
-        owner, _, attribute = name.rpartition(".")
-        setattr(base.get_submodule(owner), attribute, own)
-    _fill_buffers(base, base._init_weights, device)
-    base.eval()
-
-
-def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:
-    """Allocate the buffers on the device. The `_init_weights` of the innermost model of
-    transformers that has them computes them."""
-    init = getattr(module, "_init_weights", init)
-    for child in module.children():
-        _fill_buffers(child, init, device)
-    empty = [name for name, one in module.named_buffers(recurse=False) if one.is_meta]
-    for name in empty:
-        setattr(module, name, torch.empty_like(getattr(module, name), device=device))
-    if empty:
-        init(module)
 
 
 class Tower:
