@@ -13,38 +13,31 @@ from typing import TYPE_CHECKING, Any
 from engine.images.preprocessor import SquarePreprocessor
 from engine.worker.image_reader import ImageReader
 from engine.worker.load.refusal import Refusal
-from engine.worker.text.vision.processors import read_processor
+from engine.worker.text.vision.inputs import VisionInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     import torch
 
-    from engine.images.preprocessor import SeenImage
+    from engine.images.preprocessor import Preprocessor, SeenImage
 
 
-class Reader:
-    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
+class Inputs(VisionInputs):
+    """Computes an image's embeddings by the tower."""
 
-    Raises:
-        Refusal: The image processor has settings that are not supported.
-    """
+    PROCESSOR = "gemma3"
 
-    TEXT_MODULE = "language_model"
-
-    def __init__(
-        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
-    ) -> None:
-        self._reader = ImageReader(read_processor(directory, "gemma3"), config, max_pixels)
+    def _preprocessor(self) -> Preprocessor:
+        config = self._config
+        self._reader = ImageReader(self._processor, config, self._max_pixels)
         patches, tokens = self._reader.fit.num_tokens, int(config.mm_tokens_per_image or 0)
         if tokens < 1 or isqrt(tokens) ** 2 != tokens or isqrt(patches) % isqrt(tokens):
             raise Refusal(f"its config makes {tokens} tokens of the {patches} patches of an image, "
                           "which do not divide into equal squares")  # fmt: skip
-        begin, end = token_of(int(config.boi_token_id)), token_of(int(config.eoi_token_id))
-        self.preprocessor = SquarePreprocessor(
+        ends = (config.boi_token_id, config.eoi_token_id)
+        begin, end = (self._token_of(int(one)) for one in ends)
+        return SquarePreprocessor(
             fit=self._reader.fit,
-            token=token_of(int(config.image_token_id)),
+            token=self._token_of(int(config.image_token_id)),
             marker=begin,
             token_id=int(config.image_token_id),
             num_tokens=tokens,
@@ -55,7 +48,6 @@ class Reader:
         )
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
-        """Return an image's embeddings, [1, num_tokens, hidden]."""
         pixels = self._reader.features(image.tiles, base.device)["pixel_values"]
         return base.get_image_features(
             pixel_values=pixels.to(base.dtype), return_dict=True

@@ -11,33 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.images.preprocessor import TiledPreprocessor
-from engine.worker.image_reader import resample_of, scaled, table_of
+from engine.worker.image_reader import scaled
 from engine.worker.load.refusal import Refusal
-from engine.worker.text.vision.processors import read_processor
+from engine.worker.text.vision.inputs import VisionInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from engine.images.fit import FittedImage
-    from engine.images.preprocessor import SeenImage
+    from engine.images.preprocessor import Preprocessor, SeenImage
 
 
-class Reader:
-    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
-
-    Raises:
-        Refusal: The image processor has settings that are not supported.
-    """
+class Inputs(VisionInputs):
+    """Computes an image's embeddings by the tower."""
 
     TEXT_MODULE = "text_model"
 
-    def __init__(
-        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
-    ) -> None:
-        processor = read_processor(directory, config.model_type)
-        resample = resample_of(processor)
-        vision = config.vision_config
+    def _preprocessor(self) -> Preprocessor:
+        processor, config = self._processor, self._config
+        common, vision = self._of_any_shape(), config.vision_config
         side = _edge(processor.max_image_size)
         longest = _edge(processor.size)
         if not side or not longest:
@@ -46,21 +36,16 @@ class Reader:
             raise Refusal(f"its image processor makes tiles of {side} pixels, and its model reads "
                           f"{vision.image_size} in patches of {vision.patch_size}")  # fmt: skip
         patches = (side // vision.patch_size) ** 2
-        self.preprocessor = TiledPreprocessor(
-            max_pixels=max_pixels,
+        return TiledPreprocessor(
+            **common,
             longest_edge=longest,
             side=side,
             tile_tokens=patches // config.scale_factor**2,
             tile_cost=patches,
             splits=bool(processor.do_image_splitting),
-            resample=resample,
-            token=token_of(int(config.image_token_id)),
-            token_id=int(config.image_token_id),
         )
-        self._table = table_of(processor)
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
-        """Return an image's embeddings, [1, num_tokens, hidden]."""
         return torch.cat([self._tile(base, tile) for tile in image.tiles])[None]
 
     def _tile(self, base: Any, tile: FittedImage) -> torch.Tensor:

@@ -9,33 +9,24 @@ import torch
 
 from engine.images.preprocessor import SquarePreprocessor
 from engine.worker.image_reader import ImageReader
-from engine.worker.text.vision.processors import read_processor
+from engine.worker.text.vision.inputs import VisionInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from engine.images.preprocessor import SeenImage
+    from engine.images.preprocessor import Preprocessor, SeenImage
 
 
-class Reader:
-    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
+class Inputs(VisionInputs):
+    """Computes an image's embeddings by the tower."""
 
-    Raises:
-        Refusal: The image processor has settings that are not supported.
-    """
+    PROCESSOR = "clip"
 
-    TEXT_MODULE = "language_model"
-
-    def __init__(
-        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
-    ) -> None:
-        self._config = config
-        token = token_of(int(config.image_token_id))
-        self._reader = ImageReader(read_processor(directory, "clip"), config, max_pixels)
+    def _preprocessor(self) -> Preprocessor:
+        config = self._config
+        token = self._token_of(int(config.image_token_id))
+        self._reader = ImageReader(self._processor, config, self._max_pixels)
         patches = self._reader.fit.num_tokens
         is_default = config.vision_feature_select_strategy == "default"
-        self.preprocessor = SquarePreprocessor(
+        return SquarePreprocessor(
             fit=self._reader.fit,
             token=token,
             marker=token,
@@ -45,7 +36,6 @@ class Reader:
         )
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
-        """Return an image's embeddings, [1, num_tokens, hidden]."""
         pixels = self._reader.features(image.tiles, base.device)["pixel_values"]
         found = base.get_image_features(
             pixel_values=pixels.to(base.dtype),

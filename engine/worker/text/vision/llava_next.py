@@ -8,31 +8,22 @@ import numpy as np
 import torch
 
 from engine.images.anyres_preprocessor import AnyresPreprocessor
-from engine.worker.image_reader import resample_of, scaled, table_of
+from engine.worker.image_reader import scaled
 from engine.worker.load.refusal import Refusal
-from engine.worker.text.vision.processors import read_processor
+from engine.worker.text.vision.inputs import VisionInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from engine.images.preprocessor import SeenImage
+    from engine.images.preprocessor import Preprocessor, SeenImage
 
 
-class Reader:
-    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
+class Inputs(VisionInputs):
+    """Computes an image's embeddings by the tower."""
 
-    Raises:
-        Refusal: The image processor has settings that are not supported.
-    """
+    PROCESSOR = "llava_next"
 
-    TEXT_MODULE = "language_model"
-
-    def __init__(
-        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
-    ) -> None:
-        processor, vision = read_processor(directory, "llava_next"), config.vision_config
-        resample = resample_of(processor)
+    def _preprocessor(self) -> Preprocessor:
+        processor, config = self._processor, self._config
+        common, vision = self._of_any_shape(), config.vision_config
         side, patch = int(vision.image_size), int(vision.patch_size)
         sizes = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
         _check(processor, config, side, sizes)
@@ -40,21 +31,15 @@ class Reader:
         if has_class_token != (config.vision_feature_select_strategy == "default"):
             raise Refusal("its vision_feature_select_strategy does not leave one feature of each "
                           "patch")  # fmt: skip
-        self._config = config
-        self.preprocessor = AnyresPreprocessor(
-            max_pixels=max_pixels,
+        return AnyresPreprocessor(
+            **common,
             side=side,
             sizes=sizes,
             per_side=side // patch,
             tile_cost=(side // patch) ** 2 + has_class_token,
-            resample=resample,
-            token=token_of(int(config.image_token_id)),
-            token_id=int(config.image_token_id),
         )
-        self._table = table_of(processor)
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
-        """Return an image's embeddings, [1, num_tokens, hidden]."""
         tiles = np.stack([scaled(tile, self._table) for tile in image.tiles])
         found = base.get_image_features(
             pixel_values=torch.from_numpy(tiles)[None].to(base.device, base.dtype),

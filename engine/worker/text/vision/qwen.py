@@ -13,32 +13,23 @@ import numpy as np
 import torch
 
 from engine.images.grid_preprocessor import GridPreprocessor
-from engine.worker.image_reader import resample_of, scaled, table_of
+from engine.worker.image_reader import scaled
 from engine.worker.load.refusal import Refusal
-from engine.worker.text.vision.processors import read_processor
+from engine.worker.text.vision.inputs import VisionInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from engine.images.fit import FittedImage
-    from engine.images.preprocessor import SeenImage
+    from engine.images.preprocessor import Preprocessor, SeenImage
 
 
-class Reader:
-    """Computes an image's embeddings by the tower. ``preprocessor`` decodes and fits image files.
+class Inputs(VisionInputs):
+    """Computes an image's embeddings by the tower."""
 
-    Raises:
-        Refusal: The image processor has settings that are not supported.
-    """
+    PROCESSOR = "qwen2_vl"
 
-    TEXT_MODULE = "language_model"
-
-    def __init__(
-        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
-    ) -> None:
-        processor, vision = read_processor(directory, "qwen2_vl"), config.vision_config
-        resample = resample_of(processor)
+    def _preprocessor(self) -> Preprocessor:
+        processor, common = self._processor, self._of_any_shape()
+        vision = self._config.vision_config
         for own, field in (
             ("patch_size", "patch_size"),
             ("temporal_patch_size", "temporal_patch_size"),
@@ -52,20 +43,15 @@ class Reader:
             raise Refusal("its image processor names no least and most pixels")
         self._patch, self._merge = int(vision.patch_size), int(vision.spatial_merge_size)
         self._frames = int(vision.temporal_patch_size)
-        self.preprocessor = GridPreprocessor(
-            max_pixels=max_pixels,
+        return GridPreprocessor(
+            **common,
             factor=self._patch * self._merge,
             patches=self._merge**2,
             least=int(least),
             most=int(most),
-            resample=resample,
-            token=token_of(int(config.image_token_id)),
-            token_id=int(config.image_token_id),
         )
-        self._table = table_of(processor)
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
-        """Return an image's embeddings, [1 + num_deep, num_tokens, hidden]."""
         (tile,), (rows, columns) = image.tiles, image.grid
         grid = torch.tensor([[1, rows * self._merge, columns * self._merge]], device=base.device)
         found = base.get_image_features(

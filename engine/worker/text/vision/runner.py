@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.text.interface import ModelInfo
     from engine.worker.text.step_batch import Batch
+    from engine.worker.text.vision.inputs import VisionInputs
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 
@@ -95,9 +96,8 @@ class VisionRunner(TorchRunner):
             spec = self._spec
             with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
                 vision, config = read_parts(files.source.directory)
-                preprocessor = self._reader(
-                    files.source.directory, vision, config, str
-                ).preprocessor
+                inputs = self._inputs(files.source.directory, vision, config, str)
+                preprocessor = inputs.preprocessor
                 with files.open_weights() as whole:
                     tower = PartOfCheckpoint(whole, tower_name)
                     dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
@@ -117,10 +117,10 @@ class VisionRunner(TorchRunner):
         source = resolve(spec.model, spec.revision)
         vision, config = read_parts(source.directory)
         token_of = partial(_token_of, self.tokenizer, info.vocab_size)
-        reader = self._reader(source.directory, vision, config, token_of)
-        preprocessor: Preprocessor = reader.preprocessor
+        inputs = self._inputs(source.directory, vision, config, token_of)
+        preprocessor = inputs.preprocessor
         _require_budget(preprocessor, spec.max_num_batched_tokens, spec.max_num_seqs)
-        base = build_base(vision, config, reader.TEXT_MODULE)
+        base = build_base(vision, config, inputs.TEXT_MODULE)
         dtype = getattr(torch, info.dtype)
         with (
             open_files(spec.model, spec.revision, with_tokenizer=False) as files,
@@ -130,7 +130,7 @@ class VisionRunner(TorchRunner):
         hidden = int(config.get_text_config().hidden_size)
         self.has_grids = bool(vision.rotary)
         limit = info.max_model_len
-        self.tower = tower = Tower(base, reader, cache_bytes(config, preprocessor, limit, dtype))
+        self.tower = tower = Tower(base, inputs, cache_bytes(config, preprocessor, limit, dtype))
         found = tower.encode(preprocessor.blank())
         if found.shape[2] != hidden or not bool(found.isfinite().all()):
             raise Refusal("its tower makes no finite embeddings of the text model's width")
@@ -145,16 +145,19 @@ class VisionRunner(TorchRunner):
             images=preprocessor,
         )
 
-    def _reader(
+    def _inputs(
         self,
         directory: Path,
         vision: VisionArchitecture,
         config: Any,
         token_of: Callable[[int], str],
-    ) -> Any:
-        """Return the family's `Reader` for the model. ``token_of`` returns the token of an id."""
+    ) -> VisionInputs:
+        """Return the family's `Inputs` for the model. ``token_of`` returns the token of an id."""
         family = importlib.import_module(f"engine.worker.text.vision.{vision.family}")
-        return family.Reader(directory, config, token_of, self._spec.max_image_pixels)
+        inputs: VisionInputs = family.Inputs(
+            directory, config, token_of, self._spec.max_image_pixels
+        )
+        return inputs
 
     def _working_bytes(
         self, config: Any, preprocessor: Preprocessor, limit: int, dtype: torch.dtype, device: str
@@ -187,7 +190,7 @@ class VisionRunner(TorchRunner):
     def _parts(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
         """Return the parts of images that rows compute."""
         assert self.tower is not None
-        token_id, first, found = self.tower.reader.preprocessor.token_id, 0, []
+        token_id, first, found = self.tower.inputs.preprocessor.token_id, 0, []
         for row in rows:
             state = self._sequences[row.sequence]
             for image in state.admission.images:

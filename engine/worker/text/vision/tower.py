@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import PromptImage
     from engine.images.preprocessor import Preprocessor, SeenImage
     from engine.worker.load.vision_architectures import VisionArchitecture
+    from engine.worker.text.vision.inputs import VisionInputs
 
 # The number of embeddings that are kept, but at least those of two images. About as many as four
 # steps of the default budget compute; not tuned.
@@ -52,9 +53,9 @@ class Tower:
     prepared, so that a running step may keep more than ``max_bytes``.
     """
 
-    def __init__(self, base: Any, reader: Any, max_bytes: int) -> None:
+    def __init__(self, base: Any, inputs: VisionInputs, max_bytes: int) -> None:
         self.base = base
-        self.reader = reader
+        self.inputs = inputs
         self.num_encoded = 0
         self.max_bytes = max_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
@@ -79,7 +80,7 @@ class Tower:
 
     def encode(self, image: SeenImage) -> torch.Tensor:
         """Compute an image's embeddings, even if they are kept."""
-        found: torch.Tensor = self.reader.features(self.base, image)
+        found = self.inputs.features(self.base, image)
         if found.shape[1] != image.num_tokens:
             raise ValueError(f"{found.shape[1]} embeddings for {image.num_tokens} image tokens")
         return found

@@ -1,9 +1,11 @@
-"""Makes a model's image processor, of transformers' own class, by the settings in its files."""
+"""What the families' `Inputs` have in common; and a model's image processor, of transformers' own
+class, by the settings in its files."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.worker.image_reader import resample_of, table_of
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.loader import stock_class
 from engine.worker.load.reading import has_file
@@ -11,7 +13,12 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    import torch
+
+    from engine.images.preprocessor import Preprocessor, SeenImage
 
 # The supported image processors, without "Fast" or "Pil", and transformers' module of each.
 MODULES = {
@@ -23,6 +30,45 @@ MODULES = {
     "Qwen2VLImageProcessor": "qwen2_vl",
     "LlavaNextImageProcessor": "llava_next",
 }
+
+
+class VisionInputs:
+    """Computes an image's embeddings by the tower. Each family of models has a subclass, called
+    `Inputs`. ``preprocessor`` decodes and fits image files.
+
+    Raises:
+        Refusal: The image processor has settings that are not supported.
+    """
+
+    PROCESSOR = ""  # the key in `MODULES` of models whose files name no image processor
+    TEXT_MODULE = "language_model"  # the text model's attribute of transformers' model
+
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
+        self._config = config
+        self._processor = read_processor(directory, self.PROCESSOR or config.model_type)
+        self._max_pixels = max_pixels
+        self._token_of = token_of
+        self.preprocessor: Preprocessor = self._preprocessor()
+
+    def _preprocessor(self) -> Preprocessor:
+        raise NotImplementedError
+
+    def _of_any_shape(self) -> dict[str, Any]:
+        """Return the fields that a `engine.images.preprocessor.ResizedSight` of any family has."""
+        token_id = int(self._config.image_token_id)
+        self._table = table_of(self._processor)
+        return {
+            "max_pixels": self._max_pixels,
+            "resample": resample_of(self._processor),
+            "token": self._token_of(token_id),
+            "token_id": token_id,
+        }
+
+    def features(self, base: Any, image: SeenImage) -> torch.Tensor:
+        """Return an image's embeddings, [1 + num_deep, num_tokens, hidden]."""
+        raise NotImplementedError
 
 
 @holds_import_lock
