@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from engine.worker import torch_runner
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
 from engine.worker.skeleton.families import LISTED
-from engine.worker.text import runner as text_runner
 from engine.worker.text.interface import ModelInfo
 from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import PRESETS, Shape, make
@@ -205,7 +205,7 @@ class Zoo:
 
     def close(self) -> None:
         """Close all runners, and collect once for all of them."""
-        with mock.patch.object(text_runner, "collect_after_close"):
+        with mock.patch.object(torch_runner, "collect_after_close"):
             for loaded in self._loaded.values():
                 loaded.runner.close()
         gc.collect()

@@ -3,9 +3,9 @@
 Rule 1: sentence-transformers interprets the model's files, and its modules compute. This file only
 groups and pads inputs and finishes results. Rule 2: the library is imported when an encoder is
 loaded, not before.
-Rule 3: thread-local state is set inside every call. Rule 4: except for rounding, an input's values
-do not depend on its batch: padding is masked, and it is on the right, or all texts have one length,
-or it is on the left because the score is read at the last place.
+Rule 3: except for rounding, an input's values do not depend on its batch: padding is masked, and it
+is on the right, or all texts have one length, or it is on the left because the score is read at the
+last place.
 
 The library loads the model in float32, whatever dtype the model computes in. While it loads in
 another dtype, that dtype is torch's default in every thread, also in those that run text models.
@@ -33,7 +33,6 @@ from engine.core.encode.types import (
     InputKind,
 )
 from engine.errors import EngineBug
-from engine.gc_tuning import collect_after_close
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.status import Capability
 from engine.worker.encode.files import check
@@ -48,19 +47,17 @@ from engine.worker.encode.library import (
     padding_of,
 )
 from engine.worker.encode.tokenizer import InputTokenizer
-from engine.worker.failures import load_failures, step_failures
-from engine.worker.forward.thread_state import thread_state
 from engine.worker.image_reader import ImageReader, text_width
 from engine.worker.interface import LoadProgress
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import read_json, resolve, short_name
+from engine.worker.load.resolve import read_json, resolve
 from engine.worker.tokenizing.tokenizer import HfTokenizer
+from engine.worker.torch_runner import InProcessRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from engine.core.encode.types import AnyInput
     from engine.worker.interface import MemoryEstimate, RunnerSpec
@@ -73,17 +70,12 @@ GROUP_COST_TOKENS = 48
 ACTIVATIONS_PER_WIDTH = 16
 
 
-class EncoderRunner:
-    """An `engine.worker.encode.interface.EncodeRunner` for models of sentence-transformers.
-
-    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
-    times; 4. `close`, after which only `close` may be called.
-    """
+class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
+    """An `engine.worker.encode.interface.EncodeRunner` for models of sentence-transformers."""
 
     def __init__(self, spec: RunnerSpec, capability: Capability) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._capability = capability
-        self._device = torch.device("cpu")
         self._model: Any = None  # SentenceTransformer or CrossEncoder
         self._modules: list[Any] = []  # the model's, without a last Normalize
         self._normalizes = False  # the model's last module was Normalize
@@ -94,15 +86,7 @@ class EncoderRunner:
         self._modality = "text"  # the library's name of what its module reads
         self._is_causal = False  # the scores are logits of the next token
         self._images: ImageReader | None = None
-        self._tokenizer: HfTokenizer | None = None
         self._input_tokenizer: InputTokenizer | None = None
-
-    @property
-    def tokenizer(self) -> HfTokenizer:
-        """The model's tokenizer, for plain text."""
-        if self._tokenizer is None:
-            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
-        return self._tokenizer
 
     @property
     def encoder_tokenizer(self) -> InputTokenizer:
@@ -130,42 +114,19 @@ class EncoderRunner:
             num_bytes += _workspace(spec, config, length, dtype)
             return estimate_on(device, num_bytes + self._decoding_bytes(device))
 
-    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
-        """Load the model and compute a first input.
-
-        Raises:
-            SpawnFailed: The model cannot be served.
-        """
-        with self._load_failures(), thread_state(self._spec.threads, self._device):
-            return self._load(progress)
-
     def _decoding_bytes(self, device: torch.device) -> int:
         """Return the bytes of ``device`` that decoding an image takes, one at a time."""
         reads_images = self._capability is Capability.IMAGE_EMBEDDING and device.type == "cpu"
         return BYTES_PER_PIXEL * self._spec.max_image_pixels if reads_images else 0
-
-    def _load_failures(self) -> AbstractContextManager[None]:
-        return load_failures(short_name(self._spec.model), self.close, needs="weights")
-
-    def execute(self, plan: EncodePlan) -> EncodeResult:
-        """Compute the inputs of a plan.
-
-        Raises:
-            MemoryError: There is no memory for the step.
-        """
-        with step_failures(), thread_state(self._spec.threads, self._device):
-            return self._execute(plan)
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
         for module in [] if self._model is None else self._model.modules():
             for tensor in (*module.parameters(False), *module.buffers(False)):
                 tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
-        self._model = self._tokenizer = self._input_tokenizer = self._images = None
+        self._model = self._input_tokenizer = self._images = None
         self._modules = []
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        collect_after_close()
+        super().close()
 
     # ---- loading
 

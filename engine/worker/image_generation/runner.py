@@ -1,8 +1,7 @@
 """Runs an image model: each step is one verb of one drawing (D3).
 
-Rule 1: `engine.worker.image_generation.model` computes; this file loads the model, keeps the
-drawings' states by sequence, and turns failures into results. Rule 2: thread-local state is set
-inside every call.
+Rule: `engine.worker.image_generation.model` computes; this file loads the model, keeps the
+drawings' states by sequence, and turns failures into results.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import logging
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.common.types import PlanId, SequenceId
@@ -23,9 +20,6 @@ from engine.core.image_generation.types import (
     ImageVerb,
 )
 from engine.errors import EngineBug, InvalidRequest
-from engine.gc_tuning import collect_after_close
-from engine.worker.failures import load_failures, step_failures
-from engine.worker.forward.thread_state import thread_state
 from engine.worker.image_generation import pipelines
 from engine.worker.image_generation.interface import ImageModelInfo
 from engine.worker.image_generation.noise_names import CLASSES
@@ -35,10 +29,10 @@ from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
 from engine.worker.tokenizing.tokenizer import HfTokenizer
+from engine.worker.torch_runner import InProcessRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from engine.core.image_generation.types import RawImage
     from engine.worker.image_generation.model import DiffusionModel
@@ -61,27 +55,16 @@ def _loading() -> Any:
     return loading
 
 
-class DiffusionRunner:
-    """An `engine.worker.image_generation.interface.ImageRunner` for pipelines of diffusers.
-
-    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
-    times; 4. `close`, after which only `close` may be called.
-    """
+class DiffusionRunner(InProcessRunner[ImagePlan, ImageResult, ImageModelInfo]):
+    """An `engine.worker.image_generation.interface.ImageRunner` for pipelines of diffusers. A step
+    without memory leaves the drawing's state as it was; a drawing whose values are not finite fails
+    alone."""
 
     def __init__(self, spec: RunnerSpec) -> None:
-        self._spec = spec
-        self._device = torch.device("cpu")
+        super().__init__(spec)
         self._model: DiffusionModel | None = None
         self._info: ImageModelInfo | None = None
-        self._tokenizer: HfTokenizer | None = None
         self._states: dict[SequenceId, DrawingState] = {}
-
-    @property
-    def tokenizer(self) -> HfTokenizer:
-        """The tokenizer of prompts."""
-        if self._tokenizer is None:
-            raise EngineBug("the tokenizer was asked for before the model was loaded")
-        return self._tokenizer
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory of weights and activations from the files' headers.
@@ -97,27 +80,6 @@ class DiffusionRunner:
             dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
             return estimate_on(device, loading.memory_bytes(pipeline, dtype, spec.max_drawings))
 
-    def load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
-        """Load the model and draw a first small image.
-
-        Raises:
-            SpawnFailed: The model cannot be served.
-        """
-        with self._load_failures(), thread_state(self._spec.threads, self._device):
-            return self._load(progress)
-
-    def _load_failures(self) -> AbstractContextManager[None]:
-        return load_failures(short_name(self._spec.model), self.close, needs="weights")
-
-    def execute(self, plan: ImagePlan) -> ImageResult:
-        """Compute one verb of one drawing. A drawing whose values are not finite fails alone.
-
-        Raises:
-            MemoryError: There is no memory for the step; the drawing's state is as before.
-        """
-        with step_failures(), thread_state(self._spec.threads, self._device):
-            return self._execute(plan)
-
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
         model, self._model = self._model, None
@@ -126,11 +88,9 @@ class DiffusionRunner:
         for module in parts:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data = tensor.new_empty(0)  # freed now: the modules are in reference cycles
-        self._tokenizer = self._info = None
+        self._info = None
         self._states.clear()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        collect_after_close()
+        super().close()
 
     # ---- loading
 

@@ -3,8 +3,7 @@
 Rule 1: a step that raises changes nothing, except that the plan's ``admitted`` sequences are added
 and its ``released`` sequences removed; the next plan may repeat both. So `TorchRunner._execute`
 computes first and changes state only in `TorchRunner._finish`, which cannot raise. Rule 2: each
-step runs one forward, over exactly the plan's tokens. Rule 3: every call sets the thread-local
-state that it needs, because each may come from another thread.
+step runs one forward, over exactly the plan's tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +19,11 @@ import torch
 from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResult
 from engine.errors import EngineBug, ShuttingDown
-from engine.gc_tuning import collect_after_close
-from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
+from engine.worker.failures import describe, is_out_of_memory
 from engine.worker.forward import packing
-from engine.worker.forward.thread_state import thread_state
 from engine.worker.load.architectures import context_note
 from engine.worker.load.devices import estimate_on
 from engine.worker.load.division import Division
-from engine.worker.load.resolve import short_name
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
 from engine.worker.sampling.sampler import sample
 from engine.worker.text.adapters import LoadedAdapters, group_rows
@@ -47,10 +43,10 @@ from engine.worker.text.step_batch import (
     failure_of,
 )
 from engine.worker.text.warmup import warm_up
+from engine.worker.torch_runner import InProcessRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from engine.core.common.types import SequenceId
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
@@ -65,40 +61,28 @@ if TYPE_CHECKING:
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
     from engine.worker.text.draft_model import DraftModel
-    from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 
-class TorchRunner:
-    """Implements `engine.worker.text.interface.TextRunner` with torch.
+class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
+    """Implements `engine.worker.text.interface.TextRunner` with torch. ``backend`` None chooses the
+    attention backend at the load."""
 
-    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
-        times; 4. `close`, after which only `close` may be called. With ``backend`` None, `load`
-        chooses the attention backend.
-    """
+    NEEDS = "weights and KV pool"
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        super().__init__(spec)
         self.adapters = LoadedAdapters(spec)
-        self._spec = spec
         self._chosen = backend
         self._host: AdapterHost | None = None
         self._division = Division(spec.rank, spec.tp)
         self._backend: AttentionBackend | None = None
-        self._device = torch.device("cpu")
         self._model: LoadedModel | None = None
         self._cache: KvCache | None = None
-        self._tokenizer: HfTokenizer | None = None
         self._generator: torch.Generator | None = None
         self._grammars: ConstraintCompiler | None = None
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._drafter: DraftModel | None = None
         self._states: States | None = None
-
-    @property
-    def tokenizer(self) -> HfTokenizer:
-        """The model's tokenizer. Valid after `load`."""
-        if self._tokenizer is None:
-            raise EngineBug("the tokenizer was asked for before the model was loaded")
-        return self._tokenizer
 
     def estimate(self) -> MemoryEstimate:
         """Return the memory that `load` will need, by the config and the headers of the weight
@@ -107,21 +91,12 @@ class TorchRunner:
         Raises:
             SpawnFailed: These files show that the model cannot be served.
         """
-        with _failures_of(self):
+        with self._load_failures():
             found = measure(self._spec, self._division)
             num_bytes = found.num_bytes
             if self._spec.draft_model:
                 num_bytes += measure_draft(self._spec, found.pool)
             return estimate_on(found.device, num_bytes)
-
-    def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
-        """Load the model, allocate the KV pool, choose the attention backend and warm up.
-
-        Raises:
-            SpawnFailed: The model cannot be served; one sentence says why. All memory is freed.
-        """
-        with _failures_of(self), self._thread_state():
-            return self._load(progress)
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint (`ConstraintCompiler.compile`).
@@ -138,29 +113,17 @@ class TorchRunner:
         if self._grammars is not None:
             self._grammars.forget(constraint)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step (Rules 1 and 2).
-
-        Raises:
-            MemoryError: The device ran out of memory. EngineBug: The plan does not fit the state of
-                a sequence. Exception: The step failed in another way.
-        """
-        with step_failures(), self._thread_state():
-            return self._execute(plan)
-
     def close(self) -> None:
         """Free the model, the KV pool and all sequences, and end the sandbox of constraints.
         Idempotent."""
-        self._model = self._cache = self._tokenizer = self._generator = self._backend = None
+        self._model = self._cache = self._generator = self._backend = None
         self._sequences.clear()
         self._host = self._drafter = self._states = None
         self.adapters.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        collect_after_close()
+        super().close()
 
     # --- loading ----------------------------------------------------------------------------
 
@@ -213,10 +176,6 @@ class TorchRunner:
     def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return a function that puts the batch's images into a forward's inputs, or None."""
         return None
-
-    def _thread_state(self) -> AbstractContextManager[None]:
-        """Return a context that sets the calling thread's state (Rule 3)."""
-        return thread_state(self._spec.threads, self._device)
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -510,10 +469,3 @@ class TorchRunner:
             offered,
             has_model,
         )
-
-
-def _failures_of(runner: TorchRunner) -> AbstractContextManager[None]:
-    """Return a context in which any failure of a load closes the runner and becomes one
-    sentence."""
-    name = short_name(runner._spec.model)
-    return load_failures(name, runner.close, needs="weights and KV pool")

@@ -17,7 +17,6 @@ import torch
 
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.images.preprocessor import KEPT_BYTES_MAX
-from engine.worker.failures import load_failures
 from engine.worker.forward.attention import Mask
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
@@ -25,7 +24,7 @@ from engine.worker.load.architectures import context_limit
 from engine.worker.load.devices import pick_device, pick_dtype
 from engine.worker.load.loader import fill
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import resolve, short_name
+from engine.worker.load.resolve import resolve
 from engine.worker.text.files import open_files
 from engine.worker.text.runner import TorchRunner
 from engine.worker.text.vision.parts import PartOfCheckpoint, TextPart, read_parts, tower_name
@@ -92,7 +91,7 @@ class VisionRunner(TorchRunner):
             SpawnFailed: The small files show that the model cannot be served.
         """
         text = super().estimate()
-        with load_failures(short_name(self._spec.model), self.close, needs="weights"):
+        with self._load_failures():
             spec = self._spec
             with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
                 vision, config = read_parts(files.source.directory)
