@@ -10,16 +10,16 @@ Rule 3: pickled files are never read.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from engine.worker.load.adapter_config import read_form
 from engine.worker.load.foreign import ADAPTER_NAME
-from engine.worker.load.reading import has_file, opened, reading
+from engine.worker.load.reading import check_readable, has_file, opened, reading
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ PREFIX = "base_model.model."  # peft's prefix of the names of the base model's l
 SHRINK, EXPAND = ".lora_A.weight", ".lora_B.weight"
 BASE_COPY = ".base_layer."  # in names of copies that peft may store beside an adapted head
 DIGEST_BYTES = 16
-HEADER_BYTES_MAX = 100 << 20  # of a safetensors file; the safetensors library's own limit
 PAD = 16  # ranks and outputs are padded to multiples; PANEL in engine/kernels/simd_amx.h
 CONFIG_BYTES_MAX = 1 << 20  # far above the few kilobytes that peft writes
 
@@ -86,23 +85,15 @@ def measure_adapter(directory: str) -> AdapterSize:
     folder = _folder(directory)
     read_form(_read(folder))
     _check_weights(folder)
+    path = folder / WEIGHTS_NAME
+    check_readable(path)
     try:
-        with opened(folder / WEIGHTS_NAME) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size, HEADER_BYTES_MAX):
-                raise ValueError("the header is longer than the file")
-            header = json.loads(file.read(length))
-        names = [name for name in header if name != "__metadata__"]
-        shapes = [header[name]["shape"] for name in names]
-        if not all(type(one) is int and one >= 0 for shape in shapes for one in shape):
-            raise ValueError("a shape has something else than sizes")
-        if sum(map(prod, shapes)) > size:  # each number takes at least one byte
-            raise ValueError("the header names more numbers than the file has bytes")
-        values = sum(_placed_values(name, header[name]["shape"]) for name in names)
-        ranks = [header[name]["shape"][0] for name in names if name.endswith(SHRINK)]
-        return AdapterSize(size, values, max(ranks, default=0))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        with safe_open(path, framework="numpy") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        values = sum(_placed_values(name, shape) for name, shape in shapes.items())
+        ranks = [shape[0] for name, shape in shapes.items() if name.endswith(SHRINK)]
+        return AdapterSize(path.stat().st_size, values, max(ranks, default=0))
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
         raise _damaged(error) from error
 
 
@@ -128,7 +119,6 @@ def read_adapter(directory: str, places: Mapping[str, tuple[int, int]], head: st
     Raises:
         Refusal: The adapter is of a kind that is not served, or does not fit the model (rule 1).
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     folder = _folder(directory)
