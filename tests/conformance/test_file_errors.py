@@ -25,7 +25,7 @@ from engine.worker.load.gguf.file import GgufFile
 from engine.worker.load.loader import read_config
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import WANTED_FILES, Source
-from engine.worker.text.vision.processors import read_processor
+from engine.worker.text.vision.inputs import read_processor
 from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tests.checkpoints import encode as encoder
 from tests.checkpoints import image_generation as diffusion
