@@ -77,6 +77,11 @@ class ImageFit:
             image = _crop(image, *self.crop)
         return FittedImage(image.height, image.width, image.tobytes())
 
+    def blank(self) -> FittedImage:
+        """Return a black image of the model's size, or of one patch."""
+        height, width = self.crop or self.size or (self.patch_size, self.patch_size)
+        return FittedImage(height, width, bytes(3 * height * width))
+
     def _target(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to which an image is resized."""
         if self.max_patches:

@@ -158,8 +158,7 @@ class SquarePreprocessor:
 
     def blank(self) -> SeenImage:
         """Return a black image, to warm up with."""
-        height, width = self.fit.crop or self.fit.size or (0, 0)
-        return self._seen(FittedImage(height, width, bytes(3 * height * width)))
+        return self._seen(self.fit.blank())
 
     def _seen(self, tile: FittedImage) -> SeenImage:
         text = f"{self.before}{self.token * self.num_tokens}{self.after}"

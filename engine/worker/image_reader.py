@@ -92,11 +92,6 @@ class ImageReader:
             resample=resample,
         )
 
-    def blank(self) -> FittedImage:
-        """Return a black image of the model's size, or of one patch."""
-        height, width = self.fit.crop or self.fit.size or (self._patch_size, self._patch_size)
-        return FittedImage(height, width, bytes(3 * height * width))
-
     def features(self, images: Sequence[FittedImage], device: torch.device) -> dict[str, Any]:
         """Return the arguments of the model's forward for some images."""
         if self.fit.max_patches:

@@ -29,10 +29,11 @@ from engine.requests.text.values import GenerateRequest, OutputOptions, Sampling
 from engine.worker.sampling import sampler
 from engine.worker.sampling.constraint_compiler import WHITESPACE, ConstraintCompiler
 from engine.worker.sampling.masks import Mask, apply_batch
-from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample
+from engine.worker.sampling.sampler import SampleRow, sample
 from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer
 from tests.support import toy_tokenizers
 from tests.support.forms import drawn, regexes, schema_constraint, schemas
+from tests.support.margins import gumbel_margin
 from tests.support.wire import wait_until
 
 MAX_TOKENS = 250

@@ -24,7 +24,8 @@ from engine.worker.factory import runner_spec
 from engine.worker.load.architectures import layer_shapes
 from engine.worker.load.loader import read_config
 from engine.worker.load.resolve import resolve
-from engine.worker.sampling.sampler import SampleRow, gumbel_margin
+from engine.worker.sampling.sampler import SampleRow
+from tests.support.margins import gumbel_margin
 from tests.support.rank_threads import RankThreads
 
 DEMO = resolve("demo-stories").directory

@@ -23,9 +23,10 @@ from engine.worker.forward import native
 from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sampler
 from engine.worker.sampling.masks import Mask
 from engine.worker.sampling.sample_row import needs_prefix
-from engine.worker.sampling.sampler import NothingToSample, SampleRow, gumbel_margin, sample
+from engine.worker.sampling.sampler import NothingToSample, SampleRow, sample
 from tests.conformance.test_edits import warped
 from tests.support import kernel_cases
+from tests.support.margins import gumbel_margin
 
 inf = math.inf
 

@@ -141,7 +141,7 @@ async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*,
 
     async with fake_engine(script, lambda script: runner) as engine:
         memory = engine._supervisor._servings[GenerateRequest].preparer.image_memory
-        memory._max_bytes = runner._info.images.max_bytes
+        memory._max_bytes = runner.info.images.max_bytes
         async with engine.generate(asking(2000, image=None)) as busy:
             await anext(busy)
             hoarder = asking(2000, resume_window_s=3600.0)

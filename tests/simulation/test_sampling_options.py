@@ -85,7 +85,7 @@ def test_more_log_probabilities_than_the_maximum_are_refused_by_name():
 def sampled(sampling, **defaults):
     """Return the sampling and stops that the worker gets."""
     runner = FakeRunner()
-    object.__setattr__(runner._info, "defaults", SamplingDefaults(**defaults))
+    object.__setattr__(runner.info, "defaults", SamplingDefaults(**defaults))
     request = GenerateRequest(token_ids=(1,), sampling=sampling)
     _, error, [admitted] = run(request, runner=runner)
     assert error is None

@@ -248,7 +248,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         request."""
         inputs: list[AnyInput] = [EncodeInput((self._pad_id,) * 4)]
         if self._images is not None:
-            inputs.append(ImageInput(self._images.blank(), self._images.fit.num_tokens))
+            inputs.append(ImageInput(self._images.fit.blank(), self._images.fit.num_tokens))
         for one in inputs:
             row = EncodeRow(SequenceId(0), one, EncodeOptions())
             result = self._execute(EncodePlan(PlanId(0), (row,)))

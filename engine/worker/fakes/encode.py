@@ -31,7 +31,6 @@ from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
-from engine.worker.interface import LoadProgress, MemoryEstimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,43 +140,28 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         script: FakeScript | None = None,
         memory_bytes: int = VOCAB_SIZE,
     ) -> None:
-        super().__init__(script or FakeScript())
-        self._max_model_len = max_model_len
-        self._kind = kind
-        self._memory_bytes = memory_bytes
-
-    @property
-    def encoder_tokenizer(self) -> FakeInputTokenizer:
-        """A tokenizer for inputs, which cuts them to ``max_model_len`` tokens."""
-        return FakeInputTokenizer(self.script, self._max_model_len)
-
-    def estimate(self) -> MemoryEstimate:
-        """Return the ``memory_bytes`` that the fake was made with."""
-        return MemoryEstimate(self._memory_bytes)
-
-    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
-        """Sleep as long as the script says, then return the info.
-
-        Raises:
-            BaseException: the script's ``load_error``.
-        """
-        self._sleep_for_load(progress)
-        is_embedding = self._kind is not Capability.RERANK
-        reads_images = self._kind is Capability.IMAGE_EMBEDDING
-        return EncoderInfo(
-            kind=self._kind,
+        script = script or FakeScript()
+        is_embedding = kind is not Capability.RERANK
+        info = EncoderInfo(
+            kind=kind,
             architecture="fake",
             dtype="none",
             device="cpu",
             vocab_size=VOCAB_SIZE,
-            max_model_len=self._max_model_len,
-            memory_bytes=self._memory_bytes,
+            max_model_len=max_model_len,
+            memory_bytes=memory_bytes,
             dimensions=DIMENSIONS if is_embedding else 0,
             prompt_names=tuple(PROMPTS) if is_embedding else (),
-            images=FakeFit(decode_s=self.script.decode_s, sleep=self.script.sleep)
-            if reads_images
+            images=FakeFit(decode_s=script.decode_s, sleep=script.sleep)
+            if kind is Capability.IMAGE_EMBEDDING
             else None,
         )
+        super().__init__(script, info)
+
+    @property
+    def encoder_tokenizer(self) -> FakeInputTokenizer:
+        """A tokenizer for inputs, which cuts them to ``max_model_len`` tokens."""
+        return FakeInputTokenizer(self.script, self.info.max_model_len)
 
     def close(self) -> None:
         """Do nothing, because the fake holds nothing."""
@@ -203,7 +187,7 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))
 
     def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
-        if self._kind is Capability.RERANK:
+        if self.info.kind is Capability.RERANK:
             return array("f", [score_of(token_ids, raw=options.raw_scores)])
         values = vector_of(token_ids, options.dimensions or DIMENSIONS)
         if options.normalize:

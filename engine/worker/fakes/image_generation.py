@@ -20,11 +20,8 @@ from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
 from engine.worker.image_generation.interface import ImageModelInfo
-from engine.worker.interface import LoadProgress, MemoryEstimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.core.common.types import SequenceId
     from engine.core.image_generation.types import Drawing, ImagePlan
 
@@ -93,22 +90,8 @@ class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
     def __init__(
         self, info: ImageModelInfo = FAKE_INFO, *, script: FakeScript | None = None
     ) -> None:
-        self.info = info
-        super().__init__(script or FakeScript())
+        super().__init__(script or FakeScript(), info)
         self.drawings: dict[SequenceId, _FakeDrawing] = {}
-
-    def estimate(self) -> MemoryEstimate:
-        """Return the memory of the info that the fake was made with."""
-        return MemoryEstimate(self.info.memory_bytes)
-
-    def load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
-        """Sleep as long as the script says, then return the info.
-
-        Raises:
-            BaseException: the script's ``load_error``.
-        """
-        self._sleep_for_load(progress)
-        return self.info
 
     def close(self) -> None:
         """Forget every drawing."""

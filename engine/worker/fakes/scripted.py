@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine.core.common.steps import RowFailure, RowPhase
 from engine.worker.fakes.tokenizer import FakeTokenizer
-from engine.worker.interface import LoadProgress
+from engine.worker.interface import LoadProgress, MemoryEstimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,11 +20,12 @@ ResultT = TypeVar("ResultT")
 
 
 class ScriptedRunner(Generic[PlanT, ResultT]):
-    """A runner without a model. ``steps`` counts the executed steps, and ``is_executing`` is set
-    during one."""
+    """A runner without a model, which describes itself by ``info``. ``steps`` counts the executed
+    steps, and ``is_executing`` is set during one."""
 
-    def __init__(self, script: FakeScript) -> None:
+    def __init__(self, script: FakeScript, info: Any) -> None:
         self.script = script
+        self.info = info
         self.steps = 0
         self.is_executing = False
 
@@ -51,8 +52,12 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
     def _execute(self, plan: PlanT) -> ResultT:
         raise NotImplementedError
 
-    def _sleep_for_load(self, progress: Callable[[LoadProgress], None]) -> None:
-        """Sleep as long as the script says a load takes.
+    def estimate(self) -> MemoryEstimate:
+        """Return the memory of the info."""
+        return MemoryEstimate(self.info.memory_bytes)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> Any:
+        """Sleep as long as the script says, then return the info.
 
         Raises:
             BaseException: the script's ``load_error``.
@@ -61,6 +66,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         self.script.sleep(self.script.load_s)
         if self.script.load_error is not None:
             raise self.script.load_error
+        return self.info
 
     def _spend(self, num_tokens: int) -> float:
         """Count a step and sleep as long as the script says it takes. Return the seconds."""

@@ -34,7 +34,6 @@ from engine.worker.fakes.preprocessor import FakePreprocessor, FakeTower, met_by
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.states import FakeStates
 from engine.worker.fakes.tokenizer import EOS
-from engine.worker.interface import LoadProgress, MemoryEstimate
 from engine.worker.text.interface import ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from engine.core.image_generation.types import ImagePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint
+    from engine.worker.interface import LoadProgress
 
 
 class KvMismatch(AssertionError):
@@ -148,11 +148,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         sees: bool = False,
         num_states: int = 0,
     ) -> None:
-        super().__init__(script or FakeScript())
-        self.tower = FakeTower()
-        self.compiled: set[Constraint] = set()
-        self.adapters = FakeAdapters(self.script)
-        self._info = ModelInfo(
+        script = script or FakeScript()
+        info = ModelInfo(
             architecture="fake",
             dtype="none",
             device="cpu",
@@ -163,26 +160,22 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             eos_token_ids=frozenset({EOS}),
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
-            images=FakePreprocessor(self.script.decode_s, self.script.sleep) if sees else None,
+            images=FakePreprocessor(script.decode_s, script.sleep) if sees else None,
             num_states=num_states,
         )
+        super().__init__(script, info)
+        self.tower = FakeTower()
+        self.compiled: set[Constraint] = set()
+        self.adapters = FakeAdapters(script)
         self._states = FakeStates(num_states)
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
 
-    def estimate(self) -> MemoryEstimate:
-        """Return the ``memory_bytes`` that the fake was made with."""
-        return MemoryEstimate(self._info.memory_bytes)
-
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
-        """Sleep as long as the script says, then return the info.
-
-        Raises:
-            BaseException: the script's ``load_error``.
-        """
-        self._sleep_for_load(progress)
-        self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
-        return self._info
+        """Load as `ScriptedRunner.load`, with an empty KV pool."""
+        info: ModelInfo = super().load(progress)
+        self._kv = [-1] * (info.num_blocks * info.block_size)
+        return info
 
     def compile(self, constraint: Constraint) -> int:
         """Note that the constraint is compiled, after the script's ``compile``."""
@@ -221,7 +214,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             self._forward(row)
         self._states.write()
         for source, target in plan.copies:
-            size = self._info.block_size
+            size = self.info.block_size
             self._kv[target * size : (target + 1) * size] = self._kv[
                 source * size : (source + 1) * size
             ]
@@ -253,7 +246,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return row._replace(count=1 + len(seq.draft), drafts=len(seq.draft))
 
     def _slot(self, seq: _FakeSequence, position: int) -> int:
-        size = self._info.block_size
+        size = self.info.block_size
         return seq.blocks[position // size] * size + position % size
 
     def _forward(self, row: Row) -> None:
@@ -296,7 +289,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         Raises:
             KvMismatch: a block holds something else.
         """
-        digest, size = first_digest(seq.admitted.adapter), self._info.block_size
+        digest, size = first_digest(seq.admitted.adapter), self.info.block_size
         for position in range(start):
             content = seq.contents.get(position, b"")
             digest = digest_after(digest, seq.tokens[position], content)

@@ -13,7 +13,7 @@ Seeded draws are a Gumbel-max over all candidates.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -73,27 +73,6 @@ def sample_batch(
     found, told = torch.stack((torch.cat(tokens), torch.cat(states))).tolist()
     _check(looked, told)
     return [token for _, token in sorted(zip(drawn, found, strict=True))]
-
-
-def margins(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
-    """Implements `engine.worker.sampling.sampler.gumbel_margin`."""
-    found = [0.0] * len(rows)
-    for kind, members, scores in _groups(logits, rows):
-        _check(members, _states(scores).tolist())
-        if kind.is_greedy:
-            _fill(found, members, _lead(scores.to(torch.float64)))
-            continue
-        if not kind.is_seeded:
-            raise ValueError(f"row {members[0]} has no seed: its draw has no margin")
-        for part in _candidates(kind, members, scores, rows):
-            _fill(found, part.rows, _lead(_perturbed(part, rows)))
-    return found
-
-
-def _fill(results: list[Any], members: Sequence[int], values: torch.Tensor) -> None:
-    """Put the values of a group's rows into ``results`` by their position in the batch."""
-    for row, value in zip(members, values.tolist(), strict=True):
-        results[row] = value
 
 
 # --- groups, processors, temperature --------------------------------------------------------
@@ -218,11 +197,3 @@ def _perturbed(part: Candidates, rows: Sequence[SampleRow]) -> torch.Tensor:
     if ids is None:
         ids = torch.arange(part.scores.shape[1], device=device)
     return noise.gumbel(noise.uniforms(keys, ids)).add_(part.scores)
-
-
-def _lead(scores: torch.Tensor) -> torch.Tensor:
-    """Return the best score minus the second best, [rows] float64; inf if only one is finite."""
-    if scores.shape[1] == 1:
-        return scores.new_full((scores.shape[0],), torch.inf)
-    best = scores.topk(2, dim=1).values
-    return best[:, 0] - best[:, 1]

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.worker.sampling.draw_batch import margins, sample_batch
+from engine.worker.sampling.draw_batch import sample_batch
 from engine.worker.sampling.draw_rows import sample_rows
 from engine.worker.sampling.sample_row import NothingToSample, SampleRow, uniforms_of
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 NO_UNIFORMS = np.empty((0, 2))
 
-__all__ = ["NothingToSample", "SampleRow", "gumbel_margin", "sample"]
+__all__ = ["NothingToSample", "SampleRow", "sample"]
 
 
 def sample(
@@ -72,19 +72,6 @@ def sample(
     unseeded = [row for row in rows if row.sampling.seed is None and not row.sampling.is_greedy]
     uniforms = uniforms_of(unseeded, generator).numpy() if unseeded else NO_UNIFORMS
     return sample_rows(logits.detach().numpy(), rows, uniforms)
-
-
-def gumbel_margin(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
-    """Return the margin of each row's token: for seeded rows over the second best perturbed score,
-    for greedy rows over the second best logit; inf if there is no second.
-
-    If a margin exceeds 1e-4, the token does not depend on the batch (D10).
-
-    Raises:
-        ValueError: A row is neither seeded nor greedy. NothingToSample: as `sample`.
-    """
-    _check_shape(logits, rows)
-    return margins(logits, rows)
 
 
 def _is_by_rows(logits: torch.Tensor) -> bool:
