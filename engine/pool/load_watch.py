@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -12,18 +12,12 @@ from engine.worker.interface import LoadProgress
 
 if TYPE_CHECKING:
     from engine.pool.entry import Entry, Load
+    from engine.pool.loads import Loads
     from engine.status import ModelState
 
 # How often a watch looks at the progress, which the loading thread stores. The end of a load wakes
 # the watch at once.
 LOOK_INTERVAL_S = 0.1
-
-
-class Ensure(Protocol):
-    """Has a model loaded: `engine.pool.loads.Loads.ensure`."""
-
-    def __call__(self, name: str, *, replicas: int) -> Entry:
-        """Return the entry of a model, which has that many replicas or a load under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +35,8 @@ class LoadWatch:
     this watch.
     """
 
-    def __init__(self, ensure: Ensure, entry: Entry, count: int, *, is_own: bool) -> None:
-        self._ensure = ensure
+    def __init__(self, loads: Loads, entry: Entry, count: int, *, is_own: bool) -> None:
+        self._loads = loads
         self._is_own = is_own
         self._entry = entry
         self._count = count
@@ -69,7 +63,7 @@ class LoadWatch:
                 if self._has_enough() and (load is None or self._entry.ready):
                     break
                 self._is_own = load is None  # a load that began for others may wait for its backoff
-                self._ensure(self._entry.config.name, replicas=self._count)
+                self._loads.ensure(self._entry.config.name, replicas=self._count)
                 self._load = self._entry.load
                 continue
             progress = self._entry.progress

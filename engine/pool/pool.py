@@ -142,10 +142,6 @@ class Pool:
             if entry.load is not None:
                 entry.load.give_up()
 
-    def notify(self) -> None:
-        """Call ``on_change``, because the engine's own state has changed."""
-        self.registry.on_change()
-
     def _start_task(self, task: Task) -> None:
         """Start a task in the pool's nursery. Even if the nursery is cancelled before the task
         begins, the task begins, and can release the resources that it was given."""
@@ -185,7 +181,7 @@ class Pool:
         is_own = entry.load is None
         count = replicas or entry.config.num_replicas
         entry = self._loads.ensure(name, replicas=count)
-        return LoadWatch(self._loads.ensure, entry, count, is_own=is_own)
+        return LoadWatch(self._loads, entry, count, is_own=is_own)
 
     async def unload(self, name: str, drain_s: float) -> None:
         """Unload a model and wait until its memory is free. A load under way ends first. Requests

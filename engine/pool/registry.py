@@ -29,7 +29,8 @@ class Registry:
 
     ``entries`` has them by name. ``find_capability`` returns the capability of a model whose
     configuration names none, or None if it is unknown until the model has loaded. The pool's parts
-    call ``on_change`` whenever a model's state may have changed.
+    call ``on_change`` whenever a model's state may have changed. ``is_closed``: the pool is ending,
+    and no model may be used or loaded any more.
     """
 
     def __init__(
@@ -50,16 +51,11 @@ class Registry:
         for entry in self.entries.values():
             for adapter in entry.config.adapters:
                 self.set_adapter(entry, AdapterVersion(entry.config.name, adapter))
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the pool is ending, so that no model may be used or loaded any more."""
-        return self._is_closed
+        self.is_closed = False
 
     def close(self) -> None:
         """Have `require_open` refuse from now on. Idempotent."""
-        self._is_closed = True
+        self.is_closed = True
 
     def find(self, name: str, capability: Capability | None = None) -> Entry:
         """Return the model with this name or alias. For an empty name, return the first configured
@@ -216,7 +212,7 @@ class Registry:
             ShuttingDown: the pool is ending.
             NoWorkers: the operator is unloading the model.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise ShuttingDown("the server takes no new requests", retry_after_s=RETRY_AFTER_S)
         if entry is not None and entry.num_unloads:
             name = entry.config.name

@@ -145,7 +145,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._is_closing = False
         self._has_ended = False
         self._on_death = settings.on_death
-        self._cause: TrioletError | None = None  # why the loop died
+        # The error that ended `run`. With one, the core's state is not valid any more.
+        self.cause_of_death: TrioletError | None = None
         self._lost: WorkerLost | None = None  # the error that `lose` was given
 
     # ---- commands: synchronous, in order, applied between steps
@@ -159,7 +160,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
                 because it was closed.
         """
         if self._has_ended:
-            raise self._cause or ShuttingDown("the model was closed", retry_after_s=5.0)
+            raise self.cause_of_death or ShuttingDown("the model was closed", retry_after_s=5.0)
         if self._num_submits >= self.core.config.max_queued_requests:
             raise Overloaded("the queue holds as many requests as it may", retry_after_s=1.0)
         self._num_submits += 1
@@ -218,12 +219,6 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         return self._watch.is_hung
 
     @property
-    def cause_of_death(self) -> TrioletError | None:
-        """The error that ended `run`, or None. With an error, the core's state is not valid any
-        more."""
-        return self._cause
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing is live, nothing is posted and no step is in flight."""
         return self.core.is_idle and not self._commands
@@ -258,15 +253,15 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             while now is not None:
                 now = await self._turn(now)
         except Exception as error:
-            self._cause = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
+            self.cause_of_death = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
             self._has_ended = True
-            self._on_death(self._cause)
+            self._on_death(self.cause_of_death)
             self._deliver(self._time())
             for request_id, stream in list(self._streams.items()):
-                stream.lose_replica(self._cause, has_begun=self._has_begun(request_id))
-            if self._cause is error:
+                stream.lose_replica(self.cause_of_death, has_begun=self._has_begun(request_id))
+            if self.cause_of_death is error:
                 raise
-            raise self._cause from error
+            raise self.cause_of_death from error
         finally:
             self._watch.close()
             self._has_ended = True
@@ -275,7 +270,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
     def _has_begun(self, request_id: RequestId) -> bool:
         """Return whether a request had been in a step when the loop died; True if a bug ended the
         loop, because the core's state is then unreliable."""
-        return not isinstance(self._cause, WorkerLost) or self.core.has_begun(request_id)
+        return not isinstance(self.cause_of_death, WorkerLost) or self.core.has_begun(request_id)
 
     async def _turn(self, began: float) -> float | None:
         """Do one step, or wait once for something to do. Return the time afterwards; None once the

@@ -303,7 +303,7 @@ class Supervisor:
         if not self.is_draining:
             self.is_draining = True
             self.detached.close()
-            self._pool.notify()
+            self._pool.registry.on_change()  # the engine's own state has changed
         try:
             with trio.move_on_after(timeout_s):
                 if self._take_leave is not None:

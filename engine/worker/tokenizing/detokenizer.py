@@ -80,9 +80,9 @@ class TextState:
         "_hidden",
         "_is_done",
         "_matcher",
-        "_num_tokens",
         "_searched",
         "_stops",
+        "num_tokens",
     )
 
     def __init__(self, tokenizer: HfTokenizer, stops: Stops, prompt: Sequence[int]) -> None:
@@ -99,24 +99,19 @@ class TextState:
         self._matcher = StopMatcher(
             stops.strings, include=stops.include, hidden=self._searched.values()
         )
-        self._num_tokens = 0
+        self.num_tokens = 0  # that were pushed
         self._is_done = False
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens were pushed."""
-        return self._num_tokens
 
     def push(self, token_id: int, *, is_complete: bool = False) -> TextStep:
         """Take the next sampled token. ``is_complete`` says that the constraint's grammar allows no
         token after it."""
         assert not self._is_done, "push after the end of the sequence"
         stops = self._stops
-        is_armed = self._num_tokens >= stops.min_tokens
-        self._num_tokens += 1
+        is_armed = self.num_tokens >= stops.min_tokens
+        self.num_tokens += 1
         if is_armed and token_id in stops.token_ids:
             return self._end_by_token(token_id)
-        is_last = self._num_tokens >= stops.max_tokens
+        is_last = self.num_tokens >= stops.max_tokens
         hidden = self._searched.get(token_id, "") if token_id in self._hidden else ""
         text = self._decoder.step(token_id)
         if is_last or is_complete or hidden:
@@ -134,7 +129,7 @@ class TextState:
         """Take an end token that completes the constraint's grammar. It ends the sequence whatever
         the stops are."""
         assert not self._is_done, "push after the end of the sequence"
-        self._num_tokens += 1
+        self.num_tokens += 1
         return self._end_by_token(token_id)
 
     def fork(self) -> TextState:
