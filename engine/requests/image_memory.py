@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from engine.errors import Overloaded
+from engine.errors import Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Set
@@ -93,6 +93,17 @@ class ImageMemory:
     def request_bytes_max(self) -> int:
         """The most bytes that one request may hold."""
         return int(self._max_bytes * REQUEST_SHARE)
+
+    def check_count(self, field: str, count: int, each_bytes: int, hint: str = "") -> None:
+        """Check that one request may hold so many images.
+
+        Raises:
+            RequestTooLarge: it may not.
+        """
+        most = max(1, self.request_bytes_max // each_bytes)
+        if count > most:
+            what = f"has {count} images, of at most {most} in one request{hint}"
+            raise RequestTooLarge.of(field, what)
 
     async def take(
         self,

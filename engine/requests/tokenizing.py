@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import trio
 
 from engine.core.common.vocabulary import check_ids, first_outside
-from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
+from engine.errors import EngineBug, FieldViolation, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.images.decoder import decode_here
+from engine.images.errors import BadImage
 from engine.requests.turns import Turns
 
 if TYPE_CHECKING:
@@ -232,14 +233,24 @@ class Tokenizing:
         """Return ``work()``, called in a thread. Cancellation: as the class."""
         return await self._in_thread(work, self._short_turns)
 
-    async def decode_image(self, read: Callable[[bytes], T], data: bytes) -> T:
-        """Return ``read(data)``, called by the image decoder. Cancellation: as the class."""
-        return await self.run_for_image(partial(self.image_decoder, read, data))
+    async def read_images(
+        self, files: Iterable[tuple[str, bytes]], read: Callable[[bytes], T]
+    ) -> list[T]:
+        """Return what ``read``, which may have an image decoded, makes of each file in a thread. No
+        other image is decoded at the same time. Cancellation: as the class.
 
-    async def run_for_image(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, which may have an image decoded, called in a thread. No other image is
-        decoded at the same time. Cancellation: as the class."""
-        return await self._in_thread(work, self._image_turns)
+        Raises:
+            InvalidRequest: images cannot be read; it lists the paths of all, which come with them.
+        """
+        made, found = [], []
+        for path, data in files:
+            try:
+                made.append(await self._in_thread(partial(read, data), self._image_turns))
+            except BadImage as error:
+                found.append(FieldViolation(path, str(error)))
+        if found:
+            raise InvalidRequest(found)
+        return made
 
     async def _in_thread(self, work: Callable[[], T], turns: Turns, party: Hashable = None) -> T:
         values: list[T] = []

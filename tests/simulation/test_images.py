@@ -12,11 +12,11 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import EndReason
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletError
 from engine.requests import image_memory
-from engine.requests.encode.prepare import InputPreparer
 from engine.requests.encode.values import Embedding, EmbedRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import GenerateRequest
+from engine.requests.tokenizing import Tokenizing
 from engine.status import Capability
 from engine.worker.fakes.encode import IMAGE_TOKENS, FakeEncoder, vector_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
@@ -190,7 +190,7 @@ def test_memory_for_images_is_waited_for_and_given_back():
 
 
 # A request's images are one job.
-READ_ALL = "decode_image(lambda _: [fit.read(each) for each in data.values()][0], one)"
+READ_ALL = "lambda: [read(each) for _, each in files][0]"
 
 
 def leave_at_any_instant(seed):
@@ -234,7 +234,7 @@ def test_a_request_that_leaves_at_any_instant_gives_its_memory_back(seed):
     [
         (ImageMemory.take, "self._waiting.remove(waiter)", "pass"),
         (ImageMemory._give_back, "self.num_bytes -= num_bytes", "pass"),
-        (InputPreparer._read_images, "decode_image(fit.read, one)", READ_ALL),
+        (Tokenizing.read_images, "partial(read, data)", READ_ALL),
     ],
 )
 def test_a_planted_leak_is_found(function, old, new):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
@@ -23,7 +24,6 @@ from engine.core.encode.types import (
     TokenizedInput,
 )
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
-from engine.images.errors import BadImage
 from engine.requests.encode.values import EmbedRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.prepared import Prepared
@@ -138,27 +138,19 @@ class InputPreparer:
         """
         fit = assignment.replica.info.images
         assert fit is not None, "the capability was checked when the replica was leased"
-        data = {index: one for index, one in enumerate(inputs) if isinstance(one, bytes)}
-        most = max(1, self.image_memory.request_bytes_max // fit.max_bytes)
-        if len(data) > most:
-            raise RequestTooLarge.of(
-                "inputs",
-                f"has {len(data)} images, of at most {most} in one request; send the others in "
-                "further requests",
-            )
+        files = [
+            (f"inputs[{index}].image", one)
+            for index, one in enumerate(inputs)
+            if isinstance(one, bytes)
+        ]
+        hint = "; send the others in further requests"
+        self.image_memory.check_count("inputs", len(files), fit.max_bytes, hint)
         assignment.report(Phase.DECODE_IMAGE)
-        await self.image_memory.take(len(data) * fit.max_bytes, assignment.held, assignment.core_id)
-        made, found = [], []
-        for index, one in data.items():
-            try:
-                image = await self._tokenizing.decode_image(fit.read, one)
-            except BadImage as error:
-                found.append(FieldViolation(f"inputs[{index}].image", str(error)))
-            else:
-                made.append(ImageInput(image, fit.num_tokens))
-        if found:
-            raise InvalidRequest(found)
-        return made
+        num_bytes = len(files) * fit.max_bytes
+        await self.image_memory.take(num_bytes, assignment.held, assignment.core_id)
+        read = partial(self._tokenizing.image_decoder, fit.read)
+        made = await self._tokenizing.read_images(files, read)
+        return [ImageInput(image, fit.num_tokens) for image in made]
 
     async def _tokenize_pairs(
         self, asked: RerankRequest, replica: EncodeReplica, party: Hashable

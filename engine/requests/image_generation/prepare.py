@@ -131,10 +131,9 @@ class ImageGenerationPreparer:
         assignment.report(Phase.DECODE_IMAGE)
         await self.image_memory.take(3 * width * height, assignment.held, assignment.core_id)
         read = partial(read_as, size=(width, height), max_pixels=info.max_image_pixels)
-        try:
-            return await self._tokenizing.decode_image(read, data)
-        except BadImage as error:
-            raise InvalidRequest.of("source.image", str(error)) from None
+        decode = partial(self._tokenizing.image_decoder, read)
+        [pixels] = await self._tokenizing.read_images([("source.image", data)], decode)
+        return pixels
 
 
 def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:

@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.core.common.phases import Phase
-from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
-from engine.images.errors import BadImage
+from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.text.image_prompts import ImageText, ReadImage, hide, place, place_spans, show
 from engine.requests.text.kept_images import KeptImages
@@ -74,7 +73,7 @@ class VisionInput:
         )
         if preprocessor is None or not count:
             return chat
-        self._check_count(preprocessor, count)
+        self.memory.check_count("chat.messages", count, preprocessor.max_bytes)
         assignment.report(Phase.DECODE_IMAGE)
         num_bytes = count * preprocessor.max_bytes
         await self.memory.take(
@@ -129,7 +128,7 @@ class VisionInput:
         """
         preprocessor, count = _preprocessor_for(replica, chat), sum(1 for _ in chat.images)
         if preprocessor is not None and count:
-            self._check_count(preprocessor, count)
+            self.memory.check_count("chat.messages", count, preprocessor.max_bytes)
             measure = partial(_measure, self._tokenizing.image_decoder, preprocessor)
             chat = await self._read_each(chat, measure)
         shown, _ = await self._shown(replica, chat, party)
@@ -143,24 +142,9 @@ class VisionInput:
             else place_spans(spans, shown, preprocessor, replica.tokenizer)
         )
 
-    def _check_count(self, preprocessor: Preprocessor, count: int) -> None:
-        most = max(1, self.memory.request_bytes_max // preprocessor.max_bytes)
-        if count > most:
-            raise RequestTooLarge.of(
-                "chat.messages", f"has {count} images, of at most {most} in one request"
-            )
-
     async def _read_each(self, chat: Chat, read: Callable[[bytes], ReadImage]) -> Chat:
         """Return a chat with the result of ``read``, called in a thread, for each file."""
-        made, found = [], []
-        for path, data in chat.images:
-            try:
-                made.append(await self._tokenizing.run_for_image(partial(read, data)))
-            except BadImage as error:
-                found.append(FieldViolation(path, str(error)))
-        if found:
-            raise InvalidRequest(found)
-        images = iter(made)
+        images = iter(await self._tokenizing.read_images(chat.images, read))
         return replace(chat, messages=tuple(_with_images(one, images) for one in chat.messages))
 
     async def _shown(

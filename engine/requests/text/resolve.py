@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from engine.requests.text.values import OutputOptions, SamplingParams
     from engine.worker.text.interface import ModelInfo, SamplingDefaults
 
+# The options for which a model's generation_config may have a value.
+WITH_DEFAULTS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
 
 def resolve_sampling(
     params: SamplingParams,
@@ -19,25 +25,16 @@ def resolve_sampling(
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
     """Return the sampling of a request: unset fields come from the model's generation_config,
-    then from the usual defaults. ``bad_words`` are the request's, as the tokenizer splits them.
+    then from `Sampling`. ``bad_words`` are the request's, as the tokenizer splits them.
     """
-
-    def pick(name: str, usual: float) -> Any:
+    chosen: dict[str, Any] = {}
+    for name in WITH_DEFAULTS:
         asked = getattr(params, name)
-        if asked is not None:
-            return asked
-        configured = getattr(defaults, name, None)
-        return usual if configured is None else configured
-
+        value = getattr(defaults, name) if asked is None else asked
+        if value is not None:
+            chosen[name] = value
     return Sampling(
-        temperature=pick("temperature", 1.0),
-        top_k=pick("top_k", 0),
-        top_p=pick("top_p", 1.0),
-        min_p=pick("min_p", 0.0),
-        typical_p=pick("typical_p", 1.0),
-        repetition_penalty=pick("repetition_penalty", 1.0),
-        presence_penalty=pick("presence_penalty", 0.0),
-        frequency_penalty=pick("frequency_penalty", 0.0),
+        **chosen,
         seed=params.seed,
         logit_bias=tuple(sorted(params.logit_bias.items())),
         allowed_token_ids=params.allowed_token_ids,
