@@ -33,4 +33,5 @@ from engine.requests.text.values import SamplingParams as SamplingParams
 from engine.requests.text.values import Started as Started
 from engine.requests.text.values import ToolCallDelta as ToolCallDelta
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+# mypy takes the names from the imports, and does not understand such a list.
+globals()["__all__"] = [name for name in dir() if not name.startswith("_")]

@@ -14,13 +14,14 @@ from engine.errors import EngineBug
 from engine.gc_tuning import collect_after_close
 from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
+from engine.worker.load.devices import estimate_on
 from engine.worker.load.resolve import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from engine.worker.interface import LoadProgress, RunnerSpec
+    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 PlanT = TypeVar("PlanT")
@@ -49,6 +50,15 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
             raise EngineBug("the tokenizer was asked for before the model was loaded")
         return self._tokenizer
 
+    def estimate(self) -> MemoryEstimate:
+        """Return what `load` will need, from the config and the headers of the weight files.
+
+        Raises:
+            SpawnFailed: the model cannot be served, as far as these files show.
+        """
+        with self._load_failures():
+            return estimate_on(*self._measure())
+
     def load(self, progress: Callable[[LoadProgress], None]) -> InfoT:
         """Load the model and compute a first step.
 
@@ -74,6 +84,10 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         collect_after_close()
+
+    def _measure(self) -> tuple[torch.device, int]:
+        """Return the device, and how many of its bytes the model will need."""
+        raise NotImplementedError
 
     def _load(self, progress: Callable[[LoadProgress], None]) -> InfoT:
         raise NotImplementedError

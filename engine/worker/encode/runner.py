@@ -50,7 +50,7 @@ from engine.worker.encode.tokenizer import InputTokenizer
 from engine.worker.image_reader import ImageReader, text_width
 from engine.worker.interface import LoadProgress
 from engine.worker.load.checkpoint import Checkpoint
-from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
+from engine.worker.load.devices import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json, resolve
 from engine.worker.tokenizing.tokenizer import HfTokenizer
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine.core.encode.types import AnyInput
-    from engine.worker.interface import MemoryEstimate, RunnerSpec
+    from engine.worker.interface import RunnerSpec
 
 # The most padding in a group, in tokens; with more, another forward is cheaper. A guess at the cost
 # of a forward without its tokens.
@@ -95,24 +95,18 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             raise EngineBug("the tokenizer was asked for before the encoder was loaded")
         return self._input_tokenizer
 
-    def estimate(self) -> MemoryEstimate:
-        """Estimate the memory of weights and activations from the files' headers.
-
-        Raises:
-            SpawnFailed: The model cannot be served.
-        """
-        with self._load_failures():
-            spec = self._spec
-            device = pick_device(spec.device)
-            directory = resolve(spec.model, spec.revision).directory
-            folder = check(directory, self._capability)
-            with Checkpoint(folder) as checkpoint:
-                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-                num_bytes = checkpoint.num_values * dtype.itemsize
-            config = read_json(folder, "config.json")
-            length = int(config.get("max_position_embeddings") or 0)
-            num_bytes += _workspace(spec, config, length, dtype)
-            return estimate_on(device, num_bytes + self._decoding_bytes(device))
+    def _measure(self) -> tuple[torch.device, int]:
+        spec = self._spec
+        device = pick_device(spec.device)
+        directory = resolve(spec.model, spec.revision).directory
+        folder = check(directory, self._capability)
+        with Checkpoint(folder) as checkpoint:
+            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+            num_bytes = checkpoint.num_values * dtype.itemsize
+        config = read_json(folder, "config.json")
+        length = int(config.get("max_position_embeddings") or 0)
+        num_bytes += _workspace(spec, config, length, dtype)
+        return device, num_bytes + self._decoding_bytes(device)
 
     def _decoding_bytes(self, device: torch.device) -> int:
         """Return the bytes of ``device`` that decoding an image takes, one at a time."""

@@ -25,7 +25,7 @@ from engine.worker.image_generation.interface import ImageModelInfo
 from engine.worker.image_generation.noise_names import CLASSES
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import LoadProgress
-from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
+from engine.worker.load.devices import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
 from engine.worker.tokenizing.tokenizer import HfTokenizer
@@ -34,10 +34,12 @@ from engine.worker.torch_runner import InProcessRunner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from engine.core.image_generation.types import RawImage
     from engine.worker.image_generation.model import DiffusionModel
     from engine.worker.image_generation.state import DrawingState
-    from engine.worker.interface import MemoryEstimate, RunnerSpec
+    from engine.worker.interface import RunnerSpec
 
 WARM_UP_PIXELS = 64  # the width and height of the first image
 GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # diffusers' defaults of StableDiffusion and of SDXL
@@ -66,19 +68,12 @@ class DiffusionRunner(InProcessRunner[ImagePlan, ImageResult, ImageModelInfo]):
         self._info: ImageModelInfo | None = None
         self._states: dict[SequenceId, DrawingState] = {}
 
-    def estimate(self) -> MemoryEstimate:
-        """Estimate the memory of weights and activations from the files' headers.
-
-        Raises:
-            SpawnFailed: The model cannot be served.
-        """
-        with self._load_failures():
-            loading = _loading()
-            spec = self._spec
-            device = pick_device(spec.device)
-            pipeline = pipelines.read(resolve(spec.model, spec.revision).directory)
-            dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
-            return estimate_on(device, loading.memory_bytes(pipeline, dtype, spec.max_drawings))
+    def _measure(self) -> tuple[torch.device, int]:
+        loading, spec = _loading(), self._spec
+        device = pick_device(spec.device)
+        pipeline = pipelines.read(resolve(spec.model, spec.revision).directory)
+        dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
+        return device, loading.memory_bytes(pipeline, dtype, spec.max_drawings)
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""

@@ -416,10 +416,10 @@ def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> Non
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
-    """Allocate the buffers on the device and have the model compute them."""
-    _fill_buffers(module, module._init_weights, device)
-    if not isinstance(module, Skeleton):  # Falcon-H1's base model computes buffers of its layers
-        module._init_weights(module.base_model)
+    """Allocate the buffers on the device and have the model compute them; a skeleton has them."""
+    if not isinstance(module, Skeleton):
+        _fill_buffers(module, module._init_weights, device)
+        module._init_weights(module.base_model)  # Falcon-H1's computes buffers of its layers
 
 
 def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:

@@ -22,7 +22,6 @@ from engine.errors import EngineBug, ShuttingDown
 from engine.worker.failures import describe, is_out_of_memory
 from engine.worker.forward import packing
 from engine.worker.load.architectures import context_note
-from engine.worker.load.devices import estimate_on
 from engine.worker.load.division import Division
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
 from engine.worker.sampling.sampler import sample
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.kv_cache import KvCache
     from engine.worker.forward.packing import Ints
     from engine.worker.forward.recurrent import RowState, States
-    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
+    from engine.worker.interface import LoadProgress, RunnerSpec
     from engine.worker.load.loader import LoadedModel
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
@@ -84,19 +83,12 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         self._drafter: DraftModel | None = None
         self._states: States | None = None
 
-    def estimate(self) -> MemoryEstimate:
-        """Return the memory that `load` will need, by the config and the headers of the weight
-        files. A rank's estimate is that of its own part.
-
-        Raises:
-            SpawnFailed: These files show that the model cannot be served.
-        """
-        with self._load_failures():
-            found = measure(self._spec, self._division)
-            num_bytes = found.num_bytes
-            if self._spec.draft_model:
-                num_bytes += measure_draft(self._spec, found.pool)
-            return estimate_on(found.device, num_bytes)
+    def _measure(self) -> tuple[torch.device, int]:
+        found = measure(self._spec, self._division)
+        num_bytes = found.num_bytes
+        if self._spec.draft_model:
+            num_bytes += measure_draft(self._spec, found.pool)
+        return found.device, num_bytes
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint (`ConstraintCompiler.compile`).

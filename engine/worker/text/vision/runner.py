@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import PromptImage
     from engine.images.preprocessor import Preprocessor
     from engine.worker.forward.attention import AttentionBackend
-    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
+    from engine.worker.interface import LoadProgress, RunnerSpec
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.text.interface import ModelInfo
     from engine.worker.text.step_batch import Batch
@@ -84,26 +84,20 @@ class VisionRunner(TorchRunner):
         super().__init__(spec, backend)
         self._division = TextPart()
 
-    def estimate(self) -> MemoryEstimate:
-        """Return the memory that `load` will need, with the tower and its cache.
-
-        Raises:
-            SpawnFailed: The small files show that the model cannot be served.
-        """
-        text = super().estimate()
-        with self._load_failures():
-            spec = self._spec
-            with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
-                vision, config = read_parts(files.source.directory)
-                inputs = self._inputs(files.source.directory, vision, config, str)
-                preprocessor = inputs.preprocessor
-                with files.open_weights() as whole:
-                    tower = PartOfCheckpoint(whole, tower_name)
-                    dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
-                    own = tower.num_values * dtype.itemsize
-            limit = context_limit(config.get_text_config(), spec.max_model_len)
-            own += self._working_bytes(config, preprocessor, limit, dtype, text.device)
-            return replace(text, num_bytes=text.num_bytes + own)
+    def _measure(self) -> tuple[torch.device, int]:
+        device, num_bytes = super()._measure()
+        spec = self._spec
+        with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
+            directory = files.source.directory
+            vision, config = read_parts(directory)
+            preprocessor = self._inputs(directory, vision, config, str).preprocessor
+            with files.open_weights() as whole:
+                tower = PartOfCheckpoint(whole, tower_name)
+                dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
+                num_bytes += tower.num_values * dtype.itemsize
+        limit = context_limit(config.get_text_config(), spec.max_model_len)
+        working = self._working_bytes(config, preprocessor, limit, dtype, str(device))
+        return device, num_bytes + working
 
     def close(self) -> None:
         """Free the tower and everything that `TorchRunner.close` frees."""
