@@ -90,13 +90,13 @@ class WorkerProcess:
         self._is_given_up = True
         with contextlib.suppress(OSError):
             self._process.kill()
-        self._close_channels()
+        self.ask_to_end()
 
     def end(self, patience_s: float) -> str:
         """Close the channels, which asks the process to end; reap it, and return how it ended, in
         words that continue "the worker process". After ``patience_s`` seconds it is killed. A
         process that is dead, or was killed, is reaped without that wait."""
-        self._close_channels()
+        self.ask_to_end()
         with self._reaping:
             if not self._end:
                 if not self._has_ended(0.0 if self._killed_why else patience_s):
@@ -105,10 +105,6 @@ class WorkerProcess:
                         log.error("the kernel does not end process %d of %s", self.pid, self.name)
                 self._end = self._killed_why or how_it_ended(self._process.returncode)
             return self._end
-
-    def ask_to_end(self) -> None:
-        """Close the channels, which asks the process to end, and do not wait."""
-        self._close_channels()
 
     def close(self) -> None:
         """End the process within `CLOSE_LIMIT_S`, and close every descriptor. Idempotent."""
@@ -138,7 +134,8 @@ class WorkerProcess:
             return 0
         return int(text.split()[1]) * resource.getpagesize()
 
-    def _close_channels(self) -> None:
+    def ask_to_end(self) -> None:
+        """Close the channels, which asks the process to end, and do not wait."""
         self.side_channels.close()
         self.channel.close()
 

@@ -101,16 +101,6 @@ class HfTokenizer(TextEncoder):
         self._texts: dict[int, str] = {}
         self._known: set[int] = set()
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of the beginning-of-sequence token; None if there is none."""
-        return self._special_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id of the end-of-sequence token; None if there is none."""
-        return self._special_id("eos_token")
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids outside the vocabulary, which a padded output layer
         has, give no text."""
@@ -218,10 +208,6 @@ class HfTokenizer(TextEncoder):
         """Return the id of a text that is one token beside the vocabulary, special or not; None for
         any other text."""
         return self._added.get(text)
-
-    def _special_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
 
     def _template(self, *, has_tools: bool) -> str:
         """Return the template that transformers would choose: the one called tool_use if there are
