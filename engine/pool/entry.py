@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from engine.replica.replica import AnyReplica
     from engine.worker.interface import LoadProgress
 
+# What a model's status has of the info of its replicas.
+OF_INFO = ("dtype", "quantization", "architecture", "max_model_len", "context_note", "is_demo")
+
 
 @dataclass(eq=False)
 class Load:
@@ -224,14 +227,9 @@ class Entry:
             replicas=tuple(replica.status() for replica in self.replicas),
             leases=sum(replica.num_leases for replica in self.replicas),
             last_used=self.last_used,
-            dtype=info.dtype if info else "",
-            quantization=info.quantization if info else "",
             device=", ".join(dict.fromkeys(one.info.device for one in self.replicas)),
-            architecture=info.architecture if info else "",
-            max_model_len=info.max_model_len if info else 0,
-            context_note=info.context_note if info else "",
             full_sequences=sum(replica.info.full_sequences for replica in self.replicas),
-            is_demo=info.is_demo if info else False,
+            **{name: getattr(info, name) for name in OF_INFO if info is not None},
             is_lazy=self.config.lazy or self.was_loaded,
             is_restarting=bool(self.degraded_ids) and not self.ready,
             is_hung=any(replica.loop.is_hung for replica in self.replicas),

@@ -75,11 +75,11 @@ class LayerParts:
     output: torch.nn.Linear
     mlp: MlpParts | ExpertParts
     norms: tuple[torch.Tensor | None, ...]  # in the order of `Norms`
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    is_norm_of_heads: bool
-    rotary: int  # index into `DecoderParts.rotaries`
-    call: AttentionCall | None
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+    is_norm_of_heads: bool = False
+    rotary: int = 0  # index into `DecoderParts.rotaries`
+    call: AttentionCall | None = None
     convolution: ConvolutionParts | None = None
 
 
@@ -206,11 +206,6 @@ def _take_convolution(layer: Any, family: Family) -> LayerParts:
         output=mixer.out_proj,
         mlp=_take_mlp(getattr(layer, family.names.mlp), family.names),
         norms=_norms(layer, family),
-        query_norm=None,
-        key_norm=None,
-        is_norm_of_heads=False,
-        rotary=0,
-        call=None,
         convolution=ConvolutionParts(taps.weight.detach()[:, 0], taps.bias),
     )
 
