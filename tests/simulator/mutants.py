@@ -39,7 +39,7 @@ from engine.core.text.drafting import drafts
 from engine.core.text.memory import blocks, sequence_keys, snapshots, states
 from engine.pool import adapter_version, loads
 from engine.replica import loop
-from engine.requests import detached, image_memory, stream, supervisor
+from engine.requests import detached, image_memory, stream, supervisor, tokenizing
 from engine.requests.encode import prepare as prepare_inputs
 from engine.requests.encode import stream as encode_stream
 from engine.requests.image_generation import stream as image_generation_stream
@@ -491,7 +491,7 @@ MUTANTS = (
     ),
     Mutant(
         "a damaged image gets the vector of another",
-        prepare_inputs.InputPreparer._read_images,
+        tokenizing.Tokenizing.read_images,
         "found.append(",
         "made.append(made[0]) if made else found.append(",
         seed=22,
@@ -535,8 +535,8 @@ MUTANTS = (
     Mutant(
         "the images of a prompt get each other's places",
         prepare_chat.VisionInput._read_each,
-        "iter(made)",
-        "iter(made[::-1])",
+        "iter(",
+        "reversed(",
         seed=5,
     ),
     Mutant(
@@ -549,7 +549,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chat with a damaged image is answered without it",
-        prepare_chat.VisionInput._read_each,
+        tokenizing.Tokenizing.read_images,
         "found.append(FieldViolation(path, str(error)))",
         "(made.append(made[0]) if made else found.append(FieldViolation(path, str(error))))",
         seed=81,
