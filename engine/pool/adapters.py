@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5.0  # a guess: by then the base's unload has ended
+RETRY_AFTER_S = 5.0  # retry-after of NoWorkers; a guess: the base's unload has ended then
 
 
 @dataclass(eq=False)
@@ -60,8 +60,8 @@ class Adapters:
         keep the old version. Returns the adapter's status.
 
         Raises:
-            InvalidRequest: the name or an alias cannot be given.
-            ModelNotFound, ShuttingDown, NoWorkers, SpawnTimeout: as `Leases.acquire`, of the base.
+            InvalidRequest: the adapter cannot have the name or an alias.
+            ModelNotFound, ShuttingDown, NoWorkers, SpawnTimeout: its base cannot be leased.
             SpawnFailed, MemoryExhausted: it cannot be loaded. The old version stays.
             WorkerLost: a replica died meanwhile. The others keep the old version.
         Cancellation: the new version is unloaded again; the old version stays.

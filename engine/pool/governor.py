@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 5.0  # a guess: by then a replica that is in use may be idle
+ROOM_RETRY_S = 5.0  # retry-after of MemoryExhausted; a guess: a busy replica may be idle then
 
 
 class Governor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.status import Capability
 
 
-TIMEOUT_RETRY_S = 5.0  # a guess: by then a load that outlasted a request may have ended
+TIMEOUT_RETRY_S = 5.0  # retry-after of SpawnTimeout; a guess: the load may have ended then
 
 
 class Lease(NamedTuple):
@@ -61,7 +61,7 @@ class Leases:
         all waiting requests. ``cut`` is called if the model is unloaded, to end the use of it.
 
         Raises:
-            ModelNotFound, InvalidRequest, ShuttingDown, NoWorkers: as `Loads.ensure`.
+            ModelNotFound, InvalidRequest, ShuttingDown, NoWorkers: `Loads.ensure` refuses the name.
             SpawnFailed, MemoryExhausted: the load failed, or found no memory. Each waiter gets an
                 error of its own, chained to the cause.
             SpawnTimeout: the load takes longer than requests wait. The load goes on.

@@ -53,8 +53,8 @@ class Loads:
         from another model only if a request asks for it as well.
 
         Raises:
-            ModelNotFound, InvalidRequest: as `Registry.find`.
-            ShuttingDown, NoWorkers: as `Registry.require_open`.
+            ModelNotFound, InvalidRequest: no model has this name and capability (`Registry.find`).
+            ShuttingDown, NoWorkers: the pool is ending, or the model is being unloaded.
             SpawnFailed: the last load failed, and its backoff has not ended.
         """
         self._registry.require_open()

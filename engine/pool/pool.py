@@ -11,8 +11,8 @@
 | `Adapters` | which adapters are loaded, and which request holds which |
 | `Governor` | which load gets memory, and which replica leaves to make room |
 
-Everything here belongs to the Trio thread. It sees what a worker thread has made after the thread's
-job has ended, and needs no other memory ordering.
+Everything here belongs to the Trio thread. A worker thread's results are read here after the
+thread's job has ended, which needs no other memory ordering.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Pool:
         a watch over the load. Only as many load as find memory; surplus replicas stay. Never waits.
 
         Raises:
-            ModelNotFound, ShuttingDown, NoWorkers: as `Loads.ensure`.
+            ModelNotFound, ShuttingDown, NoWorkers: the model cannot be loaded (`Loads.ensure`).
         """
         entry = self.registry.find(name)
         is_own = entry.load is None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     FindCapability = Callable[[ModelConfig], Capability | None]
 
-RETRY_AFTER_S = 5.0  # a guess: by then an unload has ended or another server serves
+RETRY_AFTER_S = 5.0  # retry-after of refusals; a guess: an unload has ended then
 
 
 class Registry:
@@ -81,8 +81,7 @@ class Registry:
         return entry
 
     def find_base(self, name: str, capability: Capability | None = None) -> Entry:
-        """Return the model that computes the requests for a name: an adapter's base, or as
-        `find`."""
+        """Return the base of the adapter with this name; for other names, as `find`."""
         if name not in self._adapters:
             return self.find(name, capability)
         entry = self._adapters[name][0]
@@ -119,8 +118,8 @@ class Registry:
 
         Raises:
             ModelNotFound: its base is not configured.
-            InvalidRequest: the name is not ``BASE:NAME``, its base is divided among processes, or
-                as `require_names`.
+            InvalidRequest: the name is not ``BASE:NAME``, its base is divided among processes, or a
+                name is taken (`require_names`).
         """
         base, _, own = name.rpartition(":")
         if not base or not own:

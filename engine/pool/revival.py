@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 10.0  # a guess: how long a restart that found no memory waits
+ROOM_RETRY_S = 10.0  # until a restart that found no memory is tried again; a guess
 
 
 class Revival:

@@ -107,8 +107,8 @@ class ReplicaKind(Protocol):
 class Work(NamedTuple):
     """How much a replica has to do."""
 
-    tokens: int  # still to be computed for its requests, prompt and output, at most
-    requests: int  # that hold a lease of it
+    tokens: int  # upper bound of the tokens that its requests still need
+    requests: int  # requests that hold a lease of it
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.core.common.types import DraftCounts, RequestId
     from engine.status import EngineStatistics
 
-# Seconds. Tokens come every millisecond to every second, requests take milliseconds to minutes.
+# Buckets' bounds, in s: tokens come every ms to every second, requests take ms to minutes.
 TOKEN_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
     *(0.75, 1.0, 2.5, 5.0, 10.0),

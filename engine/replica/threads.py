@@ -212,7 +212,7 @@ class _EventfdWakeup:
                 except BlockingIOError:  # a spurious wake-up
                     continue
         except (trio.Cancelled, KeyboardInterrupt) as error:
-            with trio.CancelScope(shield=True):  # lasts as long as the job, which is not abandoned
+            with trio.CancelScope(shield=True):  # waits for the job, which is not abandoned
                 await self.wait_received(count)
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -16,7 +16,7 @@ from engine.errors import Overloaded
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-RETRY_AFTER_S = 1.0  # guess: one of the holder's own requests ends within about this time
+RETRY_AFTER_S = 1.0  # of Overloaded; a guess: one of the holder's requests has ended then
 
 
 class Quota:

@@ -69,7 +69,7 @@ PlanT = TypeVar("PlanT", bound=Plan)
 
 
 class Step(Protocol):
-    """A step as its scheduler keeps it while it is in flight."""
+    """A step in flight, as its scheduler keeps it."""
 
     @property
     def plan(self) -> Any:

@@ -59,7 +59,8 @@ class Credit:
         """Let a new reader take ``count`` messages that were delivered to the former one. After
         them it gets ``num_undelivered`` messages that were made and not delivered to any reader
         yet. The former reader may have freed slots of the ``count`` messages, or may have taken
-        further messages without freeing their slots, which are freed now. Return as `release`."""
+        further messages without freeing their slots, which are freed now. Return as `release`
+        does."""
         delivered = self.filled - num_undelivered
         self.again = max(0, count - delivered)
         return self.release(max(0, delivered - count))

@@ -53,7 +53,7 @@ class LeastTimes:
     def __init__(self) -> None:
         self._shortest: dict[Shape, float] = {}
         self._discounts: dict[Shape, float] = {}
-        self._estimates: dict[Shape, float] = {}  # derived from the others
+        self._estimates: dict[Shape, float] = {}  # derived from the two above
 
     def note(self, shape: Shape, seconds: float) -> None:
         """Count a step that took ``seconds``."""

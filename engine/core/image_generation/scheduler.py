@@ -45,7 +45,7 @@ class ImageScheduler(TurnsCore[ImageRequest, ImagePlan, ImageResult, LiveDrawing
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__(config, config.max_drawings)
-        self._ended: list[SequenceId] = []  # since the last plan; the next one names them
+        self._ended: list[SequenceId] = []  # since the last plan; the next plan names them
         self._times = LeastTimes()
         self._deadlines = Deadlines(self._waiting, self._times)
 

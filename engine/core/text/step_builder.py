@@ -384,7 +384,7 @@ class StepBuilder:
                 return
             self._start(seq, matched)
             if seq.state is State.WAITING:
-                return  # its next image is for another step
+                return  # the step has no room for its next image
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """Return whether a row of this plan, or of the executing one, computes the first block that

@@ -114,7 +114,7 @@ class PromptImage:
         return self.start + self.count
 
     def is_inside(self, position: int) -> bool:
-        """Return whether a border before this position is between two of its tokens."""
+        """Return whether a border before this position lies inside the image."""
         return self.start < position < self.end
 
 

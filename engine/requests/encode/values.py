@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_INPUTS = 2048  # of a request, as in OpenAI's API
-MAX_PROMPT_NAME_CHARS = 128  # guess
+MAX_PROMPT_NAME_CHARS = 128  # of a prompt's name; a guess
 
 
 @dataclass(frozen=True, slots=True)

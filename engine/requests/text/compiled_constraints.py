@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Guesses: a service has tens of constraints, of some 100 KB each. A constraint of 64 KiB of text
-# takes up to 100 MB.
+# The most constraints that a replica keeps, and their bytes. Guesses: a service has tens, of some
+# 100 KB each; a constraint of 64 KiB of text takes up to 100 MB.
 ENTRIES_MAX = 256
 BYTES_MAX = 256 << 20
 COMPILERS = 2  # compilations at once, so that a cheap one does not wait for a costly one

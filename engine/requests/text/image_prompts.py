@@ -180,7 +180,7 @@ def place_spans(
     came from. ``spans`` are the tokens of that text.
 
     Raises:
-        InvalidRequest: as `place`.
+        InvalidRequest: the number of image tokens is wrong, as in `place`.
     """
     _check_found([one.token_id for one in spans], shown, preprocessor)
     plain = [

@@ -35,7 +35,7 @@ class KeptImages:
         """Return the image in a file as a model reads it.
 
         Raises:
-            BadImage: as `Preprocessor.read`.
+            BadImage: `Preprocessor.read` cannot read the file.
         """
         key = (preprocessor, digest_of(data))
         with self._lock:

@@ -122,7 +122,7 @@ class VisionInput:
         Cancellation: as the class.
 
         Raises:
-            InvalidRequest: as `read` and `prompt_of`.
+            InvalidRequest: an image or the chat is refused, as by `read` and `prompt_of`.
             RequestTooLarge: there are too many images for one request, or as
                 `Tokenizing.spans`.
         """

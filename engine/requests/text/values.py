@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 # The proto documents these limits. All are guesses, except MAX_LOGPROBS, which is vLLM's default.
 MAX_CHOICES = 16
-TOKEN_ID_BYTES = 40  # of memory: a number, and its place in a tuple
+TOKEN_ID_BYTES = 40  # memory of a token id: a number, and its place in a tuple
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 65_536  # entries and alternatives together, encoded in 0.1 s; guess
-MAX_BIAS = 100.0  # OpenAI's
+MAX_PROMPT_LOGPROBS = 65_536  # with the alternatives; a guess: encoded in 0.1 s
+MAX_BIAS = 100.0  # as in OpenAI's API
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
-MAX_CONSTRAINT_CHARS = 65_536  # guess: a schema of a thousand properties has half as many
+MAX_CONSTRAINT_CHARS = 65_536  # a guess: a schema of a thousand properties has half as many
 CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "choice"})
 MAX_RESUME_WINDOW_S = 3600.0  # a guess: a client that is away longer sends a continuation
-MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
+MAX_REQUEST_ID_CHARS = 128  # a guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
 RANGES = (  # of numbers; the last value says whether the lower bound itself is excluded

@@ -6,7 +6,7 @@ every token changes. A *state slot* is the place in the worker's memory of one s
 all layers; a *snapshot* is a copy of them as they were at a block's border.
 
 Rule 1: slots are the blocks of a second pool, with the same life: reserved, committed or rolled
-back, released. A slot is held by one sequence that has blocks, or by a step that writes a snapshot
+back, released. A sequence that has blocks holds a slot, and so does a step that writes a snapshot
 into it. A free slot may carry a snapshot, and the one unused for the longest is overwritten first.
 Rule 2: a step reads all states before it writes any. So a snapshot that a row begins from is not
 held: its slot may be given away in the same step, and is overwritten only at the step's end.
@@ -134,7 +134,7 @@ class StepStates:
         self._states.pool.rollback(self._reservation)
 
     def drop(self, delta: StateDelta | None, started: Iterable[Sequence]) -> None:
-        """Give back what one row took: the slot of its snapshot, and those of sequences that
+        """Give back the slots that one row took: its snapshot's, and those of the sequences that
         ``started`` in it."""
         slots = [seq.state_slot for seq in started if seq.state_slot is not None]
         for seq in started:

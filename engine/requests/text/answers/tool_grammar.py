@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # Templates of models whose calls are not JSON: Qwen3-Coder's and GLM's.
 OTHER_CALLS = ("<function=", "<arg_key>")
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-NO_ARGUMENTS = frozenset({"type", "properties"})  # the keys of a schema that asks for nothing
+NO_ARGUMENTS = frozenset({"type", "properties"})  # the keys of a schema without arguments
 PLAIN_NAME = re.compile(rf"[\w.-]{{1,{NAME_CHARS_MAX}}}")
 
 
