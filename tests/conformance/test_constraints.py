@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import threading
+from contextlib import closing
 from dataclasses import replace
 
 import jsonschema
@@ -557,8 +558,7 @@ def test_a_constraint_that_is_not_compiled_fails_its_row_and_no_step(grammars):
 
 
 def test_the_sandbox_process_of_constraints_may_die_and_is_replaced(llama):
-    own = ConstraintCompiler(load_tokenizer(llama.directory), 512, frozenset({END}))
-    try:
+    with closing(ConstraintCompiler(load_tokenizer(llama.directory), 512, frozenset({END}))) as own:
         own.compile(Constraint("regex", "a"))
         [process] = own._sandbox._all
         process._process.kill()
@@ -566,8 +566,6 @@ def test_the_sandbox_process_of_constraints_may_die_and_is_replaced(llama):
         own.compile(Constraint("regex", "b"))
         [other] = own._sandbox._all
         assert other is not process
-    finally:
-        own.close()
     assert not other.is_alive
     own.close()
 
@@ -595,8 +593,7 @@ def test_a_constraint_waits_for_no_process_of_the_sandbox_that_is_busy(llama, mo
 @pytest.mark.parametrize("name", toy_tokenizers.ALL)
 def test_every_common_kind_of_tokenizer_writes_the_requested_form(name):
     tokenizer = HfTokenizer(toy_tokenizers.ALL[name]())
-    own = ConstraintCompiler(tokenizer, tokenizer.vocab_size + 40, frozenset({3}))
-    try:
+    with closing(ConstraintCompiler(tokenizer, tokenizer.vocab_size + 40, frozenset({3}))) as own:
         constraint = schema_constraint(
             {
                 "type": "array",
@@ -610,8 +607,6 @@ def test_every_common_kind_of_tokenizer_writes_the_requested_form(name):
             text = tokenizer.decode(walk(own.start(constraint), seed))
             assert 2 <= len(json.loads(text)) <= 3
             assert {*json.loads(text)} <= {"é漢", " lead", "x y"}
-    finally:
-        own.close()
 
 
 def walk(matching, seed):

@@ -8,6 +8,7 @@ runs them as processes. Each rank has one thread of OpenMP. The comparison is th
 import gc
 import importlib
 import random
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -151,14 +152,11 @@ def test_four_ranks_give_the_tokens_of_the_whole_model(zoo, tmp_path):
     directory = make(tmp_path / "four", "llama", shape)
     whole = zoo.load("llama")
     oracle = type(whole.oracle)(str(directory))
-    runner = RankThreads(directory, size=4)
-    try:
+    with closing(RankThreads(directory, size=4)) as runner:
         loaded = Loaded(directory, runner, runner.load(), oracle)
         tally = Tally()
         oracle.compare(run_packed(loaded, 12, count=4)[0], tally)
         tally.check()
-    finally:
-        runner.close()
 
 
 def tokens_of(steps):
@@ -217,11 +215,8 @@ def test_a_missing_sum_over_the_ranks_is_noticed(divided, monkeypatch, name):
 def check_noticed(whole, read, monkeypatch):
     """Check that ranks which read their parts of the model so give other tokens."""
     monkeypatch.setattr(DividedCheckpoint, "read", read)
-    runner = RankThreads(whole.directory)
-    try:
+    with closing(RankThreads(whole.directory)) as runner:
         assert_red(Loaded(whole.directory, runner, runner.load(), whole.oracle))
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])

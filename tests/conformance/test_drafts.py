@@ -8,6 +8,7 @@ tokens are drafts.
 
 import random
 from collections import Counter, defaultdict
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -221,15 +222,13 @@ def test_short_rows_have_the_bits_of_decodes(zoo, arch, dtype, quantization):
     prompt, or the last chunk of any."""
     runner, info = load_runner(zoo.directory(arch), dtype=dtype, quantization=quantization)
     rng = random.Random(2)
-    try:
+    with closing(runner):
         for start in (0, 7, 509 if info.max_model_len > 540 else 60):
             tokens = [rng.randrange(1, 500) for _ in range(start + 24)]
             blocks = tuple(BlockId(i) for i in range(-(-len(tokens) // 16)))
             one = logits_of(runner, tokens, [1] * 24, blocks)
             for counts in ([2] * 12, [5, 3, 16], [16, 8], [7, 15, 2]):
                 assert np.array_equal(logits_of(runner, tokens, counts, blocks), one), counts
-    finally:
-        runner.close()
 
 
 # ---- the n-gram drafter
@@ -331,7 +330,7 @@ FORMS = {
 def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
     """At every place of the answer. So a model that writes as it was taught accepts them."""
     runner, _ = load_runner("demo-stories")
-    try:
+    with closing(runner):
         constraint = Constraint("json_schema", FORMS[answer])
         runner.compile(constraint)
         matching, count = runner._grammars.start(constraint), 0
@@ -342,8 +341,6 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
             count += len(forced) > 0
             matching.push(token)
         assert count > len(tokens) // 2
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("lie", [[5], [70, 71], list(range(60, 75))])

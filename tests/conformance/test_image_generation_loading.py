@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,7 @@ def rewrite(path, change):
 
 def loaded(directory, **fields):
     """Return the parameters of a model, by component and name, and its info."""
-    runner = DiffusionRunner(RunnerSpec(str(directory), threads=1, **fields))
-    try:
+    with closing(DiffusionRunner(RunnerSpec(str(directory), threads=1, **fields))) as runner:
         info = runner.load(lambda progress: None)
         parts = runner._model.parts
         modules = {"unet": parts.unet, "vae": parts.vae, "text_encoder": parts.prompts.encoders[0]}
@@ -68,8 +68,6 @@ def loaded(directory, **fields):
             for name, module in modules.items()
             for key, tensor in module.named_parameters()
         }
-    finally:
-        runner.close()
 
 
 def refusal(directory, **fields):

@@ -8,7 +8,7 @@ comparison fails.
 
 import ctypes
 import random
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -357,10 +357,8 @@ def assert_red_when_loaded(zoo, name):
     """Load a row's model anew, compiled, and check that parity fails."""
     directory = zoo.directory(name)
     runner, info = load_runner(directory)
-    try:
+    with closing(runner):
         assert_red(Loaded(directory, runner, info, zoo.oracle(name)))
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("name", ["smollm3", "exaone4"])

@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,8 +92,8 @@ def test_a_constraint_that_cannot_be_followed_is_refused_by_its_field(both):
 def test_an_encoders_numbers_are_the_same_to_the_last_bit(name):
     model = ModelConfig(name)
     config = EngineConfig(models=(model,))
-    own, apart = make_runner(model, config), make_process_runner(model, config)
-    try:
+    runners = make_runner(model, config), make_process_runner(model, config)
+    with closing(runners[0]) as own, closing(runners[1]) as apart:
         assert same_but_for_the_process(load(own), load(apart))
         texts = ["a fox", "the small fox ran home", "nobody saw the whale in the rain"]
         if name == "demo-rerank":
@@ -105,9 +106,6 @@ def test_an_encoders_numbers_are_the_same_to_the_last_bit(name):
         rows = tuple(EncodeRow(n, one, EncodeOptions()) for n, one in enumerate(inputs))
         plan = EncodePlan(1, rows)
         assert repr(apart.execute(plan).rows) == repr(own.execute(plan).rows)
-    finally:
-        own.close()
-        apart.close()
 
 
 @pytest.mark.full
@@ -132,8 +130,7 @@ def use_and_kill_a_worker():
 
     Those that try constraints end when their pipe to the worker does.
     """
-    runner = make_process_runner(STORIES, CONFIG)
-    try:
+    with closing(make_process_runner(STORIES, CONFIG)) as runner:
         assert load(runner).memory_bytes > 0
         runner.tokenizer.encode(runner.tokenizer.render_chat(CHAT))
         runner.compile(FORM)
@@ -143,8 +140,6 @@ def use_and_kill_a_worker():
         assert pids
         os.kill(runner.process.pid, signal.SIGKILL)
         wait_until(lambda: all(is_gone(pid) for pid in pids), 5, "their end")
-    finally:
-        runner.close()
 
 
 def load_and_step(runner, caught):
@@ -157,7 +152,6 @@ def load_and_step(runner, caught):
         caught.append(error)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_killed_workers_are_reported_and_the_next_one_works():
     """Each worker is killed at an instant of its load, or of its steps."""
@@ -178,9 +172,6 @@ def test_killed_workers_are_reported_and_the_next_one_works():
         assert "killed by signal 9" in str(error)
         runner.close()
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
-    runner = make_process_runner(STORIES, CONFIG)
-    try:
+    with closing(make_process_runner(STORIES, CONFIG)) as runner:
         load(runner)
         assert runner.execute(empty_plan(7)).plan_id == 7
-    finally:
-        runner.close()

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -36,8 +37,8 @@ def pids_of(runner):
 
 @pytest.mark.slow
 def test_ranks_in_processes_give_the_tokens_of_one_model_and_one_death_ends_both():
-    whole, parts = make_runner(STORIES, CONFIG), make_process_runner(DIVIDED, CONFIG)
-    try:
+    runners = make_runner(STORIES, CONFIG), make_process_runner(DIVIDED, CONFIG)
+    with closing(runners[0]) as whole, closing(runners[1]) as parts:
         own, info = load(whole), load(parts)
         assert (info.tp, info.num_blocks, info.threads) == (2, own.num_blocks, 2)
         here, there = (drive(one, constraint=FORM) for one in (whole, parts))
@@ -56,9 +57,6 @@ def test_ranks_in_processes_give_the_tokens_of_one_model_and_one_death_ends_both
             parts.execute(a_plan(9999, 9999))
         assert time.monotonic() - began < SOON_S
         wait_until(lambda: all(is_gone(pid) for pid in pids_of(parts)), SOON_S, "their end")
-    finally:
-        whole.close()
-        parts.close()
 
 
 class Steps(threading.Thread):
@@ -83,7 +81,6 @@ class Steps(threading.Thread):
         self.ended_at = time.monotonic()
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -110,15 +107,10 @@ def test_a_rank_that_dies_or_stops_ends_the_group_in_time(phase, number, rank):
             time.sleep(patience_s)
             runner.kill("took too long for a step")
     steps.join(60)
-    try:
+    with closing(runner):
         assert isinstance(steps.error, WorkerLost)
         assert steps.ended_at - began < limit_s
         wait_until(lambda: all(is_gone(pid) for pid in pids_of(runner)), SOON_S, "their end")
-    finally:
-        runner.close()
-    runner = make_process_runner(DIVIDED, CONFIG)
-    try:
+    with closing(make_process_runner(DIVIDED, CONFIG)) as runner:
         load(runner)
         assert runner.execute(a_plan(7)).plan_id == 7
-    finally:
-        runner.close()

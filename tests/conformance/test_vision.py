@@ -9,6 +9,7 @@ import json
 import math
 import random
 import shutil
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -189,15 +190,12 @@ def test_modules_of_transformers_compute_the_same(vision_model, expected):
     """Where there are no compiled kernels, the text model is transformers' own."""
     model = ModelConfig(str(vision_model.directory), dtype="float32")
     spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
-    stock = runner_module.VisionRunner(spec, ReferenceBackend())
-    try:
+    with closing(runner_module.VisionRunner(spec, ReferenceBackend())) as stock:
         other = replace(vision_model, runner=stock, info=stock.load(lambda progress: None))
         assert not isinstance(stock._model.module, NativeDecoder)
         names = ["between", "turns", "no image"]
         found = run(other, names, chunks=40, preempts=0.1)
         assert found == {name: expected[name] for name in names}
-    finally:
-        stock.close()
 
 
 def test_what_is_loaded_takes_what_was_estimated(vision_model):

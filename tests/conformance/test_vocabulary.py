@@ -5,6 +5,7 @@ encoder, cross-encoders and image models. The next request of the same model wor
 """
 
 import json
+from contextlib import closing
 
 import pytest
 import trio
@@ -262,8 +263,7 @@ def test_a_form_forces_no_token_without_a_row(said):
     """What is forced is drafted, and the model reads what is drafted."""
     [(_, folder, own)] = [one for one in write_texts(said.root / "forms") if one[0] == "llama"]
     tokenizer = load_tokenizer(folder)
-    compiler = ConstraintCompiler(tokenizer, own, frozenset({0}))
-    try:
+    with closing(ConstraintCompiler(tokenizer, own, frozenset({0}))) as compiler:
         for kind, source in (("lark", f"start: {OWN}"), ("lark", f'start: "abc" {OWN} "d"')):
             constraint = Constraint(kind, source)
             compiler.compile(constraint)
@@ -271,8 +271,6 @@ def test_a_form_forces_no_token_without_a_row(said):
             forced = matching.forced()
             assert all(one < own for one in forced)
             assert bool(forced) == ("abc" in source)
-    finally:
-        compiler.close()
 
 
 def test_a_padding_token_without_a_row_is_refused_at_the_load(tmp_path):

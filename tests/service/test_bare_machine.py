@@ -10,6 +10,8 @@ from tests.support import bare_machine
 from tests.support.server import MODEL_START_LIMIT_S, READY, process
 from tests.support.wire import connect, generate, wait_idle
 
+pytestmark = pytest.mark.model
+
 COMPILERS = os.environ["PATH"]
 AGAIN = "the kernels are compiled at every start: this user has no home directory"
 
@@ -37,14 +39,12 @@ def served(root, *args, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.model
 def test_a_server_needs_no_home_no_writable_root_and_no_compiler(root):
     log = served(root, CXX="/bin/false")  # as a compiler it fails, after the cache was looked for
     assert "reference attention: /bin/false could not compile them" in log
 
 
 @pytest.mark.full
-@pytest.mark.model
 def test_kernels_that_cannot_be_kept_are_compiled_with_a_warning(root):
     log = served(root, path=COMPILERS)
     assert log.count(AGAIN) == 1
@@ -52,19 +52,16 @@ def test_kernels_that_cannot_be_kept_are_compiled_with_a_warning(root):
 
 
 @pytest.mark.full
-@pytest.mark.model
 def test_a_worker_process_needs_no_more_than_the_server(root):
     served(root, "--runner", "process")
 
 
 @pytest.mark.slow
-@pytest.mark.model
 def test_ranks_need_no_shared_memory(root):
     served(root, "--tensor-parallel-size", "2")
 
 
 @pytest.mark.slow
-@pytest.mark.model
 def test_without_a_temporary_folder_the_start_says_what_is_missing(root):
     argv = bare_machine.triolet("serve", "--port", "0", "--model", "demo-stories")
     done = bare_machine.run(root, *argv, writable=())
@@ -75,7 +72,6 @@ def test_without_a_temporary_folder_the_start_says_what_is_missing(root):
 
 
 @pytest.mark.slow
-@pytest.mark.model
 @pytest.mark.parametrize("writable", [("/tmp",), ()], ids=["with /tmp", "without /tmp"])
 def test_doctor_names_what_is_missing(root, writable):
     argv = bare_machine.triolet("doctor", "--port", "0", "--json")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,20 +162,16 @@ def test_an_encoder_computes_in_its_process_what_it_computes_here(kind):
         for number in range(9)
     )
     plan = EncodePlan(4, rows)
-    runner = process_runner(kind=kind)
-    try:
+    with closing(process_runner(kind=kind)) as runner:
         assert same_but_for_the_process(load(runner), info)
         assert repr(runner.execute(plan).rows) == repr(own.execute(plan).rows)
         made = runner.encoder_tokenizer.encode_texts(["<1><2>", "text"], "")
         assert made == own.encoder_tokenizer.encode_texts(["<1><2>", "text"], "")
-    finally:
-        runner.close()
 
 
 def test_a_load_reports_progress_and_model_and_the_tokenizer_works_here():
     heard = []
-    runner = process_runner()
-    try:
+    with closing(process_runner()) as runner:
         info = runner.load(heard.append)
         here = FakeRunner(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=512)
         assert same_but_for_the_process(info, load(here))
@@ -184,8 +180,6 @@ def test_a_load_reports_progress_and_model_and_the_tokenizer_works_here():
         assert runner.tokenizer.encode("<7><8>") == (7, 8)
         with pytest.raises(EngineBug):
             _ = runner.encoder_tokenizer
-    finally:
-        runner.close()
     assert runner.tokenizer.encode("<7>") == (7,)  # a request may still need the tokenizer
 
 
@@ -197,8 +191,7 @@ def same_but_for_the_process(info, own):
 
 
 def test_an_estimate_starts_the_process_that_then_loads():
-    runner = process_runner()
-    try:
+    with closing(process_runner()) as runner:
         estimate = runner.estimate()
         pid = runner.process.pid
         assert runner.is_alive
@@ -209,8 +202,6 @@ def test_an_estimate_starts_the_process_that_then_loads():
         assert abs(info.memory_bytes - estimate.num_bytes) < MEGABYTE
         assert runner.process.pid == pid
         assert runner.execute(empty_plan(3)).plan_id == 3
-    finally:
-        runner.close()
 
 
 def test_an_estimate_that_fails_says_why_and_keeps_nothing():
@@ -810,12 +801,9 @@ def test_a_worker_is_gone_within_a_second_of_its_server(doing, tmp_path):
 
 def test_the_threads_of_libraries_are_as_the_spec_says_unless_the_user_did(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    runner = ProcessRunner(process_fakes.MAKE, RunnerSpec("{}", threads=3))
-    try:
+    with closing(ProcessRunner(process_fakes.MAKE, RunnerSpec("{}", threads=3))) as runner:
         load(runner)
         environment = Path(f"/proc/{runner.process.pid}/environ").read_bytes().split(b"\0")
-    finally:
-        runner.close()
     assert b"OMP_NUM_THREADS=3" in environment
     assert any(one.startswith(b"GOMP_SPINCOUNT=") for one in environment)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

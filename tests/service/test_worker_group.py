@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -70,21 +71,17 @@ def test_a_group_gives_every_row_of_many_plans_as_one_process_does(tmp_path):
     here = FakeRunner(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=512)
     load(here)
     own = drive(here)
-    runner = group_runner(tmp_path)
-    try:
+    with closing(group_runner(tmp_path)) as runner:
         info = load(runner)
         assert info.tp == 2
         apart = drive(runner)
-    finally:
-        runner.close()
     assert [plan for plan, _ in apart] == [plan for plan, _ in own]
     assert repr([result.rows for _, result in apart]) == repr([result.rows for _, result in own])
 
 
 def test_an_estimate_and_a_loaded_groups_memory_are_those_of_all_ranks(tmp_path):
-    runner = group_runner(tmp_path, size=3)
     single = FakeRunner(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=512)
-    try:
+    with closing(group_runner(tmp_path, size=3)) as runner:
         estimate, one = runner.estimate(), single.estimate()
         processes = estimate.num_bytes - 3 * one.num_bytes
         assert 3 << 20 < processes < 3000 << 20
@@ -93,8 +90,6 @@ def test_an_estimate_and_a_loaded_groups_memory_are_those_of_all_ranks(tmp_path)
         assert abs(info.memory_bytes - estimate.num_bytes) < 3 << 20
         assert runner.rss_bytes() > 3 << 20
         assert len(set(pids_of(runner))) == 3
-    finally:
-        runner.close()
     assert all_gone(runner)
 
 
@@ -113,15 +108,12 @@ def test_ranks_on_devices_of_their_own_need_memory_of_each():
 
 
 def test_only_the_ranks_have_the_file_that_they_meet_in(tmp_path):
-    runner = group_runner(tmp_path)
-    try:
+    with closing(group_runner(tmp_path)) as runner:
         load(runner)
         meeting = runner.process.meeting
         assert os.readlink(f"/proc/self/fd/{meeting}").startswith("/memfd:")
         for pid in pids_of(runner):
             assert os.readlink(f"/proc/{pid}/fd/{meeting}").startswith("/memfd:")
-    finally:
-        runner.close()
 
 
 # ---- refusals and failures ---------------------------------------------------------------------
@@ -142,8 +134,7 @@ def test_a_rank_that_refuses_ends_the_group_with_its_reason(tmp_path, rank, phas
 
 
 def test_a_step_that_fails_on_all_ranks_alike_fails_alone(tmp_path):
-    runner = group_runner(tmp_path, late="memory", at=1)
-    try:
+    with closing(group_runner(tmp_path, late="memory", at=1)) as runner:
         load(runner)
         for number in range(4):
             if number == 1:
@@ -152,16 +143,13 @@ def test_a_step_that_fails_on_all_ranks_alike_fails_alone(tmp_path):
             else:
                 assert runner.execute(a_plan(number)).plan_id == number
         assert runner.is_alive
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("moment", ["alone", "late"])
 def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path, rank, moment):
     """Before the collective, the other rank waits in it; after it, the other took the step."""
-    runner = group_runner(tmp_path, ranks={rank: {moment: "error", "at": 1}})
-    try:
+    with closing(group_runner(tmp_path, ranks={rank: {moment: "error", "at": 1}})) as runner:
         load(runner)
         runner.execute(a_plan(0))
         began = time.monotonic()
@@ -172,19 +160,14 @@ def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path, rank, moment):
         wait_until(lambda: all_gone(runner), SOON_S, "their end")
         with pytest.raises(WorkerLost):
             runner.execute(empty_plan(2))
-    finally:
-        runner.close()
 
 
 def test_an_error_on_all_ranks_arrives_with_its_type(tmp_path):
-    runner = group_runner(tmp_path, alone="error")
-    try:
+    with closing(group_runner(tmp_path, alone="error")) as runner:
         load(runner)
         with pytest.raises(WorkerProcessError, match="LookupError: a detail"):
             runner.execute(empty_plan())
         assert runner.is_alive
-    finally:
-        runner.close()
 
 
 # ---- deaths and hangs --------------------------------------------------------------------------
@@ -235,13 +218,11 @@ def ended_by(folder, phase, rank, number, *, patience_s=30.0, delay_s=0.0):
 
 def check_lost(runner, error, took_s, limit_s, text):
     """Check that a group ended as it should, and that nothing of it is left."""
-    try:
+    with closing(runner):
         assert isinstance(error, WorkerLost)
         assert text in str(error)
         assert took_s < limit_s
         wait_until(lambda: all_gone(runner), SOON_S, "their end")
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -275,12 +256,9 @@ def test_after_kills_at_random_instants_nothing_is_left(tmp_path, count):
         check_lost(runner, error, took_s, SOON_S, "was killed by signal 9")
         check_left(before, f"kill {number} of rank {rank} in {phase}:")
     (tmp_path / "last").mkdir()
-    runner = group_runner(tmp_path / "last")
-    try:
+    with closing(group_runner(tmp_path / "last")) as runner:
         load(runner)
         assert runner.execute(a_plan(7)).plan_id == 7
-    finally:
-        runner.close()
 
 
 def test_a_close_during_a_load_and_during_a_step_ends_every_rank(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,12 +37,9 @@ def group_runner(folder, *, size=2, patience_s=30.0, **asked):
 @contextlib.contextmanager
 def loaded(**asked):
     """Yield a loaded runner whose process has this behaviour, and close it at the end."""
-    runner = process_runner(**asked)
-    try:
+    with closing(process_runner(**asked)) as runner:
         runner.load(lambda progress: None)
         yield runner
-    finally:
-        runner.close()
 
 
 def wait_for(path, timeout_s=30.0):

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import struct
 import threading
+from contextlib import closing
 
 
 class Proxy:
@@ -103,8 +104,5 @@ class HoldingProxy(Proxy):
 @contextlib.contextmanager
 def proxy(target, make=Proxy):
     """Yield a `Proxy`; close it with all its connections at the end of the block."""
-    one = make(target)
-    try:
+    with closing(make(target)) as one:
         yield one
-    finally:
-        one.close()

@@ -50,11 +50,8 @@ NAN = float("nan")
 def channels():
     """Yield both ends of a channel."""
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
-    try:
+    with contextlib.closing(ours), contextlib.closing(theirs):
         yield ours, theirs
-    finally:
-        ours.close()
-        theirs.close()
 
 
 def sent(value):
@@ -139,15 +136,11 @@ def test_a_message_larger_than_any_buffer_arrives_whole():
 def raw(data, *, close=True):
     """Return what `receive` makes of these bytes."""
     ours, theirs = socket.socketpair()
-    received = Channel(theirs)
-    with ours:
+    with ours, contextlib.closing(Channel(theirs)) as received:
         ours.sendall(data)
         if close:
             ours.shutdown(socket.SHUT_WR)
-        try:
-            return received.receive()
-        finally:
-            received.close()
+        return received.receive()
 
 
 MESSAGE = pickle.dumps(("name", [1, 2, 3]))
