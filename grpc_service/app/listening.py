@@ -52,7 +52,7 @@ def check_free(config: ServerConfig) -> None:
     """Check that the configured addresses can be bound; called before models load.
 
     Raises:
-        ConfigError: as `listen`.
+        ConfigError: an address cannot be bound, as in `listen`.
     """
     for _, port in config.vllm_engine_ports:
         for listener in listen_for_gateway(config, port):
@@ -82,7 +82,7 @@ def listen_for_gateway(config: ServerConfig, port: int) -> list[SocketListener]:
     """Listen at a port for gateways.
 
     Raises:
-        ConfigError: as `listen`.
+        ConfigError: an address cannot be bound, as in `listen`.
     """
     host = config.vllm_engine_host
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

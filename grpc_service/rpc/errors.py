@@ -56,7 +56,7 @@ class MessageTooLarge(_FixedCodeError, code=StatusCode.RESOURCE_EXHAUSTED):
 
 
 class TooManyHeld(_FixedCodeError, code=StatusCode.RESOURCE_EXHAUSTED):
-    """The server keeps more bytes for its clients than it may, and this call's were among them."""
+    """The server keeps too many bytes for its clients, and those of this call were dropped."""
 
 
 class UnsupportedEncoding(_FixedCodeError, code=StatusCode.UNIMPLEMENTED):

@@ -128,7 +128,7 @@ class FairShareLimiter:
     def spend(self, seconds: float) -> None:
         """Take ``seconds`` from this turn's share."""
         self._spent_s += seconds
-        if not self._is_watching and self._spent_s >= self._share_s / 8:  # waking the loop costs
+        if not self._is_watching and self._spent_s >= self._share_s / 8:  # waking it takes time
             self._is_watching = True
             self._token.run_sync_soon(self._begin_turn)
 

@@ -144,7 +144,7 @@ class MessageReader:
 
     @property
     def num_missing(self) -> int:
-        """Bytes that an incomplete message lacks, as far as its prefix has come."""
+        """Bytes that an incomplete message lacks; 0 before its prefix has come."""
         return max(0, (self._missing or 0) - len(self._buffer))
 
     def feed(self, data: bytes) -> None:

@@ -37,7 +37,7 @@ LOOK_S = 0.05
 ENDS_MAX = 32
 LOOKS_MAX = 32  # requests that are looked at when there may be room for one. Guess.
 PROGRESS_BYTES = 2**12  # less than that in `Limits.held_stall_s` is no progress. Guess.
-CALL_BYTES = 2**14  # what a call takes without its messages, about. Measured with 1,000 calls.
+CALL_BYTES = 2**14  # a call's memory without its messages, about. Measured with 1,000 calls.
 
 
 class Holder:

@@ -233,14 +233,14 @@ class Http2Connection:
         return min(WHOLE_BYTES_MAX, window // _WHOLE_SHARE)
 
     def open_window(self, stream_id: int) -> None:
-        """Send what waits for a window that the client has opened, now or after this `receive`."""
+        """Send messages that wait for a window which is open now: at once or after `receive`."""
         if not stream_id:
             self._is_window_open = True
         elif (stream := self.blocked_by_stream.get(stream_id)) is not None:
             self._push(stream)
 
     def unclog(self) -> None:
-        """Send what waited while the transport was clogged."""
+        """Send the messages that waited while the transport was clogged."""
         self.is_clogged = False
         self._push_each(self.blocked_by_connection)
 

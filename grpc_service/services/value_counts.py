@@ -225,7 +225,7 @@ class _Walk:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf's encoding, and the place behind it."""
+    """Return a number in protobuf's encoding at index ``at``, and the index after it."""
     number = 0
     for shift in range(0, 7 * VARINT_BYTES_MAX, 7):
         byte = data[at]
