@@ -1,6 +1,6 @@
 """Fits images to models that read them at one of several sizes: LLaVA-Next ("anyres").
 
-Rules as in `engine.images.preprocessor`.
+The pixels and the text are transformers' (rules 1 and 2 of `engine.images.preprocessor`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnyresPreprocessor(ResizedSight):
-    """Reads an image twice: as one square of ``side`` pixels, which loses its shape, and as a
-    larger copy in the middle of a black frame. The frame has the one of ``sizes`` (height, width)
-    that fits the image best, and is cut into squares of ``side`` pixels.
+    """Reads an image twice: resized to one square of ``side`` pixels, which changes its shape, and
+    as a larger copy in the middle of a black frame. The frame has that of ``sizes`` (height, width)
+    which fits the image best, and is cut into squares of ``side`` pixels.
 
     A square has ``per_side`` rows of ``per_side`` tokens each, and costs ``tile_cost``. In the
-    larger copy, the tokens of black rows or columns are left out, and each row ends with a token of
-    its own.
+    larger copy, the tokens of black rows or columns are left out, and each row ends with an
+    additional token.
     """
 
     side: int
@@ -47,7 +47,7 @@ class AnyresPreprocessor(ResizedSight):
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes of one image's pixels, as they are kept."""
+        """The most bytes of one fitted image's pixels."""
         return 3 * self.side**2 * self.max_tiles
 
     def encoding_cost(self, max_tokens: int) -> int:
@@ -76,7 +76,7 @@ class AnyresPreprocessor(ResizedSight):
         with the least black.
 
         Raises:
-            BadImage: the image keeps none at any size.
+            BadImage: The image keeps no pixels at any size.
         """
         best, found = (0, 0), (0, 0)
         for own_height, own_width in self.sizes:
@@ -89,7 +89,7 @@ class AnyresPreprocessor(ResizedSight):
         return found
 
     def _framed(self, image: Image.Image, height: int, width: int) -> Image.Image:
-        """Return the image, as large as it fits into a black one of this size, in its middle."""
+        """Return the image in the middle of a black frame of this size, as large as it fits."""
         from PIL import Image
 
         across, down = width / image.width, height / image.height
@@ -103,7 +103,7 @@ class AnyresPreprocessor(ResizedSight):
         return framed
 
     def _unpadded(self, image: Image.Image, height: int, width: int) -> int:
-        """Return how many tokens the larger copy has, with those at the ends of rows."""
+        """Return the number of the larger copy's tokens, with those at the ends of rows."""
         patch = self.side // self.per_side
         rows, columns = height // patch, width // patch
         if image.width / image.height > columns / rows:

@@ -1,9 +1,9 @@
 """Decodes an image file: its first picture, upright, in RGB.
 
 Rule 1: no decoder runs before the size is known and allowed. Rule 2: the pixels are those that
-transformers loads, but for grey of 16 bits: colour profiles are not applied, and transparent pixels
-keep the colour that they are stored with. Rule 3: an error names nothing of a decoder's own words,
-which may hold addresses and paths.
+transformers loads, except for grey of 16 bits: colour profiles are not applied, and transparent
+pixels keep their stored colour. Rule 3: an error's message contains no text of a decoder, which may
+contain addresses and paths.
 
 Meant for threads: the decoders release the GIL. Decoding takes up to `BYTES_PER_PIXEL` for each
 pixel.
@@ -26,12 +26,12 @@ from engine.images.headers import (
 if TYPE_CHECKING:
     from PIL import Image
 
-# The most that decoding takes, for WebP: the decoder's two images and its result, Pillow's image,
-# and one that is turned or converted, of 4 bytes a pixel each.
+# The most memory that decoding takes, for WebP: the decoder's two images and its result, Pillow's
+# image, and a turned or converted copy, of 4 bytes a pixel each.
 BYTES_PER_PIXEL = 20
-# Scans of a JPEG of the most pixels; a smaller one may have more. Encoders write about ten. A scan
-# of 33 million pixels takes at least 60 ms, however short it is in the file, so that a file of 1 MB
-# could take hours.
+# The most scans of a JPEG of the largest size; a smaller JPEG may have more. Encoders write about
+# ten. A scan of 33 million pixels takes at least 60 ms, however short it is in the file, so that a
+# file of 1 MB could take hours.
 SCANS_MAX = 16
 
 
@@ -61,14 +61,14 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image of any of Pillow's modes in RGB. Of grey with 16 bits the upper 8 count, as
-    in files with colours; Pillow's own conversion makes all that is above 255 white."""
+    """Return an image of any of Pillow's modes in RGB. Of 16-bit grey the upper 8 bits are taken,
+    as in coloured files; Pillow's own conversion makes all values above 255 white."""
     from PIL import Image
 
     if image.mode == "I":  # 16 bits in 32
         image = image.convert("I;16")
     if image.mode.startswith("I;16"):
-        upper = 0 if image.mode == "I;16B" else 1  # which of a number's two bytes
+        upper = 0 if image.mode == "I;16B" else 1  # the index of a number's upper byte
         return Image.frombytes("L", image.size, image.tobytes()[upper::2]).convert("RGB")
     if image.mode == "La":  # Pillow knows only this way
         image = image.convert("LA")
@@ -108,8 +108,8 @@ def _damaged(header: Header) -> BadImage:
 
 
 def _orientation_of(info: dict[Any, Any]) -> int:
-    """Return EXIF's number for which way up a decoded PNG or WebP is; 1 if the file does not say.
-    EXIF goes before XMP."""
+    """Return EXIF's orientation of a decoded PNG or WebP; 1 if the file has none. EXIF takes
+    precedence over XMP."""
     exif = info.get("exif", b"")
     if not exif and "Raw profile type exif" in info:
         with suppress(ValueError, TypeError):

@@ -1,11 +1,11 @@
 """Decodes images in a process of its own, the decoder, which has a lower priority (D23).
 
-A decoder in a thread of the server delays every token: it takes a core from the step's threads, and
-whoever waits for the GIL waits for a thread without a core. A file that crashes a library
-ends this process alone.
+A decoder in a thread of the server would delay every token: it takes a core from the step's
+threads, and the GIL may be held by a thread that has no core. A file that crashes a library ends
+only the decoder.
 
-Rule: whatever a file does to the decoder, its own request gets an answer, and the next image is
-read.
+Rule: whatever a file does to the decoder, its request gets an answer, and the next image is
+decoded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROGRAM = "engine.images.decoder_main"
-# How often an image is sent: the process may die for another reason than the image.
+# An image is sent at most this often: the process may die for another reason than the image.
 TRIES = 2
 # Seconds that the process has to end by itself once its channel is closed; then it is killed.
 DEATH_LIMIT_S = 1.0
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 
 class DecodeImage(Protocol):
-    """Where images are decoded."""
+    """Calls a function that decodes an image, here or in another process."""
 
     def __call__(self, read: Callable[[bytes], T], data: bytes) -> T:
         """Return ``read(data)``. Meant for threads.
 
         Raises:
-            BadImage: as ``read``.
+            BadImage: ``read`` raised it.
         """
 
 
@@ -52,8 +52,8 @@ def decode_here(read: Callable[[bytes], T], data: bytes) -> T:
 
 
 class DecoderProcess:
-    """Decodes one image at a time, in a process that starts with the first image. One that has died
-    is replaced with the next image. Every method may be called from any thread."""
+    """Decodes one image at a time, in a process that starts with the first image. After its death,
+    the next image starts another process. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held while an image is decoded
@@ -71,7 +71,7 @@ class DecoderProcess:
         process can be started, the image is decoded in this thread.
 
         Raises:
-            BadImage: as ``read``, or the image ended the decoder.
+            BadImage: ``read`` raised it, or the image ended the decoder.
             RuntimeError: ``read`` raised something else; the message has its stack.
         """
         with self._lock:
@@ -85,7 +85,7 @@ class DecoderProcess:
                 except (ChannelClosed, BadMessage):
                     how = self._end()
                     log.warning("the process that decodes images %s; another one is started", how)
-                except BaseException:  # a later image must not get this one's answer
+                except BaseException:  # a later image must not get this answer
                     self._end()
                     raise
             else:
@@ -98,8 +98,8 @@ class DecoderProcess:
         return result
 
     def close(self) -> None:
-        """End the process. A further image would start another one. Waits for an image that is
-        decoded."""
+        """End the process. A further image would start another one. Waits until a running decoding
+        has ended."""
         with self._lock:
             self._end()
 

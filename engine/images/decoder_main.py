@@ -17,8 +17,8 @@ from engine.images.errors import BadImage
 from engine.processes.channel import Channel, ChannelClosed
 from engine.processes.inside import leave, live_with_the_server, own_socket
 
-# Added to the server's niceness. Of a core that both want, Linux gives a thread of the server about
-# ten times as much as this process.
+# Added to the server's niceness. On a shared core, Linux gives a thread of the server about ten
+# times the time of this process.
 NICENESS = 10
 
 
@@ -35,8 +35,8 @@ def main() -> NoReturn:
 
 
 def _answer(packed: bytes, data: bytes) -> tuple[str, Any]:
-    """Return the name and the value of the message that answers an image. ``packed`` is the
-    function that reads it, pickled."""
+    """Return the name and the value of the message that answers an image. ``packed`` is the pickled
+    function that decodes it."""
     try:
         return "answered", pickle.loads(packed)(data)
     except BadImage as error:

@@ -1,7 +1,7 @@
-"""Fits images to what a model reads: resized and cropped as transformers' image processors do.
+"""Fits images to a model's input size: resized and cropped as by transformers' image processors.
 
 Rule: the pixels are those of the processors' Pillow backend before these scale them to floats, to
-the last bit. They travel as bytes, a quarter of the floats; the worker scales them.
+the last bit. The worker gets them as bytes, a quarter of the floats' size, and scales them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from engine.images.errors import BadImage
 if TYPE_CHECKING:
     from PIL import Image
 
-LANCZOS = 1  # Pillow's number
+LANCZOS = 1  # Pillow's number of the filter
 
 
 class FittedImage(NamedTuple):
-    """An image as a model reads it. ``pixels`` are [height, width, 3] uint8, as RGB."""
+    """An image in a model's input size. ``pixels`` are [height, width, 3] uint8, as RGB."""
 
     height: int
     width: int
@@ -29,15 +29,15 @@ class FittedImage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageFit:
-    """How one model's images are fitted.
+    """Fits the images of one model.
 
     An image is resized so that its shorter side has ``shortest_edge`` pixels, or to ``size``
     (height and width), or to as many patches of ``patch_size`` as possible, at most
-    ``max_patches``; what is not used is 0 or None. Then its centre of the height and width ``crop``
-    is taken. ``resample`` is a number of Pillow's ``Image.Resampling``.
+    ``max_patches``; settings that are not used are 0 or None. Then its centre of the height and
+    width ``crop`` is cut out. ``resample`` is a number of Pillow's ``Image.Resampling``.
 
-    ``num_tokens`` is what an image costs, in the tokens that the model makes of it. ``max_pixels``
-    is how many pixels a file may have.
+    ``num_tokens`` is the cost of an image, in tokens of the model. ``max_pixels`` is the most
+    pixels of a file.
     """
 
     num_tokens: int
@@ -62,7 +62,7 @@ class ImageFit:
         """Decode an image file and fit it. Meant for threads.
 
         Raises:
-            BadImage: as `decode`; or the image is so long and narrow that the model cannot read it.
+            BadImage: The file cannot be decoded (`decode`), or the image is too long and narrow.
         """
         image = decode(data, self.max_pixels)
         height, width = self._target(image.height, image.width)
@@ -95,7 +95,7 @@ class ImageFit:
 
 
 def _crop(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Return the centre of an image; where it is too small, black surrounds it."""
+    """Return the centre of an image, with black around it if it is too small."""
     top, left = (image.height - height) // 2, (image.width - width) // 2
     if top < 0:
         top = -ceil((height - image.height) / 2)
@@ -122,10 +122,10 @@ def _patched_size(height: int, width: int, patch_size: int, max_patches: int) ->
 
 def read_as(data: bytes, size: tuple[int, int], max_pixels: int) -> bytes:
     """Decode an image file and return its pixels in the width and height ``size``, as RGB, one byte
-    a value. The filter is the one that diffusers' image processor takes. Meant for threads.
+    a value. The filter is that of diffusers' image processor. Meant for threads.
 
     Raises:
-        BadImage: as `decode`.
+        BadImage: The file cannot be decoded (`decode`).
     """
     image = decode(data, max_pixels)
     return (image if image.size == size else image.resize(size, resample=LANCZOS)).tobytes()

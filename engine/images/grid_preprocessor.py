@@ -1,6 +1,6 @@
 """Fits images to models that read them at about their own size, in whole patches: Qwen's.
 
-Rules as in `engine.images.preprocessor`.
+The pixels and the text are transformers' (rules 1 and 2 of `engine.images.preprocessor`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.images.preprocessor import ResizedSight, SeenImage
 if TYPE_CHECKING:
     from PIL import Image
 
-RATIO_MAX = 200  # of transformers' Qwen2-VL: how many times longer one side may be
+RATIO_MAX = 200  # the most times that one side may be longer, as in transformers' Qwen2-VL
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class GridPreprocessor(ResizedSight):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one image. Long ones may have more than ``most`` pixels: their shorter
-        side is rounded up to one square."""
-        # At most as long as both sides together of the longest image of as many pixels.
+        """The most tokens of one image. Long images may have more than ``most`` pixels: their
+        shorter side is rounded up to one square."""
+        # ``longest`` bounds the longer side: both sides of the longest image of ``most`` pixels.
         side, longest = self.factor, sqrt((RATIO_MAX + 3) * max(self.least, self.most))
         return ceil(max(self.most, self.least + side * (longest + side)) / side**2)
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes of one image's pixels, as they are kept."""
+        """The most bytes of one fitted image's pixels."""
         return 3 * self.factor**2 * self.max_tokens
 
     def encoding_cost(self, max_tokens: int) -> int:
@@ -61,7 +61,7 @@ class GridPreprocessor(ResizedSight):
         """Return the size in whole squares that an image is resized to.
 
         Raises:
-            BadImage: one side is much longer than the other.
+            BadImage: One side is much longer than the other.
         """
         if max(height, width) > RATIO_MAX * min(height, width):
             raise BadImage(

@@ -1,9 +1,9 @@
-"""Looks at an image file without decoding it: its format, its size, and which way up it is.
+"""Reads an image file's format, size and orientation without decoding it.
 
-Rule 1: every loop here is bounded by a constant or runs in C, whatever the file says. Rule 2: what
-a decoder does not need for the pixels is left out of the bytes that it gets (`Header.data`).
-Decoders read the rest before anybody has looked at the size: compressed texts inflate, and of EXIF
-with overlapping entries 60 KB took 300 MB before Pillow 13, which logs each entry instead.
+Rule 1: every loop here is bounded by a constant or runs in C, whatever the file contains. Rule 2: a
+decoder gets only the parts of a file that it needs for the pixels (`Header.data`). Decoders read
+the other parts before the size is checked: compressed texts inflate, and 60 KB of EXIF with
+overlapping entries took 300 MB before Pillow 13, which logs each entry instead.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from engine.images.errors import BadImage
 
 FORMATS = "JPEG, PNG, WebP or GIF"
 # Parts of a file before its pixels: segments of a JPEG, chunks of a PNG, blocks of a GIF. A PNG of
-# 16 MiB in chunks of 1 KiB has 16,384. A guess beyond that.
+# 16 MiB in chunks of 1 KiB has 16,384; not tuned.
 PARTS_MAX = 20_000
-EXIF_ENTRIES_MAX = 1000  # guess; cameras write some fifty
-ORIENTATION_TAG = 0x0112  # of TIFF
+EXIF_ENTRIES_MAX = 1000  # not tuned; cameras write some fifty
+ORIENTATION_TAG = 0x0112  # the number of TIFF's tag Orientation
 EXIF_START = b"Exif\0\0"
 XMP_START = b"http://ns.adobe.com/xap/1.0/\0"
 XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 PNG_START = b"\x89PNG\r\n\x1a\n"
-# The chunks of a PNG that its pixels depend on, and eXIf, which may say which way up it is.
+# The chunks of a PNG that its pixels depend on, and eXIf, which may have its orientation.
 PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf")
-# The texts that may say which way up a PNG is, by what their chunks begin with.
+# The beginnings of a PNG's text chunks that may have its orientation.
 PNG_TEXTS_KEPT = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")
 
 
 class Header(NamedTuple):
-    """What a file says before its pixels. ``data`` is the file without what no pixel depends on.
-    ``orientation`` is EXIF's number, 1 to 8; 0 if it is known only after decoding. ``scans`` is how
-    often the decoder goes over all pixels: in a progressive JPEG several times."""
+    """The header of a file. ``data`` is the file without the parts that no pixel depends on.
+    ``orientation`` is EXIF's number, 1 to 8; 0 if it is known only after decoding. ``scans`` is the
+    number of times that the decoder processes all pixels, several in a progressive JPEG."""
 
     format: str
     width: int
@@ -45,10 +45,10 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Return what an image file says before its pixels.
+    """Return the header of an image file.
 
     Raises:
-        BadImage: The file is in no format that is read here, or its beginning is damaged.
+        BadImage: The file is in an unsupported format, or its header is damaged.
     """
     if not data:
         raise BadImage("is empty")
@@ -67,7 +67,7 @@ def read_header(data: bytes) -> Header:
 
 
 def _other_format(data: bytes) -> str:
-    """Return what a file is that is not read here, as far as its beginning shows."""
+    """Return a description of a file in an unsupported format, by its first bytes."""
     if data[:5].lower() in (b"http:", b"https", b"data:", b"file:"):
         return "a URL, and the server opens none"
     if data[4:8] == b"ftyp":
@@ -88,7 +88,7 @@ def _read_jpeg(data: bytes) -> Header:
         if not at:
             raise IndexError
         marker = data[at]
-        if marker == 0xFF:  # a byte that fills
+        if marker == 0xFF:  # a fill byte
             continue
         at += 1
         if marker in (0x00, 0x01, 0xD8) or 0xD0 <= marker <= 0xD7:  # markers without a segment
@@ -112,7 +112,7 @@ def _read_jpeg(data: bytes) -> Header:
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = unpack_from(">HH", body, 1)
             size = (width, height)
-        # of APP0 to APP15, JFIF's and Adobe's say how colours are stored
+        # of APP0 to APP15, only JFIF's and Adobe's are needed: they define the colours
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
             kept.append(data[at - 2 : at + length])
         at += length
@@ -143,8 +143,8 @@ def _read_png(data: bytes) -> Header:
 
 
 def _read_gif(data: bytes) -> Header:
-    """Read the blocks before the first frame. The size is that of the frame and of the screen
-    around it."""
+    """Read the blocks before the first frame. The size is the larger of the frame's and the
+    screen's."""
     width, height, flags = unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     kept = [data[:at]]
@@ -174,8 +174,8 @@ def _read_gif(data: bytes) -> Header:
 
 
 def _read_webp(data: bytes) -> Header:
-    """Read the first chunk. Its decoder allocates two images of this size before it can be asked
-    for it."""
+    """Read the first chunk. WebP's decoder allocates two images of this size before it can return
+    the size."""
     kind = data[12:16]
     if data[8:12] != b"WEBP":
         raise BadImage(f"is in no format that is read here; send the bytes of a {FORMATS} file")
@@ -193,11 +193,11 @@ def _read_webp(data: bytes) -> Header:
     return Header("WEBP", *size, data)
 
 
-# ---- which way up
+# ---- orientation
 
 
 def exif_orientation(exif: bytes) -> int:
-    """Return the orientation that EXIF has, 1 to 8; 0 if it has none, or is damaged."""
+    """Return EXIF's orientation, 1 to 8; 0 if EXIF has none or is damaged."""
     while exif.startswith(EXIF_START):
         exif = exif[len(EXIF_START) :]
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
@@ -212,11 +212,11 @@ def exif_orientation(exif: bytes) -> int:
             if tag == ORIENTATION_TAG and number == 1 and kind in (1, 3, 4):
                 (found,) = unpack_from(order + {1: "B", 3: "H", 4: "I"}[kind], exif, entry + 8)
     except StructError:
-        pass  # what was read before the damage counts
+        pass  # an orientation before the damage counts
     return found if 1 <= found <= 8 else 0
 
 
 def xmp_orientation(xmp: bytes) -> int:
-    """Return the orientation that XMP has, 0 to 9; 0 if it has none."""
+    """Return XMP's orientation, 0 to 9; 0 if XMP has none."""
     match = XMP_ORIENTATION.search(xmp)
     return int(match[1]) if match else 0

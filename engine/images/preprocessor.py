@@ -1,8 +1,8 @@
-"""Fits images to what models that see read, and says which text stands for them in a prompt.
+"""Fits images to models that read images in chats, and returns the images' text for the prompt.
 
 Rule 1: the pixels are those of transformers' image processors before these scale them to floats, to
-the last bit, as in `engine.images.fit`. Rule 2: the text is the one that transformers' processors
-put in the place of the template's own marker.
+the last bit, as in `engine.images.fit`. Rule 2: the text is that with which transformers'
+processors replace the template's marker of an image.
 
 Each class here is for one family of models. All have the same attributes and methods
 (`Preprocessor`).
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DIGEST_BYTES = 32
-# At most so many bytes of decoded images are kept for all models, in case the images come again. A
-# guess: four images of SmolVLM at its largest, or 190 of LLaVA 1.5.
+# At most so many bytes of decoded images are cached for all models: four images of SmolVLM at its
+# largest, or 190 of LLaVA 1.5. Not tuned.
 KEPT_BYTES_MAX = 64 * 2**20
-SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized image's side
+SIDE_MAX = 4096  # the most pixels of a resized image's side, as in transformers' Idefics 3
 
 
 class SeenImage(NamedTuple):
-    """An image as a model reads it: some tiles, the text that stands for it in the prompt, how many
-    of that text's tokens are those of the image, and what encoding it costs, in tokens. ``grid`` is
-    how many rows and columns of tokens it has, (0, 0) where positions do not depend on that.
-    ``size`` is the height and width of the file, (0, 0) where embeddings do not depend on that.
-    ``is_divisible``: its tiles have equally many tokens, and each can be encoded without the
-    others."""
+    """A fitted image: its tiles, its text in the prompt, the number of that text's tokens that have
+    embeddings of the image, and the cost of encoding it, in tokens. ``grid`` is its rows and
+    columns of tokens, (0, 0) if positions do not depend on them. ``size`` is the height and width
+    of the file, (0, 0) if embeddings do not depend on them. ``is_divisible``: its tiles have
+    equally many tokens, and each can be encoded without the others."""
 
     tiles: tuple[FittedImage, ...]
     text: str
@@ -47,7 +46,7 @@ class SeenImage(NamedTuple):
 
     @property
     def pieces(self) -> tuple[SeenImage, ...]:
-        """The parts that are encoded by themselves, in the order of their tokens."""
+        """The parts that are encoded separately, in the order of their tokens."""
         count = len(self.tiles)
         if not self.is_divisible or count == 1:
             return (self,)
@@ -63,11 +62,11 @@ class SeenImage(NamedTuple):
 
 
 class Preprocessor(Protocol):
-    """How one model reads images."""
+    """Fits images for one model."""
 
     @property
     def token(self) -> str:
-        """The special token that the image's tokens are, as text."""
+        """The text of the special token that an image's embeddings replace."""
 
     @property
     def marker(self) -> str:
@@ -86,18 +85,18 @@ class Preprocessor(Protocol):
         """The most bytes of one image's pixels, as they are kept."""
 
     def encoding_cost(self, max_tokens: int) -> int:
-        """Return the most patches that are encoded at once, of images with at most that many
-        tokens."""
+        """Return the most patches that are encoded at once, of images with at most
+        ``max_tokens``."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether one step must compute all tokens of an image, which see each other."""
+        """Whether one step must compute all tokens of an image, because they see each other."""
 
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it. Meant for threads.
 
         Raises:
-            BadImage: as `decode`, or the model cannot read an image of such a form.
+            BadImage: The file cannot be decoded, or the model cannot read an image of its shape.
         """
 
     def blank(self) -> SeenImage:
@@ -125,8 +124,8 @@ def squares_of(image: Image.Image, side: int) -> list[Image.Image]:
 
 @dataclass(frozen=True, slots=True)
 class SquarePreprocessor:
-    """Each image is one tile of one size, with as many tokens: LLaVA 1.5, Gemma 3. ``before`` and
-    ``after`` surround the image's tokens; ``cost`` counts its patches."""
+    """Each image is one tile of a fixed size, with a fixed number of tokens: LLaVA 1.5, Gemma 3.
+    ``before`` and ``after`` surround the image's tokens; ``cost`` counts its patches."""
 
     fit: ImageFit
     token: str
@@ -167,9 +166,9 @@ class SquarePreprocessor:
 
 @dataclass(frozen=True, slots=True)
 class ResizedSight:
-    """The base of those that read images of any shape. A file may have ``max_pixels``, and
-    ``resample`` is Pillow's number of the filter with which it is resized. The chat template writes
-    the token itself for an image."""
+    """The base of the preprocessors for images of any shape. A file may have ``max_pixels``, and is
+    resized by the filter ``resample``, Pillow's number. The chat template writes ``token`` for an
+    image."""
 
     max_pixels: int
     resample: int
@@ -196,12 +195,12 @@ class ResizedSight:
 
 @dataclass(frozen=True, slots=True)
 class TiledPreprocessor(ResizedSight):
-    """An image is cut into square tiles, beside a small copy of the whole: Idefics 3 and SmolVLM.
-    ``longest_edge`` is what its longer side is resized to first. Without ``splits`` it is one
+    """An image becomes square tiles and a small copy of the whole image: Idefics 3 and SmolVLM.
+    First its longer side is resized to ``longest_edge`` pixels. Without ``splits`` it is one
     tile."""
 
     longest_edge: int
-    side: int  # of a tile, in pixels
+    side: int  # a tile's width and height, in pixels
     tile_tokens: int
     tile_cost: int
     splits: bool
@@ -210,12 +209,12 @@ class TiledPreprocessor(ResizedSight):
 
     @property
     def max_tiles(self) -> int:
-        """The most tiles of one image, with the copy of the whole."""
+        """The most tiles of one image, with the copy of the whole image."""
         return ceil(min(self.longest_edge, SIDE_MAX) / self.side) ** 2 + 1 if self.splits else 1
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one image, with those between its tiles."""
+        """The most tokens of one image, with the tokens between its tiles."""
         return self.max_tiles * (self.tile_tokens + 3)
 
     @property
@@ -264,8 +263,8 @@ class TiledPreprocessor(ResizedSight):
         return max(height, 1), max(width, 1)
 
     def _whole_tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size in whole tiles, rounded up: first the longer side, and the shorter one as
-        the ratio asks for then."""
+        """Return the size in whole tiles, rounded up: first the longer side, then the shorter side
+        by the ratio."""
         side, ratio = self.side, width / height
         if width >= height:
             width = ceil(width / side) * side

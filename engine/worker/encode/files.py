@@ -32,7 +32,7 @@ MODULES = {
     Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
     Capability.RERANK: {"Transformer", "LogitScore"},
 }
-# Modules whose output is not one dense vector for each text, and what it is.
+# Modules whose output is not one dense vector for each text, and a name of their output.
 OTHER_OUTPUTS = {
     **dict.fromkeys(
         ("MLMTransformer", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding"),
@@ -48,8 +48,7 @@ WITH_WEIGHTS = FIRST | {"Dense", "LayerNorm"}
 PROCESSOR_NAMES = ("preprocessor_config.json", "processor_config.json")
 MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(?P<name>\w+)")
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.\w+\.)?\w+")
-# The endings of a layer norm's weights in old checkpoints, and the names that transformers reads
-# them as.
+# The suffixes of a layer norm's weights in old checkpoints, and transformers' suffixes.
 OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
 
 
@@ -90,8 +89,8 @@ def check(directory: Path, capability: Capability) -> Path:
 
 
 def _check_weights(folder: Path, module: str) -> None:
-    """Check that a module's files of weights can be read, by its library too: transformers needs
-    another field of the index, and the library's own modules read no index."""
+    """Check that a module's files of weights can be read, also by its library: transformers needs
+    the index's field metadata, and sentence-transformers' own modules read no index."""
     files = weight_files(folder)
     if module not in FIRST and not has_file(folder / WEIGHTS_NAME):
         raise Refusal(f"its {folder.name} has no {WEIGHTS_NAME}")

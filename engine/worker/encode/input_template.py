@@ -1,8 +1,8 @@
-"""Writes inputs by a model's chat template: a text, or the pair of a query and a document.
+"""Renders inputs by a model's chat template: a text, or the pair of a query and a document.
 
 The messages are those of sentence-transformers: the roles are "system" for the prompt, "user" for a
-text, and "query" and "document" for a pair. Rule: a text is a text here. The library would open one
-that looks like the address of an image.
+text, and "query" and "document" for a pair. Rule: every input is used as text, while the library
+would open a text that looks like the address of an image.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
     Input = str | tuple[str, str]
 
-# Inputs of which a template that writes all their texts makes different ones.
+# Inputs whose rendered texts differ if the template writes all their texts.
 TEXT_PROBES = ("alpha", "bravo")
 PAIR_PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
-# Two texts without common tokens: what the inputs made of them have in common at the end is the
-# template's end. A pair has the same text twice.
+# Two texts without common tokens: the common end of their rendered inputs is the template's end. A
+# pair has the same text twice.
 FILLERS = ("0", "1 2 3 4")
-# Settings that are followed here; all others are arguments of the template.
+# Settings that are handled here; all others are arguments of the template.
 FOLLOWED = {"add_generation_prompt", "restore_suffix"}
 
 
 class InputTemplate:
-    """A chat template for inputs, which are pairs or texts. ``settings`` are the arguments that the
-    model's files give it. ``in_parts`` says whether a message's content is a list of parts.
+    """A chat template for inputs, which are pairs or texts. ``settings`` are the template's
+    arguments in the model's files. With ``in_parts``, a message's content is a list of parts.
     ``prompt`` is the model's default prompt; "" for none.
 
     Raises:
         Refusal: The template leaves out a text of an input, or fails; or the settings cut the
             template's end.
-        SpawnFailed: It is not a template.
+        SpawnFailed: The template cannot be parsed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class InputTemplate:
         """Return the text of an input with a prompt; "" for none.
 
         Raises:
-            InvalidRequest: The template refused it.
+            InvalidRequest: The template refused the input.
         """
         turns = [("system", prompt)] if prompt else []
         if isinstance(given, str):
@@ -104,8 +104,8 @@ class InputTemplate:
         return [{"type": "text", "text": text}] if self._in_parts else text
 
     def end(self, tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-        """Return the tokens at the end of every input with a prompt, which cutting an input must
-        leave there.
+        """Return the tokens at the end of every input with a prompt. They must stay when an input
+        is cut.
 
         Raises:
             InvalidRequest: The template refuses the prompt.

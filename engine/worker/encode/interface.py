@@ -1,4 +1,4 @@
-"""What the engine asks of a worker that encodes, beside `engine.worker.interface`."""
+"""The protocol of workers that encode, on top of `engine.worker.interface`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class EncoderInfo(WorkerInfo):
     kind: Capability
     dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
     prompt_names: tuple[str, ...] = ()
-    text_width: int = 0  # tokens to which the model pads each text, alone as in a batch; 0: none
-    images: ImageFit | None = None  # how its images are fitted; None: it reads none
+    text_width: int = 0  # tokens to which each text is padded, in any batch; 0: no such padding
+    images: ImageFit | None = None  # fits its images; None: it reads no images
 
     @property
     def capability(self) -> Capability:
@@ -34,22 +34,22 @@ class EncoderInfo(WorkerInfo):
 
 
 class EncoderTokenizer(Protocol):
-    """Turns texts into inputs, and cuts those that are too long. Safe to call from any thread."""
+    """Turns texts into inputs, and cuts inputs that are too long. Safe to call from any thread."""
 
     def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
-        """Return one input for each text, with the named prompt before it. An empty name stands for
-        the model's default prompt.
+        """Return one input for each text, with the named prompt before it. An empty name means the
+        model's default prompt.
 
         Raises:
-            InvalidRequest: a text cannot be encoded; the violation's field is its index.
+            InvalidRequest: A text cannot be encoded; the violation's field is its index.
         """
 
     def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
-        """Return one input for each document, the query first. Where both together are too long,
-        the longer one is cut.
+        """Return one input for each document, the query first. If both together are too long, the
+        longer text is cut.
 
         Raises:
-            InvalidRequest: as `encode_texts`; the field of the query is ``query``.
+            InvalidRequest: A text cannot be encoded; the violation's field is its index or query.
         """
 
 

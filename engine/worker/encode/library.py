@@ -1,4 +1,4 @@
-"""Loads a model by sentence-transformers, and checks what the library made of its files.
+"""Loads a model by sentence-transformers, and checks the library's result.
 
 Rule: no code of a model's author is run, and no setting of its files is dropped silently.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-# Model types that need code of their checkpoint, and what transformers calls the same model in the
-# form that its own class reads.
+# Model types that need their checkpoint's code, and the model type of the same model for a class of
+# transformers.
 OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
-# The parts of a model's processing_kwargs that change how the library reads texts.
+# The keys of a model's processing_kwargs that change how the library tokenises texts.
 TEXT_SETTINGS = {"common", "text"}
 
 
@@ -30,7 +30,7 @@ def check_model_type(config: dict[str, Any]) -> None:
     """Check that transformers has a class for the model, because no code of a checkpoint is run.
 
     Raises:
-        Refusal: It has none; the sentence says which form of the model to take.
+        Refusal: It has no class; the message names a form of the model that is served.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -47,16 +47,16 @@ def check_model_type(config: dict[str, Any]) -> None:
 @holds_import_lock
 def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Tensor] | None) -> Any:
     """Load a model by the library, on the CPU in float32, without the network, foreign code or
-    pickled files. ``weights``, where given, replace the transformer's: transformers takes the last
-    copy of a tensor that several files have, whatever the index says.
+    pickled files. ``weights``, if given, replace the transformer's: of a tensor in several files,
+    transformers takes the last copy, whatever the index names.
 
-    The library imports what a model's files name, up to the end, so the import lock is held for all
-    of it. That is short: `Checkpoint.check_finite` has read the weights before, and 0.7 GB of them
-    take 0.3 s here."""
+    The library imports modules throughout the load, so the import lock is held for all of it. That
+    is short: `Checkpoint.check_finite` has read the weights before, and loading 0.7 GB takes 0.3 s
+    here."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of transformers, for the whole process; the server has its own
+    disable_progress_bar()  # transformers', for the whole process
     make = CrossEncoder if is_rerank else SentenceTransformer
     model = make(
         str(directory),
@@ -77,7 +77,7 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
 def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
     """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
     transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);
-    transformers says which.
+    transformers' conversions name them.
 
     Raises:
         Refusal: The checkpoint lacks a parameter.
@@ -93,14 +93,14 @@ def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
 
 def is_causal(transformer: Any) -> bool:
     """Return whether a model's scores are logits of its next token (Qwen3-Reranker), which
-    LogitScore reads at the last place."""
+    LogitScore reads at an input's last token."""
     return getattr(transformer, "transformer_task", "") == "text-generation"
 
 
 def _learnt_positions(module: Any) -> int | None:
-    """Return how many tokens have positions in a model that counts them from behind its padding id,
-    as RoBERTa and its kin do: its first embeddings of positions belong to no token. None for any
-    other model."""
+    """Return the number of positions of a model like RoBERTa, whose positions count from the
+    padding id + 1, so that its first position embeddings belong to no token. None for any other
+    model."""
     for name, part in module.named_modules():
         padding = getattr(part, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
@@ -109,8 +109,8 @@ def _learnt_positions(module: Any) -> int | None:
 
 
 def max_tokens_of(model: Any, asked: int | None) -> int:
-    """Return the most tokens of an input: the least of the tokenizer's limit, the model's
-    positions and what the operator ``asked`` for.
+    """Return the most tokens of an input: the least of the tokenizer's limit, the model's positions
+    and ``asked``, the operator's setting.
 
     Raises:
         Refusal: No limit is known.
@@ -126,11 +126,11 @@ def max_tokens_of(model: Any, asked: int | None) -> int:
 
 
 def padding_of(model: Any, *, is_rerank: bool) -> int:
-    """Return the id of the padding token. A classifier's is that of its config, because one that is
-    made of a decoder (Qwen3-Reranker, converted) finds the end of a text by it.
+    """Return the id of the padding token. A classifier's is that of its config, because a
+    classifier converted from a decoder (Qwen3-Reranker) finds the end of a text by it.
 
     Raises:
-        Refusal: The config of a classifier names none.
+        Refusal: The config of a classifier names no padding token.
     """
     transformer = model[0]
     config = transformer.model.config
@@ -146,7 +146,7 @@ def padding_of(model: Any, *, is_rerank: bool) -> int:
 
 def input_template(transformer: Any, prompt: str, *, is_rerank: bool) -> InputTemplate | None:
     """Return the chat template by which a model reads its inputs; None if it reads plain texts. The
-    library writes every text by the template of a model that can read messages.
+    library renders every text by the template if a model can read messages.
 
     Raises:
         Refusal: The model reads messages and has not exactly one chat template, or one without a

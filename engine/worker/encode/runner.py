@@ -77,14 +77,14 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         super().__init__(spec)
         self._capability = capability
         self._model: Any = None  # SentenceTransformer or CrossEncoder
-        self._modules: list[Any] = []  # the model's, without a last Normalize
+        self._modules: list[Any] = []  # the model's modules, without a final Normalize
         self._normalizes = False  # the model's last module was Normalize
-        self._splits_prompts = False  # the pooling leaves the prompt out
+        self._splits_prompts = False  # whether the pooling excludes the prompt's tokens
         self._has_types = False
         self._pad_id = 0
         self._pads_left = False
-        self._modality = "text"  # the library's name of what its module reads
-        self._is_causal = False  # the scores are logits of the next token
+        self._modality = "text"  # the library's name of the kind of input: text or message
+        self._is_causal = False  # whether the scores are logits of the next token
         self._images: ImageReader | None = None
         self._input_tokenizer: InputTokenizer | None = None
 
@@ -109,7 +109,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         return device, num_bytes + self._decoding_bytes(device)
 
     def _decoding_bytes(self, device: torch.device) -> int:
-        """Return the bytes of ``device`` that decoding an image takes, one at a time."""
+        """Return the memory of ``device`` that decoding one image takes, in bytes."""
         reads_images = self._capability is Capability.IMAGE_EMBEDDING and device.type == "cpu"
         return BYTES_PER_PIXEL * self._spec.max_image_pixels if reads_images else 0
 
@@ -197,8 +197,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         self._pad_id = padding_of(model, is_rerank=is_rerank)
-        # SigLIP's vector of a text and the score of a model that generates are read at the last
-        # place, so that the side matters.
+        # SigLIP's vector of a text and the score of a generating model are read at the last token,
+        # so the side of the padding matters.
         self._is_causal = is_causal(model[0])
         kinds = list(model[0].modality_config)
         self._modality = "text" if "text" in kinds else kinds[0]
@@ -206,10 +206,10 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
 
     def _check_fixed_ids(self, config: Any) -> None:
-        """Check the ids that no request brings: the padding's, and the types of a pair's tokens.
+        """Check the ids that come from no request: the padding's, and the types of a pair's tokens.
 
         Raises:
-            Refusal: the model's embeddings have no rows for them.
+            Refusal: The model's embeddings have no rows for them.
         """
         if not 0 <= self._pad_id < config.vocab_size:
             raise Refusal(
@@ -309,7 +309,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         arrays = {"input_ids": ids, "attention_mask": mask}
         if self._has_types:
             arrays["token_type_ids"] = types
-        if self._is_causal:  # positions count from an input's first token, whatever is before it
+        if self._is_causal:  # positions count from an input's first token, after the padding
             arrays["position_ids"] = np.maximum(mask.cumsum(axis=1) - 1, 0)
         made: dict[str, Any] = {
             name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()
@@ -321,7 +321,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def _finish(
         self, features: dict[str, Any], rows: Sequence[EncodeRow]
     ) -> np.ndarray[Any, Any] | list[np.ndarray[Any, Any]]:
-        """Return each row's numbers in float32. Nearly always all rows have the same options."""
+        """Return each row's vector or score in float32. Usually all rows have the same options."""
         is_rerank = self._capability is Capability.RERANK
         raw = features["scores" if is_rerank else "sentence_embedding"].float().cpu()
         finish = self._finish_scores if is_rerank else self._finish_vectors
@@ -336,9 +336,9 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         return [made[place] for place in range(len(rows))]
 
     def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
-        """Cut each vector, and then scale it to length 1, if the model or the request says so. The
-        library's ``truncate_dim`` alone leaves a model's vectors shorter than its Normalize
-        promises. Return [rows, dimensions] float32."""
+        """Cut each vector to the requested dimensions, and then scale it to length 1 if the model
+        or the request wants that. The library cuts after its Normalize, so that its cut vectors are
+        shorter than 1. Return [rows, dimensions] float32."""
         raw = raw[:, : options.dimensions]
         scales = self._normalizes if options.normalize is None else options.normalize
         return torch.nn.functional.normalize(raw, p=2, dim=-1) if scales else raw
@@ -360,7 +360,7 @@ def _workspace(
 
 
 def groups(lengths: Sequence[int]) -> Iterator[slice]:
-    """Split rows, whose lengths ascend, into groups that pad less than another forward costs."""
+    """Split rows of ascending lengths into groups whose padding costs less than a forward."""
     end = len(lengths)
     while end:
         start, padding = end - 1, 0
@@ -375,8 +375,7 @@ def _image_reader(transformer: Any, max_pixels: int) -> ImageReader:
     """Return the reader of a model's images.
 
     Raises:
-        Refusal: The model's files change how texts and images are read in a way that is not
-            followed here.
+        Refusal: The model's files change the processing of texts or images in an unsupported way.
     """
     methods = {kind: one["method"] for kind, one in transformer.modality_config.items()}
     wanted = {"text": "get_text_features", "image": "get_image_features"}

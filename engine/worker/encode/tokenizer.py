@@ -1,7 +1,7 @@
 """Tokenises an encoder's inputs as sentence-transformers does.
 
 Rule: no tokenizer is changed after it was made, so that every method may be called from any thread.
-Therefore there are two: one truncates and one does not. Neither pads.
+Therefore there are two tokenizers, with and without truncation. Neither pads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from engine.worker.encode.input_template import InputTemplate
 
 # Texts passed to the library at once. It divides them among its threads and releases the GIL.
-TEXTS_AT_ONCE = 64  # guess: a millisecond or two
-# A long query is cut after this many times the tokens of a pair. The tokens of a text depend on the
-# text behind them, but not on text so far behind.
+TEXTS_AT_ONCE = 64  # takes a millisecond or two; not tuned
+# A long query is cut after this many times the tokens of a pair. A token may depend on the text
+# after it, but not on text so far away.
 QUERY_SHARE = 2
 
 
@@ -31,9 +31,9 @@ class InputTokenizer:
     """An `engine.worker.encode.interface.EncoderTokenizer` over a tokenizer of the tokenizers
     library.
 
-    ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the most that
-    an input may have. ``template`` writes the inputs of a model that reads them as chats; None: the
-    prompt stands before the text or the query.
+    ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the limit of
+    an input. ``template`` renders the inputs of a model that reads chats; None: the prompt is put
+    before the text or the query.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class InputTokenizer:
         self._max_tokens = max_tokens
         self._template = template
         self._prompts = dict(prompts)
-        # Pooling leaves no prompt out that a template wrote, as in sentence-transformers.
+        # As in sentence-transformers, pooling does not exclude a prompt in a template.
         self._prompt_tokens = {
             name: self._length_of(text, special_ids)
             for name, text in self._prompts.items()
@@ -62,12 +62,12 @@ class InputTokenizer:
 
     def _length_of(self, prompt: str, special_ids: frozenset[int]) -> int:
         """Count a prompt's tokens as sentence-transformers does: including the special tokens
-        before the prompt, but not the one after it."""
+        before the prompt, but not the special token after it."""
         ids = self._cut.encode(prompt).ids if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in special_ids)
 
     def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
-        """Return texts as inputs, each behind the named prompt."""
+        """Return texts as inputs, each after the named prompt."""
         prompt = self._prompts.get(prompt_name, "")
         count = self._prompt_tokens.get(prompt_name, 0)
         _check_unicode(texts)
@@ -87,10 +87,11 @@ class InputTokenizer:
         return self._encode_long(query, documents)
 
     def _encode_long(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
-        """Encode pairs with a long query, which is cut first to the tokens that matter in a pair.
+        """Encode pairs with a long query. First the query is cut to the tokens that can be in a
+        pair.
 
         Otherwise the whole query would be tokenised again for each document, and a query of 1 MiB
-        takes seconds and 100 MB. The cut leaves the longer text of a pair the longer one, because a
+        takes seconds and 100 MB. The query stays longer than the document if it was, because a
         character has at most four tokens. ``full_tokens`` may be wrong by the tokens of the
         character at the cut.
         """
@@ -131,8 +132,9 @@ class InputTokenizer:
     def _encode_chats(
         self, template: InputTemplate, inputs: Sequence[str | tuple[str, str]], prompt: str
     ) -> list[TokenizedInput]:
-        """Return the tokens of inputs that the template writes. If an input is cut, the template's
-        end replaces its last tokens, as in sentence-transformers: values are read behind it."""
+        """Return the tokens of inputs rendered by the template. If an input is cut, the template's
+        end replaces its last tokens, as in sentence-transformers, because values are read after
+        it."""
         found: list[TokenizedInput] = []
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = enumerate(inputs[start : start + TEXTS_AT_ONCE], start)
@@ -147,8 +149,8 @@ class InputTokenizer:
 
 
 def _text_of(template: InputTemplate, given: str | tuple[str, str], prompt: str, index: int) -> str:
-    """Return the text of the input with this index. The error of an input that the template
-    refuses names it."""
+    """Return the text of the input with this index. If the template refuses it, the error's field
+    is the index."""
     try:
         return template.text_of(given, prompt)
     except InvalidRequest as error:

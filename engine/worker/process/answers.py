@@ -1,7 +1,7 @@
-"""What the ranks of a group answer to one request, and what follows from it (D29).
+"""Combines the answers of a group's ranks to one request into one answer, or an error (D29).
 
-The same request goes to every rank, and each answers once. What rank 0 answers is the group's
-answer, once it is certain that all ranks are in the same state.
+The same request goes to every rank, and each answers once. Rank 0's answer is the group's answer,
+once it is certain that all ranks are in the same state.
 
 Rule: this file decides and neither waits nor reads a clock; `engine.worker.process.group` does
 both.
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from engine.worker.process.messages import Raised
 
-# Between the first rank that fails in a step and the end of the group, if the others do not answer.
-# A rank that is ahead of the failed one waits for it in a collective, which never ends. Guess: an
-# answer that does come takes milliseconds.
+# Seconds from the first rank's failure in a step to the end of the group, if other ranks do not
+# answer. A rank that is ahead of the failed rank waits for it in a collective for ever. Not tuned:
+# otherwise an answer takes milliseconds.
 GRACE_S = 1.0
 
 
 class OutOfStep(Exception):
-    """The ranks are not in the same state any more; the message continues "the worker process".
-    Nothing more can be asked of them."""
+    """The ranks are not in the same state any more, so the group must end; the message continues
+    "the worker process"."""
 
 
 class Answer(NamedTuple):
-    """What one rank answered: the name and the value of its message."""
+    """One rank's answer: the name and the value of its message."""
 
     name: str
     value: Any
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 class Answers:
     """The answers to one request. With ``is_step``, a failure counts only once all ranks have
-    answered, because those that did not fail may have changed their state."""
+    answered, because ranks that did not fail may have changed their state."""
 
     def __init__(self, size: int, *, is_step: bool) -> None:
         self._size = size
@@ -41,7 +41,7 @@ class Answers:
         self._of: dict[int, Answer] = {}
 
     def take(self, rank: int, answer: Answer) -> None:
-        """Take a rank's answer."""
+        """Record a rank's answer."""
         self._of[rank] = answer
 
     @property
@@ -56,11 +56,11 @@ class Answers:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further answer is waited for."""
+        """Whether no further answer is needed."""
         return not self.missing or (self.has_failure and not self._is_step)
 
     def give_up(self) -> OutOfStep:
-        """Return the error of a step in which a rank failed and the others do not answer."""
+        """Return the error of a step in which a rank failed and others do not answer."""
         failed = next(rank for rank, one in self._of.items() if one.name == "raised")
         return OutOfStep(
             f"of rank {failed} failed in a step ({_what(self._of[failed])}), and rank "
@@ -68,10 +68,10 @@ class Answers:
         )
 
     def in_order(self) -> list[Answer]:
-        """Return the answers of all ranks, or only that of a rank that failed before a step.
+        """Return the answers of all ranks, or only the failure if an estimate or a load failed.
 
         Raises:
-            OutOfStep: some ranks took a step and others did not.
+            OutOfStep: Some ranks computed a step and others did not.
         """
         failed = [rank for rank, one in sorted(self._of.items()) if one.name == "raised"]
         if failed and not self._is_step:

@@ -1,13 +1,14 @@
 """The processes of a divided model: N ranks that start, compute, die and end as one worker (D29).
 
 `GroupProcess` has the methods of a `WorkerProcess`, and its channel, `GroupChannel`, those of a
-`Channel`, so that `ProcessRunner` drives a group as it drives a single process: a message goes to
-every rank, and a message comes once all ranks have answered.
+`Channel`, so that `ProcessRunner` drives a group like a single process: a message is sent to every
+rank, and one answer is received once all ranks have answered.
 
-Rule 1: the group ends whole. The death of a rank, its silence during a load, or answers that do not
-fit together end every rank: the others would wait for it in a collective for ever. Rule 2: a step
-takes no lock and starts no thread, as in `ProcessRunner`. Rule 3: the ranks meet through a file
-without a name, which only the group's processes have open; with the last of them, it is gone.
+Rule 1: all ranks end together. The death of a rank, its silence during a load, or answers that do
+not fit together end every rank: other ranks would wait for it in a collective for ever. Rule 2: a
+step takes no lock and starts no thread, as in `ProcessRunner`. Rule 3: the ranks find each other by
+a file without a name, which only the group's processes have open; it disappears with the last of
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from engine.worker.interface import MemoryEstimate
     from engine.worker.process.side_channels import SideChannels
 
-FIRST_REQUESTS = ("estimate", "load")  # those that a silent rank must not delay for ever
+FIRST_REQUESTS = ("estimate", "load")  # requests in which a silent rank is given up
 SIGNS_OF_LIFE = ("progress", "alive")
 
 log = logging.getLogger(__name__)
@@ -44,16 +45,16 @@ class WorkerGroup:
     """The processes of all ranks, from their start until all are reaped. Every method may be called
     from any thread at any time.
 
-    Life: as that of `WorkerProcess`; when one rank dies, `end` ends the others.
+    Life: like a `WorkerProcess`; after the death of one rank, `end` ends the others.
     """
 
     def __init__(self, name: str, ranks: Sequence[WorkerProcess]) -> None:
-        """Take processes that were started."""
+        """``ranks`` are started processes, in the order of their ranks."""
         self.name = name
         self.ranks = tuple(ranks)
         self._killed_why = ""
         self._end = ""
-        self._ending = threading.Lock()  # held while the group is ended; never taken in a step
+        self._ending = threading.Lock()  # held while the group is ended; no step takes it
         self._deaths = select.epoll()
         for rank in ranks:
             self._deaths.register(rank.sentinel, select.EPOLLIN)
@@ -70,14 +71,14 @@ class WorkerGroup:
         return -1 if self._deaths.closed else self._deaths.fileno()
 
     def kill(self, why: str) -> None:
-        """Kill every rank, as `WorkerProcess.kill`."""
+        """Kill every rank without waiting (`WorkerProcess.kill`)."""
         self._killed_why = self._killed_why or why
         for rank in self.ranks:
             rank.kill(why)
 
     def end(self, patience_s: float) -> str:
         """Wait up to ``patience_s`` seconds for the death of a rank, kill the others, reap all, and
-        return how the first one ended, as `WorkerProcess.end`."""
+        return in words how the dead ranks ended (`WorkerProcess.end`)."""
         with self._ending:
             if not self._end:
                 dead = [] if self._killed_why else self._dead_ranks(patience_s)
@@ -90,7 +91,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End every rank within `CLOSE_LIMIT_S`, and close every descriptor. Idempotent."""
-        for rank in self.ranks:  # asks all of them before any is waited for
+        for rank in self.ranks:  # all are asked before the first is waited for
             rank.ask_to_end()
         for rank in self.ranks:
             rank.close()
@@ -102,7 +103,7 @@ class WorkerGroup:
             rank.dump_stacks()
 
     def rss_bytes(self) -> int:
-        """Return the resident memory of all ranks in bytes, as `WorkerProcess.rss_bytes`."""
+        """Return the resident memory of all ranks in bytes."""
         return sum(rank.rss_bytes() for rank in self.ranks)
 
     def _dead_ranks(self, patience_s: float) -> list[int]:
@@ -120,13 +121,14 @@ class WorkerGroup:
 
 class GroupProcess(WorkerGroup):
     """A group of worker processes, in the place of a single one. ``channel`` is the main channel to
-    all ranks. During a load, a rank that says nothing for ``patience_s`` seconds hangs."""
+    all ranks. A rank that sends nothing for ``patience_s`` seconds during a load is considered
+    hung."""
 
     def __init__(self, name: str, threads: int, size: int, patience_s: float) -> None:
         """Start the processes.
 
         Raises:
-            OSError: the system has no process or no descriptor left. Nothing is held.
+            OSError: The system has no process or no descriptor left. Nothing is held.
         """
         with contextlib.ExitStack() as undo:
             self.meeting = os.memfd_create("triolet-ranks")
@@ -142,7 +144,7 @@ class GroupProcess(WorkerGroup):
 
     @property
     def side_channels(self) -> SideChannels:
-        """The side channels to rank 0, which alone compiles constraints."""
+        """The side channels to rank 0, the only rank that compiles constraints."""
         return self.ranks[0].side_channels
 
     def close(self) -> None:
@@ -162,11 +164,11 @@ class GroupChannel:
         self._channels: list[Channel] = [rank.channel for rank in group.ranks]
         self._patience_s = patience_s
         self._answers = Answers(len(self._channels), is_step=True)
-        self._heard: list[float] = []  # when each rank last said something
+        self._heard: list[float] = []  # the time of each rank's last message
         self._request = ""
 
     def send(self, name: str, value: Any) -> None:
-        """Send a message to every rank; each gets the setup of its own rank.
+        """Send a message to every rank. A setup is changed to the rank's own.
 
         Raises:
             ChannelClosed, Exception: as `Channel.send`.
@@ -185,12 +187,11 @@ class GroupChannel:
             channel.send_packed(message)
 
     def receive(self) -> tuple[str, Any]:
-        """Return the progress of rank 0 as it comes, and then what all ranks answered, as one
-        answer.
+        """Return the progress of rank 0 as it comes, and then the answers of all ranks as one.
 
         Raises:
-            ChannelClosed: a rank is dead, was silent for too long, or is out of step.
-            BadMessage: what came is no message.
+            ChannelClosed: A rank is dead, was silent for too long, or is in another state.
+            BadMessage: The received bytes are no message.
         """
         answers, heard = self._answers, self._heard
         grace_ends = 0.0
@@ -214,8 +215,7 @@ class GroupChannel:
         return self._joined(answers)
 
     def _limit_s(self, grace_ends: float) -> float | None:
-        """Return how long to wait for the next message; None: until the step's watchdog ends
-        it."""
+        """Return how long to wait for a message; None: until the watchdog ends the step."""
         now = time.monotonic()
         if self._request in FIRST_REQUESTS:
             first = min(self._heard[rank] for rank in self._answers.missing)
@@ -249,7 +249,7 @@ class GroupChannel:
 
 
 def _joined_estimates(each: list[Estimated]) -> Estimated:
-    """Return what all ranks need: the sum for each device."""
+    """Return the memory that all ranks need: the sum for each device."""
     needs: dict[str, MemoryEstimate] = {}
     for one in each:
         known = needs.get(one.estimate.device)
@@ -261,7 +261,7 @@ def _joined_estimates(each: list[Estimated]) -> Estimated:
 
 
 def _joined_loads(each: list[Loaded]) -> Loaded:
-    """Return what rank 0 loaded, with the memory, the devices and the threads of all ranks."""
+    """Return rank 0's answer, with the memory, the devices and the threads of all ranks."""
     infos: list[Any] = [one.info for one in each]
     info = replace(
         infos[0],

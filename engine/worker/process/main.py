@@ -2,12 +2,12 @@
 
 `WorkerProcess` starts it. MAIN and CONTROL are descriptors of sockets. On the main channel this
 thread gets a setup, then requests to estimate and load, then one step after another; when the
-channel ends, so does the process. Over the control socket come side channels, for compiling
-constraints beside the steps; each is served by a thread of its own.
+channel ends, the process ends. The control socket passes side channels, for compiling constraints
+and loading adapters during steps; each is served by a thread of its own.
 
-Rule 1: a plan that was received is answered, or the process ends: without an answer nobody could
-know what took effect. Rule 2: the process does not outlive its server, and leaves the server's
-signals to it (`engine.processes.inside`).
+Rule 1: a plan that was received is answered, or the process ends: without an answer, the server
+could not know which state the process is in. Rule 2: the process does not outlive its server, and
+ignores signals meant for the server (`engine.processes.inside`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.worker.process.messages import Compile, Setup
 
-ALIVE_S = 0.5  # far below the shortest sensible --step-timeout
+ALIVE_S = 0.5  # seconds between signs of life; far below the shortest sensible --step-timeout
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def main() -> NoReturn:
     try:
         Worker(name, own_socket(main_fd), own_socket(control_fd)).serve()
         code = 0
-    except ChannelClosed:  # the server closed the channel and does not want the answer any more
+    except ChannelClosed:  # the server closed the channel, and needs no answer
         code = 0
     except BaseException:
         log.exception("the worker process of %s ends", name)
@@ -67,7 +67,7 @@ def make_runner(setup: Setup) -> Any:
 
 
 def own_bytes() -> int:
-    """Return the memory that only this process has, in bytes; 0 if the system does not say."""
+    """Return the memory that only this process has, in bytes; 0 if it cannot be read."""
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
         for line in file:
             if line.startswith("RssAnon:"):
@@ -141,8 +141,8 @@ class Worker:
 
     @contextlib.contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """Have a thread tell the server every `ALIVE_S` seconds that this rank is alive, while the
-        block runs: the server cannot know how long a load takes, only that a rank stopped."""
+        """While the block runs, have a thread send a sign of life to the server every `ALIVE_S`
+        seconds: the server cannot know how long a load takes, only that a rank has stopped."""
         has_ended = threading.Event()
 
         def tell() -> None:
@@ -167,15 +167,15 @@ class Worker:
             begun = runner.num_collectives if isinstance(runner, RankRunner) else 0
             self._channel.send("raised", raised(error, begun))
             return
-        # Of a group's ranks, the first alone has results.
+        # Of a group's ranks, only rank 0 has results.
         plain_result = None if self._setup.spec.rank else messages.plain_result(result)
         self._channel.send("done", plain_result)
 
     # ---- beside the steps
 
     def _accept_channels(self) -> None:
-        """Start a thread for every side channel that comes over the control socket. When that
-        socket ends, the server is gone, and the process ends."""
+        """Start a thread for every side channel that the control socket passes. When that socket
+        ends, the server has ended, and this process ends."""
         while True:
             data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
             if not data:
@@ -214,20 +214,21 @@ class Worker:
 
 
 class _Compiled:
-    """Remembers the number of each constraint's latest compilation. A forget that the server made
-    before that compilation, but that arrives after it on another channel, must have no effect."""
+    """Remembers the number of each constraint's latest compilation. A request to forget that the
+    server made before that compilation, but that arrives after it on another channel, must have no
+    effect."""
 
     def __init__(self) -> None:
         self._latest: dict[Constraint, int] = {}
         self._lock = threading.Lock()  # guards the numbers; never taken in a step
 
     def begin(self, constraint: Constraint, number: int) -> None:
-        """Note that a compilation with this number begins."""
+        """Record that a compilation with this number begins."""
         with self._lock:
             self._latest[constraint] = max(number, self._latest.get(constraint, 0))
 
     def try_forget(self, constraint: Constraint, number: int) -> bool:
-        """Return whether the constraint is to be dropped, and drop its number if so."""
+        """Return whether to drop the constraint, and drop its number if so."""
         with self._lock:
             if self._latest.get(constraint, 0) >= number:
                 return False

@@ -1,9 +1,9 @@
-"""What a server and its worker process send each other, as values that pickle.
+"""The messages between a server and its worker process, as values that pickle.
 
 Rows of plans and results come with every step, and a row may have dozens of log-probabilities. They
-are taken apart into plain tuples first: named tuples and frozen dataclasses pickle by calls of
-Python for each, and a step's messages cost half as much this way (bench `process`). Plans and
-results of other kinds of work travel as they are, so they must not be plain tuples.
+are converted to plain tuples first: named tuples and frozen dataclasses pickle by calls of Python
+for each, and a step's messages take half as long this way (bench `process`). Plans and results of
+other kinds of work are sent unchanged, so they must not be plain tuples.
 
 Rule: imports no torch.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.worker.interface import MemoryEstimate, RunnerSpec, Tokenizer
     from engine.worker.text.interface import ModelInfo
 
-TEXT_CHARS = 2000  # of an error's message; a guess
+TEXT_CHARS = 2000  # the most characters of an error's message; not tuned
 
 
 class WorkerProcessError(RuntimeError):
@@ -44,8 +44,8 @@ class WorkerProcessError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The first message to a worker process. ``factory`` is ``module:function`` of a function that
-    returns an unloaded runner for the spec and the capability. ``path`` is where modules are found.
-    ``log_level`` and ``is_json`` say how its log lines look."""
+    returns an unloaded runner for the spec and the capability. ``path`` is added to its sys.path.
+    ``log_level`` and ``is_json`` configure its log lines."""
 
     factory: str
     spec: RunnerSpec
@@ -57,8 +57,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """The answer to ``estimate``: what the model will need. ``process_bytes`` are what its process
-    takes beside it."""
+    """The answer to ``estimate``: the memory that the model will need, and ``process_bytes``, the
+    memory of its process beside the model."""
 
     estimate: MemoryEstimate
     process_bytes: int
@@ -66,8 +66,8 @@ class Estimated:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The answer to ``load``. ``process_bytes`` are what the process took before the load.
-    ``encoder_tokenizer`` is None but for an encoder. Of a group's ranks, only the first has a
+    """The answer to ``load``. ``process_bytes`` is the process's memory before the load.
+    ``encoder_tokenizer`` is None except for an encoder. Of a group's ranks, only rank 0 has a
     ``tokenizer``."""
 
     info: ModelInfo | EncoderInfo | ImageModelInfo
@@ -98,8 +98,8 @@ class AdapterCall:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception as it travels: as strings, and, where it is one of ours, pickled in ``own``.
-    ``num_collectives`` are those that a rank of a group had begun by then."""
+    """An exception as a message: as strings, and, if it is a TrioletError, pickled in ``own``.
+    ``num_collectives`` is the number of collectives that a rank of a group had begun by then."""
 
     text: str
     traceback: str
@@ -120,7 +120,7 @@ class Raised:
 
 
 def raised(error: BaseException, num_collectives: int = 0) -> Raised:
-    """Return an exception in the form that travels. Never fails, whatever the exception does."""
+    """Return an exception as a message. Never fails, whatever the exception's methods do."""
     is_memory = isinstance(error, MemoryError)
     try:
         own = pickle.dumps(error, PROTOCOL) if isinstance(error, TrioletError) else b""
@@ -141,11 +141,11 @@ def raised(error: BaseException, num_collectives: int = 0) -> Raised:
     return Raised(text, trace, is_memory, own, num_collectives)
 
 
-# ---- plans and results, taken apart and put together
+# ---- plans and results, as plain tuples and back
 
 
 def plain_plan(plan: object) -> object:
-    """Return a plan in the form that travels."""
+    """Return a plan in the form that is sent."""
     if not isinstance(plan, StepPlan):
         return plan
     rows = tuple(map(tuple, plan.rows))
@@ -153,7 +153,7 @@ def plain_plan(plan: object) -> object:
 
 
 def plan_of(plain: Any) -> Any:
-    """Return the plan that `plain_plan` took apart."""
+    """Return the plan that `plain_plan` converted."""
     if plain.__class__ is not tuple:
         return plain
     plan_id, rows, *rest = plain
@@ -161,7 +161,7 @@ def plan_of(plain: Any) -> Any:
 
 
 def plain_result(result: object) -> object:
-    """Return a result in the form that travels. Of its rows only a `RowResult` is taken apart."""
+    """Return a result in the form that is sent. Of its rows only a `RowResult` is converted."""
     if not isinstance(result, StepResult):
         return result
     rows = [_plain_row(row) if row.__class__ is RowResult else row for row in result.rows]
@@ -169,7 +169,7 @@ def plain_result(result: object) -> object:
 
 
 def result_of(plain: Any) -> Any:
-    """Return the result that `plain_result` took apart."""
+    """Return the result that `plain_result` converted."""
     if plain.__class__ is not tuple:
         return plain
     plan_id, rows, timings = plain

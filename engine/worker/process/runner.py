@@ -1,4 +1,4 @@
-"""A runner that lives in a process of its own: a `TextRunner` or an `EncodeRunner` to the engine.
+"""A runner whose model is in a process of its own; the engine uses it like any other `Runner`.
 
 A process has three advantages. If it dies, by a crash of a library or because the kernel needs its
 memory, only one replica is lost. A step that hangs can be killed. And the steps of several replicas
@@ -6,20 +6,19 @@ do not share the GIL.
 
 Rule 1: imports no torch; the process makes its own runner from a reference (`messages.Setup`).
 Rule 2: a step takes no lock of ours and starts no thread: the caller's thread writes the plan and
-waits for the answer, with the GIL released. Rule 3: a worker is lost once: the
-first call that finds out ends and reaps the process, and every other call raises the same error.
+waits for the answer, with the GIL released. Rule 3: a worker is lost once: the first call that
+notices it ends and reaps the process, and every other call raises the same error.
 
 `estimate`, `load` and `execute` use the main channel, one thread at a time. Each `compile` uses a
 side channel of its own, so that compilations and steps do not wait for each other. `forget` must
 not wait, so it sends nothing: the next `compile` carries its constraint.
 
-The tokenizers are sent over once, pickled, and work here. If each text were sent to the process, it
-would take a hop of at least 0.05 ms (bench `process`) and wait for the GIL
-beside a step, where encoding a line takes 0.03 ms; and a dead worker could encode nothing. If they
-were read here from the model's files, they could differ from those that the model runs with, above
-all an encoder's, which sentence-transformers makes. A tokenizer of 128,000 tokens is 6 MB and takes
-0.1 s to write and 0.4 s to read, as long as from its file (0.5 s). None of it imports torch or
-transformers.
+The process sends its tokenizers once, pickled, and they run here. Sending each text to the process
+instead would take at least 0.05 ms (bench `process`) and wait for the GIL of a step, while encoding
+a line takes 0.03 ms; and a dead worker could encode nothing. Tokenizers read here from the model's
+files could differ from the model's own, above all an encoder's, which sentence-transformers makes.
+A tokenizer of 128,000 tokens is 6 MB and takes 0.1 s to write and 0.4 s to read, as long as from
+its file (0.5 s). None of it imports torch or transformers.
 
 Source: D3, D8, D13, D17.
 """
@@ -64,18 +63,18 @@ log = logging.getLogger(__name__)
 
 
 class ProcessRunner:
-    """`engine.worker.interface.Runner` of either kind, over another process.
+    """An `engine.worker.interface.Runner` of any kind of work, in another process.
 
-    Life: 1. made, which holds nothing; 2. `estimate`, or else `load`, starts the process;
-    3. `load`; 4. `execute`, any number of times; 5. `close`, after which nothing is held. Once the
-    process is dead, whenever that is, only `close` is of use; ``sentinel`` shows its death.
+    Life: 1. the constructor starts nothing; 2. `estimate`, or else `load`, starts the process; 3.
+        `load`; 4. `execute`, any number of times; 5. `close`, after which nothing is held. Once the
+        process is dead, only `close` is of use; ``sentinel`` shows its death.
 
     ``factory`` is ``module:function``. The process calls the function with the spec and the
-    capability, and it returns an unloaded runner. Which kind of runner that is may show only there,
-    so plans, results and infos have no narrower type here. With a ``tp`` above 1 in the spec, the
+    capability, and it returns an unloaded runner. The kind of work may be known only there, so
+    plans, results and infos have no narrower type here. With a ``tp`` above 1 in the spec, the
     process is a group of processes (`engine.worker.process.group`), one for each rank; a rank that
-    says nothing for ``patience_s`` seconds during a load hangs. `close`, `kill`, `is_alive` and
-    `rss_bytes` may be called from any thread at any time.
+    sends nothing for ``patience_s`` seconds during a load is considered hung. `close`, `kill`,
+    `is_alive` and `rss_bytes` may be called from any thread at any time.
     """
 
     def __init__(
@@ -96,17 +95,17 @@ class ProcessRunner:
         self._process: WorkerProcess | GroupProcess | None = None
         self._channel: Channel | GroupChannel | None = None  # the main channel of the process
         self._loaded: Loaded | None = None
-        self._numbers = itertools.count(1)  # of compilations and forgets
+        self._numbers = itertools.count(1)  # serial numbers of compilations and forgets
         self._to_forget: list[tuple[Constraint, int]] = []
 
-    # ---- what every runner does
+    # ---- methods of every runner
 
     def estimate(self) -> MemoryEstimate:
         """Start the process and have it estimate; the process stays, for `load`. On the CPU, the
         estimate includes what the process takes beside its model (0.3 GB for torch itself).
 
         Raises:
-            SpawnFailed, ShuttingDown, Exception: as `load`.
+            SpawnFailed, ShuttingDown, Exception: For the same reasons as in `load`.
         """
         answer = self._ask_first("estimate", "estimated", lambda progress: None)
         found: MemoryEstimate = answer.estimate
@@ -119,9 +118,9 @@ class ProcessRunner:
         the runner's info, whose memory includes the process's own as in `estimate`.
 
         Raises:
-            SpawnFailed: the model cannot be served, or the process died; one sentence says why.
-            ShuttingDown: `close` was called meanwhile. Exception: what else the load raised there.
-                Nothing is kept in any case.
+            SpawnFailed: The model cannot be served, or the process died; one sentence says why.
+                ShuttingDown: `close` was called meanwhile. Exception: The load raised it there. The
+                process ends in any case.
         """
         if self._loaded is not None:
             raise EngineBug("a worker process is loaded once")
@@ -139,14 +138,13 @@ class ProcessRunner:
         return found
 
     def execute(self, plan: Any) -> Any:
-        """Have the process compute a plan, and return its result. The thread waits without Python's
-        lock.
+        """Have the process compute a plan, and return its result. The thread waits without the GIL.
 
         Raises:
-            WorkerLost: the process died during the plan or before; nothing more comes of it.
-            ShuttingDown: `close` was called. MemoryError, Exception: as the runner there raised
-                it; an exception that is not ours comes as `messages.WorkerProcessError`. The worker
-                can go on.
+            WorkerLost: The process died during the plan or before.
+            ShuttingDown: `close` was called. MemoryError, Exception: The runner there raised it; an
+                exception that is no TrioletError becomes a `messages.WorkerProcessError`. The
+                worker can continue.
         """
         channel = self._channel
         if channel is None:
@@ -158,7 +156,7 @@ class ProcessRunner:
                 return messages.result_of(value)
             failure = _error_of(name, value)
         except Exception as error:
-            # Whatever the error is, nobody knows what took effect in the process.
+            # Whatever the error is, the state of the process is unknown.
             raise self._give_up(error) from error
         raise failure
 
@@ -175,13 +173,13 @@ class ProcessRunner:
         if process is not None:
             process.close()
 
-    # ---- what a text model's runner does
+    # ---- methods of a text model's runner
 
     def compile(self, constraint: Constraint) -> int:
         """Have the process compile a constraint, beside steps and other compilations.
 
         Raises:
-            InvalidRequest, Unsupported, Exception: as the runner there.
+            InvalidRequest, Unsupported, Exception: The runner there raised it.
             WorkerLost, ShuttingDown: as `execute`.
         """
         request = Compile(constraint, next(self._numbers), tuple(self._take_forgets()))
@@ -196,7 +194,7 @@ class ProcessRunner:
         """Have the process drop a constraint before the next `compile`. Never waits."""
         self._to_forget.append((constraint, next(self._numbers)))
 
-    # ---- what an encoder's runner does
+    # ---- methods of an encoder's runner
 
     @property
     def encoder_tokenizer(self) -> EncoderTokenizer:
@@ -206,7 +204,7 @@ class ProcessRunner:
             raise EngineBug("a text model has no tokenizer for inputs")
         return found
 
-    # ---- the worker's own life, as `engine.replica.replica.ProcessWorker`
+    # ---- the process, as an `engine.replica.replica.ProcessWorker`
 
     @property
     def process(self) -> WorkerProcess | GroupProcess | None:
@@ -228,8 +226,8 @@ class ProcessRunner:
         return sentinel
 
     def lost(self) -> WorkerLost | ShuttingDown:
-        """Return why `execute` would fail. Ends the process if it is not dead yet, and reaps it,
-        which takes up to `DEATH_LIMIT_S`."""
+        """Return the error with which `execute` fails now. Ends the process if it is not dead yet,
+        and reaps it, which takes up to `DEATH_LIMIT_S`."""
         if self._has_died or not self._is_closed:
             how = self._require_process().end(DEATH_LIMIT_S)
             if self._has_died or not self._is_closed:
@@ -243,8 +241,7 @@ class ProcessRunner:
             self._process.kill(why)
 
     def rss_bytes(self) -> int:
-        """Return the process's resident memory in bytes; 0 if it is dead, or the system does not
-        say."""
+        """Return the process's resident memory in bytes; 0 if it is dead or that cannot be read."""
         return 0 if self._process is None else self._process.rss_bytes()
 
     # ---- the conversation before steps
@@ -276,7 +273,7 @@ class ProcessRunner:
         """Return the main channel; start the process if there is none.
 
         Raises:
-            SpawnFailed: the system has no process left. ShuttingDown: `close` was called.
+            SpawnFailed: The system has no process left. ShuttingDown: `close` was called.
         """
         with self._starting:
             if self._is_closed:
@@ -322,7 +319,7 @@ class ProcessRunner:
         return self._process
 
     def _give_up(self, error: Exception) -> WorkerLost | ShuttingDown:
-        """Give the worker up because of ``error``, and return why `execute` fails from now on."""
+        """Give the worker up because of ``error``, and return the error of all later calls."""
         if not isinstance(error, ChannelClosed):
             log.error("the worker process of %s is given up: %r", self._name, error)
             what = "be understood" if isinstance(error, BadMessage) else "be sent its next step"
@@ -332,8 +329,8 @@ class ProcessRunner:
     def _failed_load(
         self, error: ChannelClosed | BadMessage
     ) -> ShuttingDown | SpawnFailed | WorkerLost:
-        """Return what a load raises when the conversation broke. The load of a group can be tried
-        again, as one rank of many has died, which says little about the model."""
+        """Return the error of a load whose channel failed. The load of a group can be tried again:
+        one rank of many has died, perhaps not because of the model."""
         lost = self._give_up(error)
         if isinstance(lost, ShuttingDown) or self._spec.tp > 1:
             return lost
@@ -352,7 +349,7 @@ def _ask_beside(runner: ProcessRunner, request: str, value: object) -> Any:
     """Send a request on a side channel, beside steps, and return the answer.
 
     Raises:
-        Exception: as the runner there. WorkerLost, ShuttingDown: as `execute`.
+        Exception: The runner there raised it. WorkerLost, ShuttingDown: as `execute`.
     """
     try:
         with runner._require_process().side_channels.lent() as channel:
@@ -367,7 +364,7 @@ def _ask_beside(runner: ProcessRunner, request: str, value: object) -> Any:
 
 
 class ProcessAdapters:
-    """`engine.worker.text.interface.Adapters` in the process. ``ask`` sends a request beside
+    """The process's `engine.worker.text.interface.Adapters`. ``ask`` sends a request during
     steps."""
 
     def __init__(self, ask: Callable[[str, object], Any]) -> None:
@@ -393,16 +390,16 @@ class ProcessAdapters:
         """Have the process drop an adapter.
 
         Raises:
-            WorkerLost, ShuttingDown: the process is gone.
+            WorkerLost, ShuttingDown: The process has ended, or the model was closed.
         """
         self._ask("adapter", AdapterCall("unload", digest))
 
 
 def _error_of(name: str, value: object) -> Exception:
-    """Return the exception that an answer carries.
+    """Return the exception in an answer.
 
     Raises:
-        BadMessage: the answer carries none.
+        BadMessage: The answer has no exception.
     """
     if name == "raised" and isinstance(value, Raised):
         return value.error()

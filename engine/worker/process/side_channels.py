@@ -1,10 +1,10 @@
 """Channels beside the main one, for calls that must not wait for a step.
 
-Each compilation of a constraint has a channel of its own, which is kept for the next. A channel is
-made here, and one of its ends passed to the worker process over the control socket.
+Each compilation of a constraint has a channel of its own, which is kept for a later one. A channel
+is made here, and one of its ends is passed to the worker process over the control socket.
 
-Rule: a channel that is lent belongs to the thread that it was lent to; all else is guarded by the
-lock, which no step takes.
+Rule: a lent channel is used only by its borrower's thread; the lock, which no step takes, guards
+everything else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SideChannels:
 
     @contextmanager
     def lent(self) -> Iterator[Channel]:
-        """Lend an idle channel, or a new one, while the block runs. If the block raises, what the
-        channel would carry next is unknown, so it is closed.
+        """Lend an idle channel, or a new one, while the block runs. If the block raises, an answer
+        may still be on its way, so the channel is closed.
 
         Raises:
-            ChannelClosed: there is nobody at the other end.
+            ChannelClosed: The worker process was given up, or no channel can be opened.
         """
         channel = self._take()
         try:

@@ -1,4 +1,4 @@
-"""A worker process as the operating system has it: started, watched, killed and reaped.
+"""Starts, watches, kills and reaps a worker process of the operating system.
 
 The process runs `engine.worker.process.main`. It has three connections to this one: the main
 channel, on which requests are answered one after another; the control socket, which passes the
@@ -24,11 +24,11 @@ from engine.processes.child import how_it_ended, start_child
 from engine.worker.process.side_channels import SideChannels
 
 PROGRAM = "engine.worker.process.main"
-# An idle worker needs a tenth of this to end; for one that is in a step it is a guess.
+# Seconds for a closed worker to end. An idle one needs a tenth; not tuned for one in a step.
 CLOSE_LIMIT_S = 1.0
-# A dying process closes its channels some milliseconds before its exit code is known.
+# Seconds to wait for a dying process's exit code: its channels close some milliseconds earlier.
 DEATH_LIMIT_S = 1.0
-# The kernel ends a killed process at once, unless a device's driver holds it.
+# Seconds to wait for a killed process: it ends at once, unless a device's driver delays it.
 KILL_LIMIT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 class WorkerProcess:
     """A process that was started, from then until it is reaped.
 
-    Life: 1. made, which starts it; 2. it dies by itself, or `kill` or `end` ends it; 3. `close`,
-    after which no descriptor is held. Every method may be called from any thread at any time.
-    ``channel`` is the main channel; ``side_channels`` are those beside it.
+    Life: 1. the constructor starts it; 2. it dies by itself, or `kill` or `end` ends it; 3.
+        `close`, after which no descriptor is held. Every method may be called from any thread at
+        any time. ``channel`` is the main channel; ``side_channels`` are for calls during steps.
     """
 
     def __init__(self, name: str, threads: int, inherits: tuple[int, ...] = ()) -> None:
-        """Start the process. ``threads`` is how many threads its libraries use; 0 leaves that to
-        them. The process also has the descriptors of ``inherits``, with the same numbers.
+        """Start the process. ``threads`` is the number of threads of its libraries; 0: their own
+        defaults. The process also gets the descriptors ``inherits``, with the same numbers.
 
         Raises:
-            OSError: the system has no process or no descriptor left. Nothing is held.
+            OSError: The system has no process or no descriptor left. Nothing is held.
         """
         self.name = name
         self._is_given_up = False  # `kill` or `close` was called
@@ -84,8 +84,8 @@ class WorkerProcess:
         return self._control.fileno()
 
     def kill(self, why: str) -> None:
-        """Kill the process without waiting, even if the kernel cannot end it yet. Whoever waits on
-        a channel is woken. ``why`` continues "the worker process"."""
+        """Kill the process without waiting, even if the kernel cannot end it yet. Threads that wait
+        on a channel are woken. ``why`` continues "the worker process"."""
         self._killed_why = self._killed_why or why
         self._is_given_up = True
         with contextlib.suppress(OSError):

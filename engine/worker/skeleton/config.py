@@ -1,8 +1,8 @@
 """Reads the config of a listed architecture as transformers does, without importing transformers.
 
-Rule: only what is usual is read here. A config with a field or a value that `LISTED` does not name,
-or one for which transformers raises an error or logs a warning, is left to transformers. But YaRN's
-factor may be any, as in transformers, which warns of one that is not the ratio of the lengths.
+Rule: only usual configs are read here. A config with a field or a value that `LISTED` does not
+name, or for which transformers raises an error or logs a warning, is left to transformers. But
+YaRN's factor may be any, though transformers warns if it is not the ratio of the lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from engine.worker.skeleton.families import Family
 
-# The fields of a rotary embedding by its type: those that it needs, and those that it may have.
+# The fields of a rotary embedding by its type: required fields, and optional fields.
 ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -36,9 +36,9 @@ ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 ROPE_ALWAYS = {"rope_type", "rope_theta", "type"}
-SIZES = "its sizes do not fit each other"  # why a config is unusual
+SIZES = "its sizes do not fit each other"  # a reason of `Unusual`, as `ROTARY`
 ROTARY = "its rotary settings are unusual"
-GLOBAL_THETA = 1_000_000.0  # Gemma 3's, of layers without a window
+GLOBAL_THETA = 1_000_000.0  # Gemma 3's rotary base in layers without a window
 
 
 class Unusual(Exception):
@@ -46,15 +46,15 @@ class Unusual(Exception):
 
 
 class SkeletonConfig(SimpleNamespace):
-    """The config of a listed architecture. It has the fields that transformers' config object has,
-    with the same names and values, as far as they decide the model's form."""
+    """The config of a listed architecture. It has those fields of transformers' config object that
+    decide the model's form, with the same names and values."""
 
 
 def read_skeleton(raw: Mapping[str, Any], name: str) -> SkeletonConfig:
     """Return the config of the architecture ``name`` from a parsed config.json.
 
     Raises:
-        Unusual: It has to be read by transformers.
+        Unusual: Transformers must read it.
     """
     family = LISTED.get(name)
     if family is None:
@@ -114,9 +114,9 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
     if family.has_convolutions:
         _complete_hybrid(fields)
     if family.unrotated == "full":
-        fields.pop("sliding_window_pattern")  # it may be a text, and has done its work
+        fields.pop("sliding_window_pattern")  # it may be a text; `layer_types` follow from it
     if family.unrotated == "listed":
-        fields.pop("layer_types")  # no layer slides
+        fields.pop("layer_types")  # no layer has a sliding window
         each = fields["no_rope_layer_interval"]
         if fields["no_rope_layers"] is None:
             fields["no_rope_layers"] = [int((one + 1) % each != 0) for one in range(layers)]
@@ -124,7 +124,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
 
 
 def _complete_hybrid(fields: dict[str, Any]) -> None:
-    """Compute LFM2's layer types, and the fields that its first configs name otherwise."""
+    """Compute LFM2's layer types, and rename the fields that its first configs named otherwise."""
     layers, attending = fields["num_hidden_layers"], fields.pop("full_attn_idxs")
     if fields["layer_types"] is None:
         indices = range(layers) if attending is None else attending
@@ -141,9 +141,9 @@ def _complete_hybrid(fields: dict[str, Any]) -> None:
 
 
 def _layer_type(fields: Mapping[str, Any], family: Family, index: int) -> str:
-    """Return the type of a layer in a config that does not list them: Qwen's begin to slide at a
-    layer, all of Ministral's slide, and of the others', each second, fourth or sixth one does
-    not."""
+    """Return the type of a layer in a config that does not list the types. Sliding windows have: in
+    Qwen the layers from one on, in Ministral all, else all but each second, fourth or sixth
+    layer."""
     if "max_window_layers" in fields:
         slides = fields["sliding_window"] is not None and index >= fields["max_window_layers"]
     elif family.full_each == 0:
@@ -163,7 +163,7 @@ def _rope_parameters(fields: dict[str, Any], family: Family) -> dict[str, Any]:
         local = fields.pop("rope_local_base_freq")
         bases = (GLOBAL_THETA if theta is None else theta, family.theta if local is None else local)
         return _rope_by_type(fields, older, bases, ("default", "linear"))
-    if model_type == "olmo3":  # transformers gives a base of the config to the full layers alone
+    if model_type == "olmo3":  # a base in the config is that of the full layers only
         bases = (family.theta if theta is None else theta, family.theta)
         return _rope_by_type(fields, older, bases, ("default", "linear", "yarn"))
     settings = older or fields["rope_parameters"] or {}
@@ -186,8 +186,8 @@ def _rope_by_type(
     bases: tuple[float, float],
     usual: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return the settings by layer type. ``bases`` are those of full and of sliding layers where
-    the config has none, and ``usual`` the types of rotary embeddings that are read."""
+    """Return the settings by layer type. ``bases`` are the default bases of full and of sliding
+    layers, and ``usual`` the supported types of rotary embeddings."""
     settings = fields["rope_parameters"] or {
         "sliding_attention": {"rope_type": "default"},
         "full_attention": {"rope_type": "default"},
@@ -204,7 +204,7 @@ def _rope_by_type(
 
 def _standardise(settings: dict[str, Any], fields: Mapping[str, Any], own: set[str]) -> None:
     """Complete the settings of one rotary embedding, and check that they are usual. ``own`` are
-    further fields that the architecture's settings have."""
+    further fields that the architecture allows."""
     kind = settings.setdefault("rope_type", settings.get("type", "default"))
     _require(isinstance(kind, str) and kind in ROPE_FIELDS)
     if kind in ("llama3", "yarn", "longrope"):

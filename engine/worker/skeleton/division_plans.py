@@ -1,8 +1,8 @@
 """Lists how the layers of each architecture are divided among the ranks of a group (D29).
 
-Rule: the plans are those that transformers names (`base_model_tp_plan`), except as noted at
-`PLANS`. A test compares the two (`tests/conformance/test_division.py`), so that transformers need
-not be imported for them.
+Rule: the plans are transformers' (`base_model_tp_plan`), except as noted at `PLANS`. They are
+repeated here so that transformers need not be imported; `tests/conformance/test_division.py`
+compares both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class Style(Enum):
     """How a layer is divided."""
 
-    COLUMNS = "columns"  # by its outputs: weight and bias
-    ROWS = "rows"  # by its inputs; the ranks' outputs are added up, and the first has the bias
-    QKV = "qkv"  # as COLUMNS, for queries, keys and values in one tensor
-    PAIR = "pair"  # as COLUMNS, for gates and ups in one tensor
-    SUM = "sum"  # not divided itself: its output is added up, because of what is inside it
-    NORM = "norm"  # a norm over all heads: its weight is divided, and its squares are added up
+    COLUMNS = "columns"  # weight and bias are divided by outputs
+    ROWS = "rows"  # divided by inputs; the ranks' outputs are added up; rank 0 has the bias
+    QKV = "qkv"  # like COLUMNS, for queries, keys and values in one tensor
+    PAIR = "pair"  # like COLUMNS, for gates and ups in one tensor
+    SUM = "sum"  # not divided, but has divided parts: the ranks' outputs are added up
+    NORM = "norm"  # a norm over all heads: its weight is divided, the ranks' squares are added up
 
 
 _ATTENTION = {
@@ -47,8 +47,8 @@ _NORMS_OF_ALL_HEADS = {"self_attn.q_norm": Style.NORM, "self_attn.k_norm": Style
 _JOINED_MLP = {"mlp.gate_up_proj": Style.PAIR, "mlp.down_proj": Style.ROWS}
 
 # The layers of a decoder layer that are divided, by their names in it. In some places, transformers
-# gathers what the ranks computed, so that each rank goes on with all of it. Here each rank goes on
-# with its own part: joined tensors (Phi-3, GLM) are cut part by part, and norms over all heads
+# gathers the ranks' results, so that each rank continues with the whole. Here each rank continues
+# with its own part: each section of a joined tensor (Phi-3, GLM) is cut, and norms over all heads
 # (OLMo 2, OLMo 3) add up their squares. GPT-NeoX has no plan here, because transformers' module
 # computes the width of a head from the number of heads, of which a rank has a part.
 PLANS: dict[str, Mapping[str, Style]] = {
@@ -101,7 +101,7 @@ EXPERT_PARTS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_pr
 
 def style_of(name: str, architecture: str) -> Style | None:
     """Return how a module, a parameter or a stored tensor is divided, by its name; None if it is
-    not. A single expert's tensor is divided as the joined ones are."""
+    not divided. A single expert's tensor is divided like the tensor of all experts."""
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return None

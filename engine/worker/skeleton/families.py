@@ -1,8 +1,8 @@
 """Lists the architectures that have a compiled form, and how each of them differs from Llama.
 
 Rule: a class is listed only if tests compare it with transformers: its compiled form with the stock
-module (`tests/conformance/test_rewrites.py`), and its fields, names and numbers with those of
-transformers' classes (`tests/conformance/test_skeleton.py`).
+module (`tests/conformance/test_rewrites.py`), and its fields, names and numbers with transformers'
+classes (`tests/conformance/test_skeleton.py`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """The names of a model's modules, as far as architectures call them differently."""
+    """The names of a model's modules that differ between architectures."""
 
-    output: str = "o_proj"  # of an attention
+    output: str = "o_proj"  # the output projection of the attention
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     mlp: str = "mlp"
@@ -66,7 +66,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of config.json: its value where the file has none, and which values are usual."""
+    """A field of config.json: its default, and a check of whether a value is usual."""
 
     default: Any
     is_usual: Check
@@ -76,36 +76,36 @@ class Field:
 class Family:
     """How an architecture differs from Llama.
 
-    ``fields`` are those of its config that decide its form. A norm multiplies by its weight plus
-    ``norm_offset``. ``head_norm`` says what queries and keys are normed over: one head, all heads,
-    or nothing.
+    ``fields`` are the fields of its config that decide its form. A norm multiplies by its weight
+    plus ``norm_offset``. ``head_norm``: queries and keys are normed over one head, over all heads,
+    or not.
     """
 
     model_type: str
     fields: Mapping[str, Field]
     norms: Norms = Norms()
     names: ModuleNames = ModuleNames()
-    epsilon: str = "rms_norm_eps"  # the field of its norms' epsilon
+    epsilon: str = "rms_norm_eps"  # the name of the field with its norms' epsilon
     norm_offset: float = 0.0
     head_norm: str = ""  # "", "head" or "all"
     is_fused: bool = False  # queries, keys and values are one matrix, and so are gates and ups
     has_query_bias: bool = False  # queries, keys and values have biases, whatever the config says
-    scales_embedding: bool = False  # by the square root of its width
-    activation: str = "hidden_act"  # the field that names it; "" for the clamped SwiGLU
-    window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
-    caps_scores: bool = False  # of the attention, by attn_logit_softcapping
-    has_experts: bool = False  # in the layers that `is_mixture` names
-    # The shares of the chosen experts add up to 1, whatever the config says; the router comes
-    # before the experts.
+    scales_embedding: bool = False  # embeddings are multiplied by the square root of their width
+    activation: str = "hidden_act"  # the field that names the activation; "": clamped SwiGLU
+    window: str = ""  # layers with a sliding window: none, "all", or "typed": by layer_types
+    caps_scores: bool = False  # attention scores are capped by attn_logit_softcapping
+    has_experts: bool = False  # layers for which `is_mixture` is true have experts
+    # The weights of the chosen experts add up to 1, whatever the config says; the router's module
+    # comes before the experts'.
     shares_are_normed: bool = False
-    router: str = "gate"  # the name of its router
+    router: str = "gate"  # the name of its router's module
     has_expert_biases: bool = False  # its experts and its router have biases
     has_sinks: bool = False  # its heads have sinks
-    theta: float = 10_000.0  # the base of the rotary embedding where the config has none
-    # In a config without layer types, each layer of this number does not slide; 0: all slide.
+    theta: float = 10_000.0  # the default base of the rotary embedding
+    # Without layer types in the config, each so-many-th layer has no window; 0: all have windows.
     full_each: int = 2
-    has_convolutions: bool = False  # short ones, in the layers of the type "conv"
-    unrotated: str = ""  # layers without a rotary embedding: those that the config lists, or "full"
+    has_convolutions: bool = False  # layers of the type "conv" have a short convolution
+    unrotated: str = ""  # layers without rotary embedding: none, "listed" in the config, or "full"
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class Family:
 
 
 def is_mixture(config: Any, layer: int) -> bool:
-    """Return whether a layer of a model with experts has them."""
+    """Return whether a layer of a model with experts has experts."""
     is_dense = layer in (config.mlp_only_layers or ())
     return not is_dense and (layer + 1) % config.decoder_sparse_step == 0
 
@@ -150,7 +150,7 @@ _COMMON = {
     "rope_scaling": Field(None, is_rope),
     "rope_theta": Field(None, is_number),
 }
-# Fields that change nothing, as far as their values are usual.
+# Fields that change nothing if their values are usual.
 WITHOUT_EFFECT: Mapping[str, Check] = {
     **dict.fromkeys(("architectures", "model_type", "transformers_version"), ANY),
     **dict.fromkeys(("_name_or_path", "transformers.js_config", "cache_implementation"), ANY),
@@ -207,7 +207,7 @@ _GEMMA_2 = {
     **_GEMMA,
     **_TYPED_WINDOWS,
     "num_key_value_heads": Field(4, is_count),
-    "hidden_act": Field(None, ANY),  # not read
+    "hidden_act": Field(None, ANY),  # not used
     "hidden_activation": Field(GELU_TANH, one_of(GELU_TANH)),
     "query_pre_attn_scalar": Field(256, is_count),
     "final_logit_softcapping": Field(30.0, or_none(is_real)),

@@ -3,10 +3,10 @@
 Rule: modules and parameters have the names, the order and the shapes of transformers'
 (`tests/conformance/test_skeleton.py`), so that a checkpoint is loaded into them by the same checks,
 and the compiled decoder takes them apart in the same way. They are on torch's meta device. Only the
-experts of a mixture are named as in checkpoints, one by one; transformers' modules join them.
+experts of a mixture are separate modules, named as in checkpoints; transformers' modules join them.
 
-What the layers of a stock module pass to their attention is found by running it
-(`engine.worker.load.probe`). A skeleton cannot run; `Skeleton.calls` follows from its config.
+`engine.worker.load.probe` runs a stock module to see the arguments of its layers' attention. A
+skeleton cannot run; `Skeleton.calls` computes them from its config.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ META = torch.device("meta")
 
 
 class GELUTanh(torch.nn.Module):
-    """Stands for GELU with its tangens approximation."""
+    """Marks an MLP whose activation is GELU's tanh approximation."""
 
 
 class SiLU(torch.nn.Module):
-    """Stands for the sigmoid linear unit."""
+    """Marks an MLP whose activation is the sigmoid linear unit."""
 
 
 class ClampedSwiGLU(torch.nn.Module):
-    """Stands for GPT-OSS' gates: (up + 1) * gate * sigmoid(alpha * gate), of gates up to ``limit``
-    and ups of at most that magnitude."""
+    """Marks GPT-OSS' activation: (up + 1) * gate * sigmoid(alpha * gate), with gates of at most
+    ``limit`` and ups of at most that magnitude."""
 
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class Linear(torch.nn.Linear):
-    """A linear layer on the meta device. Initial values would mean nothing there, and computing
-    them would import torch's compiler, which takes as long as torch itself."""
+    """A linear layer on the meta device. It has no initial values: computing them would import
+    torch's compiler, which takes as long as torch itself."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias, device=META)
@@ -66,7 +66,7 @@ class Linear(torch.nn.Linear):
 
 
 class Embedding(torch.nn.Embedding):
-    """An embedding on the meta device, as `Linear`."""
+    """An embedding on the meta device, without initial values like `Linear`."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__(count, width, device=META)
@@ -149,8 +149,8 @@ def _activation(config: SkeletonConfig, family: Family) -> torch.nn.Module:
 
 
 class Router(torch.nn.Module):
-    """The weight that gives each expert a score. It stays in the model's dtype where linear layers
-    have quantized weights."""
+    """The weight that computes each expert's score. It stays in the model's dtype even if linear
+    layers have quantized weights."""
 
     def __init__(self, config: SkeletonConfig, family: Family) -> None:
         super().__init__()
@@ -195,7 +195,8 @@ class Layer(torch.nn.Module):
 
 
 def _mlp_width(config: SkeletonConfig) -> int:
-    """Return the width of an MLP. LFM2's is two thirds of the config's, in whole multiples."""
+    """Return the width of an MLP. LFM2's is two thirds of the config's, rounded up to a
+    multiple."""
     width: int = config.intermediate_size
     if getattr(config, "block_auto_adjust_ff_dim", False):
         factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
@@ -239,7 +240,7 @@ class Skeleton(torch.nn.Module):
 
     @property
     def calls(self) -> tuple[AttentionCall, ...]:
-        """What the layers pass to their attention, with the sinks that are loaded by now."""
+        """The attention parameters of the layers, with the sinks in their current state."""
         config, family = self.config, LISTED[self.config.architecture]
         return tuple(
             AttentionCall(
@@ -259,8 +260,8 @@ class Skeleton(torch.nn.Module):
 
 
 def _scaling(config: SkeletonConfig) -> float:
-    """Return the factor of attention scores: Granite's own, or the inverse square root of a number
-    of Gemma's config, or else of the heads' width."""
+    """Return the factor of attention scores: Granite's own, or the inverse square root of Gemma's
+    query_pre_attn_scalar or of the heads' width."""
     own = getattr(config, "attention_multiplier", None)
     if own is not None:
         return float(own)

@@ -1,8 +1,8 @@
 """Computes rotary embeddings as transformers does, to the last bit.
 
 Rule: every expression has transformers' order of operations and dtypes. The frequencies of all
-types depend on the config alone; longrope's are those of its original length, beyond which nothing
-is served (`engine.worker.load.architectures.context_limit`).
+types depend on the config alone; longrope's are those of its original length, because longer
+sequences are not served (`engine.worker.load.architectures.context_limit`).
 
 Source: transformers 5.23, modeling_rope_utils.py.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Rotary:
-    """The rotary embedding of a model, or those of its layer types. It is called as transformers'
-    modules are. ``rope_type`` is the type, or a dict by layer type."""
+    """The rotary embedding of a model, or one for each layer type. It is called like transformers'
+    modules. ``rope_type`` is the type, or a dict of types by layer type."""
 
     def __init__(self, config: SkeletonConfig) -> None:
         settings = config.rope_parameters
@@ -48,8 +48,8 @@ class Rotary:
 
 
 def frequencies(config: SkeletonConfig, settings: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """Return the inverse frequencies, [rotary_dim / 2] float32, and the factor of cosines and
-    sines."""
+    """Return the inverse frequencies, [rotary_dim / 2] float32, and the cosines' and sines'
+    factor."""
     dim = int(config.head_dim * settings.get("partial_rotary_factor", 1.0))
     kind, base = settings["rope_type"], settings["rope_theta"]
     if kind == "yarn":

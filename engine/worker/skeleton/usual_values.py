@@ -1,7 +1,7 @@
-"""Says which values of a config's fields are usual. A config with any other value is read by
-transformers.
+"""Checks of whether a config field's value is usual. Transformers reads a config with any other
+value.
 
-Rule: a check is about one value alone.
+Rule: a check looks at one value alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_rope(value: Any) -> bool:
 
 
 def is_list_of(*values: Any) -> Check:
-    """Return the check of a list of such values, which may be left out."""
+    """Return a check that accepts a list of ``values``, and None."""
     return lambda value: (
         value is None or (isinstance(value, list) and all(one in values for one in value))
     )

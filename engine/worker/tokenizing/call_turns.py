@@ -1,11 +1,12 @@
 """Finds the form in which a chat template reads a turn with tool calls.
 
 OpenAI's form has no content in such a turn, and the arguments as JSON text; that of transformers
-has the arguments as an object. A template may want one of them: it writes the calls only where the
-content is none, fails on a missing content, joins the arguments with text, or writes an object as
-Python does. So each template is tried once with a short chat, and gets the first form of `FORMS` in
-which it writes the call. Where none does, it gets the first form in which it writes anything.
-Source: llama.cpp tries templates in the same way; transformers 5.23 drops a content that is null.
+has the arguments as an object. A template may need one of these forms: it writes the calls only
+where the content is None, fails on a missing content, joins the arguments with text, or writes an
+object in Python's notation. So each template is tried once with a short chat, and then gets the
+first form of `FORMS` in which it writes the call, or else the first form in which it writes
+anything. Source: llama.cpp tries templates in the same way; transformers 5.23 drops a content that
+is null.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from typing import Any, NamedTuple
 from engine.errors import TrioletError
 from engine.worker.tokenizing.templates import render
 
-VALUE = "value_of_call"  # in no template's own text
+VALUE = "value_of_call"  # found in a rendered chat only if the template wrote the arguments
 ARGUMENTS = {"key_of_call": VALUE}
 PARAMETERS = {"type": "object", "properties": {}}
 # Some templates fail without a tool.
 TOOLS: list[dict[str, object]] = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": PARAMETERS}}
 ]
-FORMS_MAX = 128  # templates whose form is kept: as many as stay compiled
+FORMS_MAX = 128  # templates whose form is cached: as many as stay compiled
 
 
 class CallForm(NamedTuple):
-    """How a template reads a turn with calls: its content, if it says nothing, and whether the
-    calls' arguments are JSON text."""
+    """The form of a turn with calls for a template: its content if the turn has no text, and
+    whether the calls' arguments are JSON text."""
 
     content: Mapping[str, object] = {}
     has_json_text: bool = False
 
 
-# The first is transformers 5.23's.
+# The first form is that of transformers 5.23.
 FORMS = [
     CallForm(content, has_json_text)
     for has_json_text in (False, True)
@@ -45,8 +46,8 @@ FORMS = [
 
 
 def in_form(message: Mapping[str, object], form: CallForm) -> dict[str, object]:
-    """Return a message as a template reads it. Of a message without calls, what is None is left
-    out, as transformers does it."""
+    """Return a message in the form that a template reads. Fields that are None are dropped, as in
+    transformers."""
     turn = {key: value for key, value in message.items() if value is not None}
     calls = turn.get("tool_calls")
     if not isinstance(calls, list | tuple) or not calls:
@@ -58,7 +59,8 @@ def in_form(message: Mapping[str, object], form: CallForm) -> dict[str, object]:
 
 
 def _call_in_form(call: Any, has_json_text: bool) -> Any:
-    """Return a call, whose function may be bare, with its arguments as JSON text or an object."""
+    """Return a call with its arguments as JSON text or as an object. ``call`` may be only the
+    function."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
@@ -73,24 +75,24 @@ def _call_in_form(call: Any, has_json_text: bool) -> Any:
 
 @lru_cache(maxsize=FORMS_MAX)
 def form_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> CallForm:
-    """Return the form in which a template writes the calls of a turn. Call it where `render` may be
-    called."""
+    """Return the form in which a template writes the calls of a turn. Call it in a worker
+    thread."""
     special: dict[str, object] = dict(special_tokens)
     silent = _written(template, special, {"role": "assistant", "content": ""}) or ""
     return max(FORMS, key=lambda form: _success(template, special, form, silent))  # the first best
 
 
 def _success(template: str, special_tokens: dict[str, object], form: CallForm, silent: str) -> int:
-    """Return 3 if a template writes a call that it gets in this form; 2 if it writes something else
-    than for ``silent``, a turn without content and calls; 1 if it writes that, a null as a word, or
-    an object as Python does; 0 if it fails."""
+    """Return 3 if a template writes a call that it gets in this form; 2 if it writes a text that
+    differs from ``silent``, that of a turn without content and calls; 1 if it writes ``silent``, or
+    a None as a word, or an object in Python's notation; 0 if it fails."""
     function = {"name": "f", "arguments": ARGUMENTS}
     call = {"id": "abcdefghi", "type": "function", "function": function}
     turn = in_form({"role": "assistant", "tool_calls": [call]}, form)
     text = _written(template, special_tokens, turn)
     if text is None:
         return 0
-    # Arguments that Python wrote, or that stand as text inside of a text, and a content of None.
+    # Arguments in Python's notation, or escaped as a text inside a text; and a content of None.
     wrong = (str(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))[1:-1])
     says_none = any(text.count(one) > silent.count(one) for one in ("None", "null"))
     if says_none or any(one in text for one in wrong):
@@ -101,7 +103,7 @@ def _success(template: str, special_tokens: dict[str, object], form: CallForm, s
 def _written(
     template: str, special_tokens: dict[str, object], turn: dict[str, object]
 ) -> str | None:
-    """Return what a template writes of a chat that ends with a turn; None if it fails."""
+    """Return a chat that ends with ``turn``, rendered by a template; None if it fails."""
     said: dict[str, object] = {"role": "user", "content": "q"}
     try:
         return render(template, [said, turn], TOOLS, special_tokens, add_generation_prompt=False)

@@ -1,15 +1,15 @@
-"""Turns one sequence's tokens into text as they come, and finds where the sequence ends.
+"""Turns one sequence's tokens into text, token by token, and finds where the sequence ends.
 
 Rule 1: text that was returned never changes; all returned pieces joined are the output's text.
 Rule 2: the cost of a step depends on its token, and not on the length of the output.
 
-The text of an output is what follows the longest common start of ``decode(prompt)`` and
-``decode(prompt + output)``. So " there" after "Once upon a time" keeps its space, and an output
-that completes a character of the prompt shows the whole character. If any byte of a run is invalid,
-a tokenizer with byte fallback decodes the whole run to replacement characters. Returned text cannot
-change, so here the valid characters of such a run stay, and 16 tokens without a valid character are
-returned without waiting for the end of their run. U+FFFD itself, if its three bytes are in such a
-run, may come as three U+FFFD.
+The text of an output is the part of ``decode(prompt + output)`` after the longest start that it has
+in common with ``decode(prompt)``. So " there" after "Once upon a time" keeps its space, and an
+output that completes a character of the prompt shows the whole character. If any byte of a run is
+invalid, a tokenizer with byte fallback decodes the whole run to replacement characters. Returned
+text cannot change, so here the valid characters of such a run stay, and 16 tokens without a valid
+character are returned before their run ends. U+FFFD itself, if its three bytes are in such a run,
+may come as three U+FFFD.
 
 For each token, with ``count`` tokens before it, these rules apply in this order:
 1. Nothing stops a sequence while ``count < min_tokens``. As in vLLM, a stop string that ends within
@@ -26,8 +26,8 @@ For each token, with ``count`` tokens before it, these rules apply in this order
    its token, as the id would, and ``x<|im_end|>`` at the token behind an ``x``.
 4. The token that completes a constraint's grammar ends the sequence with STOP and no match.
 5. With ``max_tokens`` tokens, the sequence ends with LENGTH.
-Every end but a stop string releases what was held back: text that could have become a stop string,
-and the bytes of an unfinished character as U+FFFD.
+Every end but a stop string returns the text that was held back: text that could have become a stop
+string, and the bytes of an unfinished character as U+FFFD.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 _REPLACEMENT = "\ufffd"
-# How many of the prompt's last tokens the first output tokens are decoded behind. For spaces, one
+# The prompt's last tokens that the first output tokens are decoded with. For spaces, one token
 # would be enough; a run of byte tokens must be complete, so it has a higher limit.
 _CONTEXT = 8
 _CONTEXT_MAX = 64
@@ -71,8 +71,8 @@ class TextStep:
 class TextState:
     """The text of one sequence, from its prompt to its end.
 
-    Life: 1. made with the prompt; 2. `push` for each sampled token, and `fork` at any time; 3. done
-    when a `TextStep` has a ``finish``. A push after that is a bug.
+    Life: 1. made with the prompt; 2. `push` for each sampled token, and `fork` at any time; 3.
+        ended when a `TextStep` has a ``finish``. A push after the end is a bug.
     """
 
     __slots__ = (
@@ -103,7 +103,7 @@ class TextState:
         self._is_done = False
 
     def push(self, token_id: int, *, is_complete: bool = False) -> TextStep:
-        """Take the next sampled token. ``is_complete`` says that the constraint's grammar allows no
+        """Append the next sampled token. With ``is_complete``, the constraint's grammar allows no
         token after it."""
         assert not self._is_done, "push after the end of the sequence"
         stops = self._stops
@@ -126,8 +126,8 @@ class TextState:
         return TextStep(text)
 
     def push_end(self, token_id: int) -> TextStep:
-        """Take an end token that completes the constraint's grammar. It ends the sequence whatever
-        the stops are."""
+        """Append an end token that completes the constraint's grammar. It ends the sequence,
+        whatever the request's stops are."""
         assert not self._is_done, "push after the end of the sequence"
         self.num_tokens += 1
         return self._end_by_token(token_id)
@@ -156,8 +156,9 @@ class TextState:
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces.
 
-    ``hidden`` are the texts of tokens that do not belong to the text. A stop string in which one of
-    them occurs is searched in the text with these tokens, any other in the text without them.
+    ``hidden`` are the texts of special tokens that are left out of the output. A stop string that
+    contains such a text is searched in the output with these tokens, any other in the output
+    without them.
 
     Invariant: ``_held`` is the longest suffix of the text that may begin a stop string; everything
     before it was returned. The work for a piece is bounded by the lengths of the piece and of the
@@ -227,7 +228,7 @@ class _Found(NamedTuple):
 
 
 class _Search:
-    """Searches some stop strings in one text, of which some characters may be hidden.
+    """Searches stop strings in one text, some of whose characters may be hidden.
 
     Invariant: ``_held`` is the longest suffix of the text that is a proper prefix of a stop string.
     ``_shown`` has a 1 for each of its characters that is shown, and a 0 for each other.
@@ -271,7 +272,7 @@ class _Search:
         return best
 
     def _begin_of_held(self, text: str) -> int:
-        """Return where the longest suffix begins that is a proper prefix of a stop string."""
+        """Return the beginning of the longest suffix that is a proper prefix of a stop string."""
         cut = len(text)
         for stop in self._strings:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1), cut)
@@ -285,10 +286,11 @@ class _Search:
 class IncrementalDecoder:
     """Turns token ids into text, one at a time, with the `DecodeStream` of tokenizers.
 
-    ``_stream`` has seen ``_context`` and then ``_pending``. The text of ``_context`` was returned,
-    or belongs to the prompt; that of ``_pending`` was not. This class adds what the stream lacks: a
-    flush, a bound on what is pending, recovery where more tokens change the text of earlier ones,
-    and prompts that end inside a character, whose whole text the stream alone would return again.
+    ``_stream`` has got the tokens ``_context`` and then ``_pending``. The text of ``_context`` was
+    returned, or belongs to the prompt; that of ``_pending`` was not returned. The stream lacks and
+    this class adds: a flush, a bound on pending tokens, recovery where more tokens change the text
+    of earlier tokens, and prompts that end inside a character, whose whole text the stream would
+    return again.
     """
 
     __slots__ = (
@@ -311,7 +313,7 @@ class IncrementalDecoder:
         self._context: list[int] = []
         self._pending: list[int] = []
         self._stream = DecodeStream(skip_special_tokens=False)
-        # The stream never gets these ids, nor ids outside the vocabulary: it would hold them and
+        # The stream never gets hidden ids, nor ids outside the vocabulary: it would keep them and
         # decode them again at every token.
         self._hidden = hidden
         context, unfinished = self._split_prompt(self._end_of_prompt(prompt))
@@ -322,7 +324,7 @@ class IncrementalDecoder:
             self.step(token_id)
 
     def step(self, token_id: int) -> str:
-        """Take a token and return the text that can no longer change."""
+        """Append a token and return the text that can no longer change."""
         if token_id in self._hidden or not self._is_known(token_id):
             return ""
         self._pending.append(token_id)
@@ -360,19 +362,20 @@ class IncrementalDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _restart(self, context: Sequence[int] | None = None) -> None:
-        """Begin a new stream behind ``context``. The default is the tokenizer's anchor, behind
-        which a leading space is kept and earlier bytes have no effect."""
+        """Begin a new stream after the tokens ``context``. The default is the tokenizer's anchor, a
+        token after which a leading space is kept and earlier bytes have no effect."""
         self._context = list(self._tokenizer.anchor if context is None else context)
         self._pending = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
 
     def _own(self, text: str) -> str:
-        """Return the output's first text without the characters that the prompt's text has too."""
+        """Return the output's first text without the characters that also belong to the prompt's
+        text."""
         owed, self._owed = self._owed, ""
         return text[len(_common_start(owed, text)) :]
 
     def _recover(self) -> str:
-        """Decode the pending tokens anew, apart from the text that was returned, and return their
+        """Decode the pending tokens in a new stream, without the tokens before, and return their
         text."""
         pending = self._pending
         self._restart()
@@ -387,8 +390,8 @@ class IncrementalDecoder:
 
     def _clean_cut(self, token_ids: list[int]) -> int:
         """Return where to cut the ids so that no character goes across the cut: before the shortest
-        tail of up to three tokens that decodes alone as it does behind the others. Return the
-        number of ids if there is no such tail."""
+        tail of up to three tokens whose text is the same alone and after the other tokens. Return
+        the number of ids if there is no such tail."""
         whole, size = self._decode(token_ids), len(token_ids)
         for cut in range(size - 1, max(-1, size - 1 - _UNFINISHED_MAX), -1):
             if self._decode(token_ids[:cut]) + self._decode(token_ids[cut:]) == whole:

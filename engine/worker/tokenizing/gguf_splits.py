@@ -1,9 +1,9 @@
-"""How text is split before the merges of a byte-level vocabulary, by the name in a GGUF file.
+"""The pre-tokenizers of byte-level vocabularies, which split text before merges, by GGUF's names.
 
 A GGUF file has no pre-tokenizer, only a name of one, ``tokenizer.ggml.pre``. The expressions and
-the other settings that hang on the name are those of llama.cpp's llama-vocab.cpp. Where its source
-says that an expression stands in for another one that it cannot run, here is the other one, which
-the model was trained with: those that tell capital letters from small ones (`_TEKKEN`, `_GPT4O`).
+the other settings of a name are those of llama.cpp's llama-vocab.cpp. Its source replaces
+expressions that it cannot run, which distinguish capital letters; here are the original ones, with
+which the models were trained (`_TEKKEN`, `_GPT4O`).
 
 tests/conformance/test_gguf_tokenizers.py compares every name with llama.cpp.
 """
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What a pre-tokenizer's name stands for.
+    """The settings of a pre-tokenizer.
 
-    Text is split at the matches of each expression, one expression after the other; what lies
-    between two matches is a piece as well. ``ignores_merges``: a piece that is a token as a whole
-    is that token. ``adds_bos``: a text begins with a token where the file does not say otherwise.
+    Text is split at the matches of each expression, one expression after the other; the text
+    between two matches is a piece, too. With ``ignores_merges``, a piece that is in the vocabulary
+    becomes that token. With ``adds_bos``, a text begins with the BOS token unless the file sets
+    that otherwise.
     """
 
     expressions: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Writes the chat templates that are inside a GGUF file as a checkpoint has them, in files.
+"""Writes the chat templates inside a GGUF file into files, as in a checkpoint.
 
-A file has one template under `KEY` and further ones, such as tool_use, under names behind it.
-Source: llama.cpp's llama_model_chat_template, and gguf's writer, which allows letters, digits
-and underscores in a name.
+A GGUF file has one template under `KEY` and further templates, such as tool_use, under `KEY`, a dot
+and their names. Source: llama.cpp's llama_model_chat_template, and gguf's writer, which allows
+letters, digits and underscores in a name.
 """
 
 from __future__ import annotations

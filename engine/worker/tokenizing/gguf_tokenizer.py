@@ -1,9 +1,8 @@
-"""Writes the tokenizer that is inside a GGUF file as a checkpoint has it.
+"""Writes the tokenizer inside a GGUF file into files, as in a checkpoint.
 
-The `tokenizers` library does the work; this file says with which parts. Rule: the file's tokens are
-the vocabulary, each with its own id and as it is spelled there, so that no id is made up. What a
-text begins and ends with becomes the post-processor, which `engine.worker.tokenizing.tokenizer`
-runs.
+It is a tokenizer of the `tokenizers` library, whose parts are chosen here. Rule: the vocabulary is
+exactly the file's tokens, with their ids and spelling. The tokens that a text begins and ends with
+become the post-processor, which `engine.worker.tokenizing.tokenizer` runs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from engine.worker.load.gguf.vocabulary import Vocabulary
 
-SPACE = "▁"  # sentencepiece's letter for a space
+SPACE = "▁"  # sentencepiece's character for a space
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a GGUF file's vocabulary.
 
     Raises:
-        SpawnFailed: its pre-tokenizer is not known, or its parts do not fit together.
+        SpawnFailed: Its pre-tokenizer is not known, or its parts do not fit together.
     """
     try:
         backend = _byte_level(vocabulary) if vocabulary.is_byte_level else _pieces(vocabulary)
@@ -63,7 +62,7 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
         backend.save(str(directory / "tokenizer.json"))
     except SpawnFailed:
         raise
-    except Exception as error:  # such as a merge of a token that the file lacks
+    except Exception as error:  # for example, the file lacks a token of a merge
         raise SpawnFailed(
             "the GGUF file has a tokenizer that cannot be built",
             log_detail=f"{type(error).__name__}: {error}",
@@ -76,7 +75,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     """Return a tokenizer of byte-level BPE.
 
     Raises:
-        SpawnFailed: its pre-tokenizer is not known.
+        SpawnFailed: Its pre-tokenizer is not known.
     """
     name = vocabulary.pre_tokenizer
     if name not in SPLITS:
@@ -133,15 +132,15 @@ def _pieces(vocabulary: Vocabulary) -> Tokenizer:
 
 @holds_import_lock
 def _generate_merges() -> Callable[..., list[tuple[str, str]]]:
-    """Return what finds the merges of a vocabulary; importing it takes seconds."""
+    """Return transformers' function for a vocabulary's merges. Importing it takes seconds."""
     from transformers.tokenization_utils_base import generate_merges
 
     return generate_merges
 
 
 def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of a sentencepiece vocabulary: those of the file or, where it has none,
-    each pair that is a token together, by the scores; of equal scores the first token's."""
+    """Return the merges of a sentencepiece vocabulary: those of the file or, if it has none, each
+    pair whose join is a token, ordered by that token's score and then its id."""
     if vocabulary.merges is not None:
         return [_pair(merge) for merge in vocabulary.merges]
     order = sorted(range(len(tokens)), key=lambda index: (-vocabulary.scores[index], index))
@@ -155,8 +154,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _strips(vocabulary: Vocabulary, text: str) -> bool:
-    """Return whether spaces behind a marker belong to it, which a file does not say: llama.cpp's
-    rule for Phi-3, by the model's name."""
+    """Return whether spaces after a special token belong to it. A file does not have that;
+    llama.cpp's rule for Phi-3, by the model's name, is used."""
     return vocabulary.strips_behind_markers and text not in ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -164,7 +163,7 @@ def _add_ends(backend: Tokenizer, vocabulary: Vocabulary) -> None:
     """Make the tokenizer add the tokens that a text begins and ends with.
 
     Raises:
-        SpawnFailed: the file does not name such a token.
+        SpawnFailed: The file does not name such a token.
     """
     by_name = SPLITS[vocabulary.pre_tokenizer].adds_bos if vocabulary.is_byte_level else True
     begins = by_name if vocabulary.adds_bos is None else vocabulary.adds_bos

@@ -1,9 +1,9 @@
-"""The Jinja environment of chat templates: that of transformers, without importing transformers.
+"""The Jinja environment of chat templates, the same as transformers' but without its import.
 
 Rule 1: a template renders as in transformers (`tests/conformance/test_tokenizer.py`): the same
 sandbox, filters, globals and tags, and the same data. Rule 2: a template sees only plain data.
-Objects with methods that the sandbox does not know never reach it, and a namespace takes no name
-that begins with an underscore.
+Objects with methods of their own never reach it, and a namespace accepts no name that begins with
+an underscore.
 
 Importing transformers for its own function takes 0.9 s and 33 MB.
 Source: transformers 5.23, utils/chat_template_utils.py.
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from jinja2.runtime import Macro
 
 COMPILED_MAX = 128  # templates that stay compiled, as in transformers
-# The names under which a message may carry its reasoning. Templates read the first one; gpt-oss's
-# reads ``thinking``.
+# Names of the field with a message's reasoning. Templates read the first; gpt-oss's reads the
+# second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
-    """The tag of transformers around what the model itself has written. It changes no text, but
+    """transformers' tag around the text that the model itself has written. It changes no text, but
     gives its body a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
@@ -52,7 +52,8 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """The ``dict`` of templates. A class of its own gives them no way to the real one."""
+    """The ``dict`` of templates. A class of its own, so that they cannot reach the real
+    ``dict``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -121,10 +122,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def parse(template: str) -> None:
-    """Check that a template can be parsed. Nothing of it runs.
+    """Check that a template can be parsed, without running it.
 
     Raises:
-        jinja2.TemplateSyntaxError: it cannot be parsed.
+        jinja2.TemplateSyntaxError: It cannot be parsed.
     """
     _environment().parse(template)
 
@@ -134,7 +135,7 @@ def compiled(template: str) -> Template:
     """Return a template, compiled in an environment of its own.
 
     Raises:
-        jinja2.TemplateSyntaxError: it cannot be parsed, or names a filter that does not exist.
+        jinja2.TemplateSyntaxError: It cannot be parsed, or names a filter that does not exist.
     """
     return _environment().from_string(template)
 
@@ -146,7 +147,7 @@ def variables_of(
     *,
     add_generation_prompt: bool,
 ) -> dict[str, Any]:
-    """Return what a template sees: plain copies, and each message's reasoning under every name.
+    """Return a template's variables: plain copies, with each message's reasoning under two names.
 
     Raises:
         TypeError: ``args`` has ``documents`` that are not a list of objects.
@@ -170,8 +171,8 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy that has JSON's types alone. An object of another type becomes a text that
-    names its type."""
+    """Return a copy with JSON's types only. An object of an unknown type becomes a text that names
+    the type."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     # A subclass has methods of its own, as a member of an Enum does.

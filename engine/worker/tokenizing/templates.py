@@ -1,15 +1,15 @@
-"""Runs chat templates, which are code of the model's author, within limits of time and text.
+"""Runs chat templates, the code of a model's author, within limits of time and output.
 
-Rule 1: a template sees what it sees in transformers
-(`engine.worker.tokenizing.template_environment`). Rule 2: `render` ends whatever a template does.
-The template may take `SECONDS_MAX` of its thread's processor time and write `CHARS_MAX` characters.
-Call `render` in a worker thread.
+Rule 1: a template gets the same variables as in transformers
+(`engine.worker.tokenizing.template_environment`). Rule 2: `render` bounds a template's time and
+output. The template may take `SECONDS_MAX` of its thread's processor time and write `CHARS_MAX`
+characters. Call `render` in a worker thread.
 
 The sandbox keeps a template away from the machine, but does not keep it from looping: three nested
-loops over a list of 100,000 run for years. Jinja has no hook inside a loop without calls, so the
-lines of the compiled template are traced. On 4,000 messages that takes 25 µs a message instead of 8
-(measured). A single expression, such as one that repeats a text 10**9 times, is not interrupted; it
-can take as much memory as the sandbox allows.
+loops over a list of 100,000 run for years. Jinja calls no hook inside a loop, so the lines of the
+compiled template are traced (sys.settrace). On 4,000 messages that takes 25 µs a message instead of
+8 (measured). A single expression, such as one that repeats a text 10**9 times, is not interrupted;
+it can take as much memory as the sandbox allows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from jinja2 import TemplateSyntaxError
 
-SECONDS_MAX = 10.0  # guess: 5 times what 4 MiB of messages of 60 characters took
-CHARS_MAX = 16 * 2**20  # guess: four times the largest request; indented JSON may grow that much
+SECONDS_MAX = 10.0  # not tuned: 5 times the time of 4 MiB of messages of 60 characters
+CHARS_MAX = 16 * 2**20  # four times the largest request, for indented JSON; not tuned
 LINES_PER_LOOK = 256  # traced lines between two looks at the clock; a look costs about ten lines
-MESSAGE_MAX = 200  # characters of a template's own error message that a client sees; guess
-TOOLS_READ = re.compile(r"\{[{%](?:(?![}%]\}).)*\btools\b", re.DOTALL)  # in code, not in text
+MESSAGE_MAX = 200  # characters of a template's own error message that a client sees; not tuned
+TOOLS_READ = re.compile(r"\{[{%](?:(?![}%]\}).)*\btools\b", re.DOTALL)  # ``tools`` in code
 TEMPLATE_FILE = "<template>"  # Jinja's file name for a template that comes from a string
 
 
 def takes_tools(template: str) -> bool:
-    """Return whether a template writes tools into the prompt: whether its code names them."""
+    """Return whether a template writes tools into the prompt: its code has the name ``tools``."""
     return TOOLS_READ.search(template) is not None
 
 
@@ -47,11 +47,11 @@ class _TooLong(BaseException):
 
 
 def check_syntax(template: str, place: str) -> None:
-    """Check that Jinja can parse a template, with the same tags as in transformers. Nothing of the
-    template runs. ``place`` says in which of the model's files the template is.
+    """Check that Jinja can parse a template, with the same tags as in transformers. The template
+    does not run. ``place`` is the name of the template's file.
 
     Raises:
-        SpawnFailed: it cannot be parsed; the message has the line.
+        SpawnFailed: It cannot be parsed; the message has the line.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -76,12 +76,12 @@ def render(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """Return the text that a template makes of a chat.
+    """Return the text of a chat, rendered by a template.
 
     Raises:
-        InvalidRequest: the template refused the chat, failed, or took too long; the violation names
+        InvalidRequest: The template refused the chat, failed, or took too long; the violation names
             the field ``chat``.
-        RequestTooLarge: the template wrote more than `CHARS_MAX`.
+        RequestTooLarge: The template wrote more than `CHARS_MAX`.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 

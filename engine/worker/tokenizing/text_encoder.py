@@ -1,4 +1,4 @@
-"""Turns text into token ids: a short text at once, a long one piece by piece.
+"""Turns text into token ids: a short text at once, a long text piece by piece.
 
 Rule: nothing here changes the tokenizer, so every method may be called from any thread.
 """
@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 
 class TextEncoder(ABC):
-    """The part of `engine.worker.interface.Tokenizer` that reads text, with one
-    `tokenizers.Tokenizer`."""
+    """The encoding half of `engine.worker.interface.Tokenizer`, with one `tokenizers.Tokenizer`."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend
@@ -41,7 +40,7 @@ class TextEncoder(ABC):
         """Return the ids of a text.
 
         Raises:
-            InvalidRequest: the text cannot be encoded; the violation names the field ``text``.
+            InvalidRequest: The text cannot be encoded; the violation names the field ``text``.
         """
         return tuple(self._encoding(text, add_special_tokens).ids)
 
@@ -52,7 +51,7 @@ class TextEncoder(ABC):
         one character all have the range of that character.
 
         Raises:
-            InvalidRequest: as `encode`.
+            InvalidRequest: The text cannot be encoded (`encode`).
         """
         encoding = self._encoding(text, add_special_tokens)
         return tuple(
@@ -63,8 +62,8 @@ class TextEncoder(ABC):
     def encode_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> list[Callable[[], tuple[int, ...]]]:
-        """Divide a long text (`TextDivider`), and return a function for each piece that makes the
-        piece's ids. Special tokens in front and behind count as pieces.
+        """Divide a long text (`TextDivider`), and return a function for each piece that returns the
+        piece's ids. Special tokens before and after the text count as pieces.
 
         Raises:
             InvalidRequest: as `encode`; the functions raise it, too.
@@ -74,8 +73,8 @@ class TextEncoder(ABC):
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> list[Callable[[], Sequence[TokenSpan]]]:
-        """Divide a long text as `encode_jobs`, and return a function for each piece that makes the
-        piece's tokens.
+        """Divide a long text like `encode_jobs`, and return a function for each piece that returns
+        the piece's tokens.
 
         Raises:
             InvalidRequest: as `encode`; the functions raise it, too.
@@ -114,7 +113,7 @@ class TextEncoder(ABC):
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
-            # `encode` would hold the GIL all the time: 2.8 s for 4 MiB.
+            # The library's `encode` would hold the GIL all the time: 2.8 s for 4 MiB.
             [found] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
             return found
         except Exception as error:
@@ -127,8 +126,8 @@ class TextEncoder(ABC):
 
 
 class _PackedSpans(Sequence[TokenSpan]):
-    """The tokens of a piece in 12 bytes each, a tenth of what objects take. Those of a whole text
-    wait for its last piece."""
+    """The tokens of a piece in 12 bytes each, a tenth of an object's size: all tokens of a text
+    stay in memory until its last piece is encoded."""
 
     def __init__(
         self, ids: array[int], starts: array[int], ends: array[int], text_of: Callable[[int], str]
@@ -138,6 +137,6 @@ class _PackedSpans(Sequence[TokenSpan]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __getitem__(self, at: Any) -> Any:  # an index alone
+    def __getitem__(self, at: Any) -> Any:  # no slices
         token_id = self._ids[at]
         return TokenSpan(token_id, self._text_of(token_id), self._starts[at], self._ends[at])

@@ -1,13 +1,13 @@
-"""Divides a long text into pieces whose tokens, one piece after the other, are those of the text.
+"""Divides a long text into pieces whose tokens, joined, are the tokens of the text.
 
-Pieces bound the memory of a tokenizer, which keeps 250 to 450 bytes for each token of the text that
-it is given. Between two of them a request may end, and others have their turns.
+Pieces bound the memory of a tokenizer, which keeps 250 to 450 bytes for each token of its input.
+Between two pieces a request can be cancelled, and other requests have their turns.
 
-Rule 1: a text is divided only where no token of the vocabulary reaches over the place. Then neither
-merges nor the choice of the best tokens reach over it. Rule 2: the tokens around a place are made
-whole and in two parts, and must be the same. They differ, for example, where a normalizer writes a
-space in front of each text; then the piece begins behind the text's own space. Rule 3: nothing is
-divided for a tokenizer whose special tokens are not simply in front of a text and behind it.
+Rule 1: a text is divided only at places that no token of the vocabulary can span. Then neither
+merges nor the choice of the best tokens span them. Rule 2: the text around a place is tokenised
+whole and in two parts, and the tokens must be the same. They differ, for example, if a normalizer
+writes a space before each text; then the piece begins after the text's own space. Rule 3: a
+tokenizer that writes special tokens elsewhere than before and after a text divides no text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PIECE_CHARS = 2**15  # the longest piece; it takes about 80 ms, and 10 MB
-FAR_CHARS = 2**17  # guess: in which a place is looked for
-CONTEXT_CHARS = 128  # guess: of which the tokens are compared, on each side of a place
-LOOK_CHARS = 2**10  # guess: in which places are looked for at once
-TRIES_MAX = 4  # guess: places of one kind that are compared for one piece
-# What may begin a piece behind a letter or a digit. Not an apostrophe: "don't" can be one unit.
+FAR_CHARS = 2**17  # the search for a place ends after so many characters; not tuned
+CONTEXT_CHARS = 128  # characters on each side of a place that are compared; not tuned
+LOOK_CHARS = 2**10  # characters that are searched for places at once; not tuned
+TRIES_MAX = 4  # places with the same character that are compared for one piece; not tuned
+# Characters that may begin a piece after a letter or digit. No apostrophe: "don't" is one unit.
 STARTS = ' \n,;:!?()[]{}<>/+="#&@|\u3001\u3002\uff0c\uff01\uff1f'
 WORD = r"[^\W_]"
-# A character of a vocabulary that may stand for one of a word, or for a byte of one.
+# A character in a vocabulary's tokens that may mean a character of a word, or a byte of it.
 WRITTEN_WORD = r"[^\x00-/:-@\[-`{-~\u0120\u010a\u2581]"
-SPACE_MARK = "\u2581"  # which SentencePiece writes for a space
+SPACE_MARK = "\u2581"  # SentencePiece's character for a space
 AFTER_NEWLINE = "a word behind a line break"
 
 
@@ -49,8 +49,8 @@ class Piece(NamedTuple):
 
 
 class TextDivider:
-    """Divides texts for one tokenizer. Safe to use in any thread. ``encoding`` makes the library's
-    tokens of a text, with special tokens or without; it raises InvalidRequest."""
+    """Divides texts for one tokenizer. Safe to use in any thread. ``encoding`` returns the
+    library's encoding of a text, with special tokens or without; it raises InvalidRequest."""
 
     def __init__(self, backend: Tokenizer, encoding: Callable[[str, bool], Any]) -> None:
         self._backend = backend
@@ -58,8 +58,8 @@ class TextDivider:
 
     @property
     def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The special tokens that the tokenizer writes in front of a text and behind it. Empty for
-        one that divides nothing."""
+        """The special tokens that the tokenizer writes before and after a text. Empty for a
+        tokenizer that divides no text."""
         return self._ends or ((), ())
 
     @cached_property
@@ -70,10 +70,10 @@ class TextDivider:
 
     def divide(self, text: str) -> list[Piece]:
         """Return the pieces of a text, of at most `PIECE_CHARS` characters where there are places.
-        What is behind a part of `FAR_CHARS` without a place is one piece.
+        If there is no place in `FAR_CHARS` characters, the rest of the text is one piece.
 
         Raises:
-            InvalidRequest: the text cannot be tokenised.
+            InvalidRequest: The text cannot be tokenised.
         """
         pattern, pieces, piece = self._pattern, [], Piece(0, text)
         while pattern is not None and len(text) - piece.start > PIECE_CHARS:
@@ -86,8 +86,8 @@ class TextDivider:
         return [*pieces, piece._replace(text=text[piece.start :])]
 
     def _next(self, pattern: re.Pattern[str], text: str, start: int) -> Piece | None:
-        """Return the piece that follows the one from ``start`` on, up to the end of the text; None
-        if there is no place for it."""
+        """Return the piece after the piece from ``start`` on, still without its text; None if no
+        place is found."""
         tried: Counter[str] = Counter()
         for at in _places(pattern, text, start):
             tried[text[at]] += 1
@@ -123,7 +123,7 @@ class TextDivider:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
-        """What a place looks like (Rule 1); None if nothing is divided."""
+        """The pattern of places (Rule 1); None if no text is divided."""
         if self._ends is None:
             return None
         whole = self._backend.get_vocab(with_added_tokens=False)
@@ -133,7 +133,8 @@ class TextDivider:
         within |= _starts_within(added, {one: one for one in STARTS})
         starts = [one for one in STARTS if one not in within]
         if type(self._backend.model).__name__ == "Unigram":
-            # It adds the scores of all tokens of a unit, so that rounding reaches over a place.
+            # It adds up the scores of all tokens of a unit, so that rounding spans places within
+            # it.
             starts = [one for one in starts if one == " " and self._splits_at_spaces()]
         found = [f"(?<={WORD})(?=[{re.escape(''.join(starts))}]{WORD})"] if starts else []
         if "\n" in starts and AFTER_NEWLINE not in within:
@@ -154,8 +155,8 @@ class TextDivider:
 
 
 def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
-    """Yield the places for the end of a piece: those that leave it as long as it may be first, then
-    the first ones behind that."""
+    """Yield the places for the end of a piece: those within `PIECE_CHARS` from the last to the
+    first, then those behind in order."""
     least, most = start + PIECE_CHARS // 2, start + PIECE_CHARS
     for last in range(most, least, -LOOK_CHARS):
         yield from [one.start() for one in pattern.finditer(text, last - LOOK_CHARS, last)][::-1]
@@ -164,8 +165,8 @@ def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
 
 
 def _written_starts(*, of_bytes: bool) -> dict[str, str]:
-    """Return the characters of `STARTS` by the ways in which the tokens of a vocabulary write them,
-    which may be by bytes."""
+    """Return the characters of `STARTS` by their spellings in a vocabulary's tokens, which may be
+    letters for bytes."""
     if not of_bytes:
         return {one: one for one in STARTS} | {SPACE_MARK: " "}
     splitter = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -173,8 +174,9 @@ def _written_starts(*, of_bytes: bool) -> dict[str, str]:
 
 
 def _starts_within(tokens: Iterable[str], written: dict[str, str]) -> set[str]:
-    """Return the characters of `STARTS` that a token has behind one of a word, and `AFTER_NEWLINE`
-    if one has a word behind a line break. No step of this keeps the GIL for long."""
+    """Return the characters of `STARTS` that a token has after a word's character, and
+    `AFTER_NEWLINE` if a token has a word after a line break. No step of this keeps the GIL for
+    long."""
     ways = "|".join(map(re.escape, written))
     newline = next(way for way, start in written.items() if start == "\n")
     behind = re.compile(f"{WRITTEN_WORD}(?=({ways}))")

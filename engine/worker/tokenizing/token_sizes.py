@@ -1,8 +1,8 @@
-"""How many characters of a text one token can stand for, so that a text that is too long can be
+"""The most characters of a text that one token can stand for, by which a text that is too long is
 refused before it is tokenised.
 
-Rule: a kind of normalizer, pre-tokenizer or model that is not named here has no bound, as it may
-drop characters, or make one token of any number of them.
+Rule: for a kind of normalizer, pre-tokenizer or model that is not named here there is no bound, as
+it may drop characters, or turn any number of them into one token.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-# The most characters that these forms make one of. Source: Unicode, "Normalization FAQ": the
-# decomposition of a character has at most four.
+# The most characters that these Unicode forms compose to one character. Source: Unicode,
+# "Normalization FAQ": the decomposition of a character has at most four.
 COMPOSED_CHARS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}
 BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
 
 
 def max_chars_per_token(backend: Tokenizer) -> float:
-    """Return the most characters of a text that one token can stand for; infinity where there is no
-    bound, or none is known."""
+    """Return the most characters of a text that one token can stand for; infinity if no bound is
+    known."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     splits = [*_parts(backend.pre_tokenizer, "pretokenizers")]
     added = backend.get_added_tokens_decoder().values()
@@ -39,14 +39,14 @@ def max_chars_per_token(backend: Tokenizer) -> float:
     if not (is_bounded and vocabulary):
         return math.inf
     normalizer, found = backend.normalizer, [*vocabulary]
-    if normalizer is not None:  # such a token is found as what its text becomes
+    if normalizer is not None:  # the text is searched for such a token's normalised form
         found += [normalizer.normalize_str(one.content) for one in added if one.normalized]
     factor = math.prod(map(_shrinkage, _parts(normalizer, "normalizers")))
     return factor * max(map(len, found))
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Yield what a normalizer or a pre-tokenizer consists of, as tokenizer.json has it."""
+    """Yield the parts of a normalizer or a pre-tokenizer, in the form of tokenizer.json."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         one = waiting.pop(0)
@@ -59,7 +59,7 @@ def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
 def _has_every_character(
     backend: Tokenizer, vocabulary: Mapping[str, int], splits: list[dict[str, Any]]
 ) -> bool:
-    """Return whether every character has tokens. Otherwise many are one unknown token, or none."""
+    """Return whether every character has tokens. Else many may be one unknown token, or none."""
     model = backend.model
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False  # a character has another token inside or at the end of a word
@@ -76,7 +76,7 @@ def _keeps_all(split: Mapping[str, Any]) -> bool:
 
 
 def _shrinkage(normalizer: Mapping[str, Any]) -> float:
-    """Return how many characters a normalizer may make one of."""
+    """Return the most characters that a normalizer may turn into one."""
     if normalizer["type"] == "Prepend":
         return 1
     if normalizer["type"] == "Replace":

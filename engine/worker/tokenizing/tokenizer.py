@@ -1,9 +1,9 @@
 """Turns text into token ids and back, by the files of a model's directory.
 
 Rule 1: tokenizer.json decides. The `tokenizers` library reads it; transformers is imported only for
-a model that has the files of an older kind of tokenizer, which transformers converts by its own
-code, never by the checkpoint's. Rule 2: nothing changes the tokenizer after `load_tokenizer`, so
-every method may be called from any thread.
+a model with the files of an older kind of tokenizer, and converts them by its own code, never by
+the checkpoint's. Rule 2: nothing changes the tokenizer after `load_tokenizer`, so every method may
+be called from any thread.
 
 This file agrees with transformers' AutoTokenizer in these points. Special tokens that stand in a
 user's text are parsed as special tokens. ``add_special_tokens`` runs the post-processor of
@@ -59,11 +59,11 @@ _RESERVED_ARGS = frozenset(
         "tools",
     }
 )
-# So many ids are decoded as a batch of one: `decode` holds the GIL all the time, 0.25 s for 262,144
-# of them. A batch takes longer to begin.
+# From so many ids on, they are decoded as a batch of one text: `decode` would hold the GIL, 0.25 s
+# for 262,144 ids. For fewer ids, a batch would be slower.
 LONG_IDS = 2**10
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# The files of older kinds of tokenizers, either of which may stand in for tokenizer.json.
+# The files of older kinds of tokenizers; one of the sets may replace tokenizer.json.
 _OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 
@@ -73,8 +73,8 @@ class HfTokenizer(TextEncoder):
 
     ``max_chars_per_token`` are the most characters that one token can stand for (`token_sizes`).
     ``special_ids`` are the ids that ``skip_special_tokens`` leaves out. ``special_tokens`` maps
-    names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or nothing. A
-    token that is decoded behind the anchor looks as it does inside a text, with its leading space.
+    names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or (). A token
+    that is decoded after the anchor has the text that it has inside a text, with its leading space.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HfTokenizer(TextEncoder):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids outside the vocabulary, which a padded output layer
-        has, give no text."""
+        has, have no text."""
         if len(token_ids) < LONG_IDS:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         [text] = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -119,12 +119,12 @@ class HfTokenizer(TextEncoder):
         return True
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids that a special token's text has as plain text."""
+        """Return the ids of a special token's text, encoded as plain text."""
         ids = self.encode(text[:1], add_special_tokens=False)
         return ids + self.encode(text[1:], add_special_tokens=False)
 
     def token_of(self, token_id: int) -> str:
-        """Return a token as the vocabulary has it; empty for an id that it lacks."""
+        """Return a token in the vocabulary's spelling; empty for an id that it lacks."""
         return str(self.backend.id_to_token(token_id) or "")
 
     def token_text(self, token_id: int) -> str:
@@ -145,17 +145,17 @@ class HfTokenizer(TextEncoder):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt that the model's own template makes of a chat, as text.
+        """Return the prompt of a chat as text, rendered by the model's own template.
 
         Encode the prompt with ``add_special_tokens=False``, because templates write their special
         tokens themselves. With ``continue_final_message`` the prompt ends with the content of the
-        last message, which the model goes on with.
+        last message, which the model continues.
 
         Raises:
-            InvalidRequest: there is no template, it has no tools, the chat is empty,
-                ``template_args`` sets a reserved name, it does not write the last message's content
-                as it is, or as `render`.
-            RequestTooLarge: as `render`.
+            InvalidRequest: There is no template, it has no tools, the chat is empty,
+                ``template_args`` sets a reserved name, the template changes the last message's
+                content, or as `render`.
+            RequestTooLarge: The prompt is too long (`render`).
         """
         template = self._template(has_tools=bool(tools))
         if tools and not takes_tools(template):
@@ -171,7 +171,7 @@ class HfTokenizer(TextEncoder):
         turns = [in_form(message, form) for message in messages]
         mark = ""
         if continue_final_message:
-            mark = f"<{uuid4().hex}>"  # in no message, so that its place can be found
+            mark = f"<{uuid4().hex}>"  # in no message, so that it can be found in the prompt
             turns[-1]["content"] = _with_end(turns[-1].get("content", ""), mark)
         text = render(
             template,
@@ -205,16 +205,16 @@ class HfTokenizer(TextEncoder):
         return self.special_ids_of([part for part in parts if part in self._added])
 
     def added_id_of(self, text: str) -> int | None:
-        """Return the id of a text that is one token beside the vocabulary, special or not; None for
-        any other text."""
+        """Return the id of a text that is an added token, special or not; None for any other
+        text."""
         return self._added.get(text)
 
     def _template(self, *, has_tools: bool) -> str:
-        """Return the template that transformers would choose: the one called tool_use if there are
-        tools and there is one, else the default.
+        """Return the template that transformers would choose: with tools the template named
+        tool_use, if there is one, else the default.
 
         Raises:
-            InvalidRequest: there is no such template.
+            InvalidRequest: There is no such template.
         """
         if not self._chat_templates:
             raise InvalidRequest.of("chat", "this model has no chat template; send text instead")
@@ -235,9 +235,9 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
     """Read the tokenizer of a model directory.
 
     Raises:
-        SpawnFailed: tokenizer.json is missing or no tokenizer, a file beside it is not JSON, or a
-            chat template cannot be parsed.
-        Refusal: one of the files cannot be read.
+        SpawnFailed: tokenizer.json is missing or no tokenizer, a file beside it is not JSON, or the
+            default chat template cannot be parsed.
+        Refusal: A file cannot be read.
     """
     directory = Path(path)
     file = directory / "tokenizer.json"
@@ -265,7 +265,7 @@ def _convert(directory: Path) -> HfTokenizer:
     """Have transformers convert the files of an older kind of tokenizer.
 
     Raises:
-        SpawnFailed: there are no such files, or they cannot be converted here.
+        SpawnFailed: There are no such files, or they cannot be converted.
     """
     found = [names for names in _OLDER_FILES if all(has_file(directory / one) for one in names)]
     if not found:
@@ -286,7 +286,7 @@ def _convert(directory: Path) -> HfTokenizer:
         special = {n: t for n, t in made.special_tokens_map.items() if n in _SPECIAL_NAMES}
     except Exception as error:  # each kind of tokenizer raises errors of its own
         raise _not_converted(files, elsewhere, f"{type(error).__name__}: {error}") from error
-    # A class that does not know the files makes a tokenizer of its few special tokens from them.
+    # A class that does not read these files returns a tokenizer with a few special tokens only.
     wanted = _read_json(directory / "config.json").get("vocab_size", 0)
     if 2 * (size := backend.get_vocab_size()) < wanted:
         detail = f"{type(made).__name__} has {size} tokens of {wanted}"
@@ -313,12 +313,12 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str:
-    """Return the text of a special token, which a file gives as text or as AddedToken's fields."""
+    """Return the text of a special token that a file has as text or as AddedToken's fields."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _added(token: object, *, special: bool) -> AddedToken:
-    """Return the AddedToken that a file gives as text or as AddedToken's fields."""
+    """Return the AddedToken that a file has as text or as AddedToken's fields."""
     if not isinstance(token, dict):
         return AddedToken(str(token), special=special, normalized=False)
     names = ("single_word", "lstrip", "rstrip", "normalized")
@@ -342,15 +342,15 @@ def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name, from the first place that has any. The order is that of
-    transformers: a processor's own files, template files, tokenizer_config.json. Without a
-    processor, chat_template.json comes last, which transformers does not read then.
+    """Return the chat templates by name, from the first place that has any. The order is
+    transformers': a processor's own files, template files, tokenizer_config.json. Without a
+    processor, its files come last; transformers does not read them then.
 
-    Only the default one must be right: nobody may need the others.
+    Only the default template is checked, as no request may need the others.
 
     Raises:
-        SpawnFailed: as `check_syntax`, or a file is not JSON.
-        Refusal: a file cannot be read.
+        SpawnFailed: The default template cannot be parsed, or a file is not JSON.
+        Refusal: A file cannot be read.
     """
     of_processor = {
         name: _named_templates(_read_json(directory / name).get("chat_template"))
@@ -378,7 +378,7 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _named_templates(written: Any) -> dict[str, str]:
-    """Return the templates that a field of a JSON file has: one text, or a list of named ones."""
+    """Return the templates in a field of a JSON file: one text, or a list of named templates."""
     named = [{"name": "default", "template": written}] if isinstance(written, str) else written
     if isinstance(named, dict):
         return {str(name): str(template) for name, template in named.items()}
@@ -386,8 +386,7 @@ def _named_templates(written: Any) -> dict[str, str]:
 
 
 def _find_anchor(backend: Backend) -> tuple[int, ...]:
-    """Return a token whose text is one plain character wherever it stands; nothing if there is
-    none."""
+    """Return a token whose text is one plain character at any place; () if there is none."""
     for letter in _ANCHOR_LETTERS:
         id_ = backend.token_to_id(letter)
         if id_ is not None and backend.decode([id_, id_], skip_special_tokens=False) == 2 * letter:
