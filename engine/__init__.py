@@ -1,8 +1,8 @@
 """Triolet's engine: structured-concurrency scheduling of language models on Trio.
 
-`engine.public` has what the package offers. It is imported when one of its names is first used,
-because it brings the whole engine with it: a worker process, or a command that only asks a server,
-needs a few modules of `engine` and would wait for all of them.
+`engine.public` has the package's public names. It is imported when one of them is first used,
+because it imports the whole engine: a worker process, or a command that only calls a server, needs
+a few modules of `engine` and would wait for all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # `from engine import logs` asks here first, and needs no more than that file.
+        # `from engine import logs` calls this first, and must import no more than that file.
         if name == "__all__" or not (name.startswith("_") or find_spec(f"engine.{name}")):
             from engine import public
 

@@ -2,7 +2,7 @@
 
 Rule 1: a configuration that exists is valid. Making an invalid one raises `ConfigError`, which
 names the flag and what to change; a model that is neither a name nor a `ModelConfig` raises
-TypeError. Rule 2: what an operator can set is a field made by `setting`, here or in a group of
+TypeError. Rule 2: each setting of an operator is a field made by `setting`, here or in a group of
 `engine.settings`.
 """
 
@@ -30,7 +30,7 @@ from engine.status import Capability
 
 DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 ROUTINGS = ("least-tokens", "round-robin", "prefix")
-REPLICAS_MAX = 64  # guess: far more than the devices and cores of one machine can use
+REPLICAS_MAX = 64  # of a model; far more than one machine's devices and cores can use
 
 
 def _require_room_for_prompts(steps: StepLimits) -> None:
@@ -45,7 +45,8 @@ def _require_room_for_prompts(steps: StepLimits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Replicas of a model that are alike. An empty or 0 value stands for the model's own value."""
+    """Replicas of a model with the same settings. An empty or 0 value means the model's own
+    value."""
 
     device: str = ""
     count: int = setting(1, low=1)  # replicas
@@ -62,7 +63,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """An adapter (LoRA) of a text model, in a directory that peft wrote. Clients ask for it by
+    """An adapter (LoRA) of a text model, in a directory that peft wrote. Clients name it
     ``BASE:NAME``, the name of its base model before its own."""
 
     name: str
@@ -83,7 +84,7 @@ class ModelConfig(ModelChoices):
     """One model to serve."""
 
     model: str  # a directory, a GGUF file, a demo id or a Hugging Face id
-    name: str = ""  # by which clients ask for it; empty: the last part of `model`
+    name: str = ""  # its name in requests; empty: the last part of `model`
     aliases: tuple[str, ...] = ()  # further names
     _: KW_ONLY
     runner: str = setting(
@@ -93,10 +94,10 @@ class ModelConfig(ModelChoices):
         section="models",
     )
     lazy: bool = setting(False, "load a model when a request first asks for it")
-    # None: the model's files determine it. A text is one of Capability's values.
+    # None: the model's files determine it. A str must be one of Capability's values.
     capability: Capability | None = None
     workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the values above
-    adapters: tuple[AdapterConfig, ...] = ()  # only text models have some
+    adapters: tuple[AdapterConfig, ...] = ()  # only of text models
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.fspath(self.model))
@@ -130,7 +131,7 @@ class ModelConfig(ModelChoices):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that the model and its adapters are asked for by."""
+        """All names of the model and its adapters in requests."""
         found = [self.name, *self.aliases]
         for adapter in self.adapters:
             found += [f"{self.name}:{adapter.name}", *adapter.aliases]
@@ -138,12 +139,12 @@ class ModelConfig(ModelChoices):
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas are configured for the model."""
+        """The number of replicas that are configured for the model."""
         return sum(worker.count for worker in self.workers) or 1
 
     def replica(self, index: int) -> ModelConfig:
         """Return the configuration of one replica, as a model with one worker. An ``index`` beyond
-        the configured workers stands for one more of the last."""
+        the configured workers gives another replica of the last."""
         alike = [worker for worker in self.workers for _ in range(worker.count)]
         worker = alike[min(index, len(alike) - 1)] if alike else WorkerConfig()
         return replace(
@@ -166,7 +167,7 @@ class SchedulerConfig(QueueLimits, TextSteps):
     num_blocks: int  # of the KV pool
     max_model_len: int = setting(2048, low=2)  # tokens of a sequence, prompt and output
     cache_namespace: str = ""  # keeps the prefixes of different models apart
-    num_states: int = 0  # state slots of a model with recurrent layers; 0: it has none
+    num_states: int = 0  # state slots; 0: the model has no recurrent layers
 
     def __post_init__(self) -> None:
         check(self)
@@ -206,10 +207,10 @@ class ImageConfig(QueueLimits, ImageLimits):
 
 @dataclass(frozen=True)
 class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
-    """Everything of the engine that an operator can set.
+    """All settings of the engine.
 
-    A name or a path in ``models`` stands for the `ModelConfig` of that model, and one model for a
-    tuple of one. Each replica has a scheduler with limits of its own.
+    A name or a path in ``models`` means the `ModelConfig` of that model, and a single model a tuple
+    of it. Each replica has a scheduler with limits of its own.
     """
 
     models: tuple[ModelConfig, ...] = field(
@@ -240,7 +241,7 @@ class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
     stream_buffer: int = setting(  # messages of a gRPC stream that are not written yet
         256, "how many messages a stream may be ahead of its client", low=1
     )
-    in_process_buffer: int = setting(4096, low=1)  # the same of a stream in this process
+    in_process_buffer: int = setting(4096, low=1)  # unread messages of a stream in this process
     routing: str = setting(
         ROUTINGS[0],
         "how the worker of a request is chosen: least-tokens, round-robin, or prefix (the worker "
@@ -273,7 +274,7 @@ class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
     drain_timeout_s: float = setting(
         30.0, "how long requests may take to finish after a signal to end", low=0
     )
-    telemetry: bool = True  # False: for measuring what telemetry costs
+    telemetry: bool = True  # False: for measuring the cost of telemetry
     check_level: int = 1  # ENGINE_CHECK: 0 asserts, 1 also invariants when idle, 2 after each step
 
     def __post_init__(self) -> None:
@@ -292,10 +293,10 @@ class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
 
 
 def _models_of(given: Any) -> tuple[ModelConfig, ...]:
-    """Return the models that ``EngineConfig.models`` stands for.
+    """Return the models of a value given for ``EngineConfig.models``.
 
     Raises:
-        TypeError: there is something else than models, names and paths.
+        TypeError: A value is neither a model, a name nor a path.
     """
     models = (given,) if isinstance(given, str | os.PathLike | ModelConfig) else tuple(given)
     for model in models:
@@ -310,11 +311,11 @@ def _models_of(given: Any) -> tuple[ModelConfig, ...]:
 
 
 def engine_config(given: EngineConfig | ModelConfig | str | None) -> EngineConfig:
-    """Return the configuration that ``open_engine`` was given: as it is, of one model, or the
-    default.
+    """Return the configuration for an argument of ``open_engine``: itself, one of a single model,
+    or the default.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: The argument is of another type.
     """
     if given is None:
         return EngineConfig()

@@ -1,6 +1,6 @@
-"""When Python's garbage collector looks for cycles: seldom, and not in the middle of a step.
+"""Makes Python's garbage collector collect cycles seldom, so that it rarely delays a step.
 
-A library must not change the collector of its program, so only programs of our own call these
+A library must not change the collector of its program, so only this project's programs call these
 functions; `collect_after_close` changes no setting.
 """
 
@@ -15,16 +15,16 @@ GC_THRESHOLDS = (50_000, 20, 100)
 
 
 def collect_seldom() -> None:
-    """Raise the collector's thresholds. A process that will serve calls this before its imports:
+    """Raise the collector's thresholds. A server or a worker calls this before its imports:
     otherwise collections take a tenth of its start while torch and transformers are imported."""
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def freeze_after_load() -> None:
-    """Exempt everything that is alive from later collections, and collect seldom. A process that
-    serves calls this when its models have loaded: a full collection of the objects of torch and
-    transformers would stop every thread for a tenth of a second. For that reason it is not made
-    here, either; the garbage of the imports, about a megabyte, stays."""
+    """Exempt all live objects from later collections, and collect seldom. A server or a worker
+    calls this when its models have loaded: a full collection of the objects of torch and
+    transformers would stop every thread for a tenth of a second. So this function does not collect
+    either; the garbage of the imports, about a megabyte, stays."""
     gc.freeze()
     collect_seldom()
 

@@ -1,8 +1,8 @@
-"""The kinds of work that the engine does: the registry of kinds.
+"""The registry of the engine's kinds of work.
 
-A kind joins its core (`engine.core`), its runner's interface (`engine.worker.interface`), and the
-streams and the preparation of its requests (`engine.requests`). The loop, the replica, the pool and
-the supervisor know kinds only by two protocols, `engine.replica.replica.ReplicaKind` and
+A kind connects its core (`engine.core`), its runner's interface (`engine.worker.interface`), and
+the streams and the preparation of its requests (`engine.requests`). The loop, the replica, the pool
+and the supervisor use kinds only by two protocols, `engine.replica.replica.ReplicaKind` and
 `engine.requests.kind.RequestKind`.
 """
 
@@ -68,7 +68,8 @@ class TextKind:
         return Scheduler(limits)
 
     def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
-        """Return what is used of a loaded runner: its compiled constraints and its adapters."""
+        """Return the parts of a loaded runner that requests use: compiled constraints and
+        adapters."""
         return TextTools(CompiledConstraints(runner, threads), getattr(runner, "adapters", None))
 
 
@@ -88,11 +89,12 @@ class EncodeKind:
         return EncodeScheduler(limits)
 
     def make_tools(self, runner: EncodeRunner, threads: Threads) -> EncodeTools:
-        """Return what the preparer uses of a loaded runner: its tokenizer for inputs."""
+        """Return the part of a loaded runner that the preparer uses: its tokenizer for inputs."""
         return EncodeTools(runner.encoder_tokenizer)
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> InputPreparer:
-        """Return the preparer of one engine, which tokenises apart from other kinds."""
+        """Return the preparer of one engine, whose inputs wait in a queue of their own for
+        tokenising."""
         return InputPreparer(tokenizing.with_own_turns())
 
 
@@ -111,7 +113,7 @@ class ImageGenerationKind:
         return ImageScheduler(share(ImageConfig, config))
 
     def make_tools(self, runner: ImageRunner, threads: Threads) -> None:
-        """Return None: requests use nothing of a runner beside its tokenizer."""
+        """Return None: requests use no part of a runner but its tokenizer."""
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> ImageGenerationPreparer:
         """Return the preparer of one engine."""

@@ -20,15 +20,15 @@ ID_CHARS_MAX = 128
 
 
 def printable(given: str) -> str:
-    """Return an id that a client chose as a log line may show it: short, and without line breaks or
+    """Return an id that a client chose in a form for log lines: short, and without line breaks or
     control characters."""
     cut = given[:ID_CHARS_MAX]
     return cut if cut.isprintable() else "".join(c if c.isprintable() else "?" for c in cut)
 
 
 class RequestIdFilter(logging.Filter):
-    """Gives every log record a ``request_id``: the one passed in ``extra``, or that of the running
-    task, or ``-``."""
+    """Gives every log record a ``request_id``: that of ``extra``, or that of the running task, or
+    ``-``."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Set the record's ``request_id``; keep every record."""
@@ -38,8 +38,8 @@ class RequestIdFilter(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line: time (UTC), level, logger, request_id and message, what was
-    passed in ``fields``, and a traceback as ``exception``."""
+    """Writes one JSON object per line: time (UTC), level, logger, request_id and message, the
+    values of ``fields``, and a traceback as ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""

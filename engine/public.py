@@ -1,5 +1,5 @@
-"""What the package `engine` offers. Importing it imports neither torch, transformers nor asyncio;
-programs for asyncio import `engine.aio`."""
+"""The public names of the package `engine`. Importing them imports neither torch, transformers nor
+asyncio; programs for asyncio import `engine.aio`."""
 
 from engine.api import handles as handles
 from engine.api._generated import blocking as blocking

@@ -1,9 +1,9 @@
-"""What a setting is, and the groups of settings that several parts of the engine have.
+"""Defines settings, and the groups of settings that several parts of the engine have.
 
 Rule 1: a setting is one field, with its default, unit, range and help. The flags of `triolet
 serve`, the keys of its file, their checks, their help and docs/settings.toml are made from the
-fields. Rule 2: a part of the engine that needs a group inherits it; `share` hands a group on whole,
-so that no setting is copied by its name.
+fields. Rule 2: a part of the engine that needs a group inherits it; `share` copies whole groups, so
+that no setting is copied by its name.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ RUNNERS = ("thread", "process")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
 SPECULATIONS = ("off", "lookup", "model")
-RANKS_MAX = 64  # guess: as for replicas
-THREADS_MAX = 1024  # guess: more than a machine has cores; each thread has memory of its own
+RANKS_MAX = 64  # of a model; the same as the most replicas
+THREADS_MAX = 1024  # more than a machine has cores; each thread takes memory
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The metadata of a setting: everything but the name, type and default, which the field has.
 
-    ``help`` is that of the flag; a setting without it has no flag. ``unset`` says what a default of
-    None stands for. A value is at least ``low``, more than ``above``, at most ``high``, and one of
-    ``choices``; the default is valid whatever they are. ``unit`` is what the help shows in place of
-    the value. ``flag`` is the flag's name where it is not the field's. ``section`` begins a section
-    of the help, to which the settings of the class belong from here on.
+    ``help`` is the flag's help; a setting without help has no flag. ``unset`` is the help's text
+    for a default of None. A value is at least ``low``, more than ``above``, at most ``high``, and
+    one of ``choices``; the default is valid whatever they are. ``unit`` is the help's placeholder
+    for the value. ``flag`` is the flag's name if it is not the field's. ``section`` begins a
+    section of the help, to which the settings of the class belong from here on.
     """
 
     help: str
@@ -69,7 +69,7 @@ def setting(
 
 
 def setting_of(one: Field[Any]) -> Setting | None:
-    """Return the setting that a field is; None if it is another field."""
+    """Return the setting of a field; None if the field is no setting."""
     return cast("Setting | None", one.metadata.get("setting"))
 
 
@@ -96,7 +96,7 @@ def check(config: Any) -> None:
     """Check the range of each setting.
 
     Raises:
-        ConfigError: a value is outside; the message names the flag and what it may be.
+        ConfigError: A value is outside; the message names the flag and its range.
     """
     for one in fields(config):
         known, value = setting_of(one), getattr(config, one.name)
@@ -115,10 +115,10 @@ def check(config: Any) -> None:
 
 
 def require_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Check that a text is one of those that are allowed.
+    """Check that a value is allowed.
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: It is not.
     """
     if value not in allowed:
         *most, last = allowed
@@ -127,7 +127,7 @@ def require_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def share(target: type[T], *configs: object, **others: Any) -> T:
     """Return a ``target`` with the groups that it has in common with the configurations, and with
-    the other values, which win."""
+    ``others``, which take precedence."""
     shared = {
         one.name: getattr(config, one.name)
         for group in target.__mro__[:-1]
@@ -143,7 +143,7 @@ def share(target: type[T], *configs: object, **others: Any) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueLimits:
-    """The limits that a scheduler has whatever it schedules."""
+    """The limits that schedulers of every kind of work have."""
 
     max_queued_requests: int = setting(
         2048, "most requests that wait; more are refused", low=1, section="requests that wait"
@@ -159,8 +159,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """How much one step computes. The steps of an encoder count padding; an input that is longer
-    than ``max_num_batched_tokens`` has a step of its own."""
+    """The limits of one step. The steps of an encoder count padding; an input that is longer than
+    ``max_num_batched_tokens`` has a step of its own."""
 
     max_num_seqs: int = setting(
         256, "most sequences in one step", low=1, section="memory and steps"
@@ -170,7 +170,7 @@ class StepLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSteps(StepLimits):
-    """How the steps of a text model are planned."""
+    """The settings for planning a text model's steps."""
 
     block_size: int = setting(
         16, "tokens in one block of the KV pool", low=1, section="memory and steps"
@@ -195,9 +195,9 @@ class TextSteps(StepLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """The limits of images that models draw and read."""
+    """The limits of images that models draw or read."""
 
-    # A guess: with more, each would wait longer and none would end sooner.
+    # Not tuned: with more, each drawing would wait longer and none would end sooner.
     max_drawings: int = setting(
         4, "most drawings of an image model that take turns; others wait", low=1, section="images"
     )
@@ -210,7 +210,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """What a loaded model keeps, as far as its runner is told."""
+    """The settings of a loaded model's memory, of which its runner has its own values."""
 
     max_model_len: int | None = setting(
         None,
@@ -229,7 +229,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoices:
-    """Which form of a model is loaded, and where it runs."""
+    """The settings of the form in which a model is loaded, and of its device."""
 
     revision: str = setting(
         "", "branch, tag or commit of a Hugging Face model", unit="NAME", section="models"

@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """What a model can do."""
+    """The kind of work that a model does."""
 
     TEXT_TO_TEXT = "text-to-text"  # Generate
     TEXT_EMBEDDING = "text-embedding"
@@ -21,12 +21,12 @@ class Capability(Enum):
 
     @property
     def generates_text(self) -> bool:
-        """Whether a model with it serves Generate."""
+        """Whether a model with this capability serves Generate."""
         return self in (Capability.TEXT_TO_TEXT, Capability.VISION)
 
 
 class ModelState(Enum):
-    """Where a model or one of its replicas stands (D16)."""
+    """The state of a model or of one of its replicas (D16)."""
 
     UNLOADED = "unloaded"  # configured, and not loaded
     LOADING = "loading"
@@ -37,9 +37,9 @@ class ModelState(Enum):
 
 
 class AbortOutcome(Enum):
-    """What an abort found."""
+    """The outcome of aborting a request by its id."""
 
-    ABORTED = "aborted"  # a live request
+    ABORTED = "aborted"  # a live request was ended
     ALREADY_ENDED = "already_ended"
     REMEMBERED = "remembered"  # no such request yet; it is aborted if it arrives soon
 
@@ -53,7 +53,7 @@ class ReplicaStatus:
     device: str
     threads: int  # CPU threads that a step uses
     restarts: int = 0  # after deaths, since the model was loaded
-    processed: int = 0  # requests that ended well
+    processed: int = 0  # requests that ended without an error
     failed: int = 0  # requests that failed because of the engine or the worker
     cancelled: int = 0  # requests that their clients cancelled
     busy_s: float = 0.0  # seconds spent in steps
@@ -77,21 +77,20 @@ class ModelStatus:
     device: str = ""
     architecture: str = ""
     max_model_len: int = 0  # tokens
-    quantization: str = ""  # the form of the linear layers' weights; "": that of dtype
-    context_note: str = ""  # why that is less than the model's own length
-    full_sequences: int = 0  # of max_model_len, that the KV pools hold at once
+    quantization: str = ""  # the form of the linear layers' weights; "": floats of dtype
+    context_note: str = ""  # why max_model_len is less than the model's own length
+    full_sequences: int = 0  # the sequences of max_model_len that the KV pools hold at once
     is_demo: bool = False
     is_lazy: bool = False  # a request loads it: it is configured so, or was loaded before
     is_hung: bool = False  # a step takes longer than the step timeout (D17)
     is_restarting: bool = False  # no replica serves, and those that died restart by themselves
-    base: str = ""  # of an adapter: the name of its base model; "": it is a model by itself
-    adapter_digest: str = ""  # of an adapter's content, while it is loaded
-    adapter_rank: int = 0  # the largest of an adapter's layers, while it is loaded
+    base: str = ""  # the name of an adapter's base model; "": not an adapter
+    adapter_digest: str = ""  # the digest of an adapter's content, while it is loaded
+    adapter_rank: int = 0  # the largest rank in an adapter's layers, while it is loaded
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether a request would be served, by a replica that is ready or by one that the request
-        loads."""
+        """Whether a request would be served, by a ready replica or by a replica that it loads."""
         if self.is_restarting:
             return False
         if self.is_lazy:
@@ -134,11 +133,11 @@ class Counts:
     parked: int = 0  # not scheduled until their clients read
     ending: int = 0  # ended, while the step in flight still uses their blocks
     unread_calls: int = 0  # ended calls whose clients have not read everything
-    free_blocks: int = 0  # of the KV pool, as the next two
+    free_blocks: int = 0  # of the KV pool, like total_blocks and cached_blocks
     total_blocks: int = 0
     cached_blocks: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache, since the start
-    prefix_hits: int = 0  # tokens found there, since the start
+    prefix_hits: int = 0  # tokens found in the prefix cache, since the start
     step_count: int = 0
     step_rows_total: int = 0
     preemptions: int = 0
@@ -147,11 +146,11 @@ class Counts:
     requests_total: RequestsTotal = field(default_factory=RequestsTotal)
     memory_reserved: int = 0  # bytes
     memory_limit: int = 0  # bytes
-    peak_waiting: int = 0  # the most in the queue at once since the load
+    peak_waiting: int = 0  # the highest value of waiting since the load
     detached: int = 0  # Generate streams that wait for clients which lost their connections
-    free_states: int = 0  # state slots of models with recurrent layers, as the next two
+    free_states: int = 0  # state slots of models with recurrent layers, like the next two
     total_states: int = 0
-    cached_states: int = 0  # that have a snapshot
+    cached_states: int = 0  # state slots that have a snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +158,10 @@ class ReplicaCounts:
     """The counters of one replica."""
 
     model: str
-    replica: int  # its id
+    replica: int  # the replica's id
     state: ModelState
     counts: Counts
-    pause: str = ""  # keep, wait or abort; empty: it is not paused
+    pause: str = ""  # the mode of a pause: keep, wait or abort; empty: not paused
 
 
 @dataclass(frozen=True, slots=True)

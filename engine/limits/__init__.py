@@ -1,1 +1,1 @@
-"""What this process may use of the machine: memory and CPU time."""
+"""The limits of this process on the machine's memory and CPU time."""

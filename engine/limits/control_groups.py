@@ -20,21 +20,21 @@ V1, V2 = "cgroup", "cgroup2"  # the types of the mounted file systems of both ve
 
 
 def folders_of(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]]:
-    """Yield the folder of the process's group in each version, and those of all groups above it,
-    each with its version, `V1` or `V2`. ``controller`` is what the groups limit: "memory" or "cpu".
-    Tests pass another ``root`` of the files."""
+    """Yield the folder of the process's group in each version, and the folders of all groups above
+    it, each with its version, `V1` or `V2`. ``controller`` is the resource that the groups limit:
+    "memory" or "cpu". Tests pass another ``root`` of the files."""
     groups = _groups(controller, root)
     for version, top, folder in _mounts(controller, root):
         group = groups.get(version, top)
-        # A mount whose top is not above the group still shows, in a container, the container's own.
+        # In a container, a mount whose top is not above the group has the container's own group.
         below = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
         for place in (below, *below.parents):
             yield version, folder / place
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text, or "" if there is no such file or it may not be read. The names of
-    folders in it may be no Unicode."""
+    """Return a file's text, or "" if there is no such file or it may not be read. The text may
+    contain names that are not Unicode."""
     try:
         return os.fsdecode(path.read_bytes())
     except OSError:

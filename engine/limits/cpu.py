@@ -1,7 +1,7 @@
-"""How many CPU threads this process should compute with.
+"""The number of CPU threads that this process should compute with.
 
-There are as many as physical cores that the process may run on, because two hyper-threads of a core
-share its units, and no more than the CPU quota of its control groups pays for.
+It is the number of physical cores that the process may run on, because two hyper-threads of a core
+share its units, but at most the CPU quota of its control groups.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CpuLimit:
-    """What the process may use: ``cores``, their hardware threads (``processors``), and the
-    ``quota`` in cores, None without one."""
+    """The CPU time that the process may use: ``cores``, their hardware threads (``processors``),
+    and the ``quota`` in cores, None without a quota."""
 
     cores: int
     processors: int
@@ -29,9 +29,9 @@ class CpuLimit:
 
     @property
     def threads(self) -> int:
-        """How many threads all steps of the process should use together, at least 1. A part of a
-        core counts as a whole one: a thread that the quota stops for a part of the time computes
-        more than none."""
+        """The number of threads that all steps of the process should use together, at least 1. A
+        quota is rounded up: a thread that it stops for a part of the time computes more than no
+        thread."""
         if self.quota is None:
             return self.cores
         return max(1, min(self.cores, math.ceil(self.quota)))
@@ -55,14 +55,14 @@ def cpu_limit(root: Path = Path("/"), processors: Collection[int] | None = None)
 
 def _siblings(root: Path, processor: int) -> str:
     """Return the hardware threads of a processor's core as the system lists them, or the processor
-    itself where the system does not say."""
+    itself if that is not known."""
     folder = root / f"sys/devices/system/cpu/cpu{processor}/topology"
     return read_text(folder / "thread_siblings_list").strip() or str(processor)
 
 
 def _quotas(root: Path) -> Iterator[float]:
     """Yield the quotas of the process's groups and of all groups above these, in cores. A group
-    without one has the word "max", or in version 1 a negative number."""
+    without a quota has the word "max", or in version 1 a negative number."""
     for version, folder in folders_of("cpu", root):
         if version == V1:
             quota = read_text(folder / "cpu.cfs_quota_us").strip()

@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or what its control groups leave of it."""
+"""The memory that this process may use: the machine's, or the limit of its control groups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.limits.control_groups import V1, V2, folders_of, read_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CPU = "cpu"  # the device whose memory this is
+CPU = "cpu"  # the name of the device with this memory
 LIMIT_FRACTION = 0.80
-LIMIT_FILES = {V2: "memory.max", V1: "memory.limit_in_bytes"}  # of a group, by its version
+LIMIT_FILES = {V2: "memory.max", V1: "memory.limit_in_bytes"}  # the file with a group's limit
 
 
 def usable_bytes(root: Path = Path("/")) -> int:
@@ -20,7 +20,7 @@ def usable_bytes(root: Path = Path("/")) -> int:
     the process's control groups if that is lower. Tests pass another ``root`` of the files.
 
     Raises:
-        OSError: the machine's memory is not known.
+        OSError: The machine's memory is not known.
     """
     return min([_machine_bytes(root), *_group_limits(root)])
 

@@ -1,13 +1,12 @@
-"""The worker's interface: what the engine asks of whatever computes a model.
+"""The worker's interface: the protocol between the engine and the code that computes a model.
 
-A *runner* owns one model. `Runner` is what runners of every kind of work have in common: estimate,
-load, execute a plan, close. Each kind adds what it alone can do: a `TextRunner` compiles
-constraints, an `EncodeRunner` has a tokenizer for inputs. A new kind of work is a new plan, a new
-result, a new info and a protocol beside these two.
+A *runner* owns one model. `Runner` has the methods of runners of every kind of work: estimate,
+load, execute a plan, close. Each kind adds its own: a `TextRunner` compiles constraints, an
+`EncodeRunner` has a tokenizer for inputs. A new kind of work has a new plan, a new result, a new
+info and a new protocol.
 
-Rule 1: every value here and in the kinds' interfaces pickles without torch, so that a runner can
-live in a process of its own. Rule 2: these files import no torch; other parts of `engine.worker`
-do.
+Rule 1: every value here and in the kinds' interfaces pickles without torch, so that a runner can be
+in a process of its own. Rule 2: these files import no torch; other parts of `engine.worker` do.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ if TYPE_CHECKING:
     from engine.status import Capability
 
 
-# ---- what a runner is made from, and what it reports while it loads
+# ---- the input of a runner, and its reports before it is loaded
 
 
 @dataclass(frozen=True)
 class RunnerSpec(ModelChoices, ModelMemory, TextSteps, ImageLimits):
-    """Which model to load, and with what resources. A spec is all that a runner is made from.
+    """The model to load, and its resources. A spec is the only input of a runner's constructor.
 
     ``model`` is a directory, a GGUF file, a demo id or a Hugging Face id. ``kv_bytes`` bounds the
-    KV pool; the runner turns the bound into blocks once it knows the model. ``memory_limit`` is how
-    many bytes the process may use; error messages of a load name it. ``threads`` 0 means the
+    KV pool; the runner turns the bound into blocks once it knows the model. ``memory_limit`` is the
+    most bytes that the process may use; error messages of a load name it. ``threads`` 0 means the
     library's default.
 
-    The runner is rank ``rank`` of the ``tp`` ranks of a divided model, which meet in the file
-    ``rendezvous``; ``kv_bytes`` and ``memory_limit`` are those of all ranks together. With a ``tp``
-    of 1, it computes the whole model.
+    The runner is rank ``rank`` of the ``tp`` ranks of a divided model, which find each other by the
+    file ``rendezvous``; ``kv_bytes`` and ``memory_limit`` are those of all ranks together. With a
+    ``tp`` of 1, it computes the whole model.
     """
 
     model: str
@@ -50,11 +49,11 @@ class RunnerSpec(ModelChoices, ModelMemory, TextSteps, ImageLimits):
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """How much memory a runner will need once it is loaded: weights, KV pool and workspace.
+    """The memory that a runner will need once it is loaded: weights, KV pool and workspace.
 
-    ``num_bytes`` are bytes of ``device``. ``limit`` is how many bytes of that device all models
-    together may use; None stands for the limit that the CPU's memory has. ``others`` is what the
-    runner needs of other devices, where the ranks of its model have a device each.
+    ``num_bytes`` are bytes of ``device``. ``limit`` is the most bytes of that device for all models
+    together; None: the limit of the CPU's memory. ``others`` are the needs of other devices, if the
+    ranks of the model have a device each.
     """
 
     num_bytes: int
@@ -64,13 +63,14 @@ class MemoryEstimate:
 
     @property
     def by_device(self) -> tuple[MemoryEstimate, ...]:
-        """What the runner needs of each device."""
+        """The needs of each device."""
         return (replace(self, others=()), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far a load is. ``phase`` is config, weights or warm-up; a total of 0 is not known yet."""
+    """The progress of a load. ``phase`` is config, weights or warm-up; a total of 0 is not known
+    yet."""
 
     phase: str
     bytes_done: int = 0
@@ -93,49 +93,50 @@ class WorkerInfo:
     architecture: str  # the name of the model's class
     dtype: str  # of the weights, such as float32
     device: str  # such as cpu or cuda:0
-    vocab_size: int  # ids of the model's embedding
+    vocab_size: int  # the number of ids of the model's embedding
     max_model_len: int  # tokens of one sequence or input, as served
     memory_bytes: int  # of the device, or of all devices of its ranks; workspace included
     _: KW_ONLY
     is_demo: bool = False  # one of the demos that come with the package
-    threads: int = 0  # CPU threads that a step uses; 0: the runner does not say
+    threads: int = 0  # CPU threads that a step uses; 0: unknown
     context_note: str = ""  # why max_model_len is less than the model's own length
     quantization: str = ""  # the form of the linear layers' weights, such as int8; "": the dtype's
     tp: int = 1  # processes that the model is divided among
 
     @property
     def capability(self) -> Capability:
-        """What the model can do."""
+        """The model's capability, by its kind of work."""
         raise NotImplementedError
 
     @property
     def full_sequences(self) -> int:
-        """How many sequences of ``max_model_len`` that memory holds at once; 0 if the runner keeps
-        nothing between steps."""
+        """The number of sequences of ``max_model_len`` that the KV pool holds at once; 0 if the
+        runner has no KV pool."""
         return 0
 
 
 class Runner(Protocol[PlanT, ResultT, InfoT]):
-    """Owns one model and its tensors, which nothing else can reach (D3).
+    """Owns one model and its tensors, which no other object can reach (D3).
 
-    Life: 1. made, which holds nothing; 2. `estimate`, optional; 3. `load`; 4. `execute`, any number
+    Life: 1. the constructor loads nothing; 2. `estimate`, optional; 3. `load`; 4. `execute`, any
+        number
     of times; 5. `close`. These methods are called one at a time, each from any thread. So a runner
     sets thread-local state (inference mode, thread count, device) inside every call.
     """
 
     def estimate(self) -> MemoryEstimate:
-        """Return what `load` will need, from the model's metadata. No weights are read and nothing
-        is kept.
+        """Return the memory that `load` will need, by the model's metadata. No weights are read and
+        nothing is kept.
 
         Raises:
-            SpawnFailed: as `load` would, as far as the metadata show.
+            SpawnFailed: The metadata show that `load` would fail.
         """
 
     def load(self, progress: Callable[[LoadProgress], None]) -> InfoT:
         """Load the weights, allocate memory and warm up. ``progress`` is called from this thread.
 
         Raises:
-            SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
+            SpawnFailed: The model cannot be served; one sentence says why. All memory is freed.
         """
 
     @property
@@ -146,8 +147,8 @@ class Runner(Protocol[PlanT, ResultT, InfoT]):
         """Compute one step.
 
         Raises:
-            MemoryError: the device ran out of memory; nothing of the plan took effect.
-            Exception: the whole step failed in another way; nothing of the plan took effect.
+            MemoryError: The device ran out of memory; nothing of the plan took effect.
+            Exception: The whole step failed in another way; nothing of the plan took effect.
         """
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class Runner(Protocol[PlanT, ResultT, InfoT]):
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """A token and the half-open range of characters of the input that it came from."""
+    """A token and the half-open range of the input's characters that it stands for."""
 
     token_id: int
     text: str
@@ -179,7 +180,7 @@ class Tokenizer(Protocol):
         """
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text with the characters each came from.
+        """Return the tokens of a text, each with its range of characters.
 
         Raises:
             InvalidRequest: as `encode`.
@@ -188,7 +189,7 @@ class Tokenizer(Protocol):
     def encode_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[Callable[[], tuple[int, ...]]]:
-        """Divide a long text into pieces, and return a function for each that makes its ids.
+        """Divide a long text into pieces, and return a function for each that returns its ids.
 
         Raises:
             InvalidRequest: as `encode`; the functions raise it, too.
@@ -197,15 +198,15 @@ class Tokenizer(Protocol):
     def span_jobs(
         self, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[Callable[[], Sequence[TokenSpan]]]:
-        """Divide a long text as `encode_jobs`, and return a function for each piece that makes its
-        tokens as `encode_spans`."""
+        """Divide a long text like `encode_jobs`, and return a function for each piece that returns
+        its tokens like `encode_spans`."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
 
     def is_known(self, token_id: int) -> bool:
-        """Return whether the tokenizer has a token with this id. It may have some for which the
-        model has no row."""
+        """Return whether the tokenizer has a token with this id. It may have tokens for which the
+        model's embedding has no row."""
 
     def render_chat(
         self,
@@ -216,21 +217,21 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt that the model's chat template makes of messages.
+        """Return the prompt of messages, rendered by the model's chat template.
 
         Raises:
-            InvalidRequest: the template refuses them; the violation names the field ``chat``.
+            InvalidRequest: The template refuses them; the violation names the field ``chat``.
         """
 
     def chat_template(self, *, has_tools: bool) -> str:
         """Return the source of the template that `render_chat` uses; empty if there is none."""
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids that a special token's text has as plain text."""
+        """Return the ids of a special token's text, encoded as plain text."""
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens."""
 
     def added_id_of(self, text: str) -> int | None:
-        """Return the id of a text that is one token beside the vocabulary, special or not; None for
-        any other text."""
+        """Return the id of a text that is an added token, special or not; None for any other
+        text."""
