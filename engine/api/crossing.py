@@ -1,10 +1,10 @@
-"""What crosses between the engine's thread and an asyncio event loop: answers, events, credit.
+"""Passes answers, events and credit between the engine's thread and asyncio event loops.
 
-`engine.api.aio` makes of this the engine for asyncio programs.
+`engine.api.aio` is the engine for asyncio programs on top of it.
 
-Rule 1: what a step made for all streams of a loop crosses by one `loop.call_soon_threadsafe`, and
-the credit of the events that they took goes back by one command (`Crossing`).
-Rule 2: nothing here blocks a loop, and no future holds an exception: an answer crosses as a
+Rule 1: one `loop.call_soon_threadsafe` wakes all streams of a loop that have events of a step, and
+one command gives back the credit of the events that they took (`Crossing`).
+Rule 2: nothing here blocks a loop, and no future holds an exception: an answer is passed as a
 function that returns or raises it, so an answer without a waiter is dropped silently.
 Rule 3: cancelling a task that waits for an event or an answer ends the request or the call, as it
 would end an asynchronous generator.
@@ -61,8 +61,8 @@ class Reply(portal.Reply[T]):
 
 
 async def end_silently_at_exit() -> None:
-    """Wait for ever if Python is about to kill this daemon thread: at exit it then ends silently,
-    as every daemon does. Otherwise return at once."""
+    """Wait for ever if Python is about to kill this daemon thread: like every daemon, it then ends
+    silently at exit. Otherwise return at once."""
     if portal.dies_with_interpreter():
         await asyncio.get_running_loop().create_future()
 
@@ -108,17 +108,17 @@ class Streams:
 
 
 class Crossing:
-    """What passes between the engine's thread and one event loop. Many streams share it, so that
-    the news of all of them cross by one call, and so does the credit that they give back.
+    """The connection between the engine's thread and one event loop. Its streams share it, so that
+    one call wakes all that have new events, and one command gives back the credit of all.
 
-    Its streams alone keep it alive, and with it the loop.
+    Only its streams keep it alive, and with it the loop.
     """
 
     def __init__(self, portal: Portal, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.portal = portal
-        self._news: list[_Feed] = []  # of the engine's thread: feeds with items to be noticed
-        self._taken: dict[_Feed, int] = {}  # of the loop: events taken, their credit not given back
+        self._news: list[_Feed] = []  # used on the engine's thread: feeds whose readers are to wake
+        self._taken: dict[_Feed, int] = {}  # used on the loop: taken events that still hold credit
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- on the engine's thread
@@ -151,7 +151,7 @@ class Crossing:
         return taken
 
     def release(self) -> None:
-        """Give back the credit of all that was taken, by every stream of the loop."""
+        """Give back the credit of all events taken, for every stream of the loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -170,14 +170,14 @@ def _release(taken: dict[_Feed, int]) -> None:
 
 
 class _Feed(portal.Feed):
-    """The engine's half of a `Stream`, and where its reader waits."""
+    """The engine's half of a `Stream`, with the futures of its waiting readers."""
 
     def __init__(self, crossing: Crossing) -> None:
         super().__init__(crossing.portal)
         self.items: deque[Any] = deque()  # events of one kind of request, and `End`
         self.is_announced = False
         self._crossing = crossing
-        self._waiting: list[asyncio.Future[None]] = []  # of the loop
+        self._waiting: list[asyncio.Future[None]] = []  # used on the loop
 
     def push(self, item: Any) -> None:
         self.items.append(item)
@@ -188,17 +188,17 @@ class _Feed(portal.Feed):
     # ---- on the loop
 
     def wake(self) -> None:
-        """Let all tasks that wait look at the items."""
+        """Wake all waiting tasks, which then look at the items."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     async def wait(self) -> None:
-        """Wait for news. May return without any.
+        """Wait for new items. May return without any.
 
         Raises:
-            ShuttingDown: this process is a fork: no news will come.
+            ShuttingDown: This process is a fork: no items will come.
         """
         self._crossing.portal.require_own_process()
         future: asyncio.Future[None] = self._crossing.loop.create_future()

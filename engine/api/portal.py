@@ -1,14 +1,14 @@
 """The engine's own thread, and the way into it from programs that do not run Trio.
 
-`engine.api.aio`, and what is generated from it for threads that block, are two façades over one
-`Portal`.
+`engine.api.aio`, and the module for blocking threads that is generated from it, are two façades
+over one `Portal`.
 
 Rule 1: one daemon thread per open engine runs Trio. Everything enters that thread as a command of
 `Portal.post`, and commands run in the order in which they were posted.
 Rule 2: finalisers only post. Only a façade's `close` and the interpreter's exit wait for the
 thread to end.
 Rule 3: the portal knows every `Waiter`, and answers all of them when its thread ends, however it
-ends. So no thread or task waits for an engine that is gone.
+ends. So no thread or task waits for an engine that has ended.
 Rule 4: a request's own credit bounds the events that a reader has not taken, and credit is given
 back only as events are taken. There is no second buffer.
 
@@ -52,30 +52,31 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-EXIT_LIMIT_S = 30.0  # guess: importing torch on a busy machine; a thread that hangs is left to die
-RELEASE_AFTER_S = 0.1  # guess: far below any stall timeout, far above what waking Trio costs
+EXIT_LIMIT_S = 30.0  # to wait for the engine at exit, e.g. while it imports torch; not tuned
+RELEASE_AFTER_S = 0.1  # the longest delay of giving credit back; far below any stall timeout
 
 
-# ---- who waits
+# ---- waiters, answers and feeds
 
 
 class Waiter(Protocol):
     """A thread or a task outside the engine's thread that waits for the engine."""
 
     def lose(self, error: BaseException) -> None:
-        """Wake up with this error: no answer will come. Runs on the engine's thread; calling it
-        more than once, or after the answer, has no effect."""
+        """Wake the waiter with this error: no answer will come. Runs on the engine's thread;
+        calling it more than once, or after the answer, has no effect."""
 
 
 class Reply(Generic[T]):
-    """One answer for a thread or a task that waits for it. A façade decides how it gets there."""
+    """One answer for a thread or a task that waits for it. A façade implements the way to it."""
 
     def __init__(self) -> None:
         self.scope = trio.CancelScope()
         self._is_answered = False
 
     def _put(self, take: Callable[[], T]) -> None:
-        """Hand over a function that returns the answer or raises its error. Never waits."""
+        """Pass a function that returns the answer or raises its error to the waiter. Never
+        waits."""
         raise NotImplementedError
 
     def give(self, value: T) -> None:
@@ -104,7 +105,7 @@ class End:
 
 
 class Source(Protocol):
-    """What a feed reads: a `RequestStream` or an `Answer`. Belongs to the Trio thread."""
+    """The source of a feed's events: a `RequestStream` or an `Answer`. Used on the Trio thread."""
 
     @property
     def credited(self) -> tuple[type, ...]:
@@ -112,7 +113,7 @@ class Source(Protocol):
 
     @property
     def num_per_release(self) -> int:
-        """How many taken events give their credit back without delay."""
+        """The number of taken events after which their credit is given back without delay."""
 
     def release(self, num_messages: int) -> None:
         """Give back the credit of ``num_messages`` events."""
@@ -122,8 +123,8 @@ class Source(Protocol):
 
 
 class Feed:
-    """The engine's half of a façade's stream. The engine knows the feed and not the stream, so that
-    a stream that the program has dropped can be collected.
+    """The engine's half of a façade's stream. The engine refers to the feed and not to the stream,
+    so that a stream that the program has dropped can be collected.
 
     All methods run on the Trio thread. Any thread may read ``credited`` and ``num_per_release``, of
     its `Source`, after the first event, and ``has_ended``.
@@ -160,7 +161,7 @@ class Feed:
             self._source = source
 
     def release(self, num_messages: int) -> None:
-        """Give back the credit of so many events."""
+        """Give back the credit of ``num_messages`` events."""
         if self._source is not None:
             self._source.release(num_messages)
 

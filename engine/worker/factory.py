@@ -1,7 +1,7 @@
 """Makes unloaded runners from the configuration, which decides their kind, place and resources.
 
-Rule: torch is imported only to make a runner that works in this process, after a look at the
-model's files, and sentence-transformers only when an encoder is loaded.
+Rule: torch is imported only to make a runner in this process, after a check of the model's files,
+and sentence-transformers only when an encoder is loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RE
 # The default size of a shipped model's KV pool. It holds 32 sequences of the story teller's full
 # length; a pool for --max-num-seqs sequences would reserve a gigabyte for a model of 4 MB.
 DEMO_KV_BYTES = 128 << 20
-# The least time after which a rank that says nothing while it loads counts as hung, however short
+# The least time after which a rank that sends nothing while it loads counts as hung, however short
 # the step timeout: importing torch holds the GIL for seconds, and for more on a busy machine.
 SILENCE_S = 20.0
 
@@ -69,7 +69,8 @@ def _known_capability(model: ModelConfig) -> Capability | None:
 
 
 def _generates_text(model: ModelConfig) -> bool:
-    """Return whether a model generates text, or may, if its files are not here yet."""
+    """Return whether a model generates text, or may do so if its files are not on this machine
+    yet."""
     known = _known_capability(model)
     return known is None or known.generates_text
 
@@ -82,14 +83,14 @@ def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int | None:
 
 
 def _draft_model(model: ModelConfig) -> str:
-    """Return the model that drafts for a text model; empty if none does. An encoder has none."""
+    """Return the draft model of a text model; empty if it has none. Other models have none."""
     if model.speculation != "model" or not _generates_text(model):
         return ""
     return model.draft_model
 
 
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
-    """Return one model's share of the configuration, as its runner needs it."""
+    """Return the part of the configuration that one model's runner needs."""
     tp = model.tp if _generates_text(model) else 1
     return share(
         RunnerSpec,
@@ -106,10 +107,10 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
 
 
 def require_a_model(config: EngineConfig) -> None:
-    """Check that one of the configured models may be there, or is loaded later.
+    """Check that one of the configured models may exist, or is loaded later.
 
     Raises:
-        ConfigError: their names are only those of paths, and nothing is there.
+        ConfigError: All models are paths at which there is nothing.
     """
     found = {one.name: "" if one.lazy else absence(one.model) for one in config.models}
     if all(found.values()):
@@ -121,7 +122,8 @@ def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
     or in a process of its own. A divided model has one process for each rank.
 
     Raises:
-        SpawnFailed: as `look_at_files`, unless the runner is a process, which does that by itself.
+        SpawnFailed: The files exclude the model (`look_at_files`). A process checks them later
+            itself.
     """
     spec = runner_spec(model, config)
     if model.runner == "process" or spec.tp > 1:
@@ -130,7 +132,7 @@ def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
 
 
 def make_process_runner(model: ModelConfig, config: EngineConfig) -> ProcessRunner:
-    """Return an unloaded runner that works in a process of its own, or in those of its ranks."""
+    """Return an unloaded runner in a process of its own, or in a process for each rank."""
     spec, patience_s = runner_spec(model, config), max(SILENCE_S, config.step_timeout_s)
     return ProcessRunner(RUNNER_OF, spec, model.capability, patience_s)
 
@@ -139,7 +141,7 @@ def runner_of(spec: RunnerSpec, kind: Capability | None) -> AnyRunner:
     """Return an unloaded runner that works in any thread. Without a kind, the model's files decide.
 
     Raises:
-        SpawnFailed: as `look_at_files`.
+        SpawnFailed: The files exclude the model (`look_at_files`).
     """
     kind = look_at_files(spec, kind)
     if spec.tp > 1 and not kind.generates_text:
@@ -150,12 +152,12 @@ def runner_of(spec: RunnerSpec, kind: Capability | None) -> AnyRunner:
 
 def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
     """Refuse a model that its small files alone exclude, before torch is imported, which takes
-    seconds. Return its capability: ``kind`` or, if that is None, what the files show. A Hugging
-    Face model that is not cached is downloaded.
+    seconds. Return its capability: ``kind`` or, if that is None, that of the files. A Hugging Face
+    model that is not cached is downloaded.
 
     Raises:
-        SpawnFailed: there are no such files, they are not those of a model that is served, or no
-            temporary folder can be written, without which torch cannot be imported.
+        SpawnFailed: There are no such files, they exclude the model, or no temporary folder can be
+            written, without which torch cannot be imported.
     """
     try:
         _find_temporary_folder()

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 def load_failures(name: str, close: Callable[[], None], *, needs: str) -> Iterator[None]:
     """Wrap the load of a model: on any exception call ``close`` and raise one sentence.
 
-    ``name`` is the model's name for the log. ``needs`` says what its memory is for.
+    ``name`` is the model's name for the log. ``needs`` names the things that its memory is for.
 
     Raises:
-        SpawnFailed: the load failed. A BaseException that is not an Exception passes unchanged.
+        SpawnFailed: The load failed. A BaseException that is not an Exception passes unchanged.
     """
     try:
         yield
@@ -38,10 +38,10 @@ def load_failures(name: str, close: Callable[[], None], *, needs: str) -> Iterat
 
 @contextmanager
 def step_failures() -> Iterator[None]:
-    """Wrap a step: any error of a full memory becomes a MemoryError.
+    """Wrap a step: any out-of-memory error becomes a MemoryError.
 
     Raises:
-        MemoryError: the device, or the CPU's allocator, had no memory left.
+        MemoryError: The device, or the CPU's allocator, had no memory left.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
         and error.strerror
         and isinstance(error.filename, str | bytes)  # a number, if a descriptor was used
     ):
-        # A library's: every reader of ours says it itself.
+        # Raised by a library: this project's readers raise a `Refusal`.
         file = os.path.basename(os.fsdecode(error.filename))
         said = f"its load could not use the file {file} ({error.strerror})"
         return SpawnFailed(said, log_detail=describe(error))

@@ -1,8 +1,8 @@
-"""How an encoder reads images: to which size they are fitted, and as which numbers they go in.
+"""Fits images and computes a model's input numbers of them, by its own image processor's settings.
 
-Rule 1: the model's own image processor, a class of transformers, says what is to be done; Pillow
-and a table of 256 numbers do it, with the processor's results to the last bit. Rule 2: a setting
-that is not followed here refuses the model.
+Rule 1: the settings are those of the model's own image processor, a class of transformers; Pillow
+and a table of 256 numbers compute its results to the last bit. Rule 2: a model with a setting that
+is not supported is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROCESSORS = (
     *("CLIPImageProcessor", "SiglipImageProcessor", "Siglip2ImageProcessor"),
     "Gemma3ImageProcessor",
 )
-# Model types that take a text's vector from the last position, padding included.
+# Model types that read a text's vector at the last position, padding included.
 PADDED_TEXTS = ("siglip", "siglip2")
 # torchvision's names of filters, as numbers of Pillow's ``Image.Resampling``.
 FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
@@ -33,11 +33,11 @@ FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "h
 class ImageReader:
     """Turns fitted images into a model's arguments.
 
-    ``processor`` is the model's image processor, ``config`` its config. ``fit`` says how files
-    become images.
+    ``processor`` is the model's image processor, ``config`` its config. ``fit`` decodes and fits
+    image files.
 
     Raises:
-        Refusal: The images are fitted in a way that is not followed here.
+        Refusal: The image processor has settings that are not supported.
     """
 
     def __init__(self, processor: Any, config: Any, max_pixels: int) -> None:
@@ -107,7 +107,7 @@ class ImageReader:
         return scaled(image, self._table)
 
     def _patches(self, images: Sequence[FittedImage]) -> dict[str, np.ndarray[Any, Any]]:
-        """Return images cut into patches, padded to the most that an image may have."""
+        """Return images cut into patches, padded to the most patches of an image."""
         side, most = self._patch_size, self.fit.max_patches
         values = np.zeros((len(images), most, side * side * 3), np.float32)
         mask = np.zeros((len(images), most), np.int32)
@@ -122,13 +122,13 @@ class ImageReader:
 
 
 def scaled(image: FittedImage, table: Floats) -> Floats:
-    """Return an image as a model's numbers, [3, height, width] float32, by `table_of`."""
+    """Return an image's input numbers, [3, height, width] float32, by a ``table`` of `table_of`."""
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
     return np.stack([table[channel][pixels[..., channel]] for channel in range(3)])
 
 
 def text_width(config: Any) -> int:
-    """Return the tokens to which a model pads each text; 0 if it pads none."""
+    """Return the tokens to which a model pads each text; 0 if it pads no text."""
     return (
         int(config.text_config.max_position_embeddings) if config.model_type in PADDED_TEXTS else 0
     )
@@ -138,7 +138,7 @@ def resample_of(processor: Any) -> int:
     """Return Pillow's number of the filter with which an image processor resizes.
 
     Raises:
-        Refusal: It does not resize, or does not convert to RGB.
+        Refusal: The image processor does not resize, or does not convert to RGB.
     """
     if not (processor.do_resize and processor.do_convert_rgb is not False):
         raise Refusal("its image processor does not resize, or does not convert to RGB")
@@ -146,8 +146,8 @@ def resample_of(processor: Any) -> int:
 
 
 def table_of(processor: Any) -> Floats:
-    """Return the model's number for each byte of each channel, [3, 256] float32: rescaled in
-    float64 and normalised in float32, as transformers does."""
+    """Return the model's input number for each byte of each channel, [3, 256] float32: rescaled in
+    float64 and normalised in float32, as in transformers."""
     numbers = np.arange(256)
     scaled = numbers * float(processor.rescale_factor) if processor.do_rescale else numbers
     table = np.tile(scaled.astype(np.float32), (3, 1))

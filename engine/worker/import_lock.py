@@ -1,10 +1,11 @@
 """Lets one thread at a time import modules of torch, transformers and other large libraries.
 
-Models load in threads beside each other. These libraries' modules import each other in circles, and
-many of them only when a function first needs them. Where two threads wait for modules of each
-other, Python gives one of them a module that is half made, and its load fails.
+Several models can load at once, each in a thread. These libraries' modules import each other in
+circles, many of them only when a function first needs them. If two threads wait for each other's
+modules, Python gives one of them a half-initialised module, and its load fails.
 
-Rule: whatever may import a module of such a library is decorated. Reading weights and steps do not.
+Rule: each function that may import a module of such a library is decorated; reading weights and
+steps import none.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-lock = RLock()  # held by the thread that imports
+lock = RLock()  # held by the thread that may import
 
 
 def holds_import_lock(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that runs while no other thread is in such a function."""
+    """Return a function that runs while no other thread runs a decorated function."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> T:

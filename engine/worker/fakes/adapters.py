@@ -11,7 +11,7 @@ from engine.worker.text.interface import AdapterInfo
 if TYPE_CHECKING:
     from engine.worker.fakes.text import FakeScript
 
-ADAPTER_BYTES = 64  # that a fake's adapter takes; loading it takes twice as many
+ADAPTER_BYTES = 64  # the memory of an adapter; loading it takes twice as much
 
 
 def digest_of_adapter(content: str) -> str:
@@ -20,7 +20,8 @@ def digest_of_adapter(content: str) -> str:
 
 
 class FakeAdapters:
-    """Implements `engine.worker.text.interface.Adapters`. ``loaded`` counts by digest."""
+    """Implements `engine.worker.text.interface.Adapters`. ``loaded`` has the loads less the unloads
+    of each digest."""
 
     def __init__(self, script: FakeScript) -> None:
         self._script = script
@@ -30,16 +31,16 @@ class FakeAdapters:
         """Return the bytes that loading any adapter takes.
 
         Raises:
-            SpawnFailed: the script has no adapter in this directory.
+            SpawnFailed: The script has no adapter in this directory.
         """
         self._content(directory)
         return 2 * ADAPTER_BYTES
 
     def load(self, directory: str) -> AdapterInfo:
-        """Load what the script says is in the directory.
+        """Load the adapter that the script has in the directory.
 
         Raises:
-            SpawnFailed: the script has no adapter there.
+            SpawnFailed: The script has no adapter there.
         """
         digest = digest_of_adapter(self._content(directory))
         self._script.sleep(self._script.adapter_s)

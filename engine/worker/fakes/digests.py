@@ -1,8 +1,8 @@
-"""What the fake text model computes: a digest of all tokens up to a position, the next token, its
-log-probability, and how much of a text cannot be sent yet.
+"""The functions of the fake text model: the digest of all tokens up to a position, the next token,
+its log-probability, and the number of a text's characters that cannot be sent yet.
 
-A position's digest is what a slot of the fake KV pool holds. It depends on the adapter, the tokens
-and the images that these are tokens of.
+A slot of the fake KV pool holds its position's digest. The digest depends on the adapter, the
+tokens and the images to which the tokens belong.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ VOCAB_SIZE = 1000
 
 
 def first_digest(adapter: str) -> int:
-    """Return the digest of no tokens at all, computed with an adapter of this digest."""
+    """Return the digest of an empty prefix with an adapter of this digest."""
     return crc32(adapter.encode())
 
 
 def digest_after(digest: int, token_id: int, content: bytes = b"") -> int:
     """Return the digest of a prefix extended by one token. ``content`` is the digest of the image
-    that it is a token of."""
+    to which the token belongs."""
     return crc32(token_id.to_bytes(4, "little") + content, digest)
 
 
 def contents_of(images: Sequence[PromptImage]) -> dict[int, bytes]:
-    """Return the digest of its image for each position that has one."""
+    """Return the image's digest for each position that belongs to an image."""
     return {at: image.digest for image in images for at in range(image.start, image.end)}
 
 

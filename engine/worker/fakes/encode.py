@@ -1,8 +1,9 @@
-"""An encoder without a model: its values are digests of the tokens, its costs and faults scripted.
+"""A fake encoder: its values are digests of the tokens, its costs and faults come from a script.
 
-It is part of the product, as `engine.worker.fakes.text` is, whose script, tokenizer and digests it
-uses. Rule 1: this file imports no torch. Rule 2: an input's values depend on its own tokens and
-options alone and are exact in float32, so that a test sees when a request gets another's values.
+Like `engine.worker.fakes.text`, whose script, tokenizer and digests it uses, it is part of the
+product. Rule 1: this file imports no torch. Rule 2: an input's values depend on its own tokens and
+options alone and are exact in float32, so that a test sees when a request gets another request's
+values.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def vector_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class FakeFit(ImageFit):
-    """How a fake reads images: as 4 × 4 pixels. Decoding an image takes ``decode_s``, passed to
-    ``sleep``."""
+    """Fits images to 4 × 4 pixels. Decoding an image takes ``decode_s``, passed to ``sleep``."""
 
     num_tokens: int = IMAGE_TOKENS
     max_pixels: int = 2**20
@@ -69,7 +69,7 @@ class FakeFit(ImageFit):
     sleep: Callable[[float], None] = time.sleep
 
     def read(self, data: bytes) -> FittedImage:
-        """Decode an image file and fit it, as `ImageFit.read` does."""
+        """Decode an image file and fit it (`ImageFit.read`)."""
         if self.decode_s:
             self.sleep(self.decode_s)
         return ImageFit.read(self, data)
@@ -82,7 +82,7 @@ def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
 
 
 def ids_of(one: AnyInput) -> tuple[int, ...]:
-    """Return the tokens whose vector an input has."""
+    """Return the tokens by which an input's vector is computed: an image's are its pixels."""
     return tuple(one.image.pixels) if isinstance(one, ImageInput) else one.token_ids
 
 
@@ -97,7 +97,7 @@ class FakeInputTokenizer:
         """Return one input for each text, with the named prompt of `PROMPTS` before it.
 
         Raises:
-            InvalidRequest: a text is not Unicode; the violation's field is its index.
+            InvalidRequest: A text is not Unicode; the violation's field is its index.
         """
         prompt = self._tokenizer.encode(PROMPTS.get(prompt_name, ""))
         return [
@@ -109,7 +109,7 @@ class FakeInputTokenizer:
         """Return one input for each document: the query, the `SEPARATOR`, the document.
 
         Raises:
-            InvalidRequest: as `encode_texts`; the field of the query is ``query``.
+            InvalidRequest: A text is not Unicode; the violation's field is its index, or ``query``.
         """
         head = (*self._ids(query, "query"), SEPARATOR)
         return [self._cut(head + self._ids(one, str(i))) for i, one in enumerate(documents)]

@@ -1,10 +1,10 @@
-"""An image model without a model: its pixels are digests of the drawing, its costs and faults
-scripted.
+"""A fake image model: its pixels are random by a digest of the drawing, its costs and faults come
+from a script.
 
-It is part of the product, as `engine.worker.fakes.text` is, whose script and tokenizer it uses.
-Rule 1: this file imports no torch. Rule 2: an image depends on its own drawing, its place and the
-steps that were computed alone, so that a test sees when a step is left out, repeated, or given to
-another.
+Like `engine.worker.fakes.text`, whose script and tokenizer it uses, it is part of the product. Rule
+1: this file imports no torch. Rule 2: an image depends only on its drawing, its index and the
+computed steps, so that a test sees when a step is left out, repeated, or computed for another
+drawing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.core.image_generation.types import Drawing, ImagePlan
 
 PREVIEW_SHARE = 8  # a preview is an eighth of the image's width and height
-SLOW_SCHEDULER = "pndm"  # takes one step more than it is asked for
+SLOW_SCHEDULER = "pndm"  # takes one step more than requested
 
 FAKE_INFO = ImageModelInfo(
     architecture="fake",
@@ -49,7 +49,7 @@ FAKE_INFO = ImageModelInfo(
 
 
 def digest_of_drawing(drawing: Drawing) -> int:
-    """Return a digest of all that a drawing's images depend on, 32 bits."""
+    """Return a digest of a drawing without its number of images, 32 bits."""
     return crc32(repr(astuple(replace(drawing, num_images=1))).encode())
 
 
@@ -59,7 +59,7 @@ def image_of(drawing: Drawing, num_steps: int, index: int) -> RawImage:
     for step in range(num_steps):
         digest = digest_after(digest, step)
     width, height = drawing.width, drawing.height
-    noise = Random(digest_after(digest, index))  # which no format makes smaller
+    noise = Random(digest_after(digest, index))  # random pixels, which no format compresses
     return RawImage(width, height, noise.randbytes(3 * width * height))
 
 
@@ -72,7 +72,7 @@ def preview_of(drawing: Drawing, num_steps: int) -> RawImage:
 
 @dataclass(slots=True)
 class _FakeDrawing:
-    """The state of one drawing: how many of its steps were computed."""
+    """The state of one drawing: the numbers of its computed steps and tiles."""
 
     drawing: Drawing
     num_steps: int
@@ -84,7 +84,7 @@ class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
     """Implements `engine.worker.image_generation.interface.ImageRunner` without a model.
 
     ``drawings`` are the states that it keeps. `execute` also raises an AssertionError for a step
-    that is not the drawing's next one.
+    that is not the drawing's next step.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
         return ImageResult(plan.plan_id, row, StepTimings(forward_s=cost))
 
     def _draw(self, plan: ImagePlan) -> RawImage | None:
-        """Compute the step of one drawing, and return the image that it gives."""
+        """Compute the step of one drawing, and return its image or preview, or None."""
         if plan.verb is ImageVerb.ENCODE:
             drawing = plan.drawing
             if drawing is None or plan.sequence in self.drawings:

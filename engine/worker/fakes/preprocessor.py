@@ -40,11 +40,11 @@ class FakePreprocessor:
     max_bytes: int = 3 * SIDE**2
 
     def encoding_cost(self, max_tokens: int) -> int:
-        """Return what encoding an image of so many tokens costs (`seen`)."""
+        """Return the cost of encoding an image of ``max_tokens`` tokens (`seen`)."""
         return 2 * min(max_tokens, MAX_TOKENS)
 
     def read(self, data: bytes) -> SeenImage:
-        """Decode an image file and fit it, as `Preprocessor.read`."""
+        """Decode an image file and fit it (`Preprocessor.read`)."""
         if self.decode_s:
             self.sleep(self.decode_s)
         fit = ImageFit(self.max_tokens, self.max_pixels, size=(SIDE, SIDE))
@@ -61,21 +61,21 @@ def num_tokens_of(pixels: bytes) -> int:
 
 
 def seen(image: FittedImage) -> SeenImage:
-    """Return an image as the fake model reads it. Encoding it costs twice its tokens."""
+    """Return a fitted image as a `SeenImage`. Encoding it costs twice its tokens."""
     count = num_tokens_of(image.pixels)
     return SeenImage((image,), IMAGE_TOKEN * count, count, 2 * count)
 
 
 class FakeTower:
-    """Keeps what was encoded, as `engine.worker.text.vision.tower.Tower`: those encodings that were
-    used last, by the digests of images. ``num_encoded`` counts the images that it has encoded."""
+    """Keeps the last used encodings, by the digests of images, like
+    `engine.worker.text.vision.tower.Tower`. ``num_encoded`` counts the encoded images."""
 
     def __init__(self) -> None:
         self.num_encoded = 0
         self._kept: OrderedDict[bytes, None] = OrderedDict()
 
     def encode(self, images: Iterable[PromptImage]) -> int:
-        """Encode those images of a step that are not kept. Return what that costs, in tokens."""
+        """Encode those images of a step that are not kept. Return the cost, in tokens."""
         cost, used = 0, set()
         for image in images:
             used.add(image.digest)

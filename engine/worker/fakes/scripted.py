@@ -1,4 +1,4 @@
-"""What the fakes of all kinds of work share: a step costs and fails as a script says."""
+"""The base of all fake runners: the costs and failures of steps come from a script."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         return FakeTokenizer(self.script)
 
     def execute(self, plan: PlanT) -> ResultT:
-        """Compute a plan, after the costs and faults of the script.
+        """Compute a plan, with the costs and faults of the script.
 
         Raises:
-            RuntimeError: another step is running. AssertionError: the plan breaks a rule of its
-                kind of work. BaseException: a fault of the script.
+            RuntimeError: Another step is running. AssertionError: The plan breaks a rule of its
+                kind of work. BaseException: A fault of the script.
         """
         if self.is_executing:
             raise RuntimeError("two steps at once on one worker")
@@ -60,7 +60,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         """Sleep as long as the script says, then return the info.
 
         Raises:
-            BaseException: the script's ``load_error``.
+            BaseException: The script's ``load_error``.
         """
         progress(LoadProgress("weights"))
         self.script.sleep(self.script.load_s)
@@ -69,7 +69,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         return self.info
 
     def _spend(self, num_tokens: int) -> float:
-        """Count a step and sleep as long as the script says it takes. Return the seconds."""
+        """Count a step and sleep for its cost by the script. Return the seconds."""
         script, step = self.script, self.steps
         self.steps += 1
         cost = script.step_s + script.token_s * num_tokens + script.step_costs.get(step, 0.0)
@@ -78,13 +78,14 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         return cost
 
     def _row_fault(self, sequence: SequenceId) -> RowFailure | None:
-        """Return the failure that the script draws for a row, or None."""
+        """Return the failure of a row by the script's ``sample_fault``, or None."""
         draw = self.script.sample_fault
         phase = None if draw is None else draw()
         return None if phase is None else RowFailure(sequence, RowPhase(phase), "drawn")
 
     def _fail(self, plan: PlanT, fault_of: Callable[[PlanT], BaseException | None] | None) -> None:
-        """Raise the script's fault of the step that `_spend` counted, or else that of the plan."""
+        """Raise the script's fault of the step that `_spend` counted last, or else its fault of the
+        plan."""
         fault = self.script.step_faults.get(self.steps - 1)
         if fault is None and fault_of is not None:
             fault = fault_of(plan)

@@ -1,4 +1,4 @@
-"""The state slots of the fake text model: each holds the digest of a prefix, or of nothing.
+"""The state slots of the fake text model: each holds the digest of a prefix, or `NOTHING`.
 
 As in a real worker, a step reads all states before it writes any, and writes none if it fails.
 """
@@ -15,7 +15,7 @@ NOTHING = -1
 
 
 class FakeStates:
-    """``num_slots`` slots, and what the step that is being computed will write into them."""
+    """``num_slots`` slots, and the states that the running step will write into them."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [NOTHING] * num_slots
@@ -31,7 +31,7 @@ class FakeStates:
         the row begins from must be that of the prefix before it, with this ``digest``.
 
         Raises:
-            AssertionError: it is another state.
+            AssertionError: It is another state.
         """
         source = slot
         if row.state is not None:
@@ -43,10 +43,10 @@ class FakeStates:
         return slot
 
     def put(self, row: Row, slot: BlockId | None, digest: int) -> None:
-        """Note what a row writes: the state of its sequence, those of its children, a snapshot.
+        """Record the states that a row writes: for its sequence, its children, and a snapshot.
 
         Raises:
-            AssertionError: two rows of the step write into one slot, or there is none.
+            AssertionError: Two rows of the step write into the same slot, or a row has no slot.
         """
         if not self._slots:
             return
@@ -58,7 +58,7 @@ class FakeStates:
             self._written[target] = digest
 
     def write(self) -> None:
-        """Write what the step's rows noted."""
+        """Write the recorded states into their slots."""
         for slot, digest in self._written.items():
             self._slots[slot] = digest
         self._written.clear()

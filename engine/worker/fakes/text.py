@@ -1,12 +1,12 @@
-"""A text runner without a model: its tokens are deterministic, its costs and faults scripted.
+"""A fake text runner: its tokens are deterministic, its costs and faults come from a script.
 
 It is part of the product: tests, the simulator and users' own tests run the whole engine with it.
 Rule 1: this file imports no torch. Rule 2: a token depends on its sequence's own tokens, seed and
 choice alone, *as read back from the fake KV pool*. So a wrong block table, or a block that is
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
-Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
-that these are tokens of. A state slot (`engine.worker.fakes.states`) holds one such digest.
+Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images to
+which they belong. A state slot (`engine.worker.fakes.states`) holds one such digest.
 """
 
 from __future__ import annotations
@@ -52,29 +52,30 @@ class KvMismatch(AssertionError):
 
 @dataclass(slots=True)
 class FakeScript:
-    """What a fake does beside computing.
+    """The costs, faults, texts and drafts of a fake.
 
     Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
     ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
-    that of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s``
-    that of decoding an image, ``image_s`` that of each token that encoding one costs a text model.
+    of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s`` of
+    decoding an image, ``image_s`` of each token in the cost of encoding an image for a text model.
 
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
-    has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
-    fails, and to the phase of that failure. ``plan_fault`` may return an exception for a plan,
-    ``encode_fault`` for the plan of an encoder, ``image_fault`` for that of an image model, and
-    ``sample_fault`` the phase of a row's failure.
+    has any effect. ``row_faults`` maps a sequence to the number of tokens that it samples before
+    its row fails, and to the phase of that failure. ``plan_fault`` may return an exception for a
+    plan, ``encode_fault`` for the plan of an encoder, ``image_fault`` for the plan of an image
+    model, and ``sample_fault`` the phase of a row's failure.
 
-    Text: ``eos_at`` maps a digest to whether the sequence ends there; by default none ends.
+    Text: ``eos_at`` maps a digest to whether the sequence ends there; by default no sequence ends.
     ``words`` are the text of every sequence, one for each token, then its end; without them a
     token's text is its id in angle brackets. ``chat_template`` is the source of the tokenizer's
-    template; ``answer_opening`` is what a rendered chat ends with. ``compile`` is called with each
+    template; ``answer_opening`` is the end of a rendered chat. ``compile`` is called with each
     constraint and may sleep or raise; a fake does not follow constraints. ``adapters`` are the
     contents of adapters by their directories; loading one takes ``adapter_s``.
 
-    Drafts: ``draft`` returns the tokens to offer behind a sequence's own, right or wrong; it is
-    given these, and what else decides the right ones: the seed and the choice. By default none is
-    offered. ``draft_model`` does so in the step that verifies; its tokens cost ``draft_s`` each.
+    Drafts: ``draft`` returns the tokens to offer, right or wrong, for a sequence's tokens, seed and
+        choice, by which the right tokens are computed. By default no token is offered.
+        ``draft_model`` returns them in the step that verifies them; its tokens cost ``draft_s``
+        each.
     """
 
     step_s: float = 0.0
@@ -114,7 +115,7 @@ class _FakeSequence:
     state_slot: BlockId | None = None
     text: str = ""
     sent: int = 0
-    scored: int = 1  # tokens whose log-probability is known; the first has none
+    scored: int = 1  # first tokens of the prompt that are scored; the first one needs no score
     replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
     ended: RowResult | None = None  # the end of a continued choice that had ended already
     draft: list[int] = field(default_factory=list)  # offered with the last result
@@ -132,9 +133,9 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     """Implements `engine.worker.text.interface.TextRunner` without a model.
 
     ``compiled`` are the constraints that were compiled; the fake does not follow them. With
-    ``sees`` it reads images (`engine.worker.fakes.preprocessor`), and ``tower`` counts those that
-    it has encoded. With ``num_states`` it keeps states in that many slots, and drafts nothing.
-    `execute` also raises `KvMismatch` if a row reads another prefix than its own.
+    ``sees`` it reads images (`engine.worker.fakes.preprocessor`), and ``tower`` counts the encoded
+    images. With ``num_states`` it keeps states in that many slots, and drafts nothing. `execute`
+    also raises `KvMismatch` if a row reads another prefix than its own.
     """
 
     def __init__(
@@ -178,14 +179,14 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return info
 
     def compile(self, constraint: Constraint) -> int:
-        """Note that the constraint is compiled, after the script's ``compile``."""
+        """Add the constraint to ``compiled``, after calling the script's ``compile``."""
         if self.script.compile is not None:
             self.script.compile(constraint)
         self.compiled.add(constraint)
         return len(constraint.source)
 
     def forget(self, constraint: Constraint) -> None:
-        """Note that the constraint is not compiled any more."""
+        """Remove the constraint from ``compiled``."""
         self.compiled.discard(constraint)
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     # ---- one row
 
     def _admit(self, admitted: AdmittedSequence) -> _FakeSequence:
-        """Return a new sequence that has said its output already, if it continues a choice."""
+        """Return a new sequence. If it continues a choice, its output's text is replayed."""
         seq = _FakeSequence(admitted, list(admitted.prompt), [])
         for token_id in admitted.output:
             seq.tokens.append(token_id)
@@ -236,7 +237,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return seq
 
     def _drafted(self, row: Row) -> Row:
-        """Return the row with what the script's draft model drafts for it, if that is planned."""
+        """Return the row with the drafts of the script's draft model, if the plan has drafts by
+        it."""
         if not row.by_model or self.script.draft_model is None:
             return row
         seq = self._sequences[row.sequence]
@@ -250,10 +252,10 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return seq.blocks[position // size] * size + position % size
 
     def _forward(self, row: Row) -> None:
-        """Read the digest before the row's positions and write those of the positions.
+        """Read the digest before the row's positions and write the digests of the positions.
 
         Raises:
-            KvMismatch: the row reads another prefix, has more tokens than its sequence, or cuts an
+            KvMismatch: The row reads another prefix, has more tokens than its sequence, or cuts an
                 image that is whole.
         """
         seq = self._sequences[row.sequence]
@@ -287,7 +289,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         """Check that every block below position ``start`` holds this sequence's own prefix.
 
         Raises:
-            KvMismatch: a block holds something else.
+            KvMismatch: A block holds another prefix.
         """
         digest, size = first_digest(seq.admitted.adapter), self.info.block_size
         for position in range(start):
@@ -318,7 +320,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return [self._sample_row_of(self._sequences[i], row) for i in ids]
 
     def _sample_row_of(self, seq: _FakeSequence, row: Row) -> RowResult | RowFailure:
-        """Sample a token, and further ones while they are those of the draft."""
+        """Sample a token, and further tokens while they equal the draft."""
         drafts, seq.draft = seq.draft[: row.drafts], []
         result = self._sample(seq)
         for drafted in drafts:
@@ -380,7 +382,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         asks for them.
 
         Raises:
-            KvMismatch: the plans did not score every position of the prompt.
+            KvMismatch: The plans did not score every position of the prompt.
         """
         sampling, prompt = seq.admitted.sampling, seq.admitted.prompt
         if sampling.prompt_logprobs is None or sampling.choice or seq.num_output:

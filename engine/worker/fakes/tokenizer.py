@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WRITTEN = re.compile(r"<(\d+)>")
 BYTE_OFFSET = 1  # ids 1 to 256 are the bytes of text that is not written as <id>
 EOS = 0
-IMAGE_ID = 999  # the token of images, which no text of a client becomes
+IMAGE_ID = 999  # the id of an image's tokens
 IMAGE_TOKEN = f"<{IMAGE_ID}>"
 LONG_TEXT_CHARS = 4096  # from this length on, encoding a text takes the script's ``encode_s``
 
@@ -41,12 +41,12 @@ class FakeTokenizer:
         """Return the ids of a text.
 
         Raises:
-            InvalidRequest: the text is not Unicode.
+            InvalidRequest: The text is not Unicode.
         """
         return tuple(span.token_id for span in self.encode_spans(text))
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text with the characters each came from.
+        """Return the tokens of a text, each with its range of characters.
 
         Raises:
             InvalidRequest: the text is not Unicode.
@@ -86,7 +86,7 @@ class FakeTokenizer:
         return "".join(f"<{token_id}>" for token_id in shown)
 
     def is_known(self, token_id: int) -> bool:
-        """Return false: it has no tokens of its own."""
+        """Return False: it has no vocabulary."""
         return False
 
     def render_chat(
@@ -110,7 +110,7 @@ class FakeTokenizer:
         return "" if self._script is None else self._script.chat_template
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text's bytes, also of one that is written as an id."""
+        """Return the ids of a text's bytes, even if the text is written as an id."""
         return tuple(byte + BYTE_OFFSET for byte in text.encode())
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
