@@ -209,8 +209,8 @@ class ImageConfig(QueueLimits, ImageLimits):
 class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
     """All settings of the engine.
 
-    A name or a path in ``models`` means the `ModelConfig` of that model, and a single model a tuple
-    of it. Each replica has a scheduler with limits of its own.
+    A name or a path in ``models`` means that model's `ModelConfig`, and one model a tuple of it.
+    Each replica has a scheduler with limits of its own.
     """
 
     models: tuple[ModelConfig, ...] = field(

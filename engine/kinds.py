@@ -68,8 +68,7 @@ class TextKind:
         return Scheduler(limits)
 
     def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
-        """Return the parts of a loaded runner that requests use: compiled constraints and
-        adapters."""
+        """Return the parts of a runner that requests use: compiled constraints and adapters."""
         return TextTools(CompiledConstraints(runner, threads), getattr(runner, "adapters", None))
 
 
@@ -93,8 +92,7 @@ class EncodeKind:
         return EncodeTools(runner.encoder_tokenizer)
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> InputPreparer:
-        """Return the preparer of one engine, whose inputs wait in a queue of their own for
-        tokenising."""
+        """Return the preparer of one engine, which has its own queue for tokenising."""
         return InputPreparer(tokenizing.with_own_turns())
 
 

@@ -75,8 +75,7 @@ class Reply(Generic[T]):
         self._is_answered = False
 
     def _put(self, take: Callable[[], T]) -> None:
-        """Pass a function that returns the answer or raises its error to the waiter. Never
-        waits."""
+        """Pass the waiter a function that returns the answer or raises its error. Never waits."""
         raise NotImplementedError
 
     def give(self, value: T) -> None:

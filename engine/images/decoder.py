@@ -98,8 +98,7 @@ class DecoderProcess:
         return result
 
     def close(self) -> None:
-        """End the process. A further image would start another one. Waits until a running decoding
-        has ended."""
+        """End the process, after a running decoding. A further image would start another one."""
         with self._lock:
             self._end()
 

@@ -143,8 +143,7 @@ def _read_png(data: bytes) -> Header:
 
 
 def _read_gif(data: bytes) -> Header:
-    """Read the blocks before the first frame. The size is the larger of the frame's and the
-    screen's."""
+    """Read the blocks before the first frame. The size covers frame and screen."""
     width, height, flags = unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     kept = [data[:at]]
@@ -174,8 +173,7 @@ def _read_gif(data: bytes) -> Header:
 
 
 def _read_webp(data: bytes) -> Header:
-    """Read the first chunk. WebP's decoder allocates two images of this size before it can return
-    the size."""
+    """Read the first chunk. Its decoder allocates two images before it can return the size."""
     kind = data[12:16]
     if data[8:12] != b"WEBP":
         raise BadImage(f"is in no format that is read here; send the bytes of a {FORMATS} file")

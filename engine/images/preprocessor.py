@@ -167,8 +167,7 @@ class SquarePreprocessor:
 @dataclass(frozen=True, slots=True)
 class ResizedSight:
     """The base of the preprocessors for images of any shape. A file may have ``max_pixels``, and is
-    resized by the filter ``resample``, Pillow's number. The chat template writes ``token`` for an
-    image."""
+    resized by the filter ``resample``, Pillow's number. The chat template writes ``token``."""
 
     max_pixels: int
     resample: int
@@ -196,8 +195,7 @@ class ResizedSight:
 @dataclass(frozen=True, slots=True)
 class TiledPreprocessor(ResizedSight):
     """An image becomes square tiles and a small copy of the whole image: Idefics 3 and SmolVLM.
-    First its longer side is resized to ``longest_edge`` pixels. Without ``splits`` it is one
-    tile."""
+    First its longer side is resized to ``longest_edge`` pixels. Without ``splits``: one tile."""
 
     longest_edge: int
     side: int  # a tile's width and height, in pixels

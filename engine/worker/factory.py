@@ -69,8 +69,7 @@ def _known_capability(model: ModelConfig) -> Capability | None:
 
 
 def _generates_text(model: ModelConfig) -> bool:
-    """Return whether a model generates text, or may do so if its files are not on this machine
-    yet."""
+    """Return whether a model generates text, or may, if its files are not here yet."""
     known = _known_capability(model)
     return known is None or known.generates_text
 
@@ -122,8 +121,7 @@ def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
     or in a process of its own. A divided model has one process for each rank.
 
     Raises:
-        SpawnFailed: The files exclude the model (`look_at_files`). A process checks them later
-            itself.
+        SpawnFailed: The files exclude the model (`look_at_files`); a process checks them itself.
     """
     spec = runner_spec(model, config)
     if model.runner == "process" or spec.tp > 1:

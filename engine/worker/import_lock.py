@@ -4,8 +4,8 @@ Several models can load at once, each in a thread. These libraries' modules impo
 circles, many of them only when a function first needs them. If two threads wait for each other's
 modules, Python gives one of them a half-initialised module, and its load fails.
 
-Rule: each function that may import a module of such a library is decorated; reading weights and
-steps import none.
+Rule: each function that may import such a module is decorated; reading weights and steps import
+none.
 """
 
 from __future__ import annotations

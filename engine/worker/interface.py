@@ -125,8 +125,8 @@ class Runner(Protocol[PlanT, ResultT, InfoT]):
     """
 
     def estimate(self) -> MemoryEstimate:
-        """Return the memory that `load` will need, by the model's metadata. No weights are read and
-        nothing is kept.
+        """Return the memory that `load` will need, by the model's metadata. It reads no weights and
+        keeps nothing.
 
         Raises:
             SpawnFailed: The metadata show that `load` would fail.

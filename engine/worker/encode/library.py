@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-# Model types that need their checkpoint's code, and the model type of the same model for a class of
-# transformers.
+# Model types that need their checkpoint's code, and transformers' types of the same models.
 OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
 # The keys of a model's processing_kwargs that change how the library tokenises texts.
 TEXT_SETTINGS = {"common", "text"}
@@ -51,8 +50,7 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
     transformers takes the last copy, whatever the index names.
 
     The library imports modules throughout the load, so the import lock is held for all of it. That
-    is short: `Checkpoint.check_finite` has read the weights before, and loading 0.7 GB takes 0.3 s
-    here."""
+    is short: `Checkpoint.check_finite` has read the weights before, and 0.7 GB take 0.3 s here."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
@@ -99,8 +97,7 @@ def is_causal(transformer: Any) -> bool:
 
 def _learnt_positions(module: Any) -> int | None:
     """Return the number of positions of a model like RoBERTa, whose positions count from the
-    padding id + 1, so that its first position embeddings belong to no token. None for any other
-    model."""
+    padding id + 1, so that its first position embeddings belong to no token. None for others."""
     for name, part in module.named_modules():
         padding = getattr(part, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:

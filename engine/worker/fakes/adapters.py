@@ -20,8 +20,7 @@ def digest_of_adapter(content: str) -> str:
 
 
 class FakeAdapters:
-    """Implements `engine.worker.text.interface.Adapters`. ``loaded`` has the loads less the unloads
-    of each digest."""
+    """Implements `engine.worker.text.interface.Adapters`. ``loaded`` counts loads by digest."""
 
     def __init__(self, script: FakeScript) -> None:
         self._script = script

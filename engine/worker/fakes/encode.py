@@ -1,9 +1,8 @@
 """A fake encoder: its values are digests of the tokens, its costs and faults come from a script.
 
-Like `engine.worker.fakes.text`, whose script, tokenizer and digests it uses, it is part of the
-product. Rule 1: this file imports no torch. Rule 2: an input's values depend on its own tokens and
-options alone and are exact in float32, so that a test sees when a request gets another request's
-values.
+It is part of the product, like `engine.worker.fakes.text`, whose script and tokenizer it uses. Rule
+1: this file imports no torch. Rule 2: an input's values depend on its own tokens and options alone
+and are exact in float32, so that a test sees when a request gets another request's values.
 """
 
 from __future__ import annotations

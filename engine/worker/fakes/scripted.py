@@ -84,8 +84,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         return None if phase is None else RowFailure(sequence, RowPhase(phase), "drawn")
 
     def _fail(self, plan: PlanT, fault_of: Callable[[PlanT], BaseException | None] | None) -> None:
-        """Raise the script's fault of the step that `_spend` counted last, or else its fault of the
-        plan."""
+        """Raise the script's fault of the last step that `_spend` counted, or of the plan."""
         fault = self.script.step_faults.get(self.steps - 1)
         if fault is None and fault_of is not None:
             fault = fault_of(plan)

@@ -121,8 +121,7 @@ class WorkerGroup:
 
 class GroupProcess(WorkerGroup):
     """A group of worker processes, in the place of a single one. ``channel`` is the main channel to
-    all ranks. A rank that sends nothing for ``patience_s`` seconds during a load is considered
-    hung."""
+    all ranks. A rank that sends nothing for ``patience_s`` seconds of a load is hung."""
 
     def __init__(self, name: str, threads: int, size: int, patience_s: float) -> None:
         """Start the processes.

@@ -124,8 +124,7 @@ class WorkerProcess:
                 self._process.send_signal(signal.SIGUSR1)
 
     def rss_bytes(self) -> int:
-        """Return the process's resident memory in bytes; 0 if it is dead, or the system does not
-        say."""
+        """Return the process's resident memory in bytes; 0 if it is dead or that is unknown."""
         if not self.is_alive:
             return 0
         try:

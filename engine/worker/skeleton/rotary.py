@@ -48,8 +48,7 @@ class Rotary:
 
 
 def frequencies(config: SkeletonConfig, settings: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """Return the inverse frequencies, [rotary_dim / 2] float32, and the cosines' and sines'
-    factor."""
+    """Return inverse frequencies, [rotary_dim / 2] float32, and the factor of cosines and sines."""
     dim = int(config.head_dim * settings.get("partial_rotary_factor", 1.0))
     kind, base = settings["rope_type"], settings["rope_theta"]
     if kind == "yarn":

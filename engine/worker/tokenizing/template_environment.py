@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Macro
 
 COMPILED_MAX = 128  # templates that stay compiled, as in transformers
-# Names of the field with a message's reasoning. Templates read the first; gpt-oss's reads the
-# second.
+# Names of the field with a message's reasoning. Templates read the first; gpt-oss's, ``thinking``.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 

@@ -25,8 +25,7 @@ BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
 
 
 def max_chars_per_token(backend: Tokenizer) -> float:
-    """Return the most characters of a text that one token can stand for; infinity if no bound is
-    known."""
+    """Return the most characters of a text that one token can stand for; infinity if unknown."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     splits = [*_parts(backend.pre_tokenizer, "pretokenizers")]
     added = backend.get_added_tokens_decoder().values()

@@ -205,8 +205,7 @@ class HfTokenizer(TextEncoder):
         return self.special_ids_of([part for part in parts if part in self._added])
 
     def added_id_of(self, text: str) -> int | None:
-        """Return the id of a text that is an added token, special or not; None for any other
-        text."""
+        """Return the id of a text that is an added token, special or not; None for others."""
         return self._added.get(text)
 
     def _template(self, *, has_tools: bool) -> str:
