@@ -1,8 +1,8 @@
-"""What all handles share: which of their calls run, and whether they are closed.
+"""The base of all handles: their running calls, and whether they are closed.
 
-Rule 1: a handle that is derived has no flag and no event of its own for that.
+Rule 1: a derived class has no flag and no event of its own for that.
 Rule 2: `Handle.stop` and `Handle.close` only signal, whatever the state; they never wait.
-Rule 3: a call that fails concerns its caller alone; the handle goes on.
+Rule 3: a call that fails affects only its caller; the handle stays open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Running(Protocol):
-    """What a handle can end: a `RequestStream`, or a `_Call`."""
+    """A request or a call that a handle can end: a `RequestStream`, or a `_Call`."""
 
     def cancel(self, reason: EndReason) -> None:
         """End it. Never waits."""
@@ -36,14 +36,14 @@ class Running(Protocol):
 
 
 class _Call:
-    """One awaited call: the scope it runs in, and its end. ``ended`` is None until it begins."""
+    """One awaited call: its cancel scope and its end. ``ended`` is None until it begins."""
 
     def __init__(self) -> None:
         self.scope = trio.CancelScope()
         self.ended: trio.Event | None = None
 
     def cancel(self, reason: EndReason) -> None:
-        """End the call; one that has not begun will not begin."""
+        """End the call; a call that has not begun will not begin."""
         self.scope.cancel(reason=reason.value)
 
     async def wait_closed(self) -> None:
@@ -53,11 +53,11 @@ class _Call:
 
 
 class Handle:
-    """What a Trio program holds for longer than one request. At the end of its ``async with`` a
-    handle is closed, and whatever still ran has ended.
+    """An object that a Trio program uses for several requests. At the end of its ``async with`` a
+    handle is closed, and its running requests and calls have ended.
 
-    It keeps nothing alive: the supervisor holds a stream, and its caller's frame holds a call; both
-    leave the handle when they are gone. ``name`` is what errors call it.
+    It has weak references only: the supervisor holds a stream, and its caller's frame holds a call;
+    both leave the handle when they are garbage. ``name`` is its name in errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,7 +81,7 @@ class Handle:
             raise ShuttingDown(f"the {self._name} is closed")
 
     def _add(self, running: Running) -> None:
-        """Note that something runs, from now until it is gone.
+        """Register a running request or call, until it is garbage.
 
         Raises:
             ShuttingDown: the handle is closed; nothing was added.
@@ -90,8 +90,8 @@ class Handle:
         self._running[running] = None
 
     def _call(self, job: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        """Return a coroutine that awaits ``job()`` as one call of the handle. The call counts as
-        asked for now, and not when the coroutine is awaited.
+        """Return a coroutine that awaits ``job()`` as one call of the handle. The call counts from
+        now on, and not only when the coroutine is awaited.
 
         Raises:
             ShuttingDown: the handle is closed; raised now. The coroutine raises the others.
