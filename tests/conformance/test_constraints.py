@@ -439,9 +439,8 @@ def test_both_ways_of_sampling_apply_a_mask_alike(monkeypatch, vocab):
 def grammars(llama):
     """Yield a compiler of constraints with the tiny model's tokenizer."""
     tokenizer = load_tokenizer(llama.directory)
-    one = ConstraintCompiler(tokenizer, 512, frozenset({END}))
-    yield one
-    one.close()
+    with closing(ConstraintCompiler(tokenizer, 512, frozenset({END}))) as one:
+        yield one
 
 
 def chain(length):

@@ -1,7 +1,5 @@
 """Drafts in the core (D27): how rows are widened, verified and committed, and how many they are."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 import pytest
@@ -41,9 +41,8 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def decoder():
-    one = DecoderProcess()
-    yield one
-    one.close()
+    with closing(DecoderProcess()) as one:
+        yield one
 
 
 def test_an_image_is_read_in_another_process_of_lower_priority_as_here(decoder):
