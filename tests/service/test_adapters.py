@@ -14,6 +14,7 @@ from engine.errors import (
     NoWorkers,
     SpawnFailed,
     TrioletError,
+    WorkerLost,
 )
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import ModelState
@@ -147,6 +148,34 @@ async def test_a_request_runs_only_where_its_own_adapter_is_held():
                 async for event in stream:
                     found += getattr(event, "token_ids", ())
         assert found == wanted(request, "sql")
+
+
+async def test_a_request_that_moves_is_computed_with_its_adapters_newest_version():
+    """Its adapter is replaced while it is in a queue, and then the queue's worker dies.
+
+    Red if it keeps the version of its first queue (`PreparedText.with_adapter`).
+    """
+    world = World(adapters=[sql()], script={"step_s": 0.01}, max_num_seqs=1)
+    moving, got = asked(), []
+
+    async def ask(engine):
+        got.extend(await tokens_of(engine, moving))
+
+    async def read(stream):
+        async for _ in stream:
+            pass
+
+    async with world.open() as engine, trio.open_nursery() as nursery:
+        await engine.wait_ready("fake:sql")
+        async with engine.generate(asked("fake", count=1500)) as first:
+            await anext(first)
+            nursery.start_soon(ask, engine)
+            await wait_for(lambda: engine.statistics().totals.waiting == 1)
+            await engine.adapters.load("fake:sql", "/tales")
+            world.runners[0].script.plan_fault = lambda _: WorkerLost("killed")
+            with pytest.raises(WorkerLost):
+                await read(first)
+    assert got == [wanted(moving, "tales")]
 
 
 async def test_a_worker_process_that_dies_comes_back_with_every_adapter():
