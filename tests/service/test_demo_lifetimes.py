@@ -6,8 +6,11 @@ The blocks are free when GetStats is next called, or a few milliseconds later.
 import contextlib
 import time
 
+import grpc
 import pytest
 
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.server import DEMO, READY, listen_until_ready, process, real, serve_argv
 from tests.support.wire import (
     SMALL_WINDOW,
@@ -88,10 +91,11 @@ def test_a_cancel_frees_the_blocks(narrow, phase, free_within):
         connect(narrow.address, *SMALL_WINDOW) as own,
     ):
         ends = ended(channel)
-        fields = {"max_tokens": LONG, "sampling": {"ignore_eos": True}} | fields
+        name = {"request_id": phase}
+        fields = {"max_tokens": LONG, "sampling": {"ignore_eos": True}} | name | fields
         with Generation(own, **fields) as call:
             if phase == "tokenize":
-                time.sleep(0.1)  # this text takes half a second or more
+                wait_until(lambda: is_tokenized(channel, fields["request_id"]), 20, phase)
             wait_until(lambda: is_there(stats(channel), before), 20, phase)
             start = time.monotonic()
             call.call.cancel()
@@ -104,6 +108,15 @@ def test_a_cancel_frees_the_blocks(narrow, phase, free_within):
         assert ended(channel)["cancelled"] == ends.get("cancelled", 0) + 1
     wait_idle(channel)
     assert generate(channel, text="Once", max_tokens=3, temperature=0.0).error is None
+
+
+def is_tokenized(channel, name):
+    """Return whether a request waits for its tokens; False before it has arrived."""
+    try:
+        asked = pb.ExplainRequest(request_id=name)
+        return "tokens" in stubs.ControlStub(channel).Explain(asked).waiting_for
+    except grpc.RpcError:
+        return False
 
 
 @pytest.mark.full

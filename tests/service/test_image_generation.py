@@ -267,7 +267,7 @@ LARGE = {"n": 6, "width": 256, "height": 256, "steps": 1}
 
 @pytest.mark.parametrize(
     ("engine", "seconds"),
-    [({"stall_timeout_s": 1.0}, 0.3), ({"stream_buffer": 2, "stall_timeout_s": 2.0}, 0.2)],
+    [({"stall_timeout_s": 3.0}, 0.4), ({"stream_buffer": 2, "stall_timeout_s": 20.0}, 0.2)],
 )
 def test_a_slow_reader_gets_everything(engine, seconds):
     """In the first case all images wait together, and reading them takes longer than the stall
