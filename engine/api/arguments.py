@@ -1,7 +1,7 @@
-"""What a program hands to the methods of an engine and its handles, as requests and options.
+"""Converts the arguments of an engine's and its handles' methods to requests and options.
 
-Rule: the three façades (Trio, blocking, asyncio) take the same things, and refuse others alike,
-before anything has begun.
+Rule: the three façades (Trio, blocking, asyncio) accept the same types, and refuse other types with
+the same errors, before a request begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _SAMPLING = options(SamplingParams)
-# The request of a call, the field of it that a text stands for, and a hint for errors.
+# By call: the request's class, its field for a plain text, and a hint for errors.
 CALLS: dict[str, tuple[type[Any], str, str]] = {
     "generate": (GenerateRequest, "text", ""),
     "embed": (EmbedRequest, "", ", which has the inputs"),
@@ -29,10 +29,10 @@ CALLS: dict[str, tuple[type[Any], str, str]] = {
 
 
 def sampling_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Return the sampling options that an object, or a mapping of its fields, stands for.
+    """Return sampling options, given as an object or as a mapping of its fields.
 
     Raises:
-        TypeError: it is neither, or there is no such field.
+        TypeError: It is neither, or there is no such field.
     """
     if isinstance(given, SamplingParams):
         return given
@@ -41,8 +41,8 @@ def sampling_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingPar
 
 
 def require_list(name: str, texts: Sequence[str | bytes]) -> None:
-    """Check that an argument is several texts or images, and not one, whose characters or bytes
-    would be taken for them."""
+    """Check that an argument is a list of texts or images, and not a single one, whose characters
+    or bytes would be taken for a list."""
     if isinstance(texts, str):
         raise TypeError(f"{name} takes a list of texts; for one text, give [text]")
     if isinstance(texts, bytes):
@@ -50,11 +50,11 @@ def require_list(name: str, texts: Sequence[str | bytes]) -> None:
 
 
 def request_of(call: str, given: Any) -> Any:
-    """Return the request of a call of ``generate``, ``embed``, ``rerank`` or ``draw``, for which a
-    text may stand (`CALLS`).
+    """Return the request of a call of ``generate``, ``embed``, ``rerank`` or ``draw``, which may be
+    given as a text (`CALLS`).
 
     Raises:
-        TypeError: it is something else.
+        TypeError: It is of another type.
     """
     kind, text_field, hint = CALLS[call]
     if isinstance(given, kind):
@@ -69,8 +69,8 @@ def completion_request(given: GenerateRequest | str, sampling: dict[str, Any]) -
     """Return the request of a call of ``complete``, whose ``sampling`` overrides the request's.
 
     Raises:
-        TypeError: as `request_of`, or there is no such sampling option.
-        InvalidRequest: an option is out of range, or the request asks for several choices.
+        TypeError: The request is of another type, or there is no such sampling option.
+        InvalidRequest: An option is out of range, or the request has several choices.
     """
     request: GenerateRequest = request_of("generate", given)
     if request.n not in (None, 1):

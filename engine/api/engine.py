@@ -1,4 +1,4 @@
-"""The engine as a Trio program sees it.
+"""The engine for Trio programs.
 
     async with open_engine(config) as engine:
         async with engine.generate(GenerateRequest(text="Once upon a time")) as stream:
@@ -67,11 +67,11 @@ KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageGenerationKind())
 class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
-    ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own. ``abort``
-    is `Supervisor.abort`, which ends a request for the operator.
-    ``registry`` has the configured models, to be looked at only. ``detached`` has the streams that
-    clients may attach to, and those that wait for them. ``adapters`` loads and unloads adapters
-    (LoRA) while their bases serve.
+    ``submit`` is `Supervisor.submit`, for callers with a reader of their own. ``abort`` is
+    `Supervisor.abort`, which ends a request for the operator. ``registry`` has the configured
+    models, and is read-only. ``detached`` has the streams that clients may attach to, and the
+    streams whose clients are away. ``adapters`` loads and unloads adapters (LoRA) while their bases
+    serve.
     """
 
     def __init__(self, config: EngineConfig, pool: Pool, supervisor: Supervisor) -> None:
@@ -101,7 +101,7 @@ class Engine:
         fields of `SamplingParams`, and override the request's.
 
         Raises:
-            TrioletError: as the stream of `generate`. TypeError: there is no such option.
+            TrioletError: The request failed. TypeError: There is no such option.
         Cancellation: the request ends, as with `generate`.
         """
         async with self.generate(completion_request(request, sampling)) as stream:
@@ -117,8 +117,8 @@ class Engine:
         return Stream(self, request_of("embed", request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
-        """Return a stream of one score per document; as `embed`. With ``top_n`` the scores come
-        sorted, at the end."""
+        """Return a stream of one score per document, like `embed`. With ``top_n`` they come sorted,
+        at the end."""
         return Stream(self, request_of("rerank", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
@@ -142,16 +142,16 @@ class Engine:
         origin: Origin = NOWHERE,
     ) -> tuple[tuple[TokenSpan, ...], int]:
         """Return the tokens of a text or of a chat, and the model's max_model_len. Each token has
-        the characters that it came from. The tokens of a chat are those of the prompt that the
-        model would get by its template, with the tokens of its images.
+        its range of characters. The tokens of a chat are those of the prompt that the model would
+        get by its template, with the tokens of its images.
 
-        ``add_special_tokens`` None stands for True with a text, and for False with a chat.
+        ``add_special_tokens`` None means True for a text, and False for a chat.
 
         Raises:
-            InvalidRequest: not exactly one input is given, the chat is invalid, or an image cannot
+            InvalidRequest: Not exactly one input is given, the chat is invalid, or an image cannot
                 be read.
-            RequestTooLarge: there are more characters or tokens than one call may have. Overloaded:
-                the images of all requests have too many bytes. Others as `Leases.acquire`.
+            RequestTooLarge: There are more characters or tokens than one call may have. Overloaded:
+                The images of all requests have too many bytes. Others as `Leases.acquire`.
         Cancellation: at once.
         """
         validate_tokenize(text, chat)
@@ -179,7 +179,7 @@ class Engine:
         """Return the text of token ids.
 
         Raises:
-            InvalidRequest: an id is outside the vocabulary, and the tokenizer has no token for it
+            InvalidRequest: An id is outside the vocabulary, and the tokenizer has no token for it
                 either. Others as `Leases.acquire`.
         Cancellation: at once.
         """
@@ -207,7 +207,7 @@ class Engine:
         return self.registry.status_of(name)
 
     async def wait_ready(self, name: str = "") -> None:
-        """Wait until a model is ready; an empty name stands for the first one.
+        """Wait until a model is ready; an empty name means the first model.
 
         Raises:
             SpawnFailed, SpawnTimeout, ModelNotFound: as `Leases.acquire`.
@@ -217,11 +217,11 @@ class Engine:
             pass
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters as they stand; never waits for a step."""
+        """Return the current counters; never waits for a step."""
         return self._snapshots.statistics()
 
     def telemetry(self) -> EngineTelemetry:
-        """Return the statistics, and how long things took; never waits for a step."""
+        """Return the statistics and the timings; never waits for a step."""
         return self._snapshots.telemetry()
 
     # ---- operating
@@ -248,8 +248,8 @@ class Engine:
         return self.get_model(name)
 
     async def unload_model(self, name: str, drain_s: float | None = None) -> None:
-        """Take a model out of memory (`Pool.unload`). ``drain_s`` None stands for the configured
-        drain timeout.
+        """Take a model out of memory (`Pool.unload`). ``drain_s`` None means the configured drain
+        timeout.
 
         Raises:
             ModelNotFound: no such model. ShuttingDown: everything is being unloaded.
@@ -281,7 +281,7 @@ class Engine:
         self._pool.post(ResetPrefixCache(), model)
 
     def explain(self, request_id: str) -> Explanation:
-        """Return what a live request does and waits for (`Supervisor.explain`).
+        """Return the state of a live request and what it waits for (`Supervisor.explain`).
 
         Raises:
             RequestNotFound: no such request is live.
@@ -291,16 +291,16 @@ class Engine:
     # ---- the end
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Take leave (`open_engine`), refuse new requests, and let running ones finish, all within
-        ``timeout_s`` seconds (None: the configured drain timeout); then cut the rest. Return the
-        number of requests cut, by this drain and earlier ones.
+        """Await ``take_leave`` (`open_engine`), refuse new requests, and let running requests
+        finish, all within ``timeout_s`` seconds (None: the configured drain timeout); then cut
+        those that remain. Return the number of requests cut, by this drain and earlier ones.
 
-        Cancellation: cuts the rest at once.
+        Cancellation: cuts running requests at once.
         """
         return await self._supervisor.drain(_drain_limit(self.config, timeout_s))
 
     async def drain_in_background(self, timeout_s: float | None = None) -> None:
-        """Drain as `drain` does, in a task that goes on if the caller leaves; wait for its end.
+        """`drain` in a task that continues if the caller leaves; wait for its end.
 
         Cancellation: only the waiting ends.
         """
@@ -319,12 +319,12 @@ class Engine:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a drain has begun, which refuses new requests once it has taken leave."""
+        """Whether a drain has begun; it refuses new requests once ``take_leave`` has returned."""
         return self._supervisor.is_draining
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return self._supervisor.num_live
 
 
@@ -333,7 +333,7 @@ def _drain_limit(config: EngineConfig, timeout_s: float | None) -> float:
 
 
 def _text_if_unnamed(model: str, capability: Capability) -> Capability | None:
-    """Return the capability to look for: without a name, the first model that has this one."""
+    """Return the capability by which a model is chosen: None for a named model."""
     return None if model else capability
 
 
@@ -346,7 +346,7 @@ def make_torch_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
 
 
 def capability_by_files(model: ModelConfig) -> Capability | None:
-    """Return the capability that a model's files show; None if they are not on this machine."""
+    """Return a model's capability by its files; None if they are not on this machine."""
     from engine.worker.load.capability import find
 
     return find(model.model, model.revision)
@@ -375,16 +375,16 @@ async def open_engine(
     batch: WriteBatch | None = None,
 ) -> AsyncIterator[Engine]:
     """Start an engine; its models load in the background (`Engine.wait_ready`). ``config`` may also
-    be a model, or its name or path. It is a ConfigError if no model's path exists.
+    be a model, or its name or path. Raises ConfigError if no model's path exists.
 
     ``make_runner`` and ``threads`` can be replaced by fakes and virtual time, in which images are
     decoded without another process. ``on_change`` is called on the Trio thread whenever a model's
     state changes, and when a drain begins, which awaits ``take_leave`` before it refuses requests.
-    ``on_event`` is called with all that goes into and out of a scheduler (`journal_line` writes it
-    as text). A ``watchdog`` is passed by a program that also calls its `Watchdog.leave`.
-    ``find_capability`` returns what a model can do before it is loaded, if its configuration does
-    not say so; by default the model's files decide, unless ``make_runner`` is given. ``kinds`` are
-    the kinds of work that the engine does; ``batch`` holds back writes while a step is delivered.
+    ``on_event`` is called with every input and output of a scheduler (`journal_line` writes them as
+    text). A ``watchdog`` is passed by a program that also calls its `Watchdog.leave`.
+    ``find_capability`` returns a model's capability before it is loaded, if its configuration has
+    none; by default the model's files decide, unless ``make_runner`` is given. ``kinds`` are the
+    kinds of work that the engine does; ``batch`` holds back writes while a step is delivered.
 
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.

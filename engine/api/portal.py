@@ -248,7 +248,7 @@ class Portal:
 
     def ask(self, question: Callable[[api.Engine], T], reply: Reply[T]) -> None:
         """Answer ``reply`` with the result of a function that does not wait, called on the Trio
-        thread. Raises as `post`."""
+        thread. Raises ShuttingDown as `post`."""
         self._expect(reply, lambda: self._answer(question, reply))
 
     def call(self, job: Callable[[api.Engine], Awaitable[T]], reply: Reply[T]) -> None:

@@ -1,5 +1,4 @@
-"""Takes frozen copies of the engine's counters, and of how long things took, for those who show
-them.
+"""Takes frozen copies of the engine's counters and timings, for statistics and metrics.
 
 Rule: taking a copy changes nothing and never waits, not even for a step.
 """
@@ -45,7 +44,7 @@ class Snapshots:
         return EngineStatistics(Counts(**totals), tuple(replicas))
 
     def telemetry(self) -> EngineTelemetry:
-        """Return the statistics, and how long things took."""
+        """Return the statistics and the timings."""
         supervisor, entries = self._supervisor, self._entries
         return EngineTelemetry(
             self.statistics(),
@@ -91,7 +90,7 @@ def _counts(replica: AnyReplica) -> Counts:
     names = {field.name for field in fields(Counts)}
     statistics = asdict(replica.loop.core.statistics())
     known = {name: value for name, value in statistics.items() if name in names}
-    if replica.loop.cause_of_death is not None:  # its requests are gone; its worker may be closing
+    if replica.loop.cause_of_death is not None:  # its requests have ended
         known |= dict.fromkeys(LEVELS & known.keys(), 0)
     return Counts(**known, memory_reserved=replica.reservation.num_bytes)
 

@@ -1,4 +1,4 @@
-"""The events of one request, as a Trio program reads them."""
+"""The stream of one request's events for Trio programs."""
 
 from __future__ import annotations
 

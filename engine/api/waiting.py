@@ -1,10 +1,10 @@
-"""How a thread that blocks waits for the engine: for answers, events, and the engine's end.
+"""Lets a thread block until the engine's answers, events, or end.
 
-`engine.api.aio` is the surface, of which `tools/regen_faces.py` makes the one that blocks over this
+`tools/regen_faces.py` makes the blocking methods from those of `engine.api.aio`; they use this
 file.
 
-Rule: what the engine gives comes through a `queue.SimpleQueue`, which waits without the GIL and
-wakes for signals.
+Rule: answers and events come through a `queue.SimpleQueue`, which waits without the GIL and wakes
+for signals.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def require_waiting_allowed(portal: Portal) -> None:
     """Check that this thread may wait for the engine.
 
     Raises:
-        RuntimeError: this is the engine's thread. ShuttingDown: as `Portal.require_own_process`.
+        RuntimeError: This is the engine's thread. ShuttingDown: This process is a fork.
     """
     portal.require_own_process()
     if threading.current_thread() is portal.thread:
@@ -63,7 +63,7 @@ def require_waiting_allowed(portal: Portal) -> None:
 
 
 def engine_of(portal: Portal) -> api.Engine:
-    """Return the engine. Raises ShuttingDown as `Portal.engine`."""
+    """Return the engine. Raises ShuttingDown if it is closed, or this process is a fork."""
     try:
         return portal.engine
     except ShuttingDown:
@@ -105,7 +105,7 @@ class Streams:
         make_source: Callable[[api.Engine, portal.Feed], Source],
         ask: Callable[[Callable[[api.Engine], None]], None],
     ) -> Stream[Any]:
-        """Return a stream as `open` does, after ``make_source`` has been called; raise its error.
+        """Return a stream like `open`, after ``make_source`` has been called; raise its error.
         ``ask`` calls a function on the engine's thread, and waits for that."""
         stream: Stream[Any] = Stream(self._portal, owner)
         feed = stream._feed
@@ -134,8 +134,8 @@ class Stream(Generic[EventT]):
     Iterating ends after the last event of a request that succeeded, and raises its `TrioletError`
     after the last event of one that did not; after that the stream has ended.
 
-    Leaving its block, `close`, or dropping it ends the request. Threads may share one: each event
-    goes to one of them, and the end to all.
+    Leaving its block, `close`, or dropping it ends the request. Threads may share a stream: each
+    event goes to one of them, and the end to all.
     """
 
     def __init__(self, portal: Portal, owner: object) -> None:
@@ -170,8 +170,8 @@ class Stream(Generic[EventT]):
         return item
 
     def _next_item(self) -> EventT | End:
-        """Return the queue's next item. Before a longer wait, the credit of all that was taken is
-        given back: a step of many choices may need more slots than the rest of the buffer has."""
+        """Return the queue's next item. Before a longer wait, the credit of all events taken is
+        given back: a step of many choices may need more message slots than the stream has left."""
         queue = self._feed.queue
         item: EventT | End
         if self._num_taken:
@@ -214,8 +214,8 @@ class Stream(Generic[EventT]):
         return taken
 
     def _give_back(self, taken: int) -> None:
-        """Give the credit of so many events back. The caller does not hold the lock, for which
-        another thread would have to wait until the engine's thread is woken."""
+        """Give the credit of ``taken`` events back. The caller must not hold the lock, or other
+        threads would wait for it while the engine's thread is woken."""
         feed = self._feed  # the command must not hold the stream
         if taken:
             self._portal.try_post(lambda: feed.release(taken))
