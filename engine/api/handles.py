@@ -1,18 +1,18 @@
-"""Handles: what a Trio program holds for longer than one request.
+"""Handles for several requests of a Trio program: chats, encoders and cross-encoders.
 
     async with Chat(engine, system="You are brief.") as chat:
         async for event in chat.ask("Why is the sky blue?"):
             ...
 
-Rule: `stop` and `close` only signal, `aclose` also waits for the end, and neither ever depends on a
-reader. The rest is `engine.api.handle.Handle`'s.
+Rule: `stop` and `close` only signal, `aclose` also waits for the end, and none ever depends on a
+reader. The common part is `engine.api.handle.Handle`.
 
-Life of a handle: it is made → each call is known to it from the moment it is asked for until it has
-ended → the handle is closed: what runs ends, and every later call raises ShuttingDown.
+Life of a handle: it is made → it keeps each call from the call of its method until it has ended →
+the handle is closed: running calls end, and every later call raises ShuttingDown.
 
-`stop` ends what was asked for before it, even if that has not begun, and nothing that is asked for
-after it. It has no effect while no call runs or waits, and is not remembered. A call is asked
-for when the method is called: ``nursery.start_soon(encoder.embed, inputs)`` asks at once.
+`stop` ends all calls made before it, even if they have not begun, and no later calls. It has no
+effect while no call runs or waits, and is not remembered. A call is made when the method is called:
+``nursery.start_soon(encoder.embed, inputs)`` makes it at once.
 
 A handle may be made on any thread; all its methods belong to the Trio thread.
 """
@@ -76,8 +76,8 @@ class Chat(Handle):
 
     When the conversation leaves too little room for an answer, turns are left out for good: never
     the system prompt, and the first turn last (`engine.requests.text.truncation`).
-    `Answer.dropped` and `Started` say which. Whatever was computed for the turn before is reused as
-    far as the new prompt begins alike; ``usage.cached_tokens`` says how many tokens that saved.
+    `Answer.dropped` and `Started` say which. The computed prefix that the new prompt shares with
+    the turn before is reused; ``usage.cached_tokens`` is the number of tokens that this saved.
 
     The messages grow by question and answer when the answer has been read to its end. If the answer
     is stopped after some of it was read, they grow by the part that was read. An answer that
@@ -118,8 +118,8 @@ class Chat(Handle):
         With a ``reader``, the events go there and count as read; the answer is not iterated.
 
         Raises:
-            ShuttingDown: the chat is closed.
-            InvalidRequest: the answer before has not been read to its end, nor stopped; it goes on.
+            ShuttingDown: The chat is closed. InvalidRequest: The answer before has neither been
+                read to its end nor stopped; it continues.
         """
         self._require_open()
         before = self._current
@@ -147,17 +147,17 @@ class Chat(Handle):
         return answer
 
     def stop(self) -> None:
-        """End the answer that runs, with what was read of it. Its iteration ends. Never waits."""
+        """End the running answer; the part that was read stays. Its iteration ends. Never waits."""
         super().stop()
         self._settle(self._current)
 
     def close(self) -> None:
-        """End the answer that runs, with what was read of it, and refuse new questions."""
+        """End the running answer; the part that was read stays. Refuse new questions."""
         super().close()
         self._settle(self._current)
 
     def reset(self, *, system: str | None = None) -> None:
-        """Forget the conversation, and stop an answer that runs; the next one starts from the
+        """Forget the conversation, and stop a running answer; the next answer starts from the
         system prompt, or from a new one. Never waits."""
         self.stop()
         if system is None:
@@ -172,8 +172,8 @@ class Chat(Handle):
         return None if self._asked is None else self._asked()
 
     def _settle(self, answer: Answer | None, *, is_whole: bool = False) -> None:
-        """Note that an answer is over; the first time, make it part of the conversation. A whole
-        answer becomes part of it even if it is empty, as that is what the model said."""
+        """Make an answer that has ended part of the conversation, once. A whole answer becomes part
+        of it even if it is empty, as the model's real answer."""
         if answer is None or self._current is not answer:
             return
         self._asked = None
@@ -190,9 +190,9 @@ class Answer:
     that was stopped ends without an error. ``async with`` is optional; leaving its block stops the
     answer.
 
-    ``text`` is the part of the answer that was read. ``reasoning`` is what the model marked as its
-    reasoning; it does not become part of the conversation. An answer that is dropped ends,
-    whichever thread collects it.
+    ``text`` is the part of the answer that was read. ``reasoning`` is the text that the model
+    marked as its reasoning; it does not become part of the conversation. An answer that is dropped
+    ends, whichever thread collects it.
     """
 
     def __init__(self, chat: Chat, question: str, stream: TextStream) -> None:
@@ -260,7 +260,7 @@ class Answer:
         return self.text
 
     def cancel(self, reason: EndReason = EndReason.CANCELLED) -> None:
-        """End the answer if it has not ended, with what was read of it. Idempotent; never waits."""
+        """End the answer if it has not ended; the read part stays. Idempotent; never waits."""
         self._stream.cancel(reason)
         self._chat._settle(self)
 
