@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RATE_SMOOTHING = 0.2  # the newest step's weight; a guess: the last five have two thirds
+RATE_SMOOTHING = 0.2  # the newest step's weight; an estimate: the last five have two thirds
 
 
 class RecentRate:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.text.sequence import LiveText, Sequence
     from engine.errors import FieldViolation
 
-RUN_SMOOTHING = 0.05  # the newest end's weight in `run_s`; a guess: the last 20 have 2/3
+RUN_SMOOTHING = 0.05  # the newest end's weight in `run_s`; an estimate: the last 20 have 2/3
 
 
 class Endings:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Says which requests of one scheduler do not fit, or cannot be computed in time."""
+    """Decides which requests of one scheduler do not fit, or cannot be computed in time."""
 
     def __init__(self, ledger: Ledger, times: StepTimes) -> None:
         self._ledger = ledger

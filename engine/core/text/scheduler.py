@@ -150,7 +150,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         )
 
     def _prompt_limit(self, num_decodes: int) -> int:
-        """Return how many prompt tokens a step may have beside so many decodes (D4)."""
+        """Return how many prompt tokens a step may have beside ``num_decodes`` decodes (D4)."""
         num_sequences = len(self._ledger.running) + len(self._waiting)
         num_sequences = min(num_sequences, self.config.max_num_seqs)
         return self._times.prompt_tokens(self._budget.tokens, num_sequences, num_decodes)

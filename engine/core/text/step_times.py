@@ -1,11 +1,11 @@
-"""The estimate of how long steps take. Whoever must know asks it: how many prompt tokens a step may
-have (D4), which prompts cannot be computed in time (D18), and how many tokens to draft (D27).
+"""Estimates how long steps take. From this follow how many prompt tokens a step may have (D4),
+which prompts cannot be computed in time (D18), and how many tokens to draft (D27).
 
-Rule 1: the last `KEPT` times of each size of steps are remembered: of decodes by their number; of
-prompts by halvings of the step budget, as what a token added to the step's decodes; of drafts by
-doublings, in steps without them. Rule 2: a step usually takes the median of these. So one that
-waited for something else misleads nobody, and a machine that became slower or faster is known after
-five steps. Rule 3: a prompt takes at least the least of these, and without a measurement 0.
+Rule 1: the last `KEPT` times of each size of step are kept: of decodes by their number; of prompts
+by halvings of the step budget, as the time that a token added to the decodes; of drafts by
+doublings, in units of a step without drafts. Rule 2: the usual time is the median of these. So a
+step that waited for something else does not count, and a change of the machine's speed shows after
+five steps. Rule 3: a prompt's least time follows from the smallest of these; without one it is 0.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from engine.config import SchedulerConfig
     from engine.core.text.planned_step import PlannedStep
 
-KEPT = 9  # estimate: more would follow later, fewer would be less exact
-PROMPTS_SHARE_MIN = 0.1  # estimate: of a step's time, however short beside others of its decodes
-TOKENS_EACH = 2  # measured with 8 and 32 clients: `python -m tools.lab.bench pace`, `serve`
+KEPT = 9  # times of each size; estimate: more would adapt later, fewer be less exact
+PROMPTS_SHARE_MIN = 0.1  # estimate: the least share of a step's time that its prompts count
+TOKENS_EACH = 2  # per sequence; measured with 8 and 32 clients by `tools.lab.bench pace`, `serve`
 CHUNK_MIN = 16  # tokens; estimate: fewer hardly take less time
 LARGE_SHARE = 8  # estimate: a step of an eighth of the budget shows how fast prompts are
 SHORTEST_STEPS = 4  # estimate: the fixed cost of a step is at most a quarter of one with prompts
-DISCOUNT = 1.1  # estimate: the eighth refusal halves what a prompt takes at least
+DISCOUNT = 1.1  # estimate: eight refusals halve a prompt's least time
 TOKEN_COST = 0.05  # of one more position, in steps, until it is measured
 PASS_COST = 0.25  # of a draft model's token, in steps, until it is measured
-PLAIN_FIRST = 3  # estimate: the median of three steps is not one that waited for something else
-PLAIN_EVERY = 32  # estimate: steps with the same number of rows
+PLAIN_FIRST = 3  # steps; estimate: the median of three is none that waited for something else
+PLAIN_EVERY = 32  # estimate: one step in 32 goes without the draft model, to be measured
 
 
 class StepTimes:
-    """The estimate of one scheduler.
+    """The estimates of one scheduler.
 
     ``pass_ratio`` is how much longer a draft model makes a step for each token of its longest
-    draft, in steps without drafts.
+    draft, in units of a step without drafts.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -60,18 +60,18 @@ class StepTimes:
         self.pass_ratio = PASS_COST
         self._passes = _expected(PASS_COST)
         self._num_asked = 0
-        # Refusals lower what is compared with `_prompts[:k]`, until a step of such a size.
+        # Refusals divide the least time by `_prompts[:k]` by [k], until a step of such a size.
         self._discounts: dict[int, float] = {}
 
     def note(self, step: PlannedStep, num_tokens: int, seconds: float) -> None:
-        """Count a committed step of ``num_tokens`` beside its drafts, and what it took without a
-        draft model; 0 seconds or less say nothing."""
+        """Count a committed step: its ``num_tokens`` without drafts, and its ``seconds`` without a
+        draft model's; 0 or less give no estimate."""
         num_rows, num_drafts = len(step.rows), step.num_drafts
         last = self._decodes[_place(num_rows)]
         if num_tokens == num_rows and not num_drafts:
             last.append(max(0.0, seconds))
         elif seconds <= 0.0 or step.image_cost:
-            return  # images that are kept cost it nothing, and others much
+            return  # its images cost nothing if they are kept, and else much
         elif num_tokens > num_rows:
             self._note_prompts(step, seconds)
         elif plain_s := _usual(last):
@@ -100,14 +100,14 @@ class StepTimes:
     # ---- prompts
 
     def decodes_s(self, num_decodes: int) -> float:
-        """Return how long so many decodes usually take alone, by steps with as many of them or
-        fewer; 0.0 if none was seen."""
+        """Return how many seconds ``num_decodes`` decodes usually take alone, by steps with as many
+        or fewer decodes; 0.0 if there was none."""
         known = self._decodes[: _place(num_decodes) + 1]
         return next(filter(None, map(_usual, reversed(known))), 0.0)
 
     def prompt_tokens(self, limit: int, num_sequences: int, num_decodes: int) -> int:
-        """Return how many prompt tokens, at most ``limit``, a step may have beside so many decodes,
-        if ``num_sequences`` run or wait, the decodes included.
+        """Return how many prompt tokens, at most ``limit``, a step may have beside its decodes, if
+        ``num_sequences`` run or wait, the decodes included.
 
         The step takes ``step_time_target_s``. Beside decodes it takes ``inter_token_target_s``, if
         that is less, but prompts get as much of its time as decodes, and `TOKENS_EACH` tokens for
@@ -129,8 +129,8 @@ class StepTimes:
 
         Where every step has a high fixed cost, as with a large model on a CPU, small steps would
         pay it for each part of a prompt. So a step may take four times the shortest one, and have
-        an eighth of the budget. Steps smaller than that say nothing of large ones, and without a
-        large one nothing but the budget bounds it.
+        an eighth of the budget. Smaller steps do not show how fast large ones are; before a large
+        step, only the budget is a bound.
         """
         target_s, large = self._config.step_time_target_s, self._prompts[: LARGE_SHARE.bit_length()]
         if not (target_s and any(large)):
@@ -139,10 +139,10 @@ class StepTimes:
         return max(in_time, -(-self._budget // LARGE_SHARE))
 
     def tokens_in(self, seconds: float, *, doubles: bool = True) -> int:
-        """Return how many prompt tokens usually take so long, by the steps of about that size. A
-        size that was never tried counts as fast as the next larger one. If none of those was tried
-        either, it is at most the double of the largest that was, or, unless it ``doubles``, as fast
-        as that."""
+        """Return how many prompt tokens usually take ``seconds``, by steps of about that size. A
+        size without a measurement is as fast as the next larger size with one. Beyond the largest
+        size with one, the answer is at most double that size or, without ``doubles``,
+        extrapolated."""
         token_s, limit = 0.0, self._budget
         for k, last in enumerate(self._prompts):
             token_s = _usual(last) or token_s
@@ -166,28 +166,28 @@ class StepTimes:
         return num_tokens * min(known) / self._discounts.get(count, 1.0) if known else 0.0
 
     def note_refusal(self, num_tokens: int) -> None:
-        """Count a prompt that was refused because of `least_s`. It is not measured, and the steps
-        before may all have been slow by accident. So the next one is taken for a little shorter."""
+        """Count a prompt that was refused because of `least_s`. It is not measured, and the earlier
+        steps may all have been slow by accident. So the next estimate is a little shorter."""
         count = self._num_sizes(num_tokens)
         self._discounts[count] = self._discounts.get(count, 1.0) * DISCOUNT
 
     def _num_sizes(self, num_tokens: int) -> int:
         """Return how many of ``_prompts`` a prompt is compared with: steps at least as large as it,
-        or of the size of its largest part. A small step is dominated by its fixed cost and says
-        nothing of large ones."""
+        or of the size of its largest part. A small step is dominated by its fixed cost and does not
+        show how fast large ones are."""
         most = self.tokens_in_step(self._shortest_s())
         if num_tokens >= most:
             return self._size_of(most) + 1
         return (self._budget // max(1, num_tokens)).bit_length()
 
     def _size_of(self, num_tokens: int) -> int:
-        """Return where steps with so many prompt tokens are kept."""
+        """Return the index in ``_prompts`` of steps with ``num_tokens`` prompt tokens."""
         return (-(-self._budget // num_tokens) - 1).bit_length()
 
     # ---- drafts
 
     def ratio(self, num_drafts: int) -> float:
-        """Return how long a step usually takes with so many drafts, in steps without them."""
+        """Return how many times as long a step usually takes with ``num_drafts`` drafts."""
         return self._ratios[min(num_drafts.bit_length(), len(self._ratios)) - 1]
 
     def in_steps(self, num_rows: int, seconds: float) -> float:
@@ -196,7 +196,7 @@ class StepTimes:
         return seconds / plain_s if plain_s else 0.0
 
     def note_passes(self, num_rows: int, num_passes: int, seconds: float) -> None:
-        """Count what a draft model took for its drafts of a step, the longest of ``num_passes``
+        """Count the time that a draft model took in a step, whose longest draft has ``num_passes``
         tokens, at least 1."""
         if steps := self.in_steps(num_rows, seconds):
             self._passes.append(steps / num_passes)
@@ -204,7 +204,7 @@ class StepTimes:
 
     def may_draft(self, num_rows: int) -> bool:
         """Return whether a draft model may draft in a step of ``num_rows`` decodes. Its cost is
-        measured against steps without drafts: some must have come before, and some are left out."""
+        measured against steps without drafts: some must come before, and some between."""
         if num_rows >= DRAFTING_STEP_MAX or len(self._decodes[num_rows]) < PLAIN_FIRST:
             return False
         self._num_asked += 1
@@ -212,16 +212,16 @@ class StepTimes:
 
 
 def _place(num_rows: int) -> int:
-    """Return where steps of so many decodes are kept."""
+    """Return the index in ``_decodes`` of steps of ``num_rows`` decodes."""
     doublings = num_rows.bit_length() - DRAFTING_STEP_MAX.bit_length()
     return num_rows if doublings < 0 else DRAFTING_STEP_MAX + doublings
 
 
 def _expected(value: float) -> deque[float]:
-    """Return what is remembered before a measurement: as if it were half of the measurements."""
+    """Return the times before a measurement: the expected ``value``, as half of `KEPT` times."""
     return deque([value] * (KEPT // 2), maxlen=KEPT)
 
 
 def _usual(last: Collection[float]) -> float:
-    """Return the median, of two the smaller one; 0 if there is none."""
+    """Return the median, the smaller of two middle values; 0 without values."""
     return sorted(last)[(len(last) - 1) // 2] if last else 0.0

@@ -20,8 +20,8 @@ CONSTRAINT, NGRAM, MODEL = DRAFTERS = ("constraint", "lookup", "model")
 
 
 class DraftCounter(Counter[tuple[str, str | int]]):
-    """The drafts of one sequence, or of all: for each drafter its "drafts" and "drafted" tokens,
-    and by their positions the right ones."""
+    """The drafts of one sequence, or of all: for each drafter its "drafts", its "drafted" tokens,
+    and its right tokens by their positions."""
 
     def note(self, drafted: int, accepted: int, *, forced: int = 0, by_model: bool = False) -> None:
         """Count a draft whose first ``accepted`` tokens were right. A constraint forced the first

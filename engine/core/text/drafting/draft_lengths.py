@@ -10,9 +10,9 @@ Rule 1: the share of a sequence is the mean of its verified tokens, of which eac
 weighs `FIRST_WEIGHT` tokens, so that a few tokens do not decide. Rule 2: a drafter whose drafts do
 not pay tries one token now and then: an n-gram drafter in each sequence after `TRY_EVERY` offers,
 because a text may begin to repeat itself; a draft model, of all sequences, after twice as many each
-time. In a step with more rows, it is so many times as many, because all of them wait for it. Rule
-3: all drafts of a draft model together may cost `BUDGET_STEPS` steps and the share `EARNED` of the
-time of the others (`DraftBudget`), or half as much each time that these are spent, down to
+time. In a step of several rows, both numbers are multiplied by its rows, which all wait for it.
+Rule 3: all drafts of a draft model together may cost `BUDGET_STEPS` steps and the share `EARNED` of
+the time of the others (`DraftBudget`), or half as much each time that these are spent, down to
 `EARNED_LEAST`: whatever the estimate says, a model that does not pay switches itself off.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from engine.core.text.step_times import StepTimes
 
 GAIN_LEAST = 1.03  # estimate: below this, drafts may cost more than they gain
-FIRST_SHARE = 0.5  # estimate: what is expected of the first drafts
-FIRST_WEIGHT = 2.0  # estimate: in tokens
+FIRST_SHARE = 0.5  # estimate: the expected share of a sequence's first drafts
+FIRST_WEIGHT = 2.0  # estimate: of that share, in tokens
 LEAST_WEIGHT = 0.1  # estimate: of a sequence's new token; the mean is that of the last ten or so
 LEAST_WEIGHT_OF_ALL = 0.01  # estimate: of a new token in the mean of all sequences
 TRY_EVERY, TRY_EVERY_MAX = 16, 256  # offers; estimates
@@ -36,8 +36,8 @@ BUDGET_STEPS = 20.0  # estimate: catching up with a prompt of some thousand toke
 
 
 class Trials:
-    """When drafts that do not pay are tried in spite of that (Rule 2). If it ``slows``, after ever
-    more offers."""
+    """When drafts that do not pay are tried in spite of that (Rule 2). With ``slows``, each try
+    needs twice as many offers as the last."""
 
     __slots__ = ("_num_declined", "_slows", "_wait")
 
@@ -81,8 +81,8 @@ class Lengths:
         self.trials = model_trials or Trials()
 
     def note(self, drafted: int, accepted: int) -> None:
-        """Count a draft whose first ``accepted`` tokens were taken. Of the others, only the first
-        was compared with what the model says behind these, unless the sequence ended before."""
+        """Count a draft whose first ``accepted`` tokens were taken. Of the rejected tokens, only
+        the first was compared with the model's own token, unless the sequence ended before."""
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._weight = min(self._weight + 1.0, 1.0 / self._least)
             self.share += (right - self.share) / self._weight
@@ -90,7 +90,7 @@ class Lengths:
     def best(
         self, most: int, times: StepTimes, drafting: int = 1, num_rows: int = 1
     ) -> tuple[int, float]:
-        """Return how many tokens to draft, at most ``most``, and by which factor that makes tokens
+        """Return how many tokens to draft, at most ``most``, and the factor by which tokens come
         faster; 0 if it does not pay. Of ``num_rows`` sequences, ``drafting`` draft with this
         drafter."""
         best, best_rate = 0, GAIN_LEAST
@@ -131,12 +131,12 @@ class DraftBudget:
             self._earned = max(EARNED_LEAST, self._earned / 2)
 
     def note_other(self) -> None:
-        """Count a step in which it did not."""
+        """Count a step in which the model did not draft."""
         self.left = min(BUDGET_STEPS, self.left + self._earned)
 
 
 class Drafting(NamedTuple):
-    """How the drafts of one sequence have fared, and how long each drafter's are."""
+    """The counts of one sequence's drafts, and the lengths of each drafter's drafts."""
 
     counter: DraftCounter
     by_ngram: Lengths

@@ -8,9 +8,9 @@ sequence is preempted for them, and none waits. Rule 2: an offer is for the next
 drafts change no token. The rest of the core reads only how many a step has: to count its work, to
 plan nothing behind it, and to run it again without them.
 
-A worker has up to two drafters: what it looked up comes with the offer, and a draft model drafts
-in the step that verifies (`Row.by_model`), so that it costs nothing where nothing is verified. Each
-row takes the drafter and the length that gain most (`engine.core.text.drafting.draft_lengths`).
+A worker has up to two drafters: an n-gram drafter, whose tokens come with the offer, and a draft
+model, which drafts in the step that verifies (`Row.by_model`). Each row takes the drafter and the
+length that gain most (`engine.core.text.drafting.draft_lengths`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 
 class Offer(NamedTuple):
-    """What can be drafted behind a sequence: ``count`` tokens that were looked up, and as many as
-    are wanted by a draft model if it ``has_model``."""
+    """The drafts that a sequence may get: ``count`` tokens of the n-gram drafter and, with
+    ``has_model``, as many of the draft model as are wanted."""
 
     count: int  # type: ignore[assignment]  # the domain word, over tuple.count
     has_model: bool
@@ -60,7 +60,7 @@ class Drafts:
         self._times = times
         self._budget = DraftBudget()
         self._model_trials = Trials(slows=True)
-        # how the draft model fares with all sequences
+        # the draft model's share of accepted tokens, over all sequences
         self._all = Lengths(model_trials=self._model_trials, least=LEAST_WEIGHT_OF_ALL)
         self._offers: dict[SequenceId, Offer] = {}  # for the next plan
         self._counter = DraftCounter()
@@ -87,7 +87,7 @@ class Drafts:
             self._by_model = (self._by_model[0] + drafted, self._by_model[1] + accepted)
 
     def note_step(self, step: PlannedStep, draft_s: float) -> None:
-        """Count what a draft model took of a step whose rows were committed."""
+        """Count the time that a draft model took in a step whose rows were committed."""
         passes = [row.drafts for row in step.rows if row.by_model] if step.num_drafts else ()
         if not passes:
             self._budget.note_other()
@@ -96,7 +96,7 @@ class Drafts:
         times, num_rows, most = self._times, len(step.rows), max(passes)
         spent = times.in_steps(num_rows, draft_s) or most * times.pass_ratio
         self._budget.note(accepted / num_rows, spent + times.ratio(step.num_drafts) - 1.0)
-        if drafted:  # otherwise the model has only read what was missing in its cache
+        if drafted:  # otherwise the model has only computed tokens that its cache lacked
             times.note_passes(num_rows, most, draft_s)
 
     @property
