@@ -104,7 +104,7 @@ class ModelConfig(ModelChoices):
         if not self.model:
             raise ConfigError("--model is empty")
         if isinstance(self.capability, str):
-            require_one_of("capability", self.capability, tuple(one.value for one in Capability))
+            require_one_of("capability", self.capability, tuple(c.value for c in Capability))
             object.__setattr__(self, "capability", Capability(self.capability))
         check(self)
         object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
@@ -132,10 +132,10 @@ class ModelConfig(ModelChoices):
     @property
     def names(self) -> tuple[str, ...]:
         """All names of the model and its adapters in requests."""
-        found = [self.name, *self.aliases]
+        taken = [self.name, *self.aliases]
         for adapter in self.adapters:
-            found += [f"{self.name}:{adapter.name}", *adapter.aliases]
-        return tuple(found)
+            taken += [f"{self.name}:{adapter.name}", *adapter.aliases]
+        return tuple(taken)
 
     @property
     def num_replicas(self) -> int:
@@ -198,7 +198,7 @@ class EncoderConfig(QueueLimits, StepLimits):
 
 
 @dataclass(frozen=True)
-class ImageConfig(QueueLimits, ImageLimits):
+class ImageGenerationConfig(QueueLimits, ImageLimits):
     """The limits of an image model's scheduler."""
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ class InvalidRequest(TrioletError):
     def renamed(self, rename: Callable[[str], str]) -> InvalidRequest:
         """Return the same error, of the same kind, with each field called as ``rename`` says."""
         renamed = type(self)(
-            FieldViolation(rename(one.field), one.description) for one in self.violations
+            FieldViolation(rename(v.field), v.description) for v in self.violations
         )
         renamed.log_detail = self.log_detail
         return renamed

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.config import EncoderConfig, ImageConfig, SchedulerConfig
+from engine.config import EncoderConfig, ImageGenerationConfig, SchedulerConfig
 from engine.core.encode.scheduler import EncodeScheduler
-from engine.core.image_generation.scheduler import ImageScheduler
+from engine.core.image_generation.scheduler import ImageGenerationScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Tokens
 from engine.requests.encode.prepare import EncodeTools, InputPreparer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.encode.interface import EncoderInfo, EncodeRunner
-    from engine.worker.image_generation.interface import ImageModelInfo, ImageRunner
+    from engine.worker.image_generation.interface import ImageGenerationInfo, ImageGenerationRunner
     from engine.worker.text.interface import ModelInfo, TextRunner
 
 
@@ -106,11 +106,13 @@ class ImageGenerationKind:
     token_event = None
     make_stream = ImageGenerationStream
 
-    def make_core(self, info: ImageModelInfo, config: EngineConfig, name: str) -> ImageScheduler:
+    def make_core(
+        self, info: ImageGenerationInfo, config: EngineConfig, name: str
+    ) -> ImageGenerationScheduler:
         """Return the scheduler of one replica. ``name`` and ``info`` are not used."""
-        return ImageScheduler(share(ImageConfig, config))
+        return ImageGenerationScheduler(share(ImageGenerationConfig, config))
 
-    def make_tools(self, runner: ImageRunner, threads: Threads) -> None:
+    def make_tools(self, runner: ImageGenerationRunner, threads: Threads) -> None:
         """Return None: requests use no part of a runner but its tokenizer."""
 
     def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> ImageGenerationPreparer:

@@ -68,21 +68,21 @@ def setting(
     return field(default=default, metadata={"setting": known})
 
 
-def setting_of(one: Field[Any]) -> Setting | None:
+def setting_of(field: Field[Any]) -> Setting | None:
     """Return the setting of a field; None if the field is no setting."""
-    return cast("Setting | None", one.metadata.get("setting"))
+    return cast("Setting | None", field.metadata.get("setting"))
 
 
-def flag_of(one: Field[Any]) -> str:
+def flag_of(field: Field[Any]) -> str:
     """Return the flag of a setting, without leading dashes and without the ``_s`` of seconds."""
-    known = setting_of(one)
-    return (known and known.flag) or one.name.removesuffix("_s").replace("_", "-")
+    known = setting_of(field)
+    return (known and known.flag) or field.name.removesuffix("_s").replace("_", "-")
 
 
 def settings_of(config: type[Any]) -> Iterator[tuple[str, Field[Any]]]:
     """Yield the settings of a configuration, its own and then those of its groups, each with its
     section."""
-    known = {one.name: one for one in fields(config)}
+    known = {field.name: field for field in fields(config)}
     for group in config.__mro__:
         section = ""
         for name in get_annotations(group):
@@ -98,12 +98,12 @@ def check(config: Any) -> None:
     Raises:
         ConfigError: A value is outside; the message names the flag and its range.
     """
-    for one in fields(config):
-        known, value = setting_of(one), getattr(config, one.name)
-        if known is None or value is None or value == one.default:
+    for option in fields(config):
+        known, value = setting_of(option), getattr(config, option.name)
+        if known is None or value is None or value == option.default:
             continue
-        unit = " s" if one.name.endswith("_s") else ""
-        what = f"--{flag_of(one)} is {value}{unit}, but"
+        unit = " s" if option.name.endswith("_s") else ""
+        what = f"--{flag_of(option)} is {value}{unit}, but"
         if known.low is not None and not value >= known.low:
             raise ConfigError(f"{what} must be at least {known.low:g}")
         if known.above is not None and not value > known.above:
@@ -111,7 +111,7 @@ def check(config: Any) -> None:
         if known.high is not None and value > known.high:
             raise ConfigError(f"{what} may be at most {known.high:g}")
         if known.choices:
-            require_one_of(flag_of(one), value, known.choices)
+            require_one_of(flag_of(option), value, known.choices)
 
 
 def require_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -129,11 +129,11 @@ def share(target: type[T], *configs: object, **others: Any) -> T:
     """Return a ``target`` with the groups that it has in common with the configurations, and with
     ``others``, which take precedence."""
     shared = {
-        one.name: getattr(config, one.name)
+        field.name: getattr(config, field.name)
         for group in target.__mro__[:-1]
         for config in configs
         if is_dataclass(group) and isinstance(config, group)
-        for one in fields(group)
+        for field in fields(group)
     }
     return target(**shared | others)
 

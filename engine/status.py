@@ -89,7 +89,7 @@ class ModelStatus:
     adapter_rank: int = 0  # the largest rank in an adapter's layers, while it is loaded
 
     @property
-    def can_be_asked(self) -> bool:
+    def is_available(self) -> bool:
         """Whether a request would be served, by a ready replica or by a replica that it loads."""
         if self.is_restarting:
             return False

@@ -78,9 +78,9 @@ def validity_of(file: str, now: float) -> Validity:
     Raises:
         PemError: the file cannot be read, or holds no PEM certificate.
     """
-    found = _CERTIFICATE.findall(_read(file).decode("latin-1"))
+    certificates = _CERTIFICATE.findall(_read(file).decode("latin-1"))
     try:
-        periods = [_validity_period(ssl.PEM_cert_to_DER_cert(one)) for one in found]
+        periods = [_validity_period(ssl.PEM_cert_to_DER_cert(data)) for data in certificates]
     except (ValueError, IndexError, StopIteration):
         periods = []
     if not periods:

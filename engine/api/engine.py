@@ -356,8 +356,8 @@ def files_of(model: ModelConfig) -> Path | None:
     """Return the directory of a model's files; None if they are not on this machine."""
     from engine.worker.load.resolve import resolve_local
 
-    found = resolve_local(model.model, model.revision)
-    return None if found is None else found.directory
+    path = resolve_local(model.model, model.revision)
+    return None if path is None else path.directory
 
 
 @asynccontextmanager
@@ -402,7 +402,7 @@ async def open_engine(
     if find_capability is None and make_runner is make_torch_runner:
         find_capability = capability_by_files
     threads = threads or own_threads
-    by_capability = {one: kind for kind in kinds for one in kind.capabilities}
+    by_capability = {capability: kind for kind in kinds for capability in kind.capabilities}
     pool = Pool(
         config,
         make_runner,

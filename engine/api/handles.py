@@ -97,7 +97,7 @@ class Chat(Handle):
         self._engine = engine
         self._model = model
         self._sampling = sampling_of(sampling)
-        self._asked: weakref.ref[Answer] | None = None
+        self._answer: weakref.ref[Answer] | None = None
         self._messages: list[Mapping[str, Any]] = []
         self.reset(system=system)
 
@@ -143,7 +143,7 @@ class Chat(Handle):
         answer = Answer(self, text, stream)
         if relay is not None:
             relay.answer = answer
-        self._asked = weakref.ref(answer)
+        self._answer = weakref.ref(answer)
         return answer
 
     def stop(self) -> None:
@@ -169,14 +169,14 @@ class Chat(Handle):
     @property
     def _current(self) -> Answer | None:
         """The unfinished answer, unless its reader has dropped it."""
-        return None if self._asked is None else self._asked()
+        return None if self._answer is None else self._answer()
 
     def _settle(self, answer: Answer | None, *, is_whole: bool = False) -> None:
         """Make an answer that has ended part of the conversation, once. A whole answer becomes part
         of it even if it is empty, as the model's real answer."""
         if answer is None or self._current is not answer:
             return
-        self._asked = None
+        self._answer = None
         if answer.error is None and (answer.text or is_whole):
             self._messages = [
                 *without_messages(self._messages, answer._stream.dropped),
@@ -361,7 +361,7 @@ class Encoder(Handle):
         """
 
         async def job() -> tuple[tuple[float, ...], ...]:
-            return tuple([tuple(one) for one in await self._function(self._model, inputs)])
+            return tuple([tuple(part) for part in await self._function(self._model, inputs)])
 
         require_list("inputs", inputs)
         return self._call(job)

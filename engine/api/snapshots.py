@@ -33,9 +33,9 @@ class Snapshots:
         """Return the counters of the whole engine, and of each replica."""
         entries = self._entries
         replicas = [
-            one
+            info
             for entry in entries
-            for one in sorted((*_loaded(entry), *_died(entry)), key=lambda one: one.replica)
+            for info in sorted((*_loaded(entry), *_died(entry)), key=lambda info: info.replica)
         ]
         totals = _sum([replica.counts for replica in replicas])
         totals["requests_total"] = self._supervisor.metrics.requests_total
@@ -48,9 +48,9 @@ class Snapshots:
         supervisor, entries = self._supervisor, self._entries
         return EngineTelemetry(
             self.statistics(),
-            tuple([_telemetry_of(one) for entry in entries for one in entry.replicas]),
+            tuple([_telemetry_of(replica) for entry in entries for replica in entry.replicas]),
             models={
-                status.name: status.can_be_asked for entry in entries for status in entry.statuses()
+                status.name: status.is_available for entry in entries for status in entry.statuses()
             },
             adapters={
                 version.name: replace(version.counts)

@@ -66,7 +66,7 @@ class AnyresPreprocessor(ResizedSight):
         whole = self._resize(image, side, side)
         tiles = [whole, *squares_of(self._framed(image, height, width), side)]
         count = self.per_side**2 + self._unpadded(image, height, width)
-        fitted = tuple(FittedImage(side, side, one.tobytes()) for one in tiles)
+        fitted = tuple(FittedImage(side, side, tile.tobytes()) for tile in tiles)
         cost = len(fitted) * self.tile_cost
         size = image.height, image.width
         return SeenImage(fitted, self.token * count, count, cost, size=size)
@@ -78,15 +78,15 @@ class AnyresPreprocessor(ResizedSight):
         Raises:
             BadImage: The image keeps no pixels at any size.
         """
-        best, found = (0, 0), (0, 0)
+        best, size = (0, 0), (0, 0)
         for own_height, own_width in self.sizes:
             scale = min(own_width / width, own_height / height)
             kept = min(int(width * scale) * int(height * scale), width * height)
-            if (kept, kept - own_height * own_width) > best or not any(found):
-                best, found = (kept, kept - own_height * own_width), (own_height, own_width)
+            if (kept, kept - own_height * own_width) > best or not any(size):
+                best, size = (kept, kept - own_height * own_width), (own_height, own_width)
         if not best[0]:
             raise BadImage("is too long and narrow for the model; send a part of it")
-        return found
+        return size
 
     def _framed(self, image: Image.Image, height: int, width: int) -> Image.Image:
         """Return the image in the middle of a black frame of this size, as large as it fits."""

@@ -201,17 +201,17 @@ def exif_orientation(exif: bytes) -> int:
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
     if order is None:
         return 0
-    found = 0
+    value = 0
     try:
         (at,) = unpack_from(f"{order}I", exif, 4)
         (count,) = unpack_from(f"{order}H", exif, at)
         for entry in range(at + 2, at + 2 + 12 * min(count, EXIF_ENTRIES_MAX), 12):
             tag, kind, number = unpack_from(f"{order}HHI", exif, entry)
             if tag == ORIENTATION_TAG and number == 1 and kind in (1, 3, 4):
-                (found,) = unpack_from(order + {1: "B", 3: "H", 4: "I"}[kind], exif, entry + 8)
+                (value,) = unpack_from(order + {1: "B", 3: "H", 4: "I"}[kind], exif, entry + 8)
     except StructError:
         pass  # an orientation before the damage counts
-    return found if 1 <= found <= 8 else 0
+    return value if 1 <= value <= 8 else 0
 
 
 def xmp_orientation(xmp: bytes) -> int:

@@ -275,7 +275,7 @@ class TiledPreprocessor(ResizedSight):
         return height, width
 
     def _seen(self, tiles: list[Image.Image], rows: int, columns: int) -> SeenImage:
-        fitted = tuple(FittedImage(one.height, one.width, one.tobytes()) for one in tiles)
+        fitted = tuple(FittedImage(tile.height, tile.width, tile.tobytes()) for tile in tiles)
         count = len(fitted)
         text = self._text(rows, columns)
         tokens, cost = count * self.tile_tokens, count * self.tile_cost

@@ -43,14 +43,14 @@ def read_text(path: Path) -> str:
 
 def _groups(controller: str, root: Path) -> dict[str, PurePosixPath]:
     """Return the process's group in each version whose groups have the controller."""
-    found = {}
+    folders = {}
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            found[V2] = PurePosixPath(path)
+            folders[V2] = PurePosixPath(path)
         elif controller in controllers.split(","):
-            found[V1] = PurePosixPath(path)
-    return found
+            folders[V1] = PurePosixPath(path)
+    return folders
 
 
 def _mounts(controller: str, root: Path) -> Iterator[tuple[str, PurePosixPath, Path]]:
@@ -67,4 +67,4 @@ def _mounts(controller: str, root: Path) -> Iterator[tuple[str, PurePosixPath, P
 
 def _unescaped(field: str) -> str:
     """Return a field of mountinfo, in which a space is written as an octal number."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

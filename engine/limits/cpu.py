@@ -49,7 +49,7 @@ def cpu_limit(root: Path = Path("/"), processors: Collection[int] | None = None)
     """Return the limit of this process. Tests pass another ``root`` of the files, and the
     ``processors`` that the process may run on."""
     allowed = os.sched_getaffinity(0) if processors is None else processors
-    cores = {_siblings(root, one) for one in allowed}
+    cores = {_siblings(root, core) for core in allowed}
     return CpuLimit(len(cores), len(allowed), min(_quotas(root), default=None))
 
 

@@ -74,9 +74,9 @@ class Adapters:
         ):
             version = AdapterVersion(base, config)
             try:
-                while missing := [one for one in entry.ready if version not in one.adapters]:
+                while missing := [r for r in entry.ready if version not in r.adapters]:
                     await self._load_onto(entry, version, missing[0])
-                self._require_one_content(entry, version)
+                self._require_same_content(entry, version)
                 self._registry.require_names(entry, config)
             except BaseException:
                 self._start(partial(self._drop, entry, version))
@@ -152,14 +152,14 @@ class Adapters:
             log_failed_adapter(version.name, error)
             raise error_for_request(version.name, error) from error
 
-    def _require_one_content(self, entry: Entry, version: AdapterVersion) -> None:
+    def _require_same_content(self, entry: Entry, version: AdapterVersion) -> None:
         """Check that a replica has loaded a version, and that all have loaded the same content.
 
         Raises:
             ShuttingDown, NoWorkers: no replica is left to serve. SpawnFailed: the contents differ.
         """
         self._registry.require_open(entry)
-        digests = {one.adapters[version].digest for one in entry.ready}
+        digests = {replica.adapters[version].digest for replica in entry.ready}
         if not digests:
             raise NoWorkers(
                 f"{version.name} was not loaded, because its base has left the memory meanwhile",

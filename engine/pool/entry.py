@@ -137,7 +137,7 @@ class Entry:
     @property
     def num_degraded(self) -> int:
         """How many replicas died and will be restarted, or have a step that hangs."""
-        return len(self.degraded_ids) + sum(one.loop.is_hung for one in self.replicas)
+        return len(self.degraded_ids) + sum(replica.loop.is_hung for replica in self.replicas)
 
     def note_progress(self, progress: LoadProgress) -> None:
         """Store a stage of the load. The loading thread calls this. A stage whose totals are
@@ -149,7 +149,7 @@ class Entry:
 
     def ready_with(self, version: AdapterVersion | None) -> list[AnyReplica]:
         """Return the ready replicas that have an adapter; with None, all of them."""
-        return [one for one in self.ready if version is None or version in one.adapters]
+        return [replica for replica in self.ready if version is None or version in replica.adapters]
 
     def pick(self, routing: str, version: AdapterVersion | None = None) -> AnyReplica | None:
         """Return the ready replica for a request whose prompt is not known yet; None if no ready
@@ -172,10 +172,10 @@ class Entry:
         ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
-        caches = [one.loop.core.prefixes for one in ready]
+        caches = [replica.loop.core.prefixes for replica in ready]
         # The keys are equal for all replicas, which have one model name and one block size.
         keys = [] if caches[0] is None else caches[0].keys_of(request)
-        cached = [0 if one is None else one.cached_tokens(keys) for one in caches]
+        cached = [0 if cache is None else cache.cached_tokens(keys) for cache in caches]
         return ready[by_prefix([replica.work for replica in ready], cached, self._turn)]
 
     def free_id(self) -> int:
@@ -190,7 +190,7 @@ class Entry:
     def adapter_status(self, version: AdapterVersion) -> ModelStatus:
         """Return the snapshot of one of the model's adapters. An adapter has the state of the
         model, unless it did not load."""
-        infos = [one.adapters[version] for one in self.replicas if version in one.adapters]
+        infos = [r.adapters[version] for r in self.replicas if version in r.adapters]
         own = self.status()
         has_failed = version.error is not None and not infos
         return replace(
@@ -227,7 +227,7 @@ class Entry:
             replicas=tuple(replica.status() for replica in self.replicas),
             leases=sum(replica.num_leases for replica in self.replicas),
             last_used=self.last_used,
-            device=", ".join(dict.fromkeys(one.info.device for one in self.replicas)),
+            device=", ".join(dict.fromkeys(replica.info.device for replica in self.replicas)),
             full_sequences=sum(replica.info.full_sequences for replica in self.replicas),
             **{name: getattr(info, name) for name in OF_INFO if info is not None},
             is_lazy=self.config.lazy or self.was_loaded,

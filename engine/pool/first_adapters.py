@@ -46,9 +46,9 @@ async def load_all(
     failed: set[AdapterVersion] = set()
     while True:
         wanted = list(entry.adapters.values())
-        if stale := [one for one in loaded if one not in wanted]:
+        if stale := [v for v in loaded if v not in wanted]:
             await jobs.run_for_load(partial(_unload, runner, loaded.pop(stale[0])))
-        elif missing := [one for one in wanted if one not in loaded and one not in failed]:
+        elif missing := [v for v in wanted if v not in loaded and v not in failed]:
             version = missing[0]
             try:
                 loaded[version] = await _load(entry, version, runner, jobs)
@@ -75,7 +75,7 @@ async def _load(
         return info
 
     info = await jobs.run_for_load(load)
-    others = {one.adapters[version].digest for one in entry.ready if version in one.adapters}
+    others = {r.adapters[version].digest for r in entry.ready if version in r.adapters}
     if others - {info.digest}:
         await jobs.run_for_load(partial(_unload, runner, info))
         raise SpawnFailed(

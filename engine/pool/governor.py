@@ -194,7 +194,7 @@ class Governor:
     ) -> MemoryExhausted:
         reserved, limit = self._memory.reserved(need.device), self._memory.limit(need.device)
         names = ", ".join(
-            f"{one.model} ({_mib(one.reservation.on(need.device))})" for one in may_go
+            f"{entry.model} ({_mib(entry.reservation.on(need.device))})" for entry in may_go
         )
         never_fits = need.num_bytes > limit
         ways = ["raise --memory-limit"] * (need.device == CPU)
@@ -245,7 +245,7 @@ def victims(entry: Entry, held: Sequence[tuple[Entry, AnyReplica]]) -> list[AnyR
     others = [
         (other, replica) for other, replica in held if other is not entry and not replica.is_retired
     ]
-    idle = [one for other, one in others if not one.num_leases and not other.num_waiting]
+    idle = [entry for other, entry in others if not entry.num_leases and not other.num_waiting]
     idle.sort(key=lambda replica: replica.idle_since)
     left = {other.config.name: len(other.ready) for other, _ in others}
     for replica in idle:

@@ -78,7 +78,7 @@ class ReplicaLoader:
                 granted = await self._governor.reserve(entry, load, needs)
         finally:
             pairs = zip(candidates, granted, strict=True)
-            await self._jobs.close_all([one.runner for one, held in pairs if held is None])
+            await self._jobs.close_all([part.runner for part, held in pairs if held is None])
         if load.room.cancelled_caught:
             self._registry.require_open(entry)
         load.granted = len(granted) - granted.count(None)
@@ -174,7 +174,7 @@ class ReplicaLoader:
         adapters: dict[AdapterVersion, AdapterInfo],
     ) -> AnyReplica:
         """Have a replica that has loaded serve, with its adapters, and count the success."""
-        own = sum(one.num_bytes for one in adapters.values())
+        own = sum(adapter.num_bytes for adapter in adapters.values())
         reservation.measured(info.memory_bytes + own)
         if entry.capability is None:
             entry.capability = info.capability

@@ -76,7 +76,7 @@ class Registry:
         try:
             entry = self.entries[self._names[name]]
         except KeyError:
-            raise self._not_found(name) from None
+            raise self._unknown_model(name) from None
         self._require_capability(entry, capability)
         return entry
 
@@ -88,8 +88,8 @@ class Registry:
         self._require_capability(entry, capability)
         return entry
 
-    def _not_found(self, name: str) -> ModelNotFound:
-        adapters = [one.name for entry in self.entries.values() for one in entry.adapters.values()]
+    def _unknown_model(self, name: str) -> ModelNotFound:
+        adapters = [a.name for entry in self.entries.values() for a in entry.adapters.values()]
         known = ", ".join((*self.entries, *adapters))
         return ModelNotFound(f"no model is named {name!r}; the configured models are: {known}")
 
@@ -109,7 +109,7 @@ class Registry:
             return self._adapters[name]
         if name in self._names:
             raise InvalidRequest.of("model", f"{name} is not an adapter; use UnloadModel")
-        raise self._not_found(name)
+        raise self._unknown_model(name)
 
     def adapter_config(
         self, name: str, directory: str, aliases: tuple[str, ...]
@@ -146,11 +146,11 @@ class Registry:
             InvalidRequest: a name stands for another model, or an alias is the adapter's own name.
         """
         full = f"{entry.config.name}:{config.name}"
-        for one in (full, *config.aliases):
-            known = self.find_adapter(one)
-            if one in self._names or (known is not None and known.name != full):
-                field = "model" if one == full else "aliases"
-                raise InvalidRequest.of(field, f"{one} is the name of another model")
+        for alias in (full, *config.aliases):
+            known = self.find_adapter(alias)
+            if alias in self._names or (known is not None and known.name != full):
+                field = "model" if alias == full else "aliases"
+                raise InvalidRequest.of(field, f"{alias} is the name of another model")
         if full in config.aliases:
             raise InvalidRequest.of("aliases", f"{full} is the adapter's own name; leave it out")
 

@@ -75,7 +75,7 @@ class Serving:
         if self._registry.is_closed:
             replica.loop.close()
         entry.replicas.append(replica)
-        entry.replicas.sort(key=lambda one: one.replica_id)
+        entry.replicas.sort(key=lambda replica: replica.replica_id)
         self._start_task(lambda: self._run(entry, replica, runner))
         log.info("model %s is ready: %s on %s", replica.model, info.architecture, info.device)
         return replica

@@ -173,5 +173,5 @@ def wait_for_any(channels: Sequence[Channel], limit_s: float | None) -> list[int
         fds = [stack.enter_context(channel.watched()) for channel in channels]
         for fd in fds:
             look.register(fd, select.POLLIN)
-        found = {fd for fd, _ in look.poll(None if limit_s is None else limit_s * 1000)}
-    return [place for place, fd in enumerate(fds) if fd in found]
+        ready = {fd for fd, _ in look.poll(None if limit_s is None else limit_s * 1000)}
+    return [place for place, fd in enumerate(fds) if fd in ready]

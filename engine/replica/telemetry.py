@@ -221,17 +221,17 @@ class ReplicaTelemetry:
         event: Any
         for event in events:
             if event.__class__ is token_event:
-                one = live.get(event.request_id)
-                if one is None:
+                times = live.get(event.request_id)
+                if times is None:
                     continue
                 if event.choice:
-                    before, one.others[event.choice] = one.others.get(event.choice), now
+                    before, times.others[event.choice] = times.others.get(event.choice), now
                 else:
-                    before, one.last = one.last, now
+                    before, times.last = times.last, now
                 if before == last_step and before is not None:
                     num_alike += 1
                 elif before is None:
-                    self.first_token.observe(now - one.arrived_at)
+                    self.first_token.observe(now - times.arrived_at)
                 else:
                     if num_alike and last_step is not None:
                         intervals.append((now - last_step, num_alike))
@@ -246,22 +246,22 @@ class ReplicaTelemetry:
             self._count()
 
     def _finished(self, event: Finished, now: float) -> None:
-        one = self._live.get(event.request_id)
-        if one is None:
+        times = self._live.get(event.request_id)
+        if times is None:
             return
         timings, usage = event.timings, event.usage
         self.generation_tokens.observe(usage.completion_tokens)
         if timings.parked_s:
             self.parked.observe(timings.parked_s)
-        one.num_open -= 1
-        if one.num_open:
+        times.num_open -= 1
+        if times.num_open:
             return
         del self._live[event.request_id]
         self.prompt_tokens.observe(usage.prompt_tokens)
         self.queue.observe(timings.queue_s)
         self.prefill.observe(timings.prefill_s)
         self.decode.observe(timings.decode_s)
-        self.request.observe(now - one.arrived_at)
+        self.request.observe(now - times.arrived_at)
         reason = event.reason.value
         self._ends[reason] = self._ends.get(reason, 0) + 1
 
@@ -277,7 +277,7 @@ class ReplicaTelemetry:
         ``holds`` returns whether a request still holds resources."""
         if not self._cancelled:
             return
-        for request_id in [one for one in self._cancelled if not holds(one)]:
+        for request_id in [cancelled for cancelled in self._cancelled if not holds(cancelled)]:
             since, phase = self._cancelled.pop(request_id)
             histogram = self._cancel_to_free.get(phase)
             if histogram is None:
@@ -296,7 +296,7 @@ class ReplicaTelemetry:
         self._count()
         return TelemetrySnapshot(
             {name: getattr(self, name).snapshot() for name in self.NAMES},
-            {phase.value: one.snapshot() for phase, one in self._cancel_to_free.items()},
+            {phase.value: times.snapshot() for phase, times in self._cancel_to_free.items()},
             dict(self._ends),
             dict(self.loop_s),
         )

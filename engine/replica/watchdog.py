@@ -133,7 +133,7 @@ class Watchdog:
 
     def forget(self, watch: StepWatch) -> None:
         """Stop watching a loop that has ended."""
-        self._watches = tuple(one for one in self._watches if one is not watch)
+        self._watches = tuple(other for other in self._watches if other is not watch)
 
     def stop(self) -> None:
         """Stop watching. Does not wait for the thread to end."""

@@ -56,7 +56,7 @@ class DetachedStreams:
 
     def image_bytes(self) -> int:
         """Return the bytes of the image files of waiting streams whose requests have not ended."""
-        waiting = [one.stream for one in self._waits.values() if not one.stream.is_closed]
+        waiting = [wait.stream for wait in self._waits.values() if not wait.stream.is_closed]
         return sum([stream.request.image_bytes for stream in waiting])
 
     def register(self, stream: RequestStream[Any]) -> None:
@@ -82,40 +82,38 @@ class DetachedStreams:
         """Give streams up until there is room for ``stream``: the oldest of its own party if that
         has too many, then the oldest of the party that has the most streams or, if memory is short,
         the most bytes."""
-        own = [one for one in self._waits.values() if one.stream.party == stream.party]
+        own = [wait for wait in self._waits.values() if wait.stream.party == stream.party]
         if len(own) >= DETACHED_EACH_MAX:
             self._give_up(own[0], EndReason.CANCELLED)
         left = DETACHED_BYTES_MAX - stream.kept_bytes
-        left -= sum([one.num_bytes for one in self._waits.values()])
+        left -= sum([wait.num_bytes for wait in self._waits.values()])
         while self._waits and (len(self._waits) >= DETACHED_MAX or left < 0):
             parties = Counter[Hashable]()
             for wait in self._waits.values():
                 parties[wait.stream.party] += wait.num_bytes if left < 0 else 1
             [(most, _)] = parties.most_common(1)
-            wait = next(one for one in self._waits.values() if one.stream.party == most)
+            wait = next(wait for wait in self._waits.values() if wait.stream.party == most)
             left += wait.num_bytes
             self._give_up(wait, EndReason.CANCELLED)
 
     def make_place(self) -> bool:
         """Cancel a live request whose stream waits, so that a new request has its place. Return
         whether there was such a request."""
-        return self._give_up_one(lambda stream: True) is not None
+        return self._give_up_oldest(lambda stream: True) is not None
 
     def spare_images(self, holders: Container[RequestId]) -> RequestId | None:
         """Cancel one of the ``holders`` of images' memory whose stream waits, because another
         request lacks memory. Return its id; None if none waits."""
-        return self._give_up_one(lambda stream: stream.core_id in holders)
+        return self._give_up_oldest(lambda stream: stream.core_id in holders)
 
-    def _give_up_one(self, is_meant: Callable[[TextStream], bool]) -> RequestId | None:
+    def _give_up_oldest(self, is_meant: Callable[[TextStream], bool]) -> RequestId | None:
         """Give up the oldest stream of the party that has the most, among waiting streams with live
         requests for which ``is_meant`` is true. Return its request's core id, or None."""
-        waits = [
-            one for one in self._waits.values() if not one.stream.is_closed and is_meant(one.stream)
-        ]
+        waits = [x for x in self._waits.values() if not x.stream.is_closed and is_meant(x.stream)]
         if not waits:
             return None
-        [(most, _)] = Counter([one.stream.party for one in waits]).most_common(1)
-        oldest = next(one for one in waits if one.stream.party == most)
+        [(most, _)] = Counter([wait.stream.party for wait in waits]).most_common(1)
+        oldest = next(wait for wait in waits if wait.stream.party == most)
         self._give_up(oldest, EndReason.CANCELLED)
         return oldest.stream.core_id
 
@@ -132,7 +130,7 @@ class DetachedStreams:
 
     def waiting(self, request_id: str) -> TextStream | None:
         """Return the newest waiting stream with this id, if there is one."""
-        waits = [one.stream for one in self._waits.values() if one.stream.request_id == request_id]
+        waits = [x.stream for x in self._waits.values() if x.stream.request_id == request_id]
         return waits[-1] if waits else None
 
     def attachable(self, request_id: str, token: str, holder: Quota | None) -> TextStream:

@@ -71,9 +71,9 @@ class CheckedFields(TypedFields):
         Raises:
             InvalidRequest: It lists one violation per broken field.
         """
-        found = list(self.violations())
-        if found:
-            raise InvalidRequest(found)
+        violations = list(self.violations())
+        if violations:
+            raise InvalidRequest(violations)
 
 
 class FieldType(NamedTuple):
@@ -124,14 +124,14 @@ def options(made: type[Any]) -> FieldType:
 def several(made: type[Any]) -> FieldType:
     """Return the type of a field that has a tuple of objects of the dataclass ``made``. A mapping
     stands for the object with these fields."""
-    one = options(made)
+    message = options(made)
 
     def convert(name: str, given: Any) -> Any:
         if isinstance(given, str | Mapping):
             raise wrong_type(name, f"a list of {made.__name__}", given)
         entries = enumerate(_tuple(given))
         return tuple(
-            entry if type(entry) is made else one.convert(f"{name}[{index}]", entry)
+            entry if type(entry) is made else message.convert(f"{name}[{index}]", entry)
             for index, entry in entries
         )
 
@@ -192,10 +192,10 @@ def _ids(given: Any) -> tuple[int, ...]:
 
 
 def _types(values: tuple[Any, ...]) -> set[type]:
-    found: set[type] = set()
+    types: set[type] = set()
     for at in range(0, len(values), PART):
-        found |= set(map(type, values[at : at + PART]))
-    return found
+        types |= set(map(type, values[at : at + PART]))
+    return types
 
 
 def _inputs(given: Any) -> tuple[str | bytes | tuple[int, ...], ...]:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from engine.core.common.types import RequestId
     from engine.replica.replica import Replica
 
-AskedT = TypeVar("AskedT")
+RequestT = TypeVar("RequestT")
 ReplicaT = TypeVar("ReplicaT")
 CoreRequestT_co = TypeVar("CoreRequestT_co", bound="CoreRequest", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment(Generic[AskedT, ReplicaT]):
+class Assignment(Generic[RequestT, ReplicaT]):
     """A client's request, and the leased replica that it is prepared for.
 
     ``core_id`` is the core's name for the request, ``arrival`` the time at which it arrived, on
@@ -38,7 +38,7 @@ class Assignment(Generic[AskedT, ReplicaT]):
     the given holders of images' memory whose client is away, and returns its id, or None.
     """
 
-    request: AskedT
+    request: RequestT
     replica: ReplicaT
     core_id: RequestId
     arrival: float

@@ -312,7 +312,7 @@ class Supervisor:
                 await self.wait_idle()
         finally:
             self._refuses_new = True
-            cut = [one for one in self._live.values() if one.reason is None]
+            cut = [stream for stream in self._live.values() if stream.reason is None]
             for stream in cut:
                 stream.cancel(EndReason.SHUTDOWN)
             self._num_cut += len(cut)

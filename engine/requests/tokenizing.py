@@ -194,9 +194,9 @@ class Tokenizing:
 
         def job() -> str:
             if first_outside(ids, vocab_size) is not None:
-                for index, one in enumerate(ids):
-                    if not tokenizer.is_known(one):
-                        check_ids("ids", (one,), vocab_size, first=index)
+                for index, id_ in enumerate(ids):
+                    if not tokenizer.is_known(id_):
+                        check_ids("ids", (id_,), vocab_size, first=index)
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
         return await self.run(len(ids), job, party)
@@ -242,14 +242,14 @@ class Tokenizing:
         Raises:
             InvalidRequest: images cannot be read; it lists the paths of all, which come with them.
         """
-        made, found = [], []
+        made, violations = [], []
         for path, data in files:
             try:
                 made.append(await self._in_thread(partial(read, data), self._image_turns))
             except BadImage as error:
-                found.append(FieldViolation(path, str(error)))
-        if found:
-            raise InvalidRequest(found)
+                violations.append(FieldViolation(path, str(error)))
+        if violations:
+            raise InvalidRequest(violations)
         return made
 
     async def _in_thread(self, work: Callable[[], T], turns: Turns, party: Hashable = None) -> T:
@@ -272,7 +272,7 @@ def of_field(field: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise error.renamed(lambda one: field if one == "text" else one) from error
+        raise error.renamed(lambda path: field if path == "text" else path) from error
 
 
 def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, ModelConfig
     from engine.worker.encode.interface import EncodeRunner
-    from engine.worker.image_generation.interface import ImageRunner
+    from engine.worker.image_generation.interface import ImageGenerationRunner
     from engine.worker.text.interface import TextRunner
 
     # Spelled out: the values of kinds of work have no common name that says more.
-    AnyRunner = TextRunner | EncodeRunner | ImageRunner
+    AnyRunner = TextRunner | EncodeRunner | ImageGenerationRunner
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
 ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
@@ -59,7 +59,7 @@ def threads_for(model: ModelConfig, config: EngineConfig) -> int:
     if _known_capability(model) in ENCODERS:
         return 1
     num_workers = sum(
-        one.num_replicas * one.tp for one in config.models if _known_capability(one) not in ENCODERS
+        m.num_replicas * m.tp for m in config.models if _known_capability(m) not in ENCODERS
     )
     return max(1, cpu_limit().threads // num_workers)
 
@@ -111,9 +111,9 @@ def require_a_model(config: EngineConfig) -> None:
     Raises:
         ConfigError: All models are paths at which there is nothing.
     """
-    found = {one.name: "" if one.lazy else absence(one.model) for one in config.models}
-    if all(found.values()):
-        raise ConfigError("; ".join(f"{name}: {why}" for name, why in found.items()))
+    absences = {model.name: "" if model.lazy else absence(model.model) for model in config.models}
+    if all(absences.values()):
+        raise ConfigError("; ".join(f"{name}: {why}" for name, why in absences.items()))
 
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
@@ -183,8 +183,8 @@ def _find_temporary_folder() -> None:
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        told = "needs a temporary folder, and none can be written; name one in TMPDIR"
-        raise Refusal(told) from None
+        problem = "needs a temporary folder, and none can be written; name one in TMPDIR"
+        raise Refusal(problem) from None
 
 
 def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> Capability:
@@ -204,9 +204,9 @@ def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> 
 @holds_import_lock
 def _import_runner(spec: RunnerSpec, kind: Capability) -> AnyRunner:
     if kind is Capability.TEXT_TO_IMAGE:
-        from engine.worker.image_generation.runner import DiffusionRunner
+        from engine.worker.image_generation.runner import PipelineRunner
 
-        return DiffusionRunner(spec)
+        return PipelineRunner(spec)
     if kind in ENCODERS:
         from engine.worker.encode.runner import EncoderRunner
 

@@ -56,8 +56,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # torch raises plain RuntimeErrors here. These are the messages of its CPU and MPS allocators.
-    said = ("can't allocate memory", "MPS backend out of memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+    messages = ("can't allocate memory", "MPS backend out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
 def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
@@ -77,8 +77,8 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
     ):
         # Raised by a library: this project's readers raise a `Refusal`.
         file = os.path.basename(os.fsdecode(error.filename))
-        said = f"its load could not use the file {file} ({error.strerror})"
-        return SpawnFailed(said, log_detail=describe(error))
+        reason = f"its load could not use the file {file} ({error.strerror})"
+        return SpawnFailed(reason, log_detail=describe(error))
     log.error("the load of %s failed in an unexpected way", name, exc_info=error)
     return SpawnFailed(
         f"its load failed in an unexpected way ({type(error).__name__}); the log has the details",

@@ -97,9 +97,9 @@ class ImageReader:
         if self.fit.max_patches:
             arrays = self._patches(images)
         else:
-            arrays = {"pixel_values": np.stack([self._scaled(one) for one in images])}
+            arrays = {"pixel_values": np.stack([self._scaled(image) for image in images])}
         features: dict[str, Any] = {
-            name: torch.from_numpy(one).to(device) for name, one in arrays.items()
+            name: torch.from_numpy(array).to(device) for name, array in arrays.items()
         }
         return features | {"modality": "image"}
 
@@ -111,7 +111,7 @@ class ImageReader:
         side, most = self._patch_size, self.fit.max_patches
         values = np.zeros((len(images), most, side * side * 3), np.float32)
         mask = np.zeros((len(images), most), np.int32)
-        shapes = np.array([(one.height // side, one.width // side) for one in images], np.int64)
+        shapes = np.array([(x.height // side, x.width // side) for x in images], np.int64)
         for place, (image, (rows, columns)) in enumerate(zip(images, shapes, strict=True)):
             cut = self._scaled(image).reshape(3, rows, side, columns, side)
             values[place, : rows * columns] = cut.transpose(1, 3, 2, 4, 0).reshape(
@@ -160,8 +160,8 @@ def table_of(processor: Any) -> Floats:
 
 def _side(size: Any, name: str) -> int:
     """Return one entry of a processor's size; 0 if it is not set."""
-    found = size.get(name) if isinstance(size, dict) else getattr(size, name, None)
-    return int(found or 0)
+    side = size.get(name) if isinstance(size, dict) else getattr(size, name, None)
+    return int(side or 0)
 
 
 def _pair(size: Any) -> tuple[int, int] | None:

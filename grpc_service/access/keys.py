@@ -85,11 +85,11 @@ class KeyRing:
     def find(self, key: bytes) -> Quota | None:
         """Return the quota of a key's holder, None for an unknown key, in the same time for
         every key."""
-        shown, found = _digest(key), None
+        shown, quota_ = _digest(key), None
         for digest, quota in self._entries:
             if hmac.compare_digest(digest, shown):
-                found = quota  # no early exit, so that all keys take the same time
-        return found
+                quota_ = quota  # no early exit, so that all keys take the same time
+        return quota_
 
 
 def open_keys(config: ServerConfig) -> KeyRing | None:
@@ -154,6 +154,6 @@ def _entry(words: list[str], defaults: KeyLimits) -> tuple[str, bytes, KeyLimits
     for setting in settings:
         field, _, value = setting.partition("=")
         if field not in SETTINGS or not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise ValueError(f"after the key come {' and '.join(f'{one}=N' for one in SETTINGS)}")
+            raise ValueError(f"after the key come {' and '.join(f'{name}=N' for name in SETTINGS)}")
         limits = replace(limits, **{field: int(value)})
     return name, _digest(key.encode()), limits

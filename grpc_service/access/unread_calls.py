@@ -84,7 +84,7 @@ class UnreadCalls:
             while len(calls) > self._most and not call.is_being_read:
                 self._evict_oldest(connection)
         while len(self._connections) > self._most_in_all:
-            self._evict_oldest(max(self._unread, key=lambda one: len(self._unread[one])))
+            self._evict_oldest(max(self._unread, key=lambda owner: len(self._unread[owner])))
 
     def _evict_oldest(self, connection: Hashable) -> None:
         call = next(iter(self._unread[connection]))

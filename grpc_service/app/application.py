@@ -327,10 +327,10 @@ async def _wait_loaded(engine: Engine, reasons: HeldBack) -> None:
     await _wait_settled(first)
     if all(entry.state is ModelState.FAILED for entry in first):
         await _wait_settled(entries)
-    told = _failure(engine)
-    reasons.release(told)
-    if told:
-        raise ConfigError(told)
+    failure = _failure(engine)
+    reasons.release(failure)
+    if failure:
+        raise ConfigError(failure)
 
 
 def _failure(engine: Engine) -> str:
@@ -356,7 +356,7 @@ async def _wait_settled(entries: Collection[Entry]) -> bool:
 
     Cancellation: safe; the loads go on.
     """
-    late = [one for one in entries if not (one.config.lazy or one.settled.is_set())]
+    late = [entry for entry in entries if not (entry.config.lazy or entry.settled.is_set())]
     for entry in late:
         await entry.settled.wait()
     return bool(late)

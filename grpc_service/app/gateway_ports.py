@@ -65,7 +65,7 @@ def ports_by_model(engine_config: EngineConfig, config: ServerConfig) -> dict[st
         for model in engine_config.models
         for alias in (model.name, *model.aliases)
     }
-    served, found = [model.name for model in engine_config.models], dict[str, int]()
+    served, ports = [model.name for model in engine_config.models], dict[str, int]()
     for name, port in config.vllm_engine_ports:
         if not name and len(served) > 1:
             raise ConfigError(
@@ -78,10 +78,10 @@ def ports_by_model(engine_config: EngineConfig, config: ServerConfig) -> dict[st
                 f"--vllm-engine-port {name}={port} names no model of this server; it serves "
                 f"{', '.join(served)}"
             )
-        if model in found:
+        if model in ports:
             raise ConfigError(f"--vllm-engine-port gives {model} two ports; a model has one")
-        found[model] = port
-    return found
+        ports[model] = port
+    return ports
 
 
 @dataclass(eq=False)
@@ -107,20 +107,20 @@ class GatewayPorts:
         for model, port in wanted.items():
             listeners = listen_for_gateway(self._config, port)
             self.ports[model] = listeners[0].port
-            self._open[model] = one = self._port_of(model)
-            nursery.start_soon(one.server.run, listeners)
+            self._open[model] = gateway = self._port_of(model)
+            nursery.start_soon(gateway.server.run, listeners)
             where = f"{self._config.vllm_engine_host}:{listeners[0].port}"
             log.info("%s is served to gateways on grpc://%s", model, where)
         self.refresh()
 
     def refresh(self) -> None:
         """Act on a change of the engine's models, or on its drain."""
-        for one in self._open.values():
-            one.service.refresh()
-            is_healthy = one.service.is_healthy
-            one.health.set_states({"": is_healthy, one.service.full_name: is_healthy})
+        for gateway in self._open.values():
+            gateway.service.refresh()
+            is_healthy = gateway.service.is_healthy
+            gateway.health.set_states({"": is_healthy, gateway.service.full_name: is_healthy})
             if self._backend.engine.is_draining:
-                one.server.leave()
+                gateway.server.leave()
 
     async def settle(self) -> None:
         """Wait until no port has a call on its way, as `RpcServer.settle` does.
@@ -128,8 +128,8 @@ class GatewayPorts:
         Cancellation: safe.
         """
         async with trio.open_nursery() as nursery:
-            for one in self._open.values():
-                nursery.start_soon(one.server.settle)
+            for gateway in self._open.values():
+                nursery.start_soon(gateway.server.settle)
 
     async def stop(self, grace_s: float) -> None:
         """Stop all ports, as `RpcServer.stop` does.
@@ -137,9 +137,9 @@ class GatewayPorts:
         Cancellation: the ports that were not stopped go on.
         """
         async with trio.open_nursery() as nursery:
-            for one in self._open.values():
-                one.service.close()
-                nursery.start_soon(one.server.stop, grace_s)
+            for gateway in self._open.values():
+                gateway.service.close()
+                nursery.start_soon(gateway.server.stop, grace_s)
 
     def _port_of(self, model: str) -> _Port:
         from grpc_service.vllm_engine.service import VllmEngine, methods

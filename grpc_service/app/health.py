@@ -117,7 +117,7 @@ def model_states(models: Sequence[ModelStatus], *, draining: bool) -> dict[str, 
     The server as a whole is SERVING when its preloaded text models are. A text model that FAILED
     affects only its own name, unless all text models have failed; an adapter never affects more.
     """
-    text = [one for one in models if one.capability.generates_text and not one.base]
+    text = [model for model in models if model.capability.generates_text and not model.base]
     alive = [model for model in text if model.state is not ModelState.FAILED]
     is_up = all(_is_serving(model) for model in alive) and (bool(alive) or not text)
     states = {
@@ -133,4 +133,4 @@ def model_states(models: Sequence[ModelStatus], *, draining: bool) -> dict[str, 
 def _is_serving(model: ModelStatus) -> bool:
     """Return whether clients should send requests to the model. A lazy model is loaded by a
     request, so it counts as serving. A model whose step hangs queues requests, so it does not."""
-    return model.can_be_asked and not model.is_hung
+    return model.is_available and not model.is_hung

@@ -39,13 +39,13 @@ def num_connections(wanted: int, num_ports: int = 1) -> int:
             soft = most
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    found = max(1, soft // num_ports - OTHER_FILES)
+    limit = max(1, soft // num_ports - OTHER_FILES)
     log.warning(
         "--max-connections is %d here, as the process may have %d files open (ulimit -n)",
-        found,
+        limit,
         soft,
     )
-    return found
+    return limit
 
 
 def check_free(config: ServerConfig) -> None:

@@ -250,12 +250,12 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """Yield one family per metric, also for a metric without samples."""
         try:
-            found = list(self._ask())
+            samples = list(self._ask())
         except (RuntimeError, TrioletError) as error:
             log.warning("a scrape failed, because the engine has ended: %s", error)
             return
         families = {metric: _family(metric) for metric in METRICS}
-        for metric, labels, value in found:
+        for metric, labels, value in samples:
             if metric.kind == "histogram":
                 families[metric].add_metric(labels, _buckets(value), sum_value=value.total)
             else:

@@ -45,15 +45,15 @@ class HeldBack(logging.Filter):
         self._records.append(record)
         return False
 
-    def release(self, told: str = "") -> None:
+    def release(self, failure: str = "") -> None:
         """Log the kept records, and keep none from now on. Of a reason that is in ``told``, which
         the start itself prints, log only the details that the start leaves out. Idempotent."""
         records, self._records = self._records, None
         for record in records or ():
             detail = getattr(record, "detail", "")
-            if told and detail in told:
+            if failure and detail in failure:
                 continue
-            if told:
+            if failure:
                 record.msg, record.args = "details of the failed load: %s", (detail,)
             logging.getLogger(LOAD_ERRORS).handle(record)
 

@@ -48,14 +48,14 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
 def certificate_warnings(config: ServerConfig, now: float) -> list[str]:
     """Return a sentence for each file whose certificates are not valid ``now`` (seconds since
     1970), or expire soon. The files are those that `server_context` has read."""
-    told = []
+    warnings = []
     for flag, file, failing in (
         ("--tls-cert", config.tls_cert, "clients"),
         ("--client-ca", config.client_ca, "connections of clients"),
     ):
         validity = validity_of(file, now) if file else None
         if validity is not None and not validity.is_valid:
-            told.append(f"{flag} {file} {validity.sentence}; {failing} that check it fail")
+            warnings.append(f"{flag} {file} {validity.sentence}; {failing} that check it fail")
         elif validity is not None and validity.expires_soon:
-            told.append(f"{flag} {file} {validity.sentence}; a new one needs a restart")
-    return told
+            warnings.append(f"{flag} {file} {validity.sentence}; a new one needs a restart")
+    return warnings

@@ -134,11 +134,11 @@ class Conversation:
     def _ask(self, question: str) -> None:
         """Ask one question and print the answer. If no answer comes, the question is forgotten
         with its images."""
-        asked = [*self._turns, user_turn(question, self._images)]
+        conversation = [*self._turns, user_turn(question, self._images)]
         self._images.clear()
         try:
-            turns = self._truncated(asked)
-            answer = self._answer(turns, len(asked) - len(turns))
+            turns = self._truncated(conversation)
+            answer = self._answer(turns, len(conversation) - len(turns))
         except CallError as error:
             if not self._is_terminal:
                 raise

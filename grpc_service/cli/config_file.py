@@ -66,7 +66,7 @@ def read_table(
 
 def _given(config: type[Any], table: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the fields of ``config`` that a table has."""
-    extra = [one.name for one in fields(config) if one.name in ("aliases", *NESTED)]
+    extra = [field.name for field in fields(config) if field.name in ("aliases", *NESTED)]
     values: dict[str, Any] = {}
     for key in extra:
         given = table.pop(key, [])
@@ -80,9 +80,9 @@ def _given(config: type[Any], table: dict[str, Any], prefix: str) -> dict[str, A
         else:
             raise ConfigError(f"{prefix}{key} must be a list of names")
     values |= _read(table, kinds_of(config), prefix, extra)
-    for one in fields(config):
-        if one.default is one.default_factory is MISSING and one.name not in values:
-            raise ConfigError(f"{prefix}{one.name} is missing")
+    for field in fields(config):
+        if field.default is field.default_factory is MISSING and field.name not in values:
+            raise ConfigError(f"{prefix}{field.name} is missing")
     return values
 
 

@@ -153,9 +153,9 @@ def _cpu_flags(path: Path) -> set[str]:
 
 
 def _processor(flags: set[str]) -> Finding:
-    found = [name for name in (*CPU_FEATURES, *BF16_FEATURES) if name in flags]
+    features = [name for name in (*CPU_FEATURES, *BF16_FEATURES) if name in flags]
     bf16 = "bf16 in hardware" if flags & set(BF16_FEATURES) else "no bf16: auto means float32"
-    return Finding("processor", f"{platform.machine()}, {' '.join(found) or 'plain'}; {bf16}")
+    return Finding("processor", f"{platform.machine()}, {' '.join(features) or 'plain'}; {bf16}")
 
 
 def _torch() -> Iterator[Finding]:
@@ -188,7 +188,7 @@ def _downloads(directory: str) -> Finding:
     if directory.startswith("~"):
         return Finding("downloads", "this user has no home directory", advice=another)
     place = Path(directory).absolute()
-    existing = next(one for one in (place, *place.parents) if os.path.exists(one))
+    existing = next(parent for parent in (place, *place.parents) if os.path.exists(parent))
     if os.access(existing, os.W_OK | os.X_OK):
         return Finding("downloads", directory)
     return Finding("downloads", f"{directory} cannot be written", advice=another)
@@ -234,10 +234,10 @@ def _port(host: str, port: int) -> Finding:
 
 def _certificate(file: str) -> Finding:
     try:
-        found = validity_of(file, time.time())
+        validity = validity_of(file, time.time())
     except PemError as error:
         return Finding("certificate", str(error), False, "choose with --tls-cert")
-    value = f"{file} {found.sentence}"
-    if found.is_valid and not found.expires_soon:
+    value = f"{file} {validity.sentence}"
+    if validity.is_valid and not validity.expires_soon:
         return Finding("certificate", value)
-    return Finding("certificate", value, found.is_valid, "renew it, and restart the server")
+    return Finding("certificate", value, validity.is_valid, "renew it, and restart the server")

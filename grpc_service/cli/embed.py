@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
         is_quiet = args.json and sys.stdout.isatty()  # the bar would be printed among the lines
         with progress("embedding", len(inputs), is_quiet=is_quiet) as advance:
-            found: Iterator[Response] = in_order(
+            responses: Iterator[Response] = in_order(
                 named(results_of(inputs, ask, args.timeout, advance))
             )
             if args.json:
-                for vector in found:
+                for vector in responses:
                     print_json(vector)
                 return
-            vectors = list(found)
+            vectors = list(responses)
         print_vectors(inputs, vectors)
 
     return run_client(args, job)
@@ -71,10 +71,10 @@ def request_of(args: argparse.Namespace, inputs: Sequence[Input]) -> messages.Em
     return messages.EmbedRequest(
         model=args.model,
         inputs=[
-            messages.EmbedInput(image=one.read())
-            if isinstance(one, ImageFile)
-            else messages.EmbedInput(text=one)
-            for one in inputs
+            messages.EmbedInput(image=input_.read())
+            if isinstance(input_, ImageFile)
+            else messages.EmbedInput(text=input_)
+            for input_ in inputs
         ],
         dimensions=args.dimensions,
         normalize=args.normalize,
@@ -95,7 +95,7 @@ def named(vectors: Iterable[Response]) -> Iterator[Response]:
 def print_vectors(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:
     """Print one line per text or image, and then the similarities of all pairs. With more than
     `MATRIX_MAX`, each line has the nearest text instead."""
-    texts = [one.path if isinstance(one, ImageFile) else one for one in inputs]
+    texts = [input_.path if isinstance(input_, ImageFile) else input_ for input_ in inputs]
     lengths = [math.hypot(*vector.values) for vector in vectors]
     units = [
         _scaled(vector.values, length) for vector, length in zip(vectors, lengths, strict=True)
@@ -145,8 +145,8 @@ def _nearest(units: Sequence[Sequence[float]]) -> Iterator[str]:
         yield f"{-other} ({_cosine(cosine)})"
 
 
-def _product(one: Iterable[float], other: Iterable[float]) -> float:
-    return float(sum(map(operator.mul, one, other)))
+def _product(vector: Iterable[float], other: Iterable[float]) -> float:
+    return float(sum(map(operator.mul, vector, other)))
 
 
 def _cosine(number: float) -> str:

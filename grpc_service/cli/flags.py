@@ -52,15 +52,15 @@ class Flag:
 
 def flags_of(target: Target) -> Iterator[Flag]:
     """Yield the flags of a configuration's settings."""
-    for section, one in settings_of(target):
-        setting, kind, off = setting_of(one), kind_of(one), one.default is True
+    for section, field in settings_of(target):
+        setting, kind, off = setting_of(field), kind_of(field), field.default is True
         if setting is None or kind is None or not setting.help:
             continue
-        shown = "" if kind.is_switch or one.default in (None, "", ()) else str(one.default)
+        shown = "" if kind.is_switch or field.default in (None, "", ()) else str(field.default)
         yield Flag(
-            f"no-{flag_of(one)}" if off else flag_of(one),
+            f"no-{flag_of(field)}" if off else flag_of(field),
             target,
-            one.name,
+            field.name,
             kind,
             setting.help,
             setting.unset or shown,
@@ -98,11 +98,11 @@ def engine_config_of(table: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: the message names the key and what to change.
     """
-    kinds = {one.key: one.kind for one in FLAGS if one.target is not ServerConfig}
+    kinds = {flag.key: flag.kind for flag in FLAGS if flag.target is not ServerConfig}
     settings, tables = read_table(table, kinds)
     common = _fields(ModelConfig, settings)
     tables = tables or [{"model": model} for model in DEMO_MODELS]
-    models = tuple(ModelConfig(**common | one) for one in tables)
+    models = tuple(ModelConfig(**common | table) for table in tables)
     return EngineConfig(models=models, **_fields(EngineConfig, settings))
 
 

@@ -34,7 +34,7 @@ def read_images(paths: Iterable[str], name: str = "--image ") -> list[SentImage]
     Raises:
         ConfigError: a path is no file, or the file is empty or cannot be read.
     """
-    return [SentImage(one.path, one.read()) for one in images_of(paths, name)]
+    return [SentImage(image.path, image.read()) for image in images_of(paths, name)]
 
 
 def user_turn(text: str, images: Sequence[SentImage]) -> Turn:
@@ -47,7 +47,7 @@ def message_of(turn: Turn) -> messages.Message:
     role, content, images = str(turn["role"]), str(turn["content"]), _images_of(turn)
     if not images:
         return messages.Message(role=role, content=content)
-    parts = [messages.MessagePart(image=one.data) for one in images]
+    parts = [messages.MessagePart(image=image.data) for image in images]
     if content:
         parts.append(messages.MessagePart(text=content))
     return messages.Message(role=role, parts=parts)
@@ -58,20 +58,20 @@ def naming_files(turns: Sequence[Turn]) -> Iterator[None]:
     """In a `CallError` of a call with these messages, put the files of images in the place of their
     fields."""
 
-    def path_of(found: re.Match[str]) -> str:
-        index, number = int(found[1]), int(found[2])
+    def path_of(match: re.Match[str]) -> str:
+        index, number = int(match[1]), int(match[2])
         images = _images_of(turns[index]) if index < len(turns) else ()
-        return images[number].path if number < len(images) else found[0]
+        return images[number].path if number < len(images) else match[0]
 
     try:
         yield
     except CallError as error:
         error.violations = tuple(
-            one._replace(field=IMAGE_FIELD.sub(path_of, one.field)) for one in error.violations
+            v._replace(field=IMAGE_FIELD.sub(path_of, v.field)) for v in error.violations
         )
         error.args = (IMAGE_FIELD.sub(path_of, str(error)),)
         raise
 
 
 def _images_of(turn: Turn) -> Sequence[SentImage]:
-    return [one for one in turn.get("images", ()) if isinstance(one, SentImage)]
+    return [image for image in turn.get("images", ()) if isinstance(image, SentImage)]

@@ -66,8 +66,8 @@ def _load(args: argparse.Namespace, client: Client) -> None:
         print(f"triolet: the server goes on loading {args.name}", file=sys.stderr)
         raise
     if not args.json:
-        asked = messages.GetModelRequest(model=args.name)
-        got = client.models.get_model(asked, timeout=LIST_TIMEOUT_S)
+        get_request = messages.GetModelRequest(model=args.name)
+        got = client.models.get_model(get_request, timeout=LIST_TIMEOUT_S)
         count, size = len(got.model.replicas), size_text(got.model.memory_bytes)
         print(f"{got.model.name} is loaded: {count} replica{'s' * (count != 1)}, {size}")
 

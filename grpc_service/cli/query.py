@@ -136,9 +136,9 @@ def print_explanation(answer: messages.ExplainResponse) -> None:
     rows.append(("computed", f"{answer.computed_tokens} tokens, in {answer.blocks} blocks"))
     if parked := answer.parked.ToTimedelta().total_seconds():
         rows.append(("parked", f"{parked:.3g} s so far"))
-    for one in answer.drafts:
-        share = f"{one.accepted_tokens} of {one.drafted_tokens} tokens were right"
-        rows.append(("drafts", f"by {one.drafter}: {share}"))
+    for draft in answer.drafts:
+        share = f"{draft.accepted_tokens} of {draft.drafted_tokens} tokens were right"
+        rows.append(("drafts", f"by {draft.drafter}: {share}"))
     for name, text in rows:
         print(f"{name:<10}{text}")
 

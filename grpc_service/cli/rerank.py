@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
         with progress("reranking", len(documents), is_quiet=False) as advance:
             scores: list[Response] = list(results_of(documents, ask, args.timeout, advance))
-        scores.sort(key=lambda one: (-one.score, one.index))
+        scores.sort(key=lambda score: (-score.score, score.index))
         show = print_json if args.json else print_scores
         show(documents, scores[: args.top_n])
 
@@ -51,11 +51,11 @@ def request_of(args: argparse.Namespace, documents: Sequence[str]) -> messages.R
 
 def print_json(_: Sequence[str], scores: Sequence[Response]) -> None:
     """Print one line of JSON per document, best first."""
-    for one in scores:
-        print(json.dumps({"index": one.index, "score": one.score}))
+    for score in scores:
+        print(json.dumps({"index": score.index, "score": score.score}))
 
 
 def print_scores(documents: Sequence[str], scores: Sequence[Response]) -> None:
     """Print one line per document, best first."""
-    rows = [[f"{one.score:.4f}", str(one.index)] for one in scores]
-    print_texts(("SCORE", "INDEX", "DOCUMENT"), rows, [documents[one.index] for one in scores])
+    rows = [[f"{score.score:.4f}", str(score.index)] for score in scores]
+    print_texts(("SCORE", "INDEX", "DOCUMENT"), rows, [documents[score.index] for score in scores])

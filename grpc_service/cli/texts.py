@@ -61,7 +61,7 @@ def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> l
     Raises:
         ConfigError: there is no such file, or its size is not readable or zero.
     """
-    found = []
+    images = []
     for path in paths:
         whole = Path(os.path.expanduser(path))
         try:
@@ -74,8 +74,8 @@ def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> l
         size = status.st_size
         if not size:
             raise ConfigError(f"{name}{path} is an empty file")
-        found.append(ImageFile(path, size))
-    return found
+        images.append(ImageFile(path, size))
+    return images
 
 
 class Numbered(Protocol):
@@ -100,16 +100,16 @@ def texts_of(given: Sequence[str], file: str | None, what: str) -> list[str]:
     if given and list(given) != ["-"]:
         return list(given)
     if file not in (None, "-"):
-        found = _lines(_read(str(file)))
+        lines = _lines(_read(str(file)))
     elif not given and file is None and sys.stdin.isatty():
         raise ConfigError(
             f"there are no {what}; give some as arguments, or --file FILE (- is standard input)"
         )
     else:
-        found = _lines(sys.stdin.read())
-    if not found:
+        lines = _lines(sys.stdin.read())
+    if not lines:
         raise ConfigError(f"there are no {what} in {_name(file)}")
-    return found
+    return lines
 
 
 def _name(file: str | None) -> str:
@@ -136,11 +136,11 @@ def parts_of(inputs: Sequence[Input]) -> Iterator[tuple[int, Sequence[Input]]]:
     input."""
     limits = (MAX_INPUTS, BYTES_MAX, IMAGES_MAX, IMAGE_BYTES_MAX)
     first, used = 0, [0, 0, 0, 0]
-    for place, one in enumerate(inputs):
-        if isinstance(one, ImageFile):
-            costs = (1, 0, 1, one.num_bytes)
+    for place, input_ in enumerate(inputs):
+        if isinstance(input_, ImageFile):
+            costs = (1, 0, 1, input_.num_bytes)
         else:
-            costs = (1, len(str(one).encode()), 0, 0)
+            costs = (1, len(str(input_).encode()), 0, 0)
         sums = [cost + before for cost, before in zip(costs, used, strict=True)]
         if place > first and any(map(gt, sums, limits)):
             yield first, inputs[first:place]

@@ -58,11 +58,11 @@ def read_size(given: object) -> int:
     are 4 * 2**30, ``4GB`` is 4 * 10**9."""
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
-    found = SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
-    if found is None:
+    match = SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
+    if match is None:
         raise ValueError
-    number, unit, binary = found.groups()
-    is_decimal = unit is not None and not binary and found[0][-1] in "bB"
+    number, unit, binary = match.groups()
+    is_decimal = unit is not None and not binary and match[0][-1] in "bB"
     base = 1000 if is_decimal else 1024
     return int(float(number) * base ** EXPONENTS.get((unit or "").upper(), 0))
 
@@ -85,7 +85,7 @@ def read_ports(given: object) -> tuple[tuple[str, int], ...]:
     """Return ports, each with the name of its model, "" without one: from a number, from a text
     such as ``stories=50052``, or from a list of these."""
     if isinstance(given, list):
-        return tuple(port for one in given for port in read_ports(one))
+        return tuple(port for text in given for port in read_ports(text))
     if not isinstance(given, str):
         return (("", read_count(given)),)
     name, separator, number = given.rpartition("=")
@@ -138,4 +138,4 @@ def kind_of(field: Field[Any]) -> Kind | None:
 
 def kinds_of(config: type[Any]) -> dict[str, Kind]:
     """Return the kinds of a configuration's fields by name, for a table of the file."""
-    return {one.name: kind for one in fields(config) if (kind := kind_of(one)) is not None}
+    return {field.name: kind for field in fields(config) if (kind := kind_of(field)) is not None}

@@ -160,11 +160,11 @@ class AsyncImageStream(AsyncStream[messages.GenerateImageResponse]):
         Raises:
             CallError: the call failed.
         """
-        found: dict[int, bytearray] = {}
+        files: dict[int, bytearray] = {}
         async for event in self:
             if event.HasField("part"):
-                found.setdefault(event.part.index, bytearray()).extend(event.part.data)
-        return [bytes(data) for _, data in sorted(found.items())]
+                files.setdefault(event.part.index, bytearray()).extend(event.part.data)
+        return [bytes(data) for _, data in sorted(files.items())]
 
 
 class AsyncClient:
@@ -222,8 +222,8 @@ class AsyncClient:
         timeout = seconds_of(timeout)
         resumption = resumption_of(request, timeout, self._resume_s, on_break)
 
-        def start(asked: Message, left: float | None) -> Any:
-            return self._calls.start(method_of(asked), asked, left)
+        def start(message: Message, left: float | None) -> Any:
+            return self._calls.start(method_of(message), message, left)
 
         return AsyncTextStream(start, resumption, timeout)
 
@@ -242,8 +242,8 @@ class AsyncClient:
     ) -> str:
         """Return the whole text for a prompt, or for a request of one choice. ``sampling`` are
         fields of `messages.SamplingParams`, and override the request's."""
-        asked = completion_request(request, sampling)
-        async with self.generate(asked, timeout=timeout) as stream:
+        message = completion_request(request, sampling)
+        async with self.generate(message, timeout=timeout) as stream:
             return await stream.text()
 
     def chat(
@@ -407,9 +407,9 @@ class _AsyncCalls:
 
     def start(self, method: str, request: Any, timeout: float | None) -> Any:
         name = method.title().replace("_", "")
-        asked = request_of(method, getattr(messages, f"{name}Request"), request)
+        message = request_of(method, getattr(messages, f"{name}Request"), request)
         call = getattr(self._stub, name)
-        return call(asked, timeout=seconds_of(timeout), metadata=self._metadata)
+        return call(message, timeout=seconds_of(timeout), metadata=self._metadata)
 
     async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
         try:

@@ -146,9 +146,7 @@ def call_error(error: grpc.RpcError) -> CallError:
         code,
         message,
         reason=info.reason,
-        violations=tuple(
-            FieldViolation(one.field, one.description) for one in request.field_violations
-        ),
+        violations=tuple(FieldViolation(v.field, v.description) for v in request.field_violations),
         retry_after_s=(
             retry.retry_delay.ToTimedelta().total_seconds()
             if retry.HasField("retry_delay")
@@ -160,7 +158,7 @@ def call_error(error: grpc.RpcError) -> CallError:
 
 def _details(error: grpc.RpcError) -> tuple[Any, Any, Any]:
     """Return the ErrorInfo, BadRequest and RetryInfo of a status, each empty if it is missing."""
-    found = (
+    details = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),
         error_details_pb2.RetryInfo(),
@@ -169,6 +167,6 @@ def _details(error: grpc.RpcError) -> tuple[Any, Any, Any]:
     for key, value in metadata:
         if key == DETAILS_KEY:
             for packed in Status.FromString(value).details:
-                for detail in found:
+                for detail in details:
                     packed.Unpack(detail)  # does nothing if the types differ
-    return found
+    return details

@@ -117,11 +117,11 @@ def chat_request(
     if isinstance(conversation, Mapping | bytes) or not isinstance(conversation, Iterable):
         raise wrong_type("conversation", wanted, conversation)
     turns = [
-        _one_message(messages.Message, f"conversation[{place}]", turn)
+        _message(messages.Message, f"conversation[{place}]", turn)
         for place, turn in enumerate(conversation)
     ]
     if sampling is not None:
-        sampling = _one_message(messages.SamplingParams, "sampling", sampling)
+        sampling = _message(messages.SamplingParams, "sampling", sampling)
     request = messages.GenerateRequest(
         model=checked("model", model, str, "a text"),
         chat=messages.Chat(messages=turns),
@@ -198,12 +198,12 @@ def _value(field: Any, name: str, given: Any) -> Any:
         given = [given]  # one text, whose characters protobuf would take for several
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise wrong_type(name, f"a list, each of which is {_wanted(field)}", given)
-    return [_single(field, f"{name}[{place}]", one) for place, one in enumerate(given)]
+    return [_single(field, f"{name}[{place}]", item) for place, item in enumerate(given)]
 
 
 def _single(field: Any, name: str, given: Any) -> Any:
     if field.message_type is not None and not field.message_type.full_name.startswith("google."):
-        return _one_message(GetMessageClass(field.message_type), name, given)
+        return _message(GetMessageClass(field.message_type), name, given)
     if field.type == FieldDescriptor.TYPE_BYTES and isinstance(given, bytearray | memoryview):
         return bytes(given)
     if given is None:
@@ -223,7 +223,7 @@ def _single(field: Any, name: str, given: Any) -> Any:
     return given
 
 
-def _one_message(made: type[MessageT], name: str, given: Any) -> MessageT:
+def _message(made: type[MessageT], name: str, given: Any) -> MessageT:
     if isinstance(given, made):
         return given
     if isinstance(given, Mapping):

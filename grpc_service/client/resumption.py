@@ -91,7 +91,7 @@ class Resumption:
         # if the stream breaks now.
         self._begun: dict[int, messages.GenerateResponse] = {}
         self._has_grown = False  # a Delta or Finished has come, in any stream
-        self._is_going_on = False  # this stream is not the first
+        self._is_resumed = False  # this stream is not the first
         self._broken_at: float | None = None  # since then, nothing new has come
         self._num_tries = 0
 
@@ -138,7 +138,7 @@ class Resumption:
 
     def _take_started(self, event: messages.GenerateResponse) -> messages.GenerateResponse | None:
         started = event.started
-        if not self._is_going_on:
+        if not self._is_resumed:
             self._seed = started.seed if started.HasField("seed") else None
             self._attach_token, self._request_id = started.attach_token, started.request_id
             return event
@@ -169,7 +169,7 @@ class Resumption:
         if left is not None and left <= 0:
             return None
         self._num_tries += 1
-        self._is_going_on = True
+        self._is_resumed = True
         self._begun.clear()
         if self._on_break is not None:
             self._on_break(error, delay_s)
@@ -186,7 +186,7 @@ class Resumption:
             return True
         if self._is_attaching and isinstance(error, NotFound | InvalidArgument):
             return True  # a continuation needs nothing that the server keeps
-        return self._is_going_on and (isinstance(error, AlreadyExists) or error.is_retryable)
+        return self._is_resumed and (isinstance(error, AlreadyExists) or error.is_retryable)
 
     def _attaching(self) -> messages.AttachRequest:
         request = messages.AttachRequest(

@@ -47,9 +47,9 @@ class Answers:
                 "send it again with a continuation",
                 field="resume_window",
             )
-        asked = _decode(text_codec.decode_generate, request, remaining_s)
+        decoded = _decode(text_codec.decode_generate, request, remaining_s)
         encode = partial(text_encoder.encode_events, token_ids=request.output.token_ids)
-        async for message in _messages(self._engine.generate(asked), encode):
+        async for message in _messages(self._engine.generate(decoded), encode):
             yield message
 
     async def attach(
@@ -67,8 +67,8 @@ class Answers:
         self, request: inference_pb2.EmbedRequest, remaining_s: float | None
     ) -> AsyncIterator[inference_pb2.EmbedResponse]:
         """Yield one vector for each input. Cancellation: ends the request."""
-        asked = _decode(encode_codec.decode_embed, request, remaining_s)
-        stream = self._engine.embed(asked)
+        decoded = _decode(encode_codec.decode_embed, request, remaining_s)
+        stream = self._engine.embed(decoded)
         async for message in _messages(stream, encode_codec.EmbedEncoder()):
             yield message
 
@@ -76,8 +76,8 @@ class Answers:
         self, request: inference_pb2.RerankRequest, remaining_s: float | None
     ) -> AsyncIterator[inference_pb2.RerankResponse]:
         """Yield one score for each document. Cancellation: ends the request."""
-        asked = _decode(encode_codec.decode_rerank, request, remaining_s)
-        async for message in _messages(self._engine.rerank(asked), encode_codec.encode_scores):
+        decoded = _decode(encode_codec.decode_rerank, request, remaining_s)
+        async for message in _messages(self._engine.rerank(decoded), encode_codec.encode_scores):
             yield message
 
     async def generate_image(
@@ -85,9 +85,9 @@ class Answers:
     ) -> AsyncIterator[images_pb2.GenerateImageResponse]:
         """Yield the progress of a drawing, and its images in parts. Cancellation: ends the
         request."""
-        asked = _decode(image_generation_codec.decode_generate_image, request, remaining_s)
+        decoded = _decode(image_generation_codec.decode_generate_image, request, remaining_s)
         async for message in _messages(
-            self._engine.draw(asked), image_generation_codec.encode_drawing
+            self._engine.draw(decoded), image_generation_codec.encode_drawing
         ):
             yield message
 
@@ -120,10 +120,10 @@ def _decode(
 ) -> Any:
     """Return the engine's request. The time that it takes to decode counts against its deadline."""
     began_at, timeout_s = time.monotonic(), clients_timeout(remaining_s)
-    asked = decode(message, timeout_s)
+    decoded = decode(message, timeout_s)
     if timeout_s is None:
-        return asked
-    return replace(asked, timeout_s=timeout_s - (time.monotonic() - began_at), check=False)
+        return decoded
+    return replace(decoded, timeout_s=timeout_s - (time.monotonic() - began_at), check=False)
 
 
 async def _messages(

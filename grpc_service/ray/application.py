@@ -131,8 +131,8 @@ def _fail(context: Any, error: Exception) -> None:
 
 def _remaining_s(context: Any) -> float | None:
     """Return how long the client of a call will wait; None without a deadline."""
-    found = [value for key, value in context.invocation_metadata() if key == REMAINING_KEY]
-    return float(found[0]) if found else None
+    values = [value for key, value in context.invocation_metadata() if key == REMAINING_KEY]
+    return float(values[0]) if values else None
 
 
 def application(config: EngineConfig, kind: type[Replica] = Replica, **options: Any) -> Any:

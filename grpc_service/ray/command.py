@@ -78,18 +78,18 @@ def check_fleet(fleet: Any) -> None:
     applications = fleet.get("applications") if isinstance(fleet, dict) else None
     if not isinstance(applications, list) or not applications:
         raise ConfigError("applications must be a list with an application")
-    for index, one in enumerate(applications):
-        if not isinstance(one, dict) or "import_path" not in one:
+    for index, application in enumerate(applications):
+        if not isinstance(application, dict) or "import_path" not in application:
             raise ConfigError(f"applications[{index}] must be a table with import_path")
     options = fleet.get("grpc_options") or {}
     if not isinstance(options.get("port", DEFAULT_PORT), int):
         raise ConfigError("grpc_options.port must be a port")
     if FUNCTION not in (options.get("grpc_servicer_functions") or []):
         raise ConfigError(f"grpc_options.grpc_servicer_functions must have {FUNCTION}")
-    for index, one in enumerate(applications):
-        if one["import_path"] == BUILD:
+    for index, application in enumerate(applications):
+        if application["import_path"] == BUILD:
             try:
-                engine_config_of(one.get("args") or {})
+                engine_config_of(application.get("args") or {})
             except ConfigError as error:
                 raise ConfigError(f"applications[{index}].args: {error}") from None
 
@@ -104,7 +104,7 @@ def _serve(path: str, fleet: dict[str, Any]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's own handler
     try:
         cli.main(["run", "--non-blocking", path], standalone_mode=False)
-        names = [one.get("name", "default") for one in fleet["applications"]]
+        names = [application.get("name", "default") for application in fleet["applications"]]
         if failure := _wait_running(serve, names):
             print(f"triolet: {failure}", file=sys.stderr)
             return EXIT_FAILED
@@ -122,11 +122,11 @@ def _serve(path: str, fleet: dict[str, Any]) -> int:
 def _wait_running(serve: Any, names: Sequence[str]) -> str:
     """Wait until the applications run. Return why one cannot be deployed, and "" if all run."""
     while True:
-        found = serve.status().applications
-        states = {name: str(found[name].status.value) for name in names if name in found}
+        running = serve.status().applications
+        states = {name: str(running[name].status.value) for name in names if name in running}
         for name, state in states.items():
             if state == "DEPLOY_FAILED":
-                return f"{name} was not deployed: {found[name].message}"
+                return f"{name} was not deployed: {running[name].message}"
         if list(states.values()) == ["RUNNING"] * len(names):
             return ""
         time.sleep(POLL_S)

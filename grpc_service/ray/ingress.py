@@ -81,15 +81,15 @@ class _Handler(grpc.GenericRpcHandler):
 
     def service(self, details: Any) -> Any:
         """Return the handler of a call, or None for another service's."""
-        found = self._method_handlers.get(details.method)
-        if found is None:
+        handler = self._method_handlers.get(details.method)
+        if handler is None:
             return None
         name = details.method.rpartition("/")[2]
-        read = partial(self._read, partial(_parse, name, found.request_deserializer))
-        found = found._replace(request_deserializer=None)
-        if found.response_streaming:
-            return found._replace(unary_stream=_stream(found.unary_stream, read))
-        return found._replace(unary_unary=_unary(found.unary_unary, read))
+        read = partial(self._read, partial(_parse, name, handler.request_deserializer))
+        handler = handler._replace(request_deserializer=None)
+        if handler.response_streaming:
+            return handler._replace(unary_stream=_stream(handler.unary_stream, read))
+        return handler._replace(unary_unary=_unary(handler.unary_unary, read))
 
     async def _read(self, parse: Callable[[bytes], Any], data: bytes) -> Any:
         """Return a request's message: read here if it is small, otherwise in a thread, one request

@@ -116,7 +116,7 @@ class Places(Generic[ReplicaT]):
     def keep(self, replicas: Collection[ReplicaT]) -> None:
         """Forget all replicas but these."""
         for known in (self._sent, self._reported):
-            for gone in [one for one in known if one not in replicas]:
+            for gone in [replica for replica in known if replica not in replicas]:
                 del known[gone]
 
     def _depth(self, replica: ReplicaT, keys: Sequence[int]) -> int:

@@ -29,9 +29,9 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     def update_replicas(self, replicas: list[Any]) -> None:
         """Take note of which replicas there are, and of what they report."""
         super().update_replicas(replicas)
-        self._places.keep({one.replica_id for one in replicas})
-        for one in replicas:
-            self._places.reported(one.replica_id, one.routing_stats.get(PREFIXES, ()))
+        self._places.keep({replica.replica_id for replica in replicas})
+        for replica in replicas:
+            self._places.reported(replica.replica_id, replica.routing_stats.get(PREFIXES, ()))
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any | None = None
@@ -39,7 +39,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
         """Return ranks of replicas: those that have computed most of the prompt, then two of all.
         Serve takes the one with the fewest requests of the first rank in which one has room."""
         lens = self.replica_queue_len_cache
-        by_id = {one.replica_id: one for one in candidate_replicas}
+        by_id = {r.replica_id: r for r in candidate_replicas}
         queue_lens = {key: lens.get(key) or 0 for key in by_id}
         preferred = self._places.preferred(_keys_of(pending_request), queue_lens)
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))

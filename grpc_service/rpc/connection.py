@@ -100,7 +100,7 @@ class Connection:
         self._part_bytes = FIRST_PART_BYTES  # the size of the next part to be handled
         self._nursery: trio.Nursery
         self._calls: CallTasks
-        self._is_asked_to_leave = trio.Event()
+        self._must_leave = trio.Event()
         self._is_to_close = trio.Event()  # the connection, after its last call
         self._is_over = False  # what the client still sends is dropped
         self._frame_left_s = math.inf  # for the rest of an incomplete frame
@@ -158,8 +158,8 @@ class Connection:
         Idempotent."""
         if not stays:
             self._is_to_close.set()
-        if not (self._is_asked_to_leave.is_set() or self._is_over):
-            self._is_asked_to_leave.set()
+        if not (self._must_leave.is_set() or self._is_over):
+            self._must_leave.set()
             self.http2.drain()
             self.flush()
 
@@ -182,7 +182,7 @@ class Connection:
     async def _leave(self) -> None:
         """Once the client is asked to leave: take no more calls after it knows that, and close the
         connection after the last call, if the connection need not stay (`drain`)."""
-        await self._is_asked_to_leave.wait()
+        await self._must_leave.wait()
         with trio.move_on_after(self.limits.leave_patience_s):
             while not self.http2.is_ending:
                 await self._wait_for_change()

@@ -80,11 +80,11 @@ class Entrance:
             yield
         finally:
             self._num_open -= 1
-            _take_one(self._open, address)
+            _decrement(self._open, address)
 
     def note_opened(self, address: str) -> None:
         """Take note that a connection's opening has ended, well or not."""
-        _take_one(self._opening, address)
+        _decrement(self._opening, address)
 
     def is_paying(self, address: str) -> bool:
         """Return whether a connection waits until the debt of its address is paid."""
@@ -97,10 +97,10 @@ class Entrance:
         try:
             yield
         finally:
-            _take_one(self._paying, address)
+            _decrement(self._paying, address)
 
 
-def _take_one(counts: Counter[str], address: str) -> None:
+def _decrement(counts: Counter[str], address: str) -> None:
     counts[address] -= 1
     if not counts[address]:
         del counts[address]

@@ -140,10 +140,10 @@ def timeout_of(value: bytes) -> float:
     Raises:
         InvalidHeaders: the value is malformed.
     """
-    found = _TIMEOUT.fullmatch(value)
-    if found is None:
+    match = _TIMEOUT.fullmatch(value)
+    if match is None:
         raise InvalidHeaders(f"grpc-timeout {value.decode('latin-1')!r} is malformed")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def metadata_of(headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
@@ -152,16 +152,16 @@ def metadata_of(headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
     Raises:
         InvalidHeaders: a value that should be base64 is not.
     """
-    found: list[tuple[str, str | bytes]] = []
+    metadata: list[tuple[str, str | bytes]] = []
     for name, value in headers:
         if name.startswith(b":"):
             continue
         text = name.decode("latin-1")
         if name.endswith(b"-bin"):
-            found += [(text, _unbase64(text, part)) for part in value.split(b",")]
+            metadata += [(text, _unbase64(text, part)) for part in value.split(b",")]
         else:
-            found.append((text, value.strip(b" \t").decode("latin-1")))
-    return tuple(found)
+            metadata.append((text, value.strip(b" \t").decode("latin-1")))
+    return tuple(metadata)
 
 
 def _unbase64(name: str, value: bytes) -> bytes:

@@ -179,11 +179,11 @@ class HeldBytes:
 
     def _stalled(self, limit: float) -> list[Holding]:
         """Return the holdings without progress since ``limit``, the longest unchanged one first."""
-        unchanged = itertools.takewhile(lambda one: one.changed_at <= limit, self._holdings)
+        unchanged = itertools.takewhile(lambda holding: holding.changed_at <= limit, self._holdings)
         return [
-            one
-            for one in unchanged
-            if one.holder.progressed_at <= limit and not (one.is_whole or one in self._waiting)
+            part
+            for part in unchanged
+            if part.holder.progressed_at <= limit and not (part.is_whole or part in self._waiting)
         ]
 
     def _evict(self, holdings: list[Holding], max_bytes: int, max_ends: float = math.inf) -> None:
@@ -191,17 +191,17 @@ class HeldBytes:
         the address with most bytes first, there of the connection with most, and of those the
         largest."""
         by_holder: dict[Holder, deque[Holding]] = {}
-        for one in sorted(holdings, key=lambda one: -one.num_bytes):
-            by_holder.setdefault(one.holder, deque()).append(one)
+        for holding in sorted(holdings, key=lambda holding: -holding.num_bytes):
+            by_holder.setdefault(holding.holder, deque()).append(holding)
         num_ended = 0
         while by_holder and self.num_bytes > max_bytes and num_ended < max_ends:
             holder = max(by_holder, key=self._bytes_of)
-            one = by_holder[holder].popleft()
+            holding = by_holder[holder].popleft()
             if not by_holder[holder]:
                 del by_holder[holder]
-            if one.num_bytes:  # `evict` may have ended others
-                self._count(one, 0)
-                one.evict()
+            if holding.num_bytes:  # `evict` may have ended others
+                self._count(holding, 0)
+                holding.evict()
                 num_ended += 1
 
     def _bytes_of(self, holder: Holder) -> tuple[int, int]:

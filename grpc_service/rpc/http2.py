@@ -178,21 +178,21 @@ class Http2Connection:
             self.is_ending = True  # streams that run go on
         elif kind is DataReceived:
             self.h2.release_connection(event.flow_controlled_length)
-            if (found := self.streams.get(event.stream_id)) is not None:
-                found.take_data(event.data, event.flow_controlled_length)
+            if (stream := self.streams.get(event.stream_id)) is not None:
+                stream.take_data(event.data, event.flow_controlled_length)
         elif kind is TrailersReceived:
-            found = self.streams.get(event.stream_id)
-            if found is not None and (fault := fault_of_trailers(event.headers)):
-                found.reset_malformed(fault)
+            stream = self.streams.get(event.stream_id)
+            if stream is not None and (fault := fault_of_trailers(event.headers)):
+                stream.reset_malformed(fault)
         elif kind is StreamEnded:
-            if (found := self.streams.get(event.stream_id)) is not None:
-                found.take_end()
+            if (stream := self.streams.get(event.stream_id)) is not None:
+                stream.take_end()
         elif kind is StreamReset:
             self.account.charge(accounts.RESET_CALL)
-            if (found := self.streams.get(event.stream_id)) is not None:
-                listener = found.listener
-                found.cut()
-                self.forget(found)
+            if (stream := self.streams.get(event.stream_id)) is not None:
+                listener = stream.listener
+                stream.cut()
+                self.forget(stream)
                 listener.on_reset()
             else:
                 self._filter.leave(event.stream_id)

@@ -30,14 +30,14 @@ class Places:
         self._held.setdefault(owner, {})[scope] = None
         try:
             if len(self) > self._num_max:
-                self._end_one()
+                self._end_oldest()
             with scope:
                 yield
         finally:
             self._forget(owner, scope)
 
-    def _end_one(self) -> None:
-        owner = max(self._held, key=lambda one: len(self._held[one]))
+    def _end_oldest(self) -> None:
+        owner = max(self._held, key=lambda owner: len(self._held[owner]))
         scope = next(iter(self._held[owner]))
         self._forget(owner, scope)
         scope.cancel(reason="others need the place")

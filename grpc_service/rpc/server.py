@@ -75,7 +75,7 @@ class RpcServer:
         self._connections: dict[Connection, None] = {}
         self._entrance = Entrance(self.limits)
         self._warned_at = -math.inf  # when refused connections were last logged
-        self._told: set[str] = set()  # reasons of failed handshakes that were logged
+        self._reported: set[str] = set()  # reasons of failed handshakes that were logged
         self._listeners: Sequence[SocketListener] = ()
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
@@ -124,9 +124,7 @@ class RpcServer:
         Cancellation: safe.
         """
         with trio.move_on_after(self.limits.settle_patience_s):
-            await self._wait_for_all(
-                lambda one: not one.arrivals and (one.http2.is_ending or one.is_done)
-            )
+            await self._wait_for_all(lambda c: not c.arrivals and (c.http2.is_ending or c.is_done))
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls,
@@ -212,9 +210,9 @@ class RpcServer:
         is_tls = isinstance(error, ssl.SSLError)
         has_left = isinstance(error, ssl.SSLEOFError) or not (is_tls or error.errno is None)
         reason = getattr(error, "reason", None) or str(error)
-        if has_left or reason in self._told:
+        if has_left or reason in self._reported:
             return logging.DEBUG
-        self._told.add(reason)
+        self._reported.add(reason)
         return logging.WARNING
 
     async def _open(self, transport: PlainTransport, address: str) -> bool:

@@ -110,8 +110,8 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
     listening: list[socket.socket] = []
     failure: OSError | None = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in found:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in addresses:
             try:
                 listening.append(_bind_address(family, address[0], port))
             except OSError as error:
@@ -184,8 +184,8 @@ def _peer_of(client: socket.socket, address: object) -> str:
     if client.family == socket.AF_UNIX or not isinstance(address, tuple):
         if not hasattr(socket, "SO_PEERCRED"):  # only Linux has it
             return "unix:"
-        found = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(found)
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(credentials)
         return f"unix:uid={user}"
     host, port = str(address[0]), address[1]
     if host.startswith("::ffff:") and "." in host:  # IPv4, on a socket that takes both

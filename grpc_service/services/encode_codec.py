@@ -28,10 +28,10 @@ def decode_embed(
     Raises:
         InvalidRequest: Inputs are not set; it names every field that is wrong.
     """
-    found = [
+    violations = [
         FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")
-        for index, one in enumerate(message.inputs)
-        if one.WhichOneof("input") is None
+        for index, input_ in enumerate(message.inputs)
+        if input_.WhichOneof("input") is None
     ]
     request = EmbedRequest(
         model=message.model,
@@ -42,18 +42,18 @@ def decode_embed(
         check=False,
         **given(message, "dimensions", "normalize", "truncate", "priority"),
     )
-    if found:
-        raise InvalidRequest([*found, *request.violations()])
+    if violations:
+        raise InvalidRequest([*violations, *request.violations()])
     return request
 
 
-def _input_of(one: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
-    match one.WhichOneof("input"):
+def _input_of(input_: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
+    match input_.WhichOneof("input"):
         case "token_ids":
-            return ids_of(one.token_ids.ids)
+            return ids_of(input_.token_ids.ids)
         case "image":
-            return one.image
-    return one.text
+            return input_.image
+    return input_.text
 
 
 def decode_rerank(

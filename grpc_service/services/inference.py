@@ -33,19 +33,19 @@ class Inference:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Generate(self, asked: GenerateRequest, rpc: Rpc) -> None:
+    async def Generate(self, request: GenerateRequest, rpc: Rpc) -> None:
         """Stream what the model generates. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
         writer = self._text_writer(
             rpc,
-            token_ids=bool(asked.output.token_ids),
-            is_large=asked.output.prompt_logprobs is not None,
-            is_kept=asked.resume_window_s is not None,
+            token_ids=bool(request.output.token_ids),
+            is_large=request.output.prompt_logprobs is not None,
+            is_kept=request.resume_window_s is not None,
         )
-        serving = writer.serve(self._backend.engine, asked)
-        del asked  # the stream alone keeps the request
+        serving = writer.serve(self._backend.engine, request)
+        del request  # the stream alone keeps the request
         await serving
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
@@ -92,45 +92,45 @@ class Inference:
             is_kept=is_kept,
         )
 
-    async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
+    async def Embed(self, request: EmbedRequest, rpc: Rpc) -> None:
         """Stream one vector for each input. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
-        await writer.serve(self._backend.engine, asked)
+        await writer.serve(self._backend.engine, request)
 
-    async def Rerank(self, asked: RerankRequest, rpc: Rpc) -> None:
+    async def Rerank(self, request: RerankRequest, rpc: Rpc) -> None:
         """Stream one score for each document. Raises `Disconnected` like `Embed`.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
-        await writer.serve(self._backend.engine, asked)
+        await writer.serve(self._backend.engine, request)
 
-    async def GenerateImage(self, asked: DrawRequest, rpc: Rpc) -> None:
+    async def GenerateImage(self, request: DrawRequest, rpc: Rpc) -> None:
         """Stream the progress of a drawing, and its images in parts. Raises `Disconnected`, too.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, image_generation_codec.encode_drawing)
-        await writer.serve(self._backend.engine, asked)
+        await writer.serve(self._backend.engine, request)
 
-    async def Tokenize(self, asked: dict[str, Any], rpc: Rpc) -> common_pb2.TokenizeResponse:
+    async def Tokenize(self, request: dict[str, Any], rpc: Rpc) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat.
 
         Cancellation: safe; the tokens are dropped.
         """
-        spans, max_model_len = await self._backend.engine.tokenize(**asked, origin=rpc.origin)
+        spans, max_model_len = await self._backend.engine.tokenize(**request, origin=rpc.origin)
         # off the loop: 100,000 tokens take a third of a second to encode
         return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
 
-    async def Detokenize(self, asked: dict[str, Any], rpc: Rpc) -> common_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: dict[str, Any], rpc: Rpc) -> common_pb2.DetokenizeResponse:
         """Return the text of token ids.
 
         Cancellation: safe; the text is dropped.
         """
-        text = await self._backend.engine.detokenize(**asked, origin=rpc.origin)
+        text = await self._backend.engine.detokenize(**request, origin=rpc.origin)
         return text_encoder.encode_text(text)
 
 

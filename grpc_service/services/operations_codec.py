@@ -30,7 +30,7 @@ def decode_pause_mode(message: control_pb2.PauseRequest) -> PauseMode:
     Raises:
         InvalidRequest: the mode is unspecified or unknown.
     """
-    modes = {control_pb2.PauseMode.Value(f"PAUSE_MODE_{one.name}"): one for one in PauseMode}
+    modes = {control_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.name}"): mode for mode in PauseMode}
     if message.mode not in modes:
         raise InvalidRequest.of("mode", "must be PAUSE_MODE_ABORT, _WAIT or _KEEP")
     return modes[message.mode]
@@ -73,10 +73,10 @@ def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
         "parked": encode_duration(explained.parked_s),
         "drafts": [
             control_pb2.DraftCounts(
-                drafter=one.drafter, drafted_tokens=one.drafted, accepted_tokens=one.accepted
+                drafter=draft.drafter, drafted_tokens=draft.drafted, accepted_tokens=draft.accepted
             )
-            for one in explained.drafts
-            if one.drafted
+            for draft in explained.drafts
+            if draft.drafted
         ],
     }
     shared = shared_fields(explained, control_pb2.ExplainResponse)
@@ -117,8 +117,8 @@ def decode_load_adapter(
         raise InvalidRequest.of("directory", "holds a NUL")
     inside = os.path.realpath(root)
     path = os.path.realpath(os.path.join(inside, directory))
-    for one in (path, *(os.path.realpath(os.path.join(path, name)) for name in ADAPTER_FILES)):
-        if one == inside or os.path.commonpath((inside, one)) != inside:
+    for text in (path, *(os.path.realpath(os.path.join(path, name)) for name in ADAPTER_FILES)):
+        if text == inside or os.path.commonpath((inside, text)) != inside:
             raise InvalidRequest.of("directory", "is not below the server's --adapter-root")
     if not all(message.aliases):
         raise InvalidRequest.of("aliases", "holds an empty name")

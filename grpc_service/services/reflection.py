@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROTOS = (v1_pb2, v1alpha_pb2)
 NAME_BYTES_MAX = 2**12  # of a request, which has the name of a file or of a symbol
 SERVICE_NAMES: tuple[str, ...] = tuple(
-    one.DESCRIPTOR.services_by_name["ServerReflection"].full_name for one in PROTOS
+    proto.DESCRIPTOR.services_by_name["ServerReflection"].full_name for proto in PROTOS
 )
 
 
@@ -108,5 +108,5 @@ def reflection_methods(service_names: Sequence[str]) -> list[Method]:
     details.
     """
     servicer = ReflectionServicer({*service_names, *SERVICE_NAMES})
-    services = (one.DESCRIPTOR.services_by_name["ServerReflection"] for one in PROTOS)
+    services = (proto.DESCRIPTOR.services_by_name["ServerReflection"] for proto in PROTOS)
     return [method for service in services for method in methods_of(service, servicer)]

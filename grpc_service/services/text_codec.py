@@ -72,9 +72,9 @@ def decode_generate(
         **given(message, "text", "n", "priority"),
     )
     if message.HasField("constraint"):
-        found = list(_constraint_violations(message.constraint))
-        if found:
-            raise InvalidRequest([*found, *request.violations()])
+        violations = list(_constraint_violations(message.constraint))
+        if violations:
+            raise InvalidRequest([*violations, *request.violations()])
     return request
 
 
@@ -106,9 +106,9 @@ def ids_of(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
-    found = list(islice(_part_violations(message), VIOLATIONS_MAX))
-    if found:
-        raise InvalidRequest(found)
+    violations = list(islice(_part_violations(message), VIOLATIONS_MAX))
+    if violations:
+        raise InvalidRequest(violations)
     chat = Chat(
         messages=tuple(_decode_message(turn) for turn in message.messages),
         tools=tuple(_decode_tool(tool) for tool in message.tools),
@@ -130,11 +130,11 @@ def decode_received(message: common_pb2.AttachRequest) -> tuple[ReceivedChoice, 
     empty = [name for name in ("request_id", "attach_token") if not getattr(message, name)]
     if empty:
         raise InvalidRequest([FieldViolation(name, "is empty") for name in empty])
-    return tuple([ReceivedChoice(one.tokens, one.finished) for one in message.received])
+    return tuple([ReceivedChoice(choice.tokens, choice.finished) for choice in message.received])
 
 
 def _decode_continuation(message: common_pb2.Continuation) -> Continuation:
-    choices = [ContinuedChoice(ids_of(one.token_ids), one.finished) for one in message.choices]
+    choices = [ContinuedChoice(ids_of(c.token_ids), c.finished) for c in message.choices]
     return Continuation(tuple(choices), **given(message, "seed"))
 
 

@@ -155,8 +155,8 @@ def _halves(parts: Sequence[Tokens]) -> tuple[Sequence[Tokens], Sequence[Tokens]
         return [AnswerTokens.of(tokens, cut(reasoning), calls)]
 
     first, second = _halves_of_calls(calls)
-    return half(lambda one: one[: len(one) // 2], first), half(
-        lambda one: one[len(one) // 2 :], second
+    return half(lambda items: items[: len(items) // 2], first), half(
+        lambda items: items[len(items) // 2 :], second
     )
 
 

@@ -42,8 +42,8 @@ KINDS = {
     **dict.fromkeys((FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES), LENGTH_DELIMITED),
     **dict.fromkeys((FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_GROUP), LENGTH_DELIMITED),
 }
-TREES = {one.DESCRIPTOR.full_name for one in (Struct, ListValue, Value)}
-LEVELS = {one.DESCRIPTOR.full_name for one in (Struct, ListValue)}  # those that open a level
+TREES = {m.DESCRIPTOR.full_name for m in (Struct, ListValue, Value)}
+LEVELS = {m.DESCRIPTOR.full_name for m in (Struct, ListValue)}  # those that open a level
 
 
 class Counted(NamedTuple):
@@ -115,10 +115,10 @@ class CountJudge:
         if counter is None and inside is None:
             return
         is_number = counter is not None and kind != LENGTH_DELIMITED
-        found = _Field(counter, kind if is_number else None, inside)
-        plan.fields[field.number << 3 | LENGTH_DELIMITED] = found
+        planned = _Field(counter, kind if is_number else None, inside)
+        plan.fields[field.number << 3 | LENGTH_DELIMITED] = planned
         if is_number:
-            plan.fields[field.number << 3 | kind] = found
+            plan.fields[field.number << 3 | kind] = planned
 
     def _tree(self, message: Descriptor, counter: int, made: dict[str, _Plan]) -> _Plan:
         """Return the plan of a tree of JSON values, all of which have one counter."""
@@ -144,7 +144,7 @@ class _Walk:
     def __init__(self, data: bytes, counted: list[Counted]) -> None:
         self._data = data
         self._counted = counted
-        self._left = [one.most for one in counted]
+        self._left = [count.most for count in counted]
         self._values_left = VALUES_MAX
 
     def inside(self, plan: _Plan, at: int, end: int, level: int) -> None:
@@ -179,19 +179,19 @@ class _Walk:
                 num_groups -= 1
             else:
                 raise ValueError("an unknown wire type")
-            found = None if num_groups else fields.get(tag)
-            if found is None:
+            field = None if num_groups else fields.get(tag)
+            if field is None:
                 continue
-            if found.counter is not None:
-                is_packed = found.value_kind is not None and kind == LENGTH_DELIMITED
-                count = self._num_packed(found, start, at) if is_packed else 1
-                self._left[found.counter] -= count
-                if self._left[found.counter] < 0:
-                    self._refuse(found.counter)
+            if field.counter is not None:
+                is_packed = field.value_kind is not None and kind == LENGTH_DELIMITED
+                count = self._num_packed(field, start, at) if is_packed else 1
+                self._left[field.counter] -= count
+                if self._left[field.counter] < 0:
+                    self._refuse(field.counter)
                 if is_packed:
                     self._count(count)
-            if found.inside is not None:
-                self.inside(found.inside, start, at, level)
+            if field.inside is not None:
+                self.inside(field.inside, start, at, level)
         if at != end or num_groups:
             raise ValueError("a message that breaks off")
 
@@ -243,17 +243,17 @@ def judges_of(
 ) -> dict[str, Callable[[bytes], None]]:
     """Return, by the name of each method, a function that checks the bytes of its request: first as
     the method's function in ``others`` does, if there is one, then by a `CountJudge`."""
-    found: dict[str, Callable[[bytes], None]] = {}
+    judges: dict[str, Callable[[bytes], None]] = {}
     for method in service.methods:
         counts = CountJudge(method.input_type, limits)
         other = (others or {}).get(method.name)
-        found[method.name] = counts if other is None else _in_turn((other, counts))
-    return found
+        judges[method.name] = counts if other is None else _in_turn((other, counts))
+    return judges
 
 
 def _in_turn(judges: Sequence[Callable[[bytes], None]]) -> Callable[[bytes], None]:
     def judge(data: bytes) -> None:
-        for one in judges:
-            one(data)
+        for judge in judges:
+            judge(data)
 
     return judge

@@ -72,7 +72,7 @@ class KvFeed:
     def follow(self, replicas: Iterable[AnyReplica]) -> None:
         """Mirror these replicas from now on, and no others."""
         wanted = dict.fromkeys(replicas)
-        for gone in [one for one in self._replicas if one not in wanted]:
+        for gone in [replica for replica in self._replicas if replica not in wanted]:
             self._replicas.pop(gone).cleared()
         for replica in wanted:
             if replica not in self._replicas:
@@ -161,8 +161,8 @@ class KvFeed:
             RpcError: OUT_OF_RANGE, if the batches after ``start`` are not kept.
         """
         origin = max(
-            (one for one in self._origins if one.first <= start),
-            key=lambda one: one.first,
+            (origin for origin in self._origins if origin.first <= start),
+            key=lambda origin: origin.first,
             default=None,
         )
         if origin is not None:
@@ -183,8 +183,8 @@ def _batch(number: int, fields: bytes) -> bytes:
 
 def _chunk_size(blocks: Sequence[Block]) -> int:
     """Return how many blocks a batch of the snapshot has."""
-    bytes_of_one = 64 + 5 * len(blocks[0].tokens) if blocks else 1
-    return max(1, min(SNAPSHOT_BLOCKS_MAX, SNAPSHOT_BYTES_MAX // bytes_of_one))
+    block_bytes = 64 + 5 * len(blocks[0].tokens) if blocks else 1
+    return max(1, min(SNAPSHOT_BLOCKS_MAX, SNAPSHOT_BYTES_MAX // block_bytes))
 
 
 def _encode(changes: Sequence[Block | bytes]) -> bytes:

@@ -32,7 +32,7 @@ class Loads:
     def encode(self, statistics: EngineStatistics) -> Any:
         """Return the answer to GetLoads. It has no load while no replica is loaded."""
         name = self._entry.config.name
-        counts = [one.counts for one in statistics.replicas if one.model == name]
+        counts = [replica.counts for replica in statistics.replicas if replica.model == name]
         loads = [self._encode(counts)] if self._entry.ready else []
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
@@ -41,13 +41,13 @@ class Loads:
         )
 
     def _encode(self, counts: list[Counts]) -> Any:
-        total = sum(one.total_blocks for one in counts)
-        used = total - sum(one.free_blocks for one in counts)
-        queries = sum(one.prefix_queries for one in counts)
-        running = sum(one.running + one.parked for one in counts)
-        waiting = sum(one.waiting for one in counts)
+        total = sum(x.total_blocks for x in counts)
+        used = total - sum(x.free_blocks for x in counts)
+        queries = sum(x.prefix_queries for x in counts)
+        running = sum(x.running + x.parked for x in counts)
+        waiting = sum(x.waiting for x in counts)
         seats = self._config.max_num_seqs * len(self._entry.ready)
-        queued = [one.loop.core.statistics().queued_tokens for one in self._entry.ready]
+        queued = [replica.loop.core.statistics().queued_tokens for replica in self._entry.ready]
         return vllm_engine_pb2.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,
@@ -55,8 +55,8 @@ class Loads:
             num_used_tokens=used * self._config.block_size,
             max_total_num_tokens=total * self._config.block_size,
             token_usage=used / total if total else 0.0,
-            gen_throughput=self._tokens_per_s(sum(one.completion_tokens_total for one in counts)),
-            cache_hit_rate=sum(one.prefix_hits for one in counts) / queries if queries else 0.0,
+            gen_throughput=self._tokens_per_s(sum(x.completion_tokens_total for x in counts)),
+            cache_hit_rate=sum(x.prefix_hits for x in counts) / queries if queries else 0.0,
             utilization=running / seats,
             max_running_requests=seats,
             num_waiting_uncached_tokens=sum(queued),

@@ -62,8 +62,8 @@ def _model_type(directory: Path | None) -> str:
         config = json.loads((directory / "config.json").read_text("utf-8")) if directory else {}
     except (OSError, ValueError):
         return ""
-    found = config.get("model_type", "") if isinstance(config, dict) else ""
-    return found if isinstance(found, str) else ""
+    model_type = config.get("model_type", "") if isinstance(config, dict) else ""
+    return model_type if isinstance(model_type, str) else ""
 
 
 def tokenizer_chunks(directory: Path | None) -> Iterator[Any]:

@@ -76,27 +76,27 @@ class ReplicaPrefixes:
         self._model = model
         self._blocks: dict[bytes, Block] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}  # keys of blocks, by their parent's
-        self._found: set[bytes] = set()
+        self._reachable: set[bytes] = set()
 
     def stored(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
         """Take note of a new block."""
         self._blocks[key] = Block(key, parent, array("I", tokens))
         if parent is not None:
             self._children.setdefault(parent, {})[key] = None
-        if parent is None or parent in self._found:
-            for one in self._descendants(key):
-                self._found.add(one)
-                self._model.add(self._blocks[one])
+        if parent is None or parent in self._reachable:
+            for descendant in self._descendants(key):
+                self._reachable.add(descendant)
+                self._model.add(self._blocks[descendant])
 
     def removed(self, key: bytes) -> None:
         """Take note that a block is gone. A block that was never stored is ignored."""
         block = self._blocks.get(key)
         if block is None:
             return
-        if key in self._found:
-            for one in self._descendants(key):
-                self._found.discard(one)
-                self._model.discard(one)
+        if key in self._reachable:
+            for descendant in self._descendants(key):
+                self._reachable.discard(descendant)
+                self._model.discard(descendant)
         del self._blocks[key]
         if block.parent is not None:
             siblings = self._children[block.parent]
@@ -106,15 +106,15 @@ class ReplicaPrefixes:
 
     def cleared(self) -> None:
         """Take note that every block is gone."""
-        for key in self._found:
+        for key in self._reachable:
             self._model.discard(key)
         self._blocks.clear()
         self._children.clear()
-        self._found.clear()
+        self._reachable.clear()
 
     def _descendants(self, key: bytes) -> list[bytes]:
         """Return the key and those of all blocks after it, every block after its parent."""
-        found = [key]
-        for one in found:  # grows meanwhile
-            found += self._children.get(one, ())
-        return found
+        keys = [key]
+        for block_key in keys:  # grows meanwhile
+            keys += self._children.get(block_key, ())
+        return keys

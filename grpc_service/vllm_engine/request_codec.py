@@ -87,10 +87,10 @@ def decode_embed(message: Any, model: str, timeout_s: float) -> EmbedRequest:
 
 
 def _refuse_unsupported(message: Any) -> None:
-    found = [field.name for field, _ in message.ListFields() if field.name in UNSUPPORTED]
-    if found:
-        verb = "is" if len(found) == 1 else "are"
-        raise Unsupported(f"{', '.join(found)} {verb} not supported", field=found[0])
+    names = [field.name for field, _ in message.ListFields() if field.name in UNSUPPORTED]
+    if names:
+        verb = "is" if len(names) == 1 else "are"
+        raise Unsupported(f"{', '.join(names)} {verb} not supported", field=names[0])
     if message.data_parallel_rank:
         what = f"is {message.data_parallel_rank}, but the server has the rank 0 only"
         raise InvalidRequest.of("data_parallel_rank", what)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SERVICE: ServiceDescriptor = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 
 
-class AskedGenerate(NamedTuple):
+class GenerateCall(NamedTuple):
     """A request, and whether its tokens are sent as they are generated."""
 
     request: GenerateRequest
@@ -88,7 +88,7 @@ class VllmEngine:
     def is_healthy(self) -> bool:
         """Whether a gateway should send requests."""
         status = self._entry.status()
-        return status.can_be_asked and not status.is_hung and not self._engine.is_draining
+        return status.is_available and not status.is_hung and not self._engine.is_draining
 
     @property
     def _has_prefixes(self) -> bool:
@@ -101,12 +101,12 @@ class VllmEngine:
         """Return `Method.translate` of Generate and Embed."""
         return {"Generate": self._generate_decoder, "Embed": self._embed_decoder}
 
-    def _generate_decoder(self, call: Call) -> Callable[[Any], AskedGenerate]:
+    def _generate_decoder(self, call: Call) -> Callable[[Any], GenerateCall]:
         max_model_len, timeout_s = self._entry.status().max_model_len, self._timeout_s(call)
 
-        def decode(message: Any) -> AskedGenerate:
-            asked = decode_generate(message, self._name, max_model_len, timeout_s)
-            return AskedGenerate(asked, message.stream)
+        def decode(message: Any) -> GenerateCall:
+            request = decode_generate(message, self._name, max_model_len, timeout_s)
+            return GenerateCall(request, message.stream)
 
         return decode
 
@@ -114,14 +114,14 @@ class VllmEngine:
         timeout_s = self._timeout_s(call)
         return lambda message: decode_embed(message, self._name, timeout_s)
 
-    async def Generate(self, asked: AskedGenerate, rpc: Rpc) -> None:
+    async def Generate(self, call: GenerateCall, rpc: Rpc) -> None:
         """Stream the tokens that the model generates, or send them all at the end. Raises
         `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
-        output = asked.request.output
-        encoder = GenerateEncoder(is_stream=asked.is_stream, alternatives=output.logprobs)
+        output = call.request.output
+        encoder = GenerateEncoder(is_stream=call.is_stream, alternatives=output.logprobs)
         writer = CallWriter(
             rpc,
             self._backend.unread_calls,
@@ -130,18 +130,18 @@ class VllmEngine:
             is_large=output.prompt_logprobs is not None,
         )
         self._last_receive = time.time()
-        serving = writer.serve(self._engine, asked.request)
-        del asked  # the stream alone keeps the request
+        serving = writer.serve(self._engine, call.request)
+        del call  # the stream alone keeps the request
         await serving
 
-    async def Embed(self, asked: EmbedRequest, rpc: Rpc) -> None:
+    async def Embed(self, request: EmbedRequest, rpc: Rpc) -> None:
         """Send the vector of one input. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
         writer = CallWriter(rpc, self._backend.unread_calls, encode_embeddings)
         self._last_receive = time.time()
-        await writer.serve(self._engine, asked)
+        await writer.serve(self._engine, request)
 
     def _timeout_s(self, call: Call) -> float:
         """Return how long a request may take: until the caller's deadline or, without one,
@@ -173,7 +173,7 @@ class VllmEngine:
         """
         status = self._entry.status()
         is_coming = status.state in (ModelState.UNLOADED, ModelState.LOADING)
-        if is_coming and not (status.can_be_asked or status.is_restarting):
+        if is_coming and not (status.is_available or status.is_restarting):
             raise NoWorkers(f"{self._name} is being loaded")
         message = "" if self.is_healthy else f"{self._name} takes no requests"
         return vllm_engine_pb2.HealthCheckResponse(healthy=self.is_healthy, message=message)

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.image_generation.types import Drawing, ImagePlan, ImageVerb
+from engine.core.image_generation.types import Drawing, ImageGenerationPlan, Verb
 from engine.worker.image_generation import model, noise, tiles
 from engine.worker.image_generation import state as drawing_state
 from engine.worker.image_generation.noise_names import CLASSES
-from engine.worker.image_generation.runner import DiffusionRunner
+from engine.worker.image_generation.runner import PipelineRunner
 from engine.worker.interface import RunnerSpec
 from tests.checkpoints.image_generation import make
 from tests.support.images import pixels
@@ -50,7 +50,7 @@ def directories(tmp_path_factory):
 def runners(directories):
     made = {}
     for name, directory in directories.items():
-        made[name] = DiffusionRunner(RunnerSpec(str(directory), threads=1))
+        made[name] = PipelineRunner(RunnerSpec(str(directory), threads=1))
         made[name].info = made[name].load(lambda progress: None)
     yield made
     for runner in made.values():
@@ -111,12 +111,12 @@ def plans_of(runner, drawing, sequence):
     info = runner.info
 
     def plan(verb, index=0, given=None):
-        return ImagePlan(PlanId(next(plan_ids)), sequence, verb, index, given)
+        return ImageGenerationPlan(PlanId(next(plan_ids)), sequence, verb, index, given)
 
-    yield plan(ImageVerb.ENCODE, given=drawing)
-    yield from (plan(ImageVerb.DENOISE, index) for index in range(info.num_steps(drawing)))
+    yield plan(Verb.ENCODE, given=drawing)
+    yield from (plan(Verb.DENOISE, index) for index in range(info.num_steps(drawing)))
     tiles_of_all = info.num_tiles(drawing) * drawing.num_images
-    yield from (plan(ImageVerb.DECODE, index) for index in range(tiles_of_all))
+    yield from (plan(Verb.DECODE, index) for index in range(tiles_of_all))
 
 
 def run(runner, plan):
@@ -137,7 +137,7 @@ def draw(runner, *drawings):
             if image is not None:
                 found[place].append(image)
     ended = tuple(SequenceId(place) for place in range(1, len(drawings) + 1))
-    last = ImagePlan(PlanId(0), SequenceId(0), ImageVerb.ENCODE, 0, PLAIN, ended=ended)
+    last = ImageGenerationPlan(PlanId(0), SequenceId(0), Verb.ENCODE, 0, PLAIN, ended=ended)
     runner.execute(last)
     assert set(runner._states) == {SequenceId(0)}
     return [np.stack(images) for images in found]
@@ -220,7 +220,7 @@ def test_the_same_seed_gives_the_same_bytes_beside_other_drawings(runners):
 
 @pytest.mark.parametrize("scheduler", CLASSES)
 def test_the_number_of_steps_is_known_before_the_first(runners, scheduler):
-    """The core plans by `ImageModelInfo.num_steps`; the worker's schedulers have as many."""
+    """The core plans by `ImageGenerationInfo.num_steps`; the worker's schedulers have as many."""
     runner = runners["sd"]
     source = bytes(SIZE * SIZE * 3)
     for steps, strength in itertools.product(range(1, 20), (None, 0.05, 0.3, 0.99, 1.0)):
@@ -237,7 +237,7 @@ def test_a_preview_is_a_small_image_and_changes_nothing(runners):
     runner = runners["sd"]
     plain = draw(runner, PLAIN)[0]
     plans = list(plans_of(runner, PLAIN, SequenceId(1)))
-    images = [run(runner, replace(one, preview=one.verb is ImageVerb.DENOISE)) for one in plans]
+    images = [run(runner, replace(one, preview=one.verb is Verb.DENOISE)) for one in plans]
     previews = [image for image in images[:-1] if image is not None]
     assert len(previews) == runner.info.num_steps(PLAIN)
     assert all(max(image.shape[:2]) <= 128 for image in previews)

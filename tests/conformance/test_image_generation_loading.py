@@ -17,7 +17,7 @@ from engine.errors import SpawnFailed
 from engine.status import Capability
 from engine.worker.factory import runner_of
 from engine.worker.image_generation import loading, pipelines, weights
-from engine.worker.image_generation.runner import DiffusionRunner
+from engine.worker.image_generation.runner import PipelineRunner
 from engine.worker.interface import RunnerSpec
 from engine.worker.load.capability import capability_of
 from tests.checkpoints.image_generation import make
@@ -59,7 +59,7 @@ def rewrite(path, change):
 
 def loaded(directory, **fields):
     """Return the parameters of a model, by component and name, and its info."""
-    with closing(DiffusionRunner(RunnerSpec(str(directory), threads=1, **fields))) as runner:
+    with closing(PipelineRunner(RunnerSpec(str(directory), threads=1, **fields))) as runner:
         info = runner.load(lambda progress: None)
         parts = runner._model.parts
         modules = {"unet": parts.unet, "vae": parts.vae, "text_encoder": parts.prompts.encoders[0]}
@@ -238,7 +238,7 @@ def test_a_folder_that_is_missing_is_named(sd, folder):
 def test_a_refused_load_keeps_nothing_and_the_next_one_works(sd):
     whole = (sd / UNET).read_bytes()
     rewrite(sd / UNET, without("conv_in.weight"))
-    runner = DiffusionRunner(RunnerSpec(str(sd), threads=1))
+    runner = PipelineRunner(RunnerSpec(str(sd), threads=1))
     with pytest.raises(SpawnFailed):
         runner.load(lambda progress: None)
     assert runner._model is None
@@ -324,7 +324,7 @@ def test_an_autoencoder_that_overflows_in_16_bits_stays_in_32(sd):
 
 def test_the_progress_ends_with_all_bytes(made):
     seen = []
-    runner = DiffusionRunner(RunnerSpec(str(made["sdxl"]), threads=1))
+    runner = PipelineRunner(RunnerSpec(str(made["sdxl"]), threads=1))
     runner.load(seen.append)
     runner.close()
     last = [one for one in seen if one.phase == "weights"][-1]

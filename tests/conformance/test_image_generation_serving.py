@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.image_generation.types import Drawing, ImagePlan, ImageVerb
+from engine.core.image_generation.types import Drawing, ImageGenerationPlan, Verb
 from engine.errors import EngineBug, SpawnFailed, WorkerLost
 from engine.worker.factory import make_process_runner, make_runner
 from tests.checkpoints.image_generation import make
@@ -57,11 +57,11 @@ def loaded(directory):
 
 def plans(info, drawing=DRAWING):
     """Yield the plans of one drawing."""
-    yield ImagePlan(PlanId(1), SEQUENCE, ImageVerb.ENCODE, drawing=drawing)
+    yield ImageGenerationPlan(PlanId(1), SEQUENCE, Verb.ENCODE, drawing=drawing)
     for index in range(info.num_steps(drawing)):
-        yield ImagePlan(PlanId(1), SEQUENCE, ImageVerb.DENOISE, index, preview=index == 1)
+        yield ImageGenerationPlan(PlanId(1), SEQUENCE, Verb.DENOISE, index, preview=index == 1)
     for index in range(info.num_tiles(drawing) * drawing.num_images):
-        yield ImagePlan(PlanId(1), SEQUENCE, ImageVerb.DECODE, index)
+        yield ImageGenerationPlan(PlanId(1), SEQUENCE, Verb.DECODE, index)
 
 
 def images(runner, info):
@@ -125,6 +125,6 @@ def test_a_step_that_fails_leaves_the_other_drawings(directory, started):
     first, *others = plans(info)
     runner.execute(first)
     with pytest.raises(EngineBug):
-        runner.execute(ImagePlan(PlanId(2), SequenceId(9), ImageVerb.DENOISE, 0))
+        runner.execute(ImageGenerationPlan(PlanId(2), SequenceId(9), Verb.DENOISE, 0))
     found = [runner.execute(plan).row.image for plan in others]
     assert [image for image in found if image is not None] == alone

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import SpawnFailed
 from engine.worker.factory import make_runner
-from engine.worker.image_generation.runner import DiffusionRunner
+from engine.worker.image_generation.runner import PipelineRunner
 from engine.worker.interface import RunnerSpec
 from tests.checkpoints import encode as encoder
 from tests.checkpoints import image_generation as diffusion
@@ -75,7 +75,7 @@ def encoder_weights(directory):
 
 def drawing_weights(directory):
     """Return the parameters of an image model."""
-    runner = DiffusionRunner(RunnerSpec(str(directory), threads=1))
+    runner = PipelineRunner(RunnerSpec(str(directory), threads=1))
     runner.load(lambda progress: None)
     parts = runner._model.parts
     return [parameters(one) for one in (parts.unet, parts.vae, *parts.prompts.encoders)]

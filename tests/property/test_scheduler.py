@@ -28,7 +28,7 @@ from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tests.support.encode_driver import EncodeDriver, Picture
 from tests.support.examples import examples
-from tests.support.image_generation_driver import SIZES, ImageDriver
+from tests.support.image_generation_driver import SIZES, ImageGenerationDriver
 
 BUFFERS = st.sampled_from([1, 2, 5, 1000])
 QUEUES = st.sampled_from([2, 20])
@@ -454,7 +454,7 @@ TestEncodeScheduler = case_of(
 )
 TestImageScheduler = case_of(
     machine_of(
-        ImageDriver,
+        ImageGenerationDriver,
         {"max_drawings": st.integers(1, 3)},
         {
             "width": st.sampled_from(SIZES),

@@ -11,7 +11,7 @@ from engine.kinds import ImageGenerationKind
 from engine.requests.prepared import Prepared
 from engine.requests.stream import RequestStream
 from engine.settings import QueueLimits
-from engine.worker.fakes.image_generation import FakeImageRunner
+from engine.worker.fakes.image_generation import FakeImageGenerationRunner
 from tests.simulator.kind_watch import TurnsWatch
 from tests.simulator.watch import WATCHES
 from tests.support.step_driver import OneChoiceDriver
@@ -81,7 +81,7 @@ class CountCore(TurnsCore):
         self._events.append(got)
 
 
-class CountRunner(FakeImageRunner):
+class CountRunner(FakeImageGenerationRunner):
     def _execute(self, plan):
         self._spend(plan.num_tokens)
         self._fail(plan, self.script.image_fault)

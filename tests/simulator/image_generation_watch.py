@@ -10,11 +10,11 @@ from engine.core.common.types import EndReason
 from engine.core.image_generation.least_times import Shape, shape_of
 from engine.core.image_generation.types import (
     Drawn,
-    ImagePlan,
-    ImageResult,
-    ImageRowResult,
-    ImageVerb,
+    ImageGenerationPlan,
+    ImageGenerationResult,
+    ImageGenerationRow,
     Stepped,
+    Verb,
 )
 from engine.errors import DeadlineInfeasible
 from tests.simulator.kind_watch import Live, Results, TurnsWatch
@@ -30,7 +30,7 @@ class LiveDrawing(Live):
     sequence: int | None = None
 
 
-class ImageWatch(TurnsWatch[LiveDrawing]):
+class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
     """Watch the scheduler of one image model."""
 
     live_type = LiveDrawing
@@ -43,14 +43,16 @@ class ImageWatch(TurnsWatch[LiveDrawing]):
 
     # ---- plans
 
-    def planned(self, plan: ImagePlan | None, events: list[OutputEvent], now: float) -> str:
+    def planned(
+        self, plan: ImageGenerationPlan | None, events: list[OutputEvent], now: float
+    ) -> str:
         """Judge a plan; None if there was nothing to do."""
         if plan is None:
             return super().planned(plan, events, now)
         reason = self._judge_told(plan) or super().planned(plan, events, now)
         return reason or self._judge_preview(plan)
 
-    def _judge_told(self, plan: ImagePlan) -> str:
+    def _judge_told(self, plan: ImageGenerationPlan) -> str:
         """Check that the plan tells the worker of every drawing that has ended, and of no other."""
         told = set(plan.ended)
         if told & self.known - self.ended:
@@ -61,10 +63,10 @@ class ImageWatch(TurnsWatch[LiveDrawing]):
         self.ended -= told
         return ""
 
-    def _judge_preview(self, plan: ImagePlan) -> str:
+    def _judge_preview(self, plan: ImageGenerationPlan) -> str:
         [(live, _, _)] = self.step
         every = live.submit.request.preview_every
-        wanted = plan.verb is ImageVerb.DENOISE and every and (plan.index + 1) % every == 0
+        wanted = plan.verb is Verb.DENOISE and every and (plan.index + 1) % every == 0
         if plan.preview != bool(wanted):
             return f"{live.name}: a preview of step {plan.index + 1}?"
         self.known.add(plan.sequence)
@@ -75,7 +77,7 @@ class ImageWatch(TurnsWatch[LiveDrawing]):
         request, tiles = live.submit.request, live.num_done - live.submit.request.num_steps
         return tiles % request.num_tiles == 0 if tiles > 0 else live.num_done > 0
 
-    def owner(self, plan: ImagePlan) -> LiveDrawing | None:
+    def owner(self, plan: ImageGenerationPlan) -> LiveDrawing | None:
         """Return the request of a plan: the one that has the sequence or, for a first step, the one
         that has the drawing."""
         for live in self.live.values():
@@ -99,7 +101,9 @@ class ImageWatch(TurnsWatch[LiveDrawing]):
         if live.sequence is not None:
             self.ended.add(live.sequence)
 
-    def commit(self, result: ImageResult, now: float) -> tuple[Results, list[LiveDrawing]]:
+    def commit(
+        self, result: ImageGenerationResult, now: float
+    ) -> tuple[Results, list[LiveDrawing]]:
         """Take note of how long the step took, if it drew anything."""
         [(live, _, plan)] = self.step
         if now > self.began and not isinstance(result.row, RowFailure):
@@ -108,11 +112,11 @@ class ImageWatch(TurnsWatch[LiveDrawing]):
         return super().commit(result, now)
 
     def message(
-        self, live: LiveDrawing, part: int, row: ImagePlan, got: ImageRowResult
+        self, live: LiveDrawing, part: int, row: ImageGenerationPlan, got: ImageGenerationRow
     ) -> Stepped | Drawn:
         """Return the event that a step's result must lead to."""
         request = live.submit.request
-        if row.verb is ImageVerb.DENOISE:
+        if row.verb is Verb.DENOISE:
             return Stepped(request.request_id, row.index + 1, request.num_steps, got.image)
         assert got.image is not None
         return Drawn(request.request_id, row.index // request.num_tiles, got.image)
@@ -133,7 +137,7 @@ class ImageWatch(TurnsWatch[LiveDrawing]):
         its deadline."""
         request, seconds = live.submit.request, 0.0
         tiles = request.drawing.num_images * request.num_tiles
-        for verb, times in zip(ImageVerb, (1, request.num_steps, tiles), strict=True):
+        for verb, times in zip(Verb, (1, request.num_steps, tiles), strict=True):
             own = shape_of(request, verb)
             smaller = (took for shape, took in self.least_s.items() if own.covers(shape))
             seconds += times * max(smaller, default=0.0)

@@ -443,7 +443,7 @@ MUTANTS = (
     Mutant(
         "the rows of an encoder's failed step are not run alone",
         encode_scheduler.EncodeScheduler._step_failed,
-        "self._suspects += [one for one in step.rows if not one[0].is_ended]",
+        "self._suspects += [row for row in step.rows if not row[0].is_ended]",
         "pass",
         seed=8,
     ),
@@ -472,15 +472,15 @@ MUTANTS = (
     Mutant(
         "the best scores come in the order of their steps",
         encode_stream.EncodeStream._finish,
-        "sorted(self._scores, key=lambda one: (-one.score, one.index))",
+        "sorted(self._scores, key=lambda score: (-score.score, score.index))",
         "self._scores",
         seed=2,
     ),
     Mutant(
         "texts beside ids get each other's tokens",
         prepare_inputs.InputPreparer._tokenize_inputs,
-        "tokenizer.encode_texts(texts, asked.prompt_name)",
-        "tokenizer.encode_texts(texts[::-1], asked.prompt_name)",
+        "tokenizer.encode_texts(texts, request.prompt_name)",
+        "tokenizer.encode_texts(texts[::-1], request.prompt_name)",
     ),
     Mutant(
         "the images of a request get each other's vectors",
@@ -492,8 +492,8 @@ MUTANTS = (
     Mutant(
         "a damaged image gets the vector of another",
         tokenizing.Tokenizing.read_images,
-        "found.append(",
-        "made.append(made[0]) if made else found.append(",
+        "violations.append(",
+        "made.append(made[0]) if made else violations.append(",
         seed=22,
     ),
     Mutant(
@@ -550,8 +550,8 @@ MUTANTS = (
     Mutant(
         "a chat with a damaged image is answered without it",
         tokenizing.Tokenizing.read_images,
-        "found.append(FieldViolation(path, str(error)))",
-        "(made.append(made[0]) if made else found.append(FieldViolation(path, str(error))))",
+        "violations.append(FieldViolation(path, str(error)))",
+        "(made.append(made[0]) if made else violations.append(FieldViolation(path, str(error))))",
         seed=81,
     ),
     Mutant(
@@ -803,7 +803,7 @@ MUTANTS = (
         "live.credit.mark_starved()",
         "pass",
         seed=15,
-        owner=image_scheduler.ImageScheduler,
+        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "a drawing that has not begun begins in a pause",
@@ -811,7 +811,7 @@ MUTANTS = (
         "is_paused = self._pause is not None",
         "is_paused = False",
         seed=45,
-        owner=image_scheduler.ImageScheduler,
+        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "parked drawings hold up those that wait for seats",
@@ -823,13 +823,13 @@ MUTANTS = (
     Mutant(
         "any number of drawings have seats",
         turns.Seats._has_room,
-        "len(going_on) < self._max_seats",
+        "len(runnable) < self._max_seats",
         "True",
         seed=15,
     ),
     Mutant(
         "the worker is not told that a drawing has ended",
-        image_scheduler.ImageScheduler._leave,
+        image_scheduler.ImageGenerationScheduler._leave,
         "self._ended.append(live.sequence)",
         "pass",
         seed=1,
@@ -854,7 +854,7 @@ MUTANTS = (
         "self._give_up_slot(live, part)",
         "pass",
         seed=14,
-        owner=image_scheduler.ImageScheduler,
+        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "a failed step of a drawing runs again",
@@ -862,11 +862,11 @@ MUTANTS = (
         "if len(step.rows) == 1 and not first.is_ended:",
         "if False:",
         seed=1,
-        owner=image_scheduler.ImageScheduler,
+        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "images have the numbers of their tiles",
-        image_scheduler.ImageScheduler._take_result,
+        image_scheduler.ImageGenerationScheduler._take_result,
         "part.index // request.num_tiles",
         "part.index",
         seed=15,
@@ -877,7 +877,7 @@ MUTANTS = (
         "live.num_done == live.num_parts",
         "live.num_done >= live.num_parts - 1",
         seed=1,
-        owner=image_scheduler.ImageScheduler,
+        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "a denoising step is left out",
@@ -885,11 +885,11 @@ MUTANTS = (
         "live.num_done += 1",
         "live.num_done += 1 + (live.num_done == 1)",
         seed=1,
-        owner=image_scheduler.ImageScheduler,
+        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "no preview is made",
-        image_scheduler.ImageScheduler._plan_of,
+        image_scheduler.ImageGenerationScheduler._plan_of,
         "preview=live.wants_preview",
         "preview=False",
         seed=10,
@@ -904,7 +904,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody looks at the stall timeout of drawings",
-        image_scheduler.ImageScheduler.next_wakeup,
+        image_scheduler.ImageGenerationScheduler.next_wakeup,
         "super().next_wakeup(now)",
         "None",
         seed=58,
@@ -912,8 +912,8 @@ MUTANTS = (
     Mutant(
         "a deadline is refused by the times of larger drawings",
         least_times.LeastTimes._estimate,
-        "if shape.covers(one)",
-        "if shape.verb is one.verb",
+        "if shape.covers(other)",
+        "if shape.verb is other.verb",
         seed=31,
     ),
     Mutant(
@@ -961,7 +961,7 @@ MUTANTS = (
     Mutant(
         "a sequence begins from an empty state behind its cached prefix",
         states.StepStates.begin,
-        "return found",
+        "return snapshot",
         "return None",
         seed=13,
     ),

@@ -128,7 +128,7 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Whether a client that obeys opens calls."""
-        return not (self.is_lost or self.client.is_asked_to_go)
+        return not (self.is_lost or self.client.has_goaway)
 
     async def run(self) -> None:
         """Carry bytes both ways. Cancellation: ends the connection."""
@@ -247,7 +247,7 @@ class Caller:
     async def _call(self, link: Link, message: bytes, breaks_after: int | None) -> Answer:
         """Make a call; break its connection off after so many tokens."""
         client = link.client
-        answer = Answer(crossed=not client.is_asked_to_go)
+        answer = Answer(crossed=not client.has_goaway)
         call = client.call(path=GENERATE, is_last=False)
         with trio.move_on_after(self._rng.choice([0.0, self._rng.uniform(0.0, PIECES_MAX_S)])):
             while not (link.is_lost or call in client.ends):
@@ -263,7 +263,7 @@ class Caller:
         is_refused = answer.end is ErrorCodes.REFUSED_STREAM
         answer.is_unserved = is_refused or (answer.end is None and call > client.last_served)
         answer.tokens = _tokens(client.messages[call])
-        if answer.end == "0" and answer.crossed and client.is_asked_to_go:
+        if answer.end == "0" and answer.crossed and client.has_goaway:
             self._seen["crossed"] += 1
         return answer
 
@@ -283,7 +283,7 @@ class Caller:
         for place in order:
             link = self._links.get(place)
             if link is not None and not link.is_lost:
-                if link.client.is_asked_to_go:
+                if link.client.has_goaway:
                     await self._look(link)
                 if link.is_usable or (self._policy == "simple" and not link.is_lost):
                     return link

@@ -25,7 +25,7 @@ from engine.core.common.events import (
 )
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
-from engine.core.image_generation.scheduler import ImageScheduler
+from engine.core.image_generation.scheduler import ImageGenerationScheduler
 from engine.core.image_generation.types import Drawn, Stepped
 from engine.core.text.lifecycle import Event
 from engine.core.text.scheduler import Scheduler
@@ -34,14 +34,14 @@ from engine.core.text.types import Tokens
 from engine.requests.stream import RequestStream
 from tests.simulator.encode_watch import EncodeWatch
 from tests.simulator.guest_watch import AwayWatch
-from tests.simulator.image_generation_watch import ImageWatch
+from tests.simulator.image_generation_watch import ImageGenerationWatch
 from tests.simulator.text_watch import TextWatch
 
 # The schedulers, and what judges the plans and results of each.
 WATCHES: dict[type, Callable[[Any], Any]] = {
     Scheduler: TextWatch,
     EncodeScheduler: EncodeWatch,
-    ImageScheduler: ImageWatch,
+    ImageGenerationScheduler: ImageGenerationWatch,
 }
 EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it something spins
 

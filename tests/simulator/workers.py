@@ -17,7 +17,7 @@ from engine.core.common.types import PlanId
 from engine.errors import WorkerLost
 from engine.replica.watchdog import StepWatch, Watchdog
 from engine.worker.fakes.encode import FakeEncoder
-from engine.worker.fakes.image_generation import FakeImageRunner
+from engine.worker.fakes.image_generation import FakeImageGenerationRunner
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
 from engine.worker.process.group import WorkerGroup
@@ -58,7 +58,7 @@ class BreakingEncoder(_Breaking, FakeEncoder):
         return replace(result, rows=result.rows[1:] + result.rows[:1])
 
 
-class BreakingArtist(_Breaking, FakeImageRunner):
+class BreakingArtist(_Breaking, FakeImageGenerationRunner):
     """An image model that from then on answers with another plan's id."""
 
 

@@ -28,7 +28,7 @@ from engine.kinds import EncodeKind
 from engine.requests.supervisor import Supervisor
 from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder, ids_of
-from engine.worker.fakes.image_generation import FakeImageRunner
+from engine.worker.fakes.image_generation import FakeImageGenerationRunner
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from grpc_service.app.application import serve, serve_forever
 from grpc_service.app.server_config import ServerConfig
@@ -473,7 +473,7 @@ def start(
                 memory_bytes=needs[model.name] or 1000,
             )
         if model.capability is Capability.TEXT_TO_IMAGE:
-            script, make = make_script(**own), FakeImageRunner
+            script, make = make_script(**own), FakeImageGenerationRunner
             if toy:
                 script.image_fault, make = None, CountRunner
             return make(script=script)

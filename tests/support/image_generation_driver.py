@@ -1,29 +1,31 @@
-"""Drive an `ImageScheduler` with a `FakeImageRunner` (`tests.support.step_driver`).
+"""Drive an `ImageGenerationScheduler` with its fake runner (`tests.support.step_driver`).
 
 The oracle is `image_of`: what an image must be, from its own drawing alone.
 """
 
 from math import floor
 
-from engine.config import ImageConfig
+from engine.config import ImageGenerationConfig
 from engine.core.common.phases import Phase
-from engine.core.image_generation.scheduler import ImageScheduler
-from engine.core.image_generation.types import Drawing, Drawn, ImageRequest
-from engine.worker.fakes.image_generation import FakeImageRunner, image_of, preview_of
-from tests.simulator.image_generation_watch import ImageWatch
+from engine.core.image_generation.scheduler import ImageGenerationScheduler
+from engine.core.image_generation.types import Drawing, Drawn, ImageGenerationRequest
+from engine.worker.fakes.image_generation import FakeImageGenerationRunner, image_of, preview_of
+from tests.simulator.image_generation_watch import ImageGenerationWatch
 from tests.support.step_driver import OneChoiceDriver
 
 SIZES = (8, 16, 72, 120)
 
 
-class ImageDriver(OneChoiceDriver):
-    """Drives an `ImageScheduler` with a fake image model."""
+class ImageGenerationDriver(OneChoiceDriver):
+    """Drives an `ImageGenerationScheduler` with a fake image model."""
 
     fault = "image_fault"
 
     def __init__(self, *, runner=None, **config):
-        scheduler = ImageScheduler(ImageConfig(**config))
-        super().__init__(scheduler, runner or FakeImageRunner(), ImageWatch(scheduler))
+        scheduler = ImageGenerationScheduler(ImageGenerationConfig(**config))
+        super().__init__(
+            scheduler, runner or FakeImageGenerationRunner(), ImageGenerationWatch(scheduler)
+        )
 
     def request(self, *, request_id, width=16, height=8, n=1, **fields):
         """Return a drawing; ``fields`` are of the drawing, or else of the request."""
@@ -33,7 +35,9 @@ class ImageDriver(OneChoiceDriver):
             negative_prompt="", width=width, height=height, num_images=n, **(own | given)
         )
         steps, tiles = self.runner.info.num_steps(drawing), self.runner.info.num_tiles(drawing)
-        return ImageRequest(request_id, drawing, num_steps=steps, num_tiles=tiles, **fields)
+        return ImageGenerationRequest(
+            request_id, drawing, num_steps=steps, num_tiles=tiles, **fields
+        )
 
     # ---- outputs
 

@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.image_generation.types import Drawing, ImagePlan, ImageVerb
-from engine.worker.image_generation.runner import DiffusionRunner
+from engine.core.image_generation.types import Drawing, ImageGenerationPlan, Verb
+from engine.worker.image_generation.runner import PipelineRunner
 from engine.worker.interface import RunnerSpec
 
 
@@ -53,16 +53,18 @@ def drawings(max_pixels: int) -> list[Drawing]:
 def main() -> None:
     """Draw, and print both numbers."""
     directory = sys.argv[1]
-    runner = DiffusionRunner(RunnerSpec(directory, threads=1, max_drawings=2))
+    runner = PipelineRunner(RunnerSpec(directory, threads=1, max_drawings=2))
     estimate = runner.estimate().num_bytes
     before, peak = own_bytes(), Peak()
     info = runner.load(lambda progress: None)
     for number, drawing in enumerate(drawings(info.max_pixels), 1):
         sequence = SequenceId(number)
-        plans = [ImagePlan(PlanId(1), sequence, ImageVerb.ENCODE, drawing=drawing)]
-        plans.append(ImagePlan(PlanId(1), sequence, ImageVerb.DENOISE))
+        plans = [ImageGenerationPlan(PlanId(1), sequence, Verb.ENCODE, drawing=drawing)]
+        plans.append(ImageGenerationPlan(PlanId(1), sequence, Verb.DENOISE))
         tiles = info.num_tiles(drawing) * drawing.num_images
-        plans += [ImagePlan(PlanId(1), sequence, ImageVerb.DECODE, tile) for tile in range(tiles)]
+        plans += [
+            ImageGenerationPlan(PlanId(1), sequence, Verb.DECODE, tile) for tile in range(tiles)
+        ]
         for plan in plans:
             runner.execute(plan)
     print(estimate, peak.end() - before)

@@ -17,7 +17,7 @@ from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
 from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder
-from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageRunner
+from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageGenerationRunner
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import MemoryEstimate
 from tests.simulator.determinism import VirtualThreads, run_deterministically
@@ -74,7 +74,7 @@ class Worker:
             self.runner = FakeEncoder(model.capability, script=script, memory_bytes=needs)
         elif model.capability is Capability.TEXT_TO_IMAGE:
             info = FAKE_INFO if needs is None else replace(FAKE_INFO, memory_bytes=needs)
-            self.runner = FakeImageRunner(info, script=script)
+            self.runner = FakeImageGenerationRunner(info, script=script)
         else:
             self.runner = FakeRunner(script=script, memory_bytes=needs)
 

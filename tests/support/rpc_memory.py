@@ -172,7 +172,7 @@ class Client:
         self.headers = {}
         self.ends = {}
         self.num_pings = 0  # answered by the server
-        self.is_asked_to_go = False  # by the server
+        self.has_goaway = False  # by the server
         self.goaway_code = None  # the code with which the server did
         self.last_served = math.inf  # the server serves no call with a higher number
         self._flush()
@@ -289,7 +289,7 @@ class Client:
             case PingAckReceived():
                 self.num_pings += 1
             case ConnectionTerminated():
-                self.is_asked_to_go = True
+                self.has_goaway = True
                 self.goaway_code = event.error_code
                 self.last_served = event.last_stream_id or 0
 

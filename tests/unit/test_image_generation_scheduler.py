@@ -7,9 +7,9 @@ from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.image_generation.least_times import SHAPES_MAX, LeastTimes, Shape
-from engine.core.image_generation.types import Drawn, ImageVerb, Stepped
+from engine.core.image_generation.types import Drawn, Stepped, Verb
 from engine.errors import DeadlineInfeasible, DuplicateRequest, EngineBug, Overloaded, Paused
-from tests.support.image_generation_driver import ImageDriver
+from tests.support.image_generation_driver import ImageGenerationDriver
 
 
 def told(driver):
@@ -18,7 +18,7 @@ def told(driver):
 
 
 def test_a_drawing_takes_its_steps_in_order():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=2, n=2, width=120, preview_every=2)
     assert driver.run() == 1 + 2 + 2 * 3
     tiles = [f"1 decode {index}" for index in range(6)]
@@ -30,7 +30,7 @@ def test_a_drawing_takes_its_steps_in_order():
 
 
 def test_drawings_take_turns_in_the_order_of_their_ranks():
-    driver = ImageDriver(max_drawings=3)
+    driver = ImageGenerationDriver(max_drawings=3)
     driver.submit("late", steps=2)
     driver.submit("early", steps=2, arrival=-1.0)
     driver.submit("first", steps=1, priority=-1)
@@ -41,7 +41,7 @@ def test_drawings_take_turns_in_the_order_of_their_ranks():
 
 
 def test_no_more_drawings_begin_than_there_are_seats():
-    driver = ImageDriver(max_drawings=2)
+    driver = ImageGenerationDriver(max_drawings=2)
     for name in "abc":
         driver.submit(name, steps=2)
     driver.step()
@@ -54,7 +54,7 @@ def test_no_more_drawings_begin_than_there_are_seats():
 
 
 def test_the_worker_hears_of_each_end_once_with_the_next_plan():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=3)
     driver.submit("b", steps=3)
     driver.step()
@@ -66,7 +66,7 @@ def test_the_worker_hears_of_each_end_once_with_the_next_plan():
 
 
 def test_a_cancel_during_its_step_drops_the_result_and_gives_the_slot_back():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=3)
     driver.step()
     driver.begin_step()
@@ -81,7 +81,7 @@ def test_a_cancel_during_its_step_drops_the_result_and_gives_the_slot_back():
 
 
 def test_a_reader_without_room_is_passed_over_and_leaves_its_seat():
-    driver = ImageDriver(max_drawings=1)
+    driver = ImageGenerationDriver(max_drawings=1)
     driver.submit("full", steps=5, buffer=1)
     driver.submit("other", steps=2)
     for _ in range(10):
@@ -94,7 +94,7 @@ def test_a_reader_without_room_is_passed_over_and_leaves_its_seat():
 
 
 def test_timings_add_up():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=2, buffer=1)
     driver.now = 1.0
     assert driver.scheduler.is_live("a")
@@ -114,7 +114,7 @@ def test_timings_add_up():
 
 
 def test_parked_drawings_are_bounded():
-    driver = ImageDriver(max_drawings=1)
+    driver = ImageGenerationDriver(max_drawings=1)
     for number in range(6):
         driver.submit(f"full{number}", steps=5, buffer=1)
     for _ in range(100):
@@ -125,7 +125,7 @@ def test_parked_drawings_are_bounded():
 
 
 def test_a_stalled_reader_is_ended_and_tells_the_worker():
-    driver = ImageDriver(stall_timeout_s=30.0)
+    driver = ImageGenerationDriver(stall_timeout_s=30.0)
     driver.submit("a", steps=5, buffer=1)
     for _ in range(3):
         driver.step(read=False)
@@ -141,7 +141,7 @@ def test_a_stalled_reader_is_ended_and_tells_the_worker():
 def test_a_reader_that_has_taken_something_is_not_stalled_before_its_report_comes():
     """A loop that was busy takes a tick first, and then the report of a reader that took an image
     in time."""
-    driver = ImageDriver(stall_timeout_s=30.0)
+    driver = ImageGenerationDriver(stall_timeout_s=30.0)
     driver.submit("a", steps=5, buffer=1)
     for _ in range(3):
         driver.step(read=False)
@@ -153,7 +153,7 @@ def test_a_reader_that_has_taken_something_is_not_stalled_before_its_report_come
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_a_failed_step_ends_its_drawing_alone(kind):
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=2)
     driver.submit("b", steps=2)
     driver.step()
@@ -167,7 +167,7 @@ def test_a_failed_step_ends_its_drawing_alone(kind):
 
 
 def test_a_row_that_fails_names_its_field():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=2)
     driver.runner.script.sample_fault = lambda: "encode"
     driver.step()
@@ -179,7 +179,7 @@ def test_a_row_that_fails_names_its_field():
 
 
 def test_a_deadline_that_no_drawing_meets_is_refused():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("measured", steps=2)
     for _ in range(4):
         driver.step(seconds=1.0)
@@ -193,7 +193,7 @@ def test_a_deadline_that_no_drawing_meets_is_refused():
 
 
 def test_a_deadline_that_cannot_be_met_any_more_ends_a_waiting_drawing():
-    driver = ImageDriver(max_drawings=1)
+    driver = ImageGenerationDriver(max_drawings=1)
     driver.submit("runs", steps=50)
     for _ in range(5):
         driver.step(seconds=1.0)
@@ -209,7 +209,7 @@ def test_a_deadline_that_cannot_be_met_any_more_ends_a_waiting_drawing():
 
 
 def test_a_drawing_that_has_begun_may_try_its_luck():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=50, deadline=30.0)
     for _ in range(20):
         driver.step(seconds=1.0)
@@ -218,7 +218,7 @@ def test_a_drawing_that_has_begun_may_try_its_luck():
 
 
 def test_refusals_lower_an_estimate_until_a_step_is_measured():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("slow", steps=1)
     for _ in range(3):
         driver.step(seconds=10.0)
@@ -235,23 +235,23 @@ def test_refusals_lower_an_estimate_until_a_step_is_measured():
 
 def test_least_times_compare_only_with_smaller_steps():
     times = LeastTimes()
-    times.note(Shape(ImageVerb.DENOISE, 100, 2), 4.0)
-    times.note(Shape(ImageVerb.DENOISE, 400, 1), 3.0)
+    times.note(Shape(Verb.DENOISE, 100, 2), 4.0)
+    times.note(Shape(Verb.DENOISE, 400, 1), 3.0)
 
     def estimate(pixels, rows):
-        return times._estimate(Shape(ImageVerb.DENOISE, pixels, rows))
+        return times._estimate(Shape(Verb.DENOISE, pixels, rows))
 
     assert estimate(99, 2) == estimate(399, 1) == 0.0
     assert (estimate(100, 2), estimate(400, 1), estimate(400, 2)) == (4.0, 3.0, 4.0)
-    times.note(Shape(ImageVerb.DENOISE, 100, 2), 1.0)
+    times.note(Shape(Verb.DENOISE, 100, 2), 1.0)
     assert estimate(400, 2) == 3.0
     for pixels in range(1000, 1000 + 2 * SHAPES_MAX):
-        times.note(Shape(ImageVerb.DENOISE, pixels, 9), 1.0)
+        times.note(Shape(Verb.DENOISE, pixels, 9), 1.0)
     assert len(times._shortest) == SHAPES_MAX
 
 
 def test_with_guidance_an_image_takes_as_long_as_two_without():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("two", steps=1, n=2)
     for _ in range(2):  # encode, denoise
         driver.step(seconds=3.0)
@@ -266,14 +266,14 @@ def test_with_guidance_an_image_takes_as_long_as_two_without():
 
 def test_a_full_queue_counts_denoising_steps():
     """Red if the refusal speaks of tokens, of which a client of drawings knows nothing."""
-    driver = ImageDriver(max_queued_requests=9, max_queued_tokens=5, max_drawings=1)
+    driver = ImageGenerationDriver(max_queued_requests=9, max_queued_tokens=5, max_drawings=1)
     driver.submit("a", steps=3)
     driver.submit("b", steps=3)
     assert str(driver.refused["b"].error) == "the queue holds its 5 denoising steps"
 
 
 def test_refusals_that_all_kinds_share():
-    driver = ImageDriver(max_queued_requests=1, max_queued_tokens=5, max_drawings=1)
+    driver = ImageGenerationDriver(max_queued_requests=1, max_queued_tokens=5, max_drawings=1)
     driver.submit("a", steps=3)
     driver.submit("a", steps=3)
     assert isinstance(driver.refused.pop("a").error, DuplicateRequest)
@@ -289,7 +289,7 @@ def test_refusals_that_all_kinds_share():
     [(PauseMode.KEEP, 0, set()), (PauseMode.WAIT, 3, {"a"}), (PauseMode.ABORT, 0, {"a", "b"})],
 )
 def test_pauses(mode, steps, ended):
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a", steps=2)
     driver.submit("b", steps=2)
     driver.step()
@@ -302,7 +302,7 @@ def test_pauses(mode, steps, ended):
 
 
 def test_explanations():
-    driver = ImageDriver(max_drawings=2)
+    driver = ImageGenerationDriver(max_drawings=2)
     for name in "abc":
         driver.submit(name, steps=4)
     driver.step()
@@ -318,7 +318,7 @@ def test_explanations():
 
 
 def test_a_result_of_another_plan_is_a_bug():
-    driver = ImageDriver()
+    driver = ImageGenerationDriver()
     driver.submit("a")
     plan = driver.begin_step()
     failure = StepFailure(plan.plan_id + 1, FailureKind.ERROR, "no")

@@ -24,7 +24,7 @@ from engine.errors import (
 )
 from engine.requests.image_generation import stream as image_generation_stream
 from engine.status import Capability
-from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageRunner, image_of
+from engine.worker.fakes.image_generation import FAKE_INFO, FakeImageGenerationRunner, image_of
 from engine.worker.fakes.text import FakeScript
 from tests.support.image_generation_wire import drawing_of, pixels_of
 
@@ -41,7 +41,7 @@ def config(**fields):
 @asynccontextmanager
 async def opened(runner=None, limit_s=LIMIT_S, **fields):
     """Open an engine with a fake image model."""
-    runner = runner or FakeImageRunner()
+    runner = runner or FakeImageGenerationRunner()
     with trio.fail_after(limit_s):
         async with open_engine(config(**fields), make_runner=lambda *_: runner) as engine:
             yield engine
@@ -105,17 +105,17 @@ def test_asyncio_programs_and_threads_get_the_same(monkeypatch):
     asked = config(stall_timeout_s=2.0)
 
     async def in_asyncio():
-        runner = FakeImageRunner()
+        runner = FakeImageGenerationRunner()
         async with engine_aio.open_engine(asked, make_runner=lambda *_: runner) as engine:
             return [event async for event in engine.draw(ASKED)]
 
     check(asyncio.run(in_asyncio()))
-    with blocking.open_engine(asked, make_runner=lambda *_: FakeImageRunner()) as engine:
+    with blocking.open_engine(asked, make_runner=lambda *_: FakeImageGenerationRunner()) as engine:
         check(list(engine.draw(ASKED)))
 
 
 async def test_leaving_the_block_ends_the_drawing_within_a_step():
-    runner = FakeImageRunner(script=FakeScript(step_s=0.02))
+    runner = FakeImageGenerationRunner(script=FakeScript(step_s=0.02))
     async with opened(runner) as engine:
         async with engine.draw(replace(ASKED, steps=100)) as stream:
             async for event in stream:
@@ -175,7 +175,7 @@ async def test_a_deadline_counts_until_the_images_are_taken(mock_clock):
 async def test_a_workers_death_spares_the_drawing_that_it_is_done_with():
     """Red if `ImageGenerationStream.lose_replica` ends a request whose images only wait for their
     reader."""
-    runner = FakeImageRunner()
+    runner = FakeImageGenerationRunner()
     async with opened(runner) as engine, engine.draw(replace(ASKED, request_id="done")) as done:
         assert isinstance(await anext(done), DrawingStarted)
         while "has not taken" not in engine.explain("done").waiting_for:  # noqa: ASYNC110
@@ -189,7 +189,7 @@ async def test_a_workers_death_spares_the_drawing_that_it_is_done_with():
 
 async def test_steps_that_a_scheduler_does_not_take_are_refused():
     info = replace(FAKE_INFO, steps_max=(("ddim", 3),))
-    async with opened(FakeImageRunner(info)) as engine:
+    async with opened(FakeImageGenerationRunner(info)) as engine:
         with pytest.raises(InvalidRequest, match="the scheduler ddim takes at most 3"):
             await drawn(engine, ASKED)
         with pytest.raises(RequestTooLarge, match="pixels"):

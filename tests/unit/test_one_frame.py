@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EncoderConfig, ImageConfig, SchedulerConfig
+from engine.config import EncoderConfig, ImageGenerationConfig, SchedulerConfig
 from engine.core.common.core import Core
 from engine.core.common.one_choice import OneChoiceCore
 from engine.core.common.waiting_queue import WaitingQueue
 from engine.core.encode.live_request import LiveEncode
 from engine.core.encode.scheduler import EncodeScheduler
-from engine.core.image_generation.scheduler import ImageScheduler
+from engine.core.image_generation.scheduler import ImageGenerationScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.settings import QueueLimits
 from tests.simulator import counting
@@ -22,7 +22,7 @@ from tools.rooms import modules
 CORES = [
     Scheduler(SchedulerConfig(num_blocks=128)),
     EncodeScheduler(EncoderConfig(max_model_len=64)),
-    ImageScheduler(ImageConfig()),
+    ImageGenerationScheduler(ImageGenerationConfig()),
     counting.CountCore(QueueLimits(), 2),
 ]
 

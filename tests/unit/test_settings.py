@@ -10,7 +10,7 @@ import pytest
 from engine.config import (
     EncoderConfig,
     EngineConfig,
-    ImageConfig,
+    ImageGenerationConfig,
     ModelConfig,
     SchedulerConfig,
     WorkerConfig,
@@ -160,7 +160,7 @@ def test_the_listed_settings_are_a_file_with_the_defaults(tmp_path):
 
 def test_a_group_is_handed_on_whole_and_others_are_not():
     config = EngineConfig(max_drawings=9, max_queued_tokens=70, max_num_seqs=3, seed=5)
-    drawing = share(ImageConfig, config)
+    drawing = share(ImageGenerationConfig, config)
     assert (drawing.max_drawings, drawing.max_queued_tokens) == (9, 70)
     assert not hasattr(drawing, "max_num_seqs")
     spec = share(RunnerSpec, ModelConfig("m", threads=2), config, model="x", seed=6)
@@ -168,7 +168,7 @@ def test_a_group_is_handed_on_whole_and_others_are_not():
 
 
 REQUIRED = {
-    **{EngineConfig: {}, WorkerConfig: {}, ImageConfig: {}},
+    **{EngineConfig: {}, WorkerConfig: {}, ImageGenerationConfig: {}},
     ModelConfig: {"model": "m"},
     ServerConfig: {"api_key_file": "/keys"},
     SchedulerConfig: {"num_blocks": 128},

@@ -129,8 +129,8 @@ class OneChoice(LiveRequest[RequestT]):
         )
 
 
-OneT = TypeVar("OneT", bound="OneChoice[Any]")
-Parts: TypeAlias = "Sequence[tuple[OneT, Any]]"  # requests, each with a part of its own
+ChoiceT = TypeVar("ChoiceT", bound="OneChoice[Any]")
+Parts: TypeAlias = "Sequence[tuple[ChoiceT, Any]]"  # requests, each with a part of its own
 
 
 class OneChoiceStep(NamedTuple):
@@ -141,10 +141,10 @@ class OneChoiceStep(NamedTuple):
     started_at: float
 
 
-class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
+class OneChoiceCore(Core[RequestT, PlanT, ResultT, ChoiceT, OneChoiceStep]):
     """A `Core` for requests of one choice. ``live_type`` makes the record of a request."""
 
-    live_type: type[OneT]
+    live_type: type[ChoiceT]
 
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
@@ -152,18 +152,18 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
 
     # ---- requests
 
-    def _admit(self, request: RequestT, credit: Credit, now: float) -> OneT:
+    def _admit(self, request: RequestT, credit: Credit, now: float) -> ChoiceT:
         live = self.live_type(request, credit, now, next(self._numbers))
         self._enqueue(live, now)
         return live
 
-    def _enqueue(self, live: OneT, now: float) -> None:
+    def _enqueue(self, live: ChoiceT, now: float) -> None:
         """Put a request into the queue."""
         self._waiting.add(live, now)
 
     def _end(
         self,
-        live: OneT,
+        live: ChoiceT,
         reason: EndReason,
         now: float,
         detail: str = "",
@@ -183,7 +183,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
         )
 
     @abstractmethod
-    def _leave(self, live: OneT) -> None:
+    def _leave(self, live: ChoiceT) -> None:
         """Take a request that ends out of the queue, and give back its seat if it has one."""
 
     # ---- steps
@@ -200,11 +200,11 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
         return OneChoiceStep(plan, rows, now)
 
     @abstractmethod
-    def _choose(self, now: float) -> Parts[OneT]:
+    def _choose(self, now: float) -> Parts[ChoiceT]:
         """Return the parts for a step. If a part needs a message slot, it is reserved."""
 
     @abstractmethod
-    def _plan_of(self, plan_id: PlanId, rows: Parts[OneT]) -> PlanT:
+    def _plan_of(self, plan_id: PlanId, rows: Parts[ChoiceT]) -> PlanT:
         """Return the plan of the chosen parts."""
 
     def _commit(self, step: OneChoiceStep, result: Any, now: float) -> None:
@@ -233,10 +233,10 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
         self._rate.note(step.plan.num_tokens, seconds)
 
     @abstractmethod
-    def _take_result(self, live: OneT, part: Any, got: Any, now: float) -> None:
+    def _take_result(self, live: ChoiceT, part: Any, got: Any, now: float) -> None:
         """Emit the event of a part's result, if the reader is to get an event."""
 
-    def _give_up_slot(self, live: OneT, part: Any) -> None:
+    def _give_up_slot(self, live: ChoiceT, part: Any) -> None:
         if live.needs_slot(part):
             live.credit.cancel()
 
@@ -252,28 +252,28 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
         if len(step.rows) == 1 and not first.is_ended:
             self._end(first, EndReason.FAILED, now, failure.cause)
 
-    def _put_back(self, live: OneT, part: Any, now: float) -> None:
+    def _put_back(self, live: ChoiceT, part: Any, now: float) -> None:
         """Let a part of a failed step wait again."""
 
     # ---- readers
 
-    def _park(self, live: OneT, now: float) -> None:
+    def _park(self, live: ChoiceT, now: float) -> None:
         """Let a request wait until its reader has taken messages."""
         live.park(now)
         live.credit.mark_starved()
         self._parked[live.request.request_id] = live
 
-    def _unpark(self, live: OneT, now: float) -> None:
+    def _unpark(self, live: ChoiceT, now: float) -> None:
         live.unpark(now)
         del self._parked[live.request.request_id]
 
-    def _reader_drained(self, live: OneT, now: float) -> None:
+    def _reader_drained(self, live: ChoiceT, now: float) -> None:
         """Let a parked request go on, because its reader has taken something."""
         self._unpark(live, now)
 
     # ---- explaining
 
-    def _explain(self, live: OneT, now: float) -> tuple[Explanation, Set[PauseMode]]:
+    def _explain(self, live: ChoiceT, now: float) -> tuple[Explanation, Set[PauseMode]]:
         if live.parked_since is not None:
             since = live.parked_s + now - live.parked_since
             return Explanation("PARKED", NOT_READ, parked_s=since), HELD_BY_NONE
@@ -293,7 +293,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
         """Return how many tokens are left of requests that have begun and left the queue."""
         return 0
 
-    def _why_left_out(self, live: OneT) -> str:
+    def _why_left_out(self, live: ChoiceT) -> str:
         """Return what a request that has started waits for; empty if it waits for nothing."""
         return ""
 
@@ -326,7 +326,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, OneT, OneChoiceStep]):
             is_parked = name in self._parked
             assert is_parked == (live.parked_since is not None), f"{live}: parked or not?"
         for live in {*self._requests.values(), *(live for live, _ in rows)}:
-            own = [part for one, part in rows if one is live]
+            own = [part for owner, part in rows if owner is live]
             assert live.in_step == len(own), f"{live} has {len(own)} rows in the step"
             promised = sum(map(live.needs_slot, own))
             assert live.credit.reserved == promised, f"{live}: slots leaked"

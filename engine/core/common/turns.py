@@ -82,14 +82,14 @@ class Seats:
             queue.remove(live)
             live.sequence, live.started_at = SequenceId(next(self._sequence_ids)), now
             self._seated.append(live)
-            self._seated.sort(key=lambda one: one.rank)
+            self._seated.sort(key=lambda live: live.rank)
         return len(self._seated) > num_before
 
     def _has_room(self, now: float) -> bool:
         if len(self._seated) >= HELD_SHARE * self._max_seats:
             return False
-        going_on = [x for x in self._seated if x.parked_since is None and not x.is_late(now)]
-        return len(going_on) < self._max_seats
+        runnable = [x for x in self._seated if x.parked_since is None and not x.is_late(now)]
+        return len(runnable) < self._max_seats
 
     def next_in_turn(self, now: float, *, only_begun: bool = False) -> Any | None:
         """Return the request whose turn it is, with the slot of its step's message reserved. Park

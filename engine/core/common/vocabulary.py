@@ -27,7 +27,7 @@ def first_outside(ids: Sequence[int], vocab_size: int) -> int | None:
     """Return the index of the first id that is outside the vocabulary; None if all are inside."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return None
-    return next(index for index, one in enumerate(ids) if not 0 <= one < vocab_size)
+    return next(index for index, id_ in enumerate(ids) if not 0 <= id_ < vocab_size)
 
 
 def violation_of_ids(
@@ -62,8 +62,8 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0
     Raises:
         InvalidRequest: an id is outside the vocabulary; the violation names the first such id.
     """
-    if (found := violation_of_ids(field, ids, vocab_size, first=first)) is not None:
-        raise InvalidRequest([found])
+    if (violation := violation_of_ids(field, ids, vocab_size, first=first)) is not None:
+        raise InvalidRequest([violation])
 
 
 def check_text(field: str, ids: Sequence[int], vocab_size: int, tokenizer: Decoder) -> None:
@@ -72,5 +72,5 @@ def check_text(field: str, ids: Sequence[int], vocab_size: int, tokenizer: Decod
     Raises:
         InvalidRequest: a token is outside the vocabulary; the violation names the first such token.
     """
-    if (found := violation_of_text(field, ids, vocab_size, tokenizer)) is not None:
-        raise InvalidRequest([found])
+    if (violation := violation_of_text(field, ids, vocab_size, tokenizer)) is not None:
+        raise InvalidRequest([violation])

@@ -30,7 +30,7 @@ class LiveEncode(OneChoice["EncodeRequest"]):
         super().__init__(request, credit, now, number)
         # Longest first: neighbours in a batch are then of similar length, and a step that will run
         # out of memory does so early.
-        lengths = [one.num_tokens for one in request.inputs]
+        lengths = [input_.num_tokens for input_ in request.inputs]
         self.left: dict[InputKind, deque[int]] = {}
         for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
             self.left.setdefault(request.inputs[index].kind, deque()).append(index)

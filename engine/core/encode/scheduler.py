@@ -97,7 +97,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         batch.build()
         for live in batch.starved:
             self._park(live, now)
-        return sorted(batch.chosen, key=lambda one: one[0].length(one[1]))
+        return sorted(batch.chosen, key=lambda row: row[0].length(row[1]))
 
     def _next_suspect(self, now: float) -> tuple[LiveEncode, int] | None:
         """Return the next row of a failed step that can run alone, with its message slot reserved.
@@ -118,9 +118,9 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def _misfit(self, request: EncodeRequest, credit: Credit) -> TrioletError | None:
         most = self.config.max_model_len
-        for index, one in enumerate(request.inputs):
-            if isinstance(one, EncodeInput) and len(one.token_ids) > most:
-                what = f"has {len(one.token_ids)} tokens, of at most {most}"
+        for index, input_ in enumerate(request.inputs):
+            if isinstance(input_, EncodeInput) and len(input_.token_ids) > most:
+                what = f"has {len(input_.token_ids)} tokens, of at most {most}"
                 return RequestTooLarge.of(f"inputs[{index}]", what)
         return None
 
@@ -171,7 +171,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._budget.halve(step.plan.num_tokens)
         elif len(step.rows) > 1:
-            self._suspects += [one for one in step.rows if not one[0].is_ended]
+            self._suspects += [row for row in step.rows if not row[0].is_ended]
 
     def _put_back(self, live: LiveEncode, part: int, now: float) -> None:
         self._inputs.put_back(live, part, now)

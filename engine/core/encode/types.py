@@ -101,7 +101,7 @@ class EncodeRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens of all inputs together."""
-        return sum(one.num_tokens for one in self.inputs)
+        return sum(input_.num_tokens for input_ in self.inputs)
 
     @property
     def prompt_tokens(self) -> int:

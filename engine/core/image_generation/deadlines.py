@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.core.common.waiting_queue import WaitingQueue
     from engine.core.image_generation.least_times import LeastTimes
     from engine.core.image_generation.live_request import LiveDrawing
-    from engine.core.image_generation.types import ImageRequest
+    from engine.core.image_generation.types import ImageGenerationRequest
     from engine.errors import TrioletError
 
 LATE_S = 1e-6  # added to the latest start: far less than a step, more than rounding
@@ -32,7 +32,7 @@ class Deadlines:
     def too_late(self, now: float) -> Iterator[tuple[LiveDrawing, TrioletError]]:
         """Yield the drawings in the queue that cannot be done by their deadlines, each with its
         error, in the order of their submission. The caller ends each before it takes the next."""
-        for live in sorted(self._queue.items, key=lambda one: one.rank[2]):
+        for live in sorted(self._queue.items, key=lambda live: live.rank[2]):
             if (error := self.infeasible(live.request, now)) is not None:
                 yield live, error
 
@@ -46,7 +46,7 @@ class Deadlines:
         ]
         return max(now, min(latest) + LATE_S) if latest else None
 
-    def infeasible(self, request: ImageRequest, now: float) -> DeadlineInfeasible | None:
+    def infeasible(self, request: ImageGenerationRequest, now: float) -> DeadlineInfeasible | None:
         """Return the error of a drawing that cannot be done by its deadline, whatever else runs
         (D18)."""
         if request.deadline is None or request.deadline <= now:
@@ -60,5 +60,5 @@ class Deadlines:
             phase=Phase.QUEUED.value,
         )
 
-    def _latest_start(self, request: ImageRequest, deadline: float) -> float:
+    def _latest_start(self, request: ImageGenerationRequest, deadline: float) -> float:
         return deadline - self._times.seconds_for(request)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.core.image_generation.types import ImageVerb
+from engine.core.image_generation.types import Verb
 
 if TYPE_CHECKING:
-    from engine.core.image_generation.types import ImageRequest
+    from engine.core.image_generation.types import ImageGenerationRequest
 
 DISCOUNT = 1.1  # divides an estimate at each refusal; a guess: eight refusals halve it
 SHAPES_MAX = 64  # kept shapes; a guess: far more than clients of one model ask for
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     """The properties of a step that decide its time. ``rows`` are the latents that it computes
     together: one for each image, or two with guidance."""
 
-    verb: ImageVerb
+    verb: Verb
     pixels: int
     rows: int
 
@@ -31,14 +31,14 @@ class Shape(NamedTuple):
         return self.verb is other.verb and self.pixels >= other.pixels and self.rows >= other.rows
 
 
-def shape_of(request: ImageRequest, verb: ImageVerb) -> Shape:
+def shape_of(request: ImageGenerationRequest, verb: Verb) -> Shape:
     """Return the shape of a drawing's steps of one verb."""
     drawing = request.drawing
     pixels = drawing.width * drawing.height
-    if verb is ImageVerb.ENCODE:
+    if verb is Verb.ENCODE:
         return Shape(verb, pixels if drawing.source else 0, drawing.num_images)
     guided = 1 + (drawing.guidance_scale > 1.0)
-    return Shape(verb, pixels, drawing.num_images * guided if verb is ImageVerb.DENOISE else 1)
+    return Shape(verb, pixels, drawing.num_images * guided if verb is Verb.DENOISE else 1)
 
 
 class LeastTimes:
@@ -65,15 +65,15 @@ class LeastTimes:
         if is_new:
             self._estimates.clear()
 
-    def seconds_for(self, request: ImageRequest) -> float:
+    def seconds_for(self, request: ImageGenerationRequest) -> float:
         """Return the least time that a drawing takes, from its first step to its last."""
-        encode, denoise, decode = (self._estimate(shape_of(request, verb)) for verb in ImageVerb)
+        encode, denoise, decode = (self._estimate(shape_of(request, verb)) for verb in Verb)
         tiles = request.drawing.num_images * request.num_tiles
         return encode + request.num_steps * denoise + tiles * decode
 
-    def note_refusal(self, request: ImageRequest) -> None:
+    def note_refusal(self, request: ImageGenerationRequest) -> None:
         """Count a drawing that was refused because of `seconds_for`."""
-        for verb in ImageVerb:
+        for verb in Verb:
             shape = shape_of(request, verb)
             if len(self._discounts) >= SHAPES_MAX and shape not in self._discounts:
                 del self._discounts[next(iter(self._discounts))]
@@ -83,8 +83,8 @@ class LeastTimes:
     def _estimate(self, shape: Shape) -> float:
         known = self._estimates.get(shape)
         if known is None:
-            smaller = [one for one in self._shortest if shape.covers(one)]
-            least = max((self._shortest[one] for one in smaller), default=0.0)
+            smaller = [other for other in self._shortest if shape.covers(other)]
+            least = max((self._shortest[other] for other in smaller), default=0.0)
             if len(self._estimates) >= SHAPES_MAX:
                 self._estimates.clear()
             known = self._estimates[shape] = least / self._discounts.get(shape, 1.0)

@@ -6,24 +6,24 @@ from typing import NamedTuple
 
 from engine.core.common.phases import Phase
 from engine.core.common.turns import InTurn
-from engine.core.image_generation.types import ImageRequest, ImageVerb
+from engine.core.image_generation.types import ImageGenerationRequest, Verb
 
 PHASES = {
-    ImageVerb.ENCODE: Phase.ENCODE,
-    ImageVerb.DENOISE: Phase.DENOISE,
-    ImageVerb.DECODE: Phase.DECODE,
+    Verb.ENCODE: Phase.ENCODE,
+    Verb.DENOISE: Phase.DENOISE,
+    Verb.DECODE: Phase.DECODE,
 }
 
 
 class Part(NamedTuple):
     """One step of a drawing. ``needs_slot``: it gives the reader a message."""
 
-    verb: ImageVerb
-    index: int  # type: ignore[assignment]  # as in `ImagePlan`, over tuple.index
+    verb: Verb
+    index: int  # type: ignore[assignment]  # as in `ImageGenerationPlan`, over tuple.index
     needs_slot: bool
 
 
-class LiveDrawing(InTurn[ImageRequest]):
+class LiveDrawing(InTurn[ImageGenerationRequest]):
     """A request that was accepted. Its steps are done one by one, in the order of `part`."""
 
     __slots__ = ()
@@ -43,12 +43,12 @@ class LiveDrawing(InTurn[ImageRequest]):
         """The step that comes next, or is in flight."""
         request, done = self.request, self.num_done
         if done == 0:
-            return Part(ImageVerb.ENCODE, 0, needs_slot=False)
+            return Part(Verb.ENCODE, 0, needs_slot=False)
         if done <= request.num_steps:
-            return Part(ImageVerb.DENOISE, done - 1, needs_slot=True)
+            return Part(Verb.DENOISE, done - 1, needs_slot=True)
         index = done - 1 - request.num_steps
         is_last_tile = (index + 1) % request.num_tiles == 0
-        return Part(ImageVerb.DECODE, index, needs_slot=is_last_tile)
+        return Part(Verb.DECODE, index, needs_slot=is_last_tile)
 
     @property
     def queued_tokens(self) -> int:
@@ -64,7 +64,7 @@ class LiveDrawing(InTurn[ImageRequest]):
     def wants_preview(self) -> bool:
         """Whether the next step is one that gives a preview."""
         every, part = self.request.preview_every, self.part
-        return part.verb is ImageVerb.DENOISE and bool(every) and (part.index + 1) % every == 0
+        return part.verb is Verb.DENOISE and bool(every) and (part.index + 1) % every == 0
 
     def needs_slot(self, part: Part) -> bool:
         """Return whether a step gives the reader a message."""

@@ -3,7 +3,7 @@
 Rule 1: drawings that have begun take turns, one step each (`engine.core.common.turns`). Rule 2:
 each accepted request emits at most one `Stepped` for each denoising step, one `Drawn` for each
 image, and exactly one `Finished`. Rule 3: every request that a plan has started
-is named in `ImagePlan.ended` of exactly one later plan, after its end.
+is named in `ImageGenerationPlan.ended` of exactly one later plan, after its end.
 
 Source: design D1, D18, D19.
 """
@@ -20,41 +20,43 @@ from engine.core.image_generation.least_times import LeastTimes, shape_of
 from engine.core.image_generation.live_request import LiveDrawing, Part
 from engine.core.image_generation.types import (
     Drawn,
-    ImagePlan,
-    ImageRequest,
-    ImageResult,
-    ImageVerb,
+    ImageGenerationPlan,
+    ImageGenerationRequest,
+    ImageGenerationResult,
     Stepped,
+    Verb,
 )
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
-    from engine.config import ImageConfig
+    from engine.config import ImageGenerationConfig
     from engine.core.common.one_choice import OneChoiceStep, Parts
     from engine.core.common.types import PlanId, SequenceId
-    from engine.core.image_generation.types import ImageRowResult
+    from engine.core.image_generation.types import ImageGenerationRow
     from engine.errors import TrioletError
 
 
-class ImageScheduler(TurnsCore[ImageRequest, ImagePlan, ImageResult, LiveDrawing]):
+class ImageGenerationScheduler(
+    TurnsCore[ImageGenerationRequest, ImageGenerationPlan, ImageGenerationResult, LiveDrawing]
+):
     """One image model's scheduler."""
 
-    config: ImageConfig
+    config: ImageGenerationConfig
     live_type = LiveDrawing
     token_word, plural = "denoising steps", "drawings"
 
-    def __init__(self, config: ImageConfig) -> None:
+    def __init__(self, config: ImageGenerationConfig) -> None:
         super().__init__(config, config.max_drawings)
         self._ended: list[SequenceId] = []  # since the last plan; the next plan names them
         self._times = LeastTimes()
         self._deadlines = Deadlines(self._waiting, self._times)
 
     def __repr__(self) -> str:
-        return f"<ImageScheduler {len(self._seats)} drawings begun, {len(self._waiting)} queued>"
+        return f"<ImageGenerationScheduler: {len(self._seats)} begun, {len(self._waiting)} queued>"
 
     # ---- requests
 
-    def _infeasible(self, request: ImageRequest, now: float) -> TrioletError | None:
+    def _infeasible(self, request: ImageGenerationRequest, now: float) -> TrioletError | None:
         return self._deadlines.infeasible(request, now)
 
     def _end_due(self, now: float) -> None:
@@ -71,33 +73,37 @@ class ImageScheduler(TurnsCore[ImageRequest, ImagePlan, ImageResult, LiveDrawing
 
     # ---- steps
 
-    def _plan_of(self, plan_id: PlanId, rows: Parts[LiveDrawing]) -> ImagePlan:
+    def _plan_of(self, plan_id: PlanId, rows: Parts[LiveDrawing]) -> ImageGenerationPlan:
         [(live, part)] = rows
         assert live.sequence is not None
         ended, self._ended = tuple(self._ended), []
-        return ImagePlan(
+        return ImageGenerationPlan(
             plan_id=plan_id,
             sequence=live.sequence,
             verb=part.verb,
             index=part.index,
-            drawing=live.request.drawing if part.verb is ImageVerb.ENCODE else None,
+            drawing=live.request.drawing if part.verb is Verb.ENCODE else None,
             preview=live.wants_preview,
             ended=ended,
         )
 
-    def _note_step(self, step: OneChoiceStep, result: ImageResult, seconds: float) -> None:
+    def _note_step(
+        self, step: OneChoiceStep, result: ImageGenerationResult, seconds: float
+    ) -> None:
         [(live, part)] = step.rows
         if isinstance(result.row, RowFailure):
             return
         self._times.note(shape_of(live.request, part.verb), seconds)
-        if part.verb is ImageVerb.DENOISE:
+        if part.verb is Verb.DENOISE:
             super()._note_step(step, result, seconds)
 
-    def _take_result(self, live: LiveDrawing, part: Part, got: ImageRowResult, now: float) -> None:
+    def _take_result(
+        self, live: LiveDrawing, part: Part, got: ImageGenerationRow, now: float
+    ) -> None:
         request = live.request
-        if part.verb is ImageVerb.ENCODE:
+        if part.verb is Verb.ENCODE:
             live.prefilled_at = now
-        elif part.verb is ImageVerb.DENOISE:
+        elif part.verb is Verb.DENOISE:
             step = part.index + 1
             event = Stepped(request.request_id, step, request.num_steps, got.image)
             self._events.append(event)

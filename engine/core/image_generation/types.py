@@ -2,9 +2,9 @@
 
 Rule 1: every class here is a value that pickles without torch (D8). Rule 2: a drawing is the work
 of one request, ``num_images`` images of one prompt. A step computes one part of one drawing: its
-prompt (`ImageVerb.ENCODE`), one denoising step of all its images, or one tile of one image. Rule 3:
+prompt (`Verb.ENCODE`), one denoising step of all its images, or one tile of one image. Rule 3:
 the worker keeps a drawing's state under its sequence id, from the ENCODE step on until a plan names
-the id in `ImagePlan.ended`.
+the id in `ImageGenerationPlan.ended`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.common.types import PlanId, RequestId, SequenceId
 
 
-class ImageVerb(Enum):
+class Verb(Enum):
     """What a step does with its drawing."""
 
     ENCODE = "encode"  # the prompts become embeddings, the latents are drawn
@@ -52,15 +52,14 @@ class Drawing:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRequest:
+class ImageGenerationRequest:
     """A request as an image model's core schedules it.
 
     ``num_steps`` are the denoising steps that the worker takes, and ``num_tiles`` the tiles that
-    each image is decoded in; both are at least 1 and follow from the drawing and the model
-    (`ImageModelInfo`). A preview comes with every ``preview_every``-th denoising step, and with
-    none if that is 0. ``prompt_tokens`` are the prompt's tokens, for the usage. ``arrival`` and
-    ``deadline`` are seconds of the engine's one clock. The request with the lowest ``priority``
-    goes first.
+    each image is decoded in; both are at least 1 and follow from the drawing and the
+    `ImageGenerationInfo`. Every ``preview_every``-th denoising step gives a preview, with 0 none
+    does. ``prompt_tokens`` are the prompt's tokens, for the usage. ``arrival`` and ``deadline`` are
+    seconds of the engine's one clock. The request with the lowest ``priority`` goes first.
     """
 
     request_id: RequestId
@@ -98,7 +97,7 @@ class ImageRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePlan:
+class ImageGenerationPlan:
     """One step of one drawing.
 
     ``index`` counts the denoising steps from 0; in a DECODE step it is
@@ -109,21 +108,21 @@ class ImagePlan:
 
     plan_id: PlanId
     sequence: SequenceId
-    verb: ImageVerb
+    verb: Verb
     index: int = 0
     drawing: Drawing | None = None
     preview: bool = False
     ended: tuple[SequenceId, ...] = ()
 
     @property
-    def rows(self) -> tuple[ImagePlan]:
+    def rows(self) -> tuple[ImageGenerationPlan]:
         """The one drawing: the plan itself."""
         return (self,)
 
     @property
     def num_tokens(self) -> int:
         """One denoising step, or 0 for the other verbs."""
-        return int(self.verb is ImageVerb.DENOISE)
+        return int(self.verb is Verb.DENOISE)
 
     def journal_line(self) -> str:
         """Return the plan in one stable line."""
@@ -145,7 +144,7 @@ class RawImage(NamedTuple):
         return f"RawImage({self.width}x{self.height})"
 
 
-class ImageRowResult(NamedTuple):
+class ImageGenerationRow(NamedTuple):
     """The result of a drawing's step. ``image`` is the finished image, with its last tile; or the
     preview that the plan asked for, which may be smaller than the image; or None."""
 
@@ -154,15 +153,15 @@ class ImageRowResult(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ImageResult:
+class ImageGenerationResult:
     """The result of a step."""
 
     plan_id: PlanId
-    row: ImageRowResult | RowFailure
+    row: ImageGenerationRow | RowFailure
     timings: StepTimings = field(default_factory=StepTimings)
 
     @property
-    def rows(self) -> tuple[ImageRowResult | RowFailure]:
+    def rows(self) -> tuple[ImageGenerationRow | RowFailure]:
         """The one drawing's result."""
         return (self.row,)
 

@@ -62,7 +62,7 @@ class Explainer:
         position = self._position(seq)
         lacking = self._lacking() if position else ""
         is_to_start = position and not seq.is_known_to_worker
-        counters = [one.drafting.counter for one in live.sequences if one.drafting is not None]
+        counters = [item.drafting.counter for item in live.sequences if item.drafting is not None]
         drafts = counts_of(counters)
         explained = Explanation(
             state=seq.state.name,
@@ -74,8 +74,8 @@ class Explainer:
             computed_tokens=_start_of_rows(seq, steps),
             blocks=len(seq.blocks),
             parked_s=seq.seconds_in(Phase.PARKED, now),
-            drafted_tokens=sum([one.drafted for one in drafts]),
-            accepted_tokens=sum([one.accepted for one in drafts]),
+            drafted_tokens=sum([draft.drafted for draft in drafts]),
+            accepted_tokens=sum([draft.accepted for draft in drafts]),
             drafts=drafts,
         )
         return explained, _held_by(seq)
@@ -122,7 +122,7 @@ class Explainer:
         if run_s <= 0 or not running:
             return None
         so_far_s = sum([seq.run_s(now) for seq in running]) / len(running)
-        seats = sum([self._ledger.seats_of(one) for one in queue])
+        seats = sum([self._ledger.seats_of(item) for item in queue])
         return seats * max(run_s, so_far_s) / self._ledger.num_seats
 
     def _reason(
@@ -149,7 +149,7 @@ class Explainer:
         priority."""
         if position > 1:
             head = self._ledger.waiting.items[0]
-            levels = [self._ledger.waiting.key_of(one, now)[0] for one in (head, seq)]
+            levels = [self._ledger.waiting.key_of(item, now)[0] for item in (head, seq)]
             if levels[0] < levels[1]:
                 return "priority: requests that go before it are ahead"
         if lacking:

@@ -37,7 +37,7 @@ class Guests:
         self._num_seats = max(1, ledger.config.max_num_seqs // SEATS_SHARE)
         self._num_blocks = ledger.config.num_blocks // BLOCKS_SHARE
         # Guests that were not parked when `settle` looked, or have become guests since.
-        self._going: dict[RequestId, LiveText] = {}
+        self._admitted: dict[RequestId, LiveText] = {}
         self._quiet_from = -math.inf
 
     # ---- changes
@@ -52,7 +52,7 @@ class Guests:
         live.is_guest = True
         if live.parked_since is not None:
             parked.add(live)
-        self._going[request_id] = live
+        self._admitted[request_id] = live
 
     def come_back(self, request_id: RequestId, now: float) -> None:
         """Let a guest, whose client is back, run and wait like any other request."""
@@ -62,7 +62,7 @@ class Guests:
         if live.parked_since is not None:
             self._ledger.unpark(live, now)
         live.is_guest = False
-        self._going.pop(request_id, None)
+        self._admitted.pop(request_id, None)
 
     def note_step(self, sequences: Iterable[Sequence], now: float) -> None:
         """Take note of a step that ended: guests wait for a while if it computed others."""
@@ -75,7 +75,7 @@ class Guests:
         """Return the sequences of guests that wait in the queue, until a plan parks them."""
         return [
             seq
-            for live in self._going.values()
+            for live in self._admitted.values()
             for seq in live.sequences
             if seq.state is State.WAITING and not seq.is_attached
         ]
@@ -86,19 +86,19 @@ class Guests:
             return "its client: its stream has no room for what comes next"
         if self._others_are_there() or now < self._quiet_from:
             return f"the others: its replica has to compute nobody else for {QUIET_S} s"
-        return "other guests" if self._going or self._first_ready() is not live else "a step"
+        return "other guests" if self._admitted or self._first_ready() is not live else "a step"
 
     # ---- decisions
 
     def must_settle(self) -> bool:
         """Return whether guests are to be parked, or have been, with too many blocks."""
-        going = self._going.values()
-        if not going:
+        admitted = self._admitted.values()
+        if not admitted:
             return False
         return (
-            any(live.is_over or live.parked_since is not None for live in going)
+            any(live.is_over or live.parked_since is not None for live in admitted)
             or self._others_are_there()
-            or (len(going) > 1 and _seats(going) > self._num_seats)
+            or (len(admitted) > 1 and _seats(admitted) > self._num_seats)
         )
 
     def settle(self, now: float) -> None:
@@ -114,21 +114,21 @@ class Guests:
         """Return when `settle` has something to do if nothing happens before, or None."""
         if self.must_settle():
             return now
-        if self._going or not self._ledger.parked.guests or self._others_are_there():
+        if self._admitted or not self._ledger.parked.guests or self._others_are_there():
             return None
         return None if self._first_ready() is None else max(now, self._quiet_from)
 
     def _park(self, now: float) -> None:
         others_are_there = self._others_are_there()
-        going, self._going = self._going, {}
-        for name, live in going.items():
+        admitted, self._admitted = self._admitted, {}
+        for name, live in admitted.items():
             if live.is_over or live.parked_since is not None:
                 continue
-            is_first = not self._going
+            is_first = not self._admitted
             if not others_are_there and (
-                is_first or _seats([*self._going.values(), live]) <= self._num_seats
+                is_first or _seats([*self._admitted.values(), live]) <= self._num_seats
             ):
-                self._going[name] = live
+                self._admitted[name] = live
             else:
                 self._ledger.park(live, now)
 
@@ -145,10 +145,10 @@ class Guests:
 
     def _resume(self, now: float) -> None:
         while (live := self._first_ready()) is not None:
-            if self._going and _seats([*self._going.values(), live]) > self._num_seats:
+            if self._admitted and _seats([*self._admitted.values(), live]) > self._num_seats:
                 return
             self._ledger.unpark(live, now)
-            self._going[live.request.request_id] = live
+            self._admitted[live.request.request_id] = live
 
     def _first_ready(self) -> LiveText | None:
         """Return the guest that has been parked longest, of those whose streams have room for a
@@ -157,9 +157,9 @@ class Guests:
 
     def _others_are_there(self) -> bool:
         """Return whether a request that is no guest runs or waits."""
-        going = [seq for live in self._going.values() for seq in live.sequences]
+        admitted = [seq for live in self._admitted.values() for seq in live.sequences]
         places = (State.RUNNING, State.WAITING)
-        own = sum([seq.state in places and not seq.is_attached for seq in going])
+        own = sum([seq.state in places and not seq.is_attached for seq in admitted])
         return len(self._ledger.running) + len(self._ledger.waiting) > own
 
 

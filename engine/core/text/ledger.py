@@ -182,8 +182,8 @@ class Ledger:
 
     def match(self, keys: list[bytes]) -> tuple[BlockId, ...]:
         """Return the blocks of the longest prefix with these keys that need not be computed."""
-        found = self.cache.match(keys)
-        return found if self.states is None else self.states.cut(keys, found)
+        cached = self.cache.match(keys)
+        return cached if self.states is None else self.states.cut(keys, cached)
 
     def keys_of(self, request: Request) -> list[bytes]:
         """Return the keys of a prompt's blocks; the request need not be submitted."""

@@ -269,7 +269,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         steps = self._planned_steps()
         assert self._ledger.pool.num_open == len(steps)
         if (states := self._ledger.states) is not None:
-            states.check(self._ledger.live_sequences(), [one.states for one in steps if one.states])
+            states.check(self._ledger.live_sequences(), [s.states for s in steps if s.states])
             assert states.pool.num_open == len(steps)
         rows = Counter(seq for step in steps for seq in step.sequences)
         rows.update(seq for step in steps for forks in step.forks.values() for seq in forks)

@@ -113,8 +113,8 @@ class Sequence:
         self.num_chunks = 0
         self.cached_tokens = 0
         self.drafting: Drafting | None = None
-        asked = live.request.sampling.prompt_logprobs
-        self.wants_scores = choice == 0 and asked is not None
+        prompt_logprobs = live.request.sampling.prompt_logprobs
+        self.wants_scores = choice == 0 and prompt_logprobs is not None
         self.waiting_key: Key = ()
         self.phase = Phase.QUEUED
         self.phase_since = now
@@ -221,8 +221,8 @@ class Sequence:
             self.cached_tokens,
             len(self.output),
             self.num_resumed,
-            sum([one.drafted for one in counts]),
-            sum([one.accepted for one in counts]),
+            sum([count.drafted for count in counts]),
+            sum([count.accepted for count in counts]),
         )
 
     def timings(self) -> Timings:

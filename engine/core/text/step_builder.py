@@ -438,4 +438,4 @@ def _ends_in_an_image(seq: Sequence) -> bool:
     """Return whether an image begins with the next token of a prompt. If that is the last token, it
     is planned like a chunk, because it costs the image's encoding."""
     start = seq.num_computed
-    return start < seq.num_prompt and any(one.start == start for one in seq.live.request.images)
+    return start < seq.num_prompt and any(image.start == start for image in seq.live.request.images)

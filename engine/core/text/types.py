@@ -86,7 +86,7 @@ class Constraint:
         return "constraint.choice.choices" if self.kind == "choice" else f"constraint.{self.kind}"
 
     @property
-    def asked_by(self) -> str:
+    def field_path(self) -> str:
         """The path of the proto field by which the client asked for a constraint at all."""
         return "chat.tool_choice" if self.kind == TOOLS_KIND else "constraint"
 

@@ -70,61 +70,61 @@ class InputPreparer:
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
         """
-        asked, replica, party = assignment.request, assignment.replica, assignment.party
+        request, replica, party = assignment.request, assignment.replica, assignment.party
         info = replica.info
         images: list[ImageInput] = []
-        if isinstance(asked, EmbedRequest):
-            _check_embed(asked, info)
-            tokenized = await self._tokenize_inputs(asked, replica, party)
+        if isinstance(request, EmbedRequest):
+            _check_embed(request, info)
+            tokenized = await self._tokenize_inputs(request, replica, party)
             paths = [
-                f"inputs[{index}].{'text' if isinstance(one, str) else 'token_ids'}"
-                for index, one in enumerate(asked.inputs)
-                if not isinstance(one, bytes)
+                f"inputs[{index}].{'text' if isinstance(input_, str) else 'token_ids'}"
+                for index, input_ in enumerate(request.inputs)
+                if not isinstance(input_, bytes)
             ]
-            options = EncodeOptions(asked.dimensions, asked.normalize)
+            options = EncodeOptions(request.dimensions, request.normalize)
         else:
-            tokenized = await self._tokenize_pairs(asked, replica, party)
+            tokenized = await self._tokenize_pairs(request, replica, party)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
-            options = EncodeOptions(raw_scores=bool(asked.raw_scores))
-        _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
-        if isinstance(asked, EmbedRequest) and asked.has_images:
-            images = await self._read_images(assignment, asked.inputs)
-        request = EncodeRequest(
+            options = EncodeOptions(raw_scores=bool(request.raw_scores))
+        _check_lengths(tokenized, paths, info.max_model_len, may_cut=request.truncate is not False)
+        if isinstance(request, EmbedRequest) and request.has_images:
+            images = await self._read_images(assignment, request.inputs)
+        core_request = EncodeRequest(
             request_id=assignment.core_id,
-            inputs=_in_order(asked, tokenized, images),
+            inputs=_in_order(request, tokenized, images),
             arrival=assignment.arrival,
             options=options,
-            priority=asked.priority or 0,
+            priority=request.priority or 0,
             deadline=assignment.deadline,
         )
-        return Prepared(request)
+        return Prepared(core_request)
 
     async def _tokenize_inputs(
-        self, asked: EmbedRequest, replica: EncodeReplica, party: Hashable
+        self, request: EmbedRequest, replica: EncodeReplica, party: Hashable
     ) -> list[TokenizedInput]:
         """Return the inputs as tokens, in order. Inputs that are ids are only cut."""
         info = replica.info
-        places = [place for place, one in enumerate(asked.inputs) if isinstance(one, str)]
-        texts = [one for one in asked.inputs if isinstance(one, str)]
+        places = [place for place, input_ in enumerate(request.inputs) if isinstance(input_, str)]
+        texts = [input_ for input_ in request.inputs if isinstance(input_, str)]
 
         def encode() -> list[TokenizedInput]:
             paths = [f"inputs[{place}].text" for place in places]
             with _paths_of(paths):
-                found = replica.tools.tokenizer.encode_texts(texts, asked.prompt_name)
-            _check_tokens(found, paths, replica)
-            return found
+                encoded = replica.tools.tokenizer.encode_texts(texts, request.prompt_name)
+            _check_tokens(encoded, paths, replica)
+            return encoded
 
-        found = await self._tokenizing.run(_size_of(texts), encode, party) if texts else []
-        made = iter(found)
+        encoded = await self._tokenizing.run(_size_of(texts), encode, party) if texts else []
+        made = iter(encoded)
         return [
             _widened(
                 next(made)
-                if isinstance(one, str)
-                else TokenizedInput(EncodeInput(one[: info.max_model_len]), len(one)),
+                if isinstance(input_, str)
+                else TokenizedInput(EncodeInput(input_[: info.max_model_len]), len(input_)),
                 info.text_width,
             )
-            for one in asked.inputs
-            if not isinstance(one, bytes)
+            for input_ in request.inputs
+            if not isinstance(input_, bytes)
         ]
 
     async def _read_images(
@@ -139,9 +139,9 @@ class InputPreparer:
         fit = assignment.replica.info.images
         assert fit is not None, "the capability was checked when the replica was leased"
         files = [
-            (f"inputs[{index}].image", one)
-            for index, one in enumerate(inputs)
-            if isinstance(one, bytes)
+            (f"inputs[{index}].image", input_)
+            for index, input_ in enumerate(inputs)
+            if isinstance(input_, bytes)
         ]
         hint = "; send the others in further requests"
         self.image_memory.check_count("inputs", len(files), fit.max_bytes, hint)
@@ -153,40 +153,40 @@ class InputPreparer:
         return [ImageInput(image, fit.num_tokens) for image in made]
 
     async def _tokenize_pairs(
-        self, asked: RerankRequest, replica: EncodeReplica, party: Hashable
+        self, request: RerankRequest, replica: EncodeReplica, party: Hashable
     ) -> list[TokenizedInput]:
         """Return each document with the query as tokens, in order."""
-        documents = asked.documents
-        size = _size_of(documents) + len(asked.query) * len(documents)
+        documents = request.documents
+        size = _size_of(documents) + len(request.query) * len(documents)
 
         def encode() -> list[TokenizedInput]:
             paths = [f"documents[{index}]" for index in range(len(documents))]
             with _paths_of(paths):
-                found = replica.tools.tokenizer.encode_pairs(asked.query, documents)
-            _check_tokens(found, paths, replica, asked.query)
-            return found
+                encoded = replica.tools.tokenizer.encode_pairs(request.query, documents)
+            _check_tokens(encoded, paths, replica, request.query)
+            return encoded
 
         return await self._tokenizing.run(size, encode, party)
 
 
-def _widened(one: TokenizedInput, width: int) -> TokenizedInput:
+def _widened(item: TokenizedInput, width: int) -> TokenizedInput:
     """Return a text that the model pads to ``width`` tokens, if that is not 0."""
-    if not width or not one.input.token_ids:
-        return one
-    return one._replace(input=one.input._replace(width=width))
+    if not width or not item.input.token_ids:
+        return item
+    return item._replace(input=item.input._replace(width=width))
 
 
 def _in_order(
-    asked: EmbedRequest | RerankRequest,
+    request: EmbedRequest | RerankRequest,
     tokenized: Sequence[TokenizedInput],
     images: Sequence[ImageInput],
 ) -> tuple[AnyInput, ...]:
     """Return texts and images in the order in which the client sent them."""
-    if not isinstance(asked, EmbedRequest) or not images:
-        return tuple(one.input for one in tokenized)
+    if not isinstance(request, EmbedRequest) or not images:
+        return tuple(item.input for item in tokenized)
     texts, pixels = iter(tokenized), iter(images)
     return tuple(
-        next(pixels) if isinstance(one, bytes) else next(texts).input for one in asked.inputs
+        next(pixels) if isinstance(x, bytes) else next(texts).input for x in request.inputs
     )
 
 
@@ -206,23 +206,23 @@ def _size_of(texts: Sequence[str]) -> int:
     return sum(map(len, texts)) + INPUT_CHARS * len(texts)
 
 
-def _check_embed(asked: EmbedRequest, info: EncoderInfo) -> None:
+def _check_embed(request: EmbedRequest, info: EncoderInfo) -> None:
     """Raise InvalidRequest with every field that the loaded model does not support."""
-    found = []
-    if asked.dimensions is not None and asked.dimensions > info.dimensions:
-        found.append(
-            FieldViolation("dimensions", f"is {asked.dimensions}, outside [1, {info.dimensions}]")
+    faults = []
+    if request.dimensions is not None and request.dimensions > info.dimensions:
+        faults.append(
+            FieldViolation("dimensions", f"is {request.dimensions}, outside [1, {info.dimensions}]")
         )
-    if asked.prompt_name and asked.prompt_name not in info.prompt_names:
+    if request.prompt_name and request.prompt_name not in info.prompt_names:
         known = ", ".join(info.prompt_names) or "none"
-        found.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
-    for index, one in enumerate(asked.inputs):
-        if isinstance(one, tuple):
+        faults.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
+    for index, input_ in enumerate(request.inputs):
+        if isinstance(input_, tuple):
             path = f"inputs[{index}].token_ids.ids"
-            if (wrong := violation_of_ids(path, one, info.vocab_size)) is not None:
-                found.append(wrong)
-    if found:
-        raise InvalidRequest(found)
+            if (wrong := violation_of_ids(path, input_, info.vocab_size)) is not None:
+                faults.append(wrong)
+    if faults:
+        raise InvalidRequest(faults)
 
 
 def _check_lengths(
@@ -234,16 +234,16 @@ def _check_lengths(
         InvalidRequest: Inputs have no tokens.
         RequestTooLarge: Inputs have more than ``most`` tokens, and inputs may not be cut.
     """
-    found, has_empty = [], False
-    for path, one in zip(paths, tokenized, strict=True):
-        if not one.input.token_ids:
+    violations, has_empty = [], False
+    for path, item in zip(paths, tokenized, strict=True):
+        if not item.input.token_ids:
             has_empty = True
-            found.append(FieldViolation(path, "has no tokens"))
-        elif one.full_tokens > most and not may_cut:
-            what = f"has {one.full_tokens} tokens, of at most {most}"
-            found.append(FieldViolation(path, what))
-    if found:
-        raise (InvalidRequest if has_empty else RequestTooLarge)(found)
+            violations.append(FieldViolation(path, "has no tokens"))
+        elif item.full_tokens > most and not may_cut:
+            what = f"has {item.full_tokens} tokens, of at most {most}"
+            violations.append(FieldViolation(path, what))
+    if violations:
+        raise (InvalidRequest if has_empty else RequestTooLarge)(violations)
 
 
 def _check_tokens(
@@ -260,13 +260,13 @@ def _check_tokens(
     """
     vocab_size, tokenizer = replica.info.vocab_size, replica.tokenizer
     texts = [
-        violation_of_text(path, one.input.token_ids, vocab_size, tokenizer)
-        for path, one in zip(paths, tokenized, strict=True)
+        violation_of_text(path, item.input.token_ids, vocab_size, tokenizer)
+        for path, item in zip(paths, tokenized, strict=True)
     ]
-    found = [one for one in texts if one is not None]
-    if found and query:
+    violations = [text for text in texts if text is not None]
+    if violations and query:
         own = tokenizer.encode(query, add_special_tokens=False)
         if (wrong := violation_of_text("query", own, vocab_size, tokenizer)) is not None:
-            found = [wrong]
-    if found:
-        raise InvalidRequest(found)
+            violations = [wrong]
+    if violations:
+        raise InvalidRequest(violations)

@@ -74,7 +74,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
             self._reader.push(Started(self.request_id, self.model, event.prompt_tokens))
 
     def _finish(self, event: Finished) -> None:
-        best = sorted(self._scores, key=lambda one: (-one.score, one.index))
+        best = sorted(self._scores, key=lambda score: (-score.score, score.index))
         for score in best[: self._top_n]:
             self._reader.push(score)
         self._scores.clear()

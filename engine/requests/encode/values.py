@@ -60,15 +60,15 @@ class EmbedRequest(CheckedFields):
     @property
     def image_bytes(self) -> int:
         """The bytes of the files of its images."""
-        return sum(len(one) for one in self.inputs if isinstance(one, bytes))
+        return sum(len(input_) for input_ in self.inputs if isinstance(input_, bytes))
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
         yield from count_violations("inputs", len(self.inputs))
         yield from common_violations(self.priority, self.request_id, self.timeout_s)
-        for index, one in enumerate(self.inputs[:MAX_INPUTS]):
-            if not isinstance(one, str) and not one:
-                name = "image" if isinstance(one, bytes) else "token_ids.ids"
+        for index, input_ in enumerate(self.inputs[:MAX_INPUTS]):
+            if not isinstance(input_, str) and not input_:
+                name = "image" if isinstance(input_, bytes) else "token_ids.ids"
                 yield FieldViolation(f"inputs[{index}].{name}", "is empty")
         if self.dimensions is not None and self.dimensions < 1:
             yield FieldViolation("dimensions", "must be at least 1")

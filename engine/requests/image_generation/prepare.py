@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
 from engine.core.common.vocabulary import check_text
-from engine.core.image_generation.types import Drawing, ImageRequest
+from engine.core.image_generation.types import Drawing, ImageGenerationRequest
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
 from engine.images.fit import read_as
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from engine.requests.image_generation.values import DrawRequest
     from engine.requests.prepared import Assignment
     from engine.requests.tokenizing import Tokenizing
-    from engine.worker.image_generation.interface import ImageModelInfo
+    from engine.worker.image_generation.interface import ImageGenerationInfo
 
-    ImageGenerationReplica = Replica[ImageModelInfo, None]
+    ImageGenerationReplica = Replica[ImageGenerationInfo, None]
     ImageGenerationAssignment = Assignment[DrawRequest, ImageGenerationReplica]
 
 DEFAULT_STRENGTH = 0.8  # as in diffusers
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedDrawing(Prepared[ImageRequest]):
+class PreparedDrawing(Prepared[ImageGenerationRequest]):
     """A drawing that is ready to run. ``scheduler`` is the name of its scheduler. ``in_thread``
     calls a function in a thread, where images become files, and returns its result."""
 
@@ -67,34 +67,34 @@ class ImageGenerationPreparer:
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
         """
-        asked, replica = assignment.request, assignment.replica
+        request, replica = assignment.request, assignment.replica
         info = replica.info
-        width, height = _size_of(asked, info)
-        found = [*_violations(asked, info, width, height)]
-        if found:
-            raise InvalidRequest(found)
-        if too_large := [*pixel_violations(asked.num_images, width, height, info.max_pixels)]:
+        width, height = _size_of(request, info)
+        violations = [*_violations(request, info, width, height)]
+        if violations:
+            raise InvalidRequest(violations)
+        if too_large := [*pixel_violations(request.num_images, width, height, info.max_pixels)]:
             raise RequestTooLarge(too_large)
         prompt_tokens, _ = [
-            await self._count_tokens(replica, field, getattr(asked, field), assignment.party)
+            await self._count_tokens(replica, field, getattr(request, field), assignment.party)
             for field in ("prompt", "negative_prompt")
         ]
         source = await self._read_source(assignment, width, height)
-        drawing = _drawing_of(asked, info, assignment.seed, (width, height), source)
-        request = ImageRequest(
+        drawing = _drawing_of(request, info, assignment.seed, (width, height), source)
+        core_request = ImageGenerationRequest(
             request_id=assignment.core_id,
             drawing=drawing,
             arrival=assignment.arrival,
             num_steps=info.num_steps(drawing),
             num_tiles=info.num_tiles(drawing),
-            preview_every=asked.preview_every or 0,
+            preview_every=request.preview_every or 0,
             prompt_tokens=prompt_tokens,
-            priority=asked.priority or 0,
+            priority=request.priority or 0,
             deadline=assignment.deadline,
         )
         return PreparedDrawing(
-            request,
-            scheduler=asked.scheduler or info.default_scheduler,
+            core_request,
+            scheduler=request.scheduler or info.default_scheduler,
             in_thread=self._encoding.run_in_thread,
         )
 
@@ -136,17 +136,17 @@ class ImageGenerationPreparer:
         return pixels
 
 
-def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
+def _size_of(request: DrawRequest, info: ImageGenerationInfo) -> tuple[int, int]:
     """Return the width and height of a request's images.
 
     Raises:
         InvalidRequest: The size follows from the source, which is no image, or too long and narrow.
     """
-    if asked.source is None or asked.width is not None or asked.height is not None:
-        width = info.default_width if asked.width is None else asked.width
-        return width, info.default_height if asked.height is None else asked.height
+    if request.source is None or request.width is not None or request.height is not None:
+        width = info.default_width if request.width is None else request.width
+        return width, info.default_height if request.height is None else request.height
     try:
-        header = read_header(asked.source)
+        header = read_header(request.source)
     except BadImage as error:
         raise InvalidRequest.of("source.image", str(error)) from None
     sides = (header.width or 1, header.height or 1)
@@ -159,7 +159,7 @@ def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
     return width, height
 
 
-def _scaled(sides: tuple[int, int], info: ImageModelInfo) -> tuple[int, int]:
+def _scaled(sides: tuple[int, int], info: ImageGenerationInfo) -> tuple[int, int]:
     """Return a size in the ratio of ``sides``, with about the pixels of the model's own size."""
     scale = math.sqrt(info.default_width * info.default_height / (sides[0] * sides[1]))
     multiple = info.multiple_of
@@ -168,43 +168,43 @@ def _scaled(sides: tuple[int, int], info: ImageModelInfo) -> tuple[int, int]:
 
 
 def _violations(
-    asked: DrawRequest, info: ImageModelInfo, width: int, height: int
+    request: DrawRequest, info: ImageGenerationInfo, width: int, height: int
 ) -> Iterator[FieldViolation]:
     """Yield the fields that are wrong for this model."""
     for name, side in (("width", width), ("height", height)):
         if side % info.multiple_of:
             what = f"is {side}, which is no multiple of {info.multiple_of}, the model's"
             yield FieldViolation(name, what)
-    name = asked.scheduler or info.default_scheduler
-    steps, most = asked.steps or info.default_steps, dict(info.steps_max).get(name)
-    if asked.scheduler and asked.scheduler not in info.schedulers:
+    name = request.scheduler or info.default_scheduler
+    steps, most = request.steps or info.default_steps, dict(info.steps_max).get(name)
+    if request.scheduler and request.scheduler not in info.schedulers:
         what = f"is not one of the model's: {', '.join(info.schedulers)}"
         yield FieldViolation("scheduler", what)
     elif most is not None and steps > most:
         yield FieldViolation("steps", f"is {steps}, and the scheduler {name} takes at most {most}")
-    elif not info.num_steps(_drawing_of(asked, info, 0, (width, height), asked.source)):
+    elif not info.num_steps(_drawing_of(request, info, 0, (width, height), request.source)):
         yield FieldViolation("strength", "leaves no denoising step; ask for more steps")
 
 
 def _drawing_of(
-    asked: DrawRequest,
-    info: ImageModelInfo,
+    request: DrawRequest,
+    info: ImageGenerationInfo,
     seed: int,
     size: tuple[int, int],
     source: bytes | None,
 ) -> Drawing:
     """Return the drawing for the worker, with the model's own values for unset fields."""
-    strength = DEFAULT_STRENGTH if asked.strength is None else asked.strength
+    strength = DEFAULT_STRENGTH if request.strength is None else request.strength
     return Drawing(
-        prompt=asked.prompt,
-        negative_prompt=asked.negative_prompt,
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
         width=size[0],
         height=size[1],
-        steps=info.default_steps if asked.steps is None else asked.steps,
-        guidance_scale=info.default_guidance if asked.guidance is None else asked.guidance,
+        steps=info.default_steps if request.steps is None else request.steps,
+        guidance_scale=info.default_guidance if request.guidance is None else request.guidance,
         seed=seed,
-        num_images=asked.num_images,
-        scheduler=asked.scheduler,
+        num_images=request.num_images,
+        scheduler=request.scheduler,
         source=source,
         strength=1.0 if source is None else strength,
     )

@@ -64,7 +64,7 @@ def hide(chat: Chat, preprocessor: Preprocessor) -> HiddenChat:
 
     def hidden(value: Any) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda found: name_of[found[0]], value)
+            return pattern.sub(lambda match: name_of[match[0]], value)
         if isinstance(value, ReadImage):
             images.append(value)
             return ""
@@ -97,9 +97,9 @@ def show(text: str, hidden: HiddenChat, preprocessor: Preprocessor) -> ImageText
     num_images = 0
     count = len(hidden.images)
 
-    def shown(found: re.Match[str]) -> str:
+    def shown(match: re.Match[str]) -> str:
         nonlocal num_images
-        literal = hidden.names.get(found[0])
+        literal = hidden.names.get(match[0])
         if literal is not None:
             owners.extend([None] * literal.count(preprocessor.token))
             return literal
@@ -134,26 +134,26 @@ def place(
     Raises:
         InvalidRequest: the number of image tokens is not that of the text's image tokens.
     """
-    _check_found(ids, shown, preprocessor)
+    _check_spans(ids, shown, preprocessor)
     prompt: list[int] = []
     places: list[list[int]] = [[] for _ in images]
     owners = iter(shown.owners)
-    for one in ids:
-        if one != preprocessor.token_id:
-            prompt.append(one)
+    for id_ in ids:
+        if id_ != preprocessor.token_id:
+            prompt.append(id_)
             continue
         owner = next(owners)
         if owner is None:
             prompt.extend(plain_ids(preprocessor.token))
         else:
             places[owner].append(len(prompt))
-            prompt.append(one)
-    found = [
-        one
+            prompt.append(id_)
+    runs = [
+        piece
         for own, image in zip(places, images, strict=True)
-        for one in _pieces(own, image, is_whole=preprocessor.is_whole)
+        for piece in _pieces(own, image, is_whole=preprocessor.is_whole)
     ]
-    return tuple(prompt), tuple(found)
+    return tuple(prompt), tuple(runs)
 
 
 def _pieces(places: Sequence[int], image: ReadImage, *, is_whole: bool) -> Iterator[PromptImage]:
@@ -182,21 +182,21 @@ def place_spans(
     Raises:
         InvalidRequest: the number of image tokens is wrong, as in `place`.
     """
-    _check_found([one.token_id for one in spans], shown, preprocessor)
+    _check_spans([span.token_id for span in spans], shown, preprocessor)
     plain = [
         (id_, tokenizer.decode((id_,), skip_special_tokens=False))
         for id_ in tokenizer.plain_ids(preprocessor.token)
     ]
     owners = iter(shown.owners)
-    found: list[TokenSpan] = []
-    for one in spans:
-        if one.token_id != preprocessor.token_id or next(owners) is not None:
-            found.append(one)
+    placed: list[TokenSpan] = []
+    for span in spans:
+        if span.token_id != preprocessor.token_id or next(owners) is not None:
+            placed.append(span)
         else:
-            found += [replace(one, token_id=id_, text=text) for id_, text in plain]
-    return tuple(found)
+            placed += [replace(span, token_id=id_, text=text) for id_, text in plain]
+    return tuple(placed)
 
 
-def _check_found(ids: Sequence[int], shown: ImageText, preprocessor: Preprocessor) -> None:
-    if sum(1 for one in ids if one == preprocessor.token_id) != len(shown.owners):
+def _check_spans(ids: Sequence[int], shown: ImageText, preprocessor: Preprocessor) -> None:
+    if sum(1 for id_ in ids if id_ == preprocessor.token_id) != len(shown.owners):
         raise InvalidRequest.of("chat", "has image tokens that the model's tokenizer does not find")

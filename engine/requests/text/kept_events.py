@@ -67,9 +67,9 @@ class KeptEvents:
         self._tokens_bytes = 0  # approximately
         # Tokens of each choice that are not kept: the oldest, and those of ``continued``.
         self._dropped: Counter[int] = Counter(
-            {i: len(one.token_ids) for i, one in enumerate(continued) if not one.finished}
+            {i: len(choice.token_ids) for i, choice in enumerate(continued) if not choice.finished}
         )
-        self._ended_before = {i for i, one in enumerate(continued) if one.finished}
+        self._ended_before = {i for i, choice in enumerate(continued) if choice.finished}
         self._ends: dict[int, Finished] = {}
         self._has_ended = False
         self._error: TrioletError | None = None
@@ -132,7 +132,7 @@ class KeptEvents:
             ends.add((tokens.choice, made[tokens.choice]))
         for choice in {*range(num_choices)} - self._ended_before:
             has = received[choice] if choice < len(received) else NOTHING
-            lacks_start = not self._is_started_whole and not any(one.tokens for one in received)
+            lacks_start = not self._is_started_whole and not any(c.tokens for c in received)
             if has.tokens > made[choice]:
                 what = f"is {has.tokens}, but {made[choice]} tokens have been generated"
                 yield FieldViolation(f"received[{choice}].tokens", what)
@@ -161,7 +161,7 @@ class KeptEvents:
         former reader is ended. Return how many events with tokens ``reader`` gets."""
         former, self._reader = self._reader, reader
         former.end(RequestCancelled("the client has taken up the stream by another call"))
-        has_begun = any(one.tokens or one.finished for one in received)
+        has_begun = any(choice.tokens or choice.finished for choice in received)
         for event in self._started:
             reader.push(replace(event, prompt_logprobs=()) if has_begun else event)
         counts, num_sent = self._dropped.copy(), 0

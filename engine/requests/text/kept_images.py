@@ -39,14 +39,14 @@ class KeptImages:
         """
         key = (preprocessor, digest_of(data))
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
+            image = self._kept.get(key)
+            if image is not None:
                 self._kept.move_to_end(key)
-                return found
-        found = ReadImage(self._decode(preprocessor.read, data), key[1])
+                return image
+        image = ReadImage(self._decode(preprocessor.read, data), key[1])
         with self._lock:
-            self._keep(key, found)
-        return found
+            self._keep(key, image)
+        return image
 
     def _keep(self, key: tuple[Preprocessor, bytes], image: ReadImage) -> None:
         before = self._kept.pop(key, None)

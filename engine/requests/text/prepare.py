@@ -90,52 +90,52 @@ class TextPreparer:
         Cancellation: at once. A thread that tokenises goes on to its end, and its result is
             dropped.
         """
-        asked, replica, party = assignment.request, assignment.replica, assignment.party
+        request, replica, party = assignment.request, assignment.replica, assignment.party
         info = replica.info
         (ids, images), form, dropped = await self._prompt_ids(assignment)
-        constraint = asked.constraint
-        if constraint is None and asked.chat is not None and asked.chat.must_call:
-            constraint = await self._tool_constraint(asked.chat, form, replica, party)
-        prompt = _truncate(asked.prompt, ids)
-        self._check_prompt(asked, prompt, images, replica)
-        bad_words = await self._check_sampling(asked.sampling, replica, party)
-        stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
+        constraint = request.constraint
+        if constraint is None and request.chat is not None and request.chat.must_call:
+            constraint = await self._tool_constraint(request.chat, form, replica, party)
+        prompt = _truncate(request.prompt, ids)
+        self._check_prompt(request, prompt, images, replica)
+        bad_words = await self._check_sampling(request.sampling, replica, party)
+        stops = resolve_stops(request.sampling, request.output, info, len(prompt))
         stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
             raise InvalidRequest.of(
                 "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
             )
-        sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
+        sampling = resolve_sampling(request.sampling, request.output, info.defaults, bad_words)
         _check_choice_left(sampling, stops, info.vocab_size)
         sampling = replace(sampling, drawn_seed=assignment.seed if sampling.seed is None else None)
-        outputs = _outputs(asked, stops, info)
+        outputs = _outputs(request, stops, info)
         if outputs:  # the client already has the prompt's log-probabilities
             sampling = replace(sampling, prompt_logprobs=None)
         echo = ""
-        if asked.output.echo:
-            skips = asked.output.skip_special_tokens is not False
+        if request.output.echo:
+            skips = request.output.skip_special_tokens is not False
             echo = await self._tokenizing.decode(
                 replica, prompt, skip_special_tokens=skips, party=party
             )
-        request = Request(
+        core_request = Request(
             request_id=assignment.core_id,
             prompt=prompt,
             sampling=sampling,
             stops=stops,
             arrival=assignment.arrival,
-            n=asked.n or 1,
-            priority=asked.priority or 0,
+            n=request.n or 1,
+            priority=request.priority or 0,
             deadline=assignment.deadline,
             constraint=constraint,
-            cache_salt=asked.prompt.cache_salt,
-            bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
+            cache_salt=request.prompt.cache_salt,
+            bypass_prefix_cache=bool(request.prompt.bypass_prefix_cache),
             outputs=outputs,
             adapter=assignment.adapter,
-            speculates=asked.sampling.speculation is not False,
+            speculates=request.sampling.speculation is not False,
             images=images,
         )
         hold = None if constraint is None else partial(self._hold_compiled, constraint)
-        return PreparedText(request, hold, None if form.is_plain else form, echo, dropped)
+        return PreparedText(core_request, hold, None if form.is_plain else form, echo, dropped)
 
     def _hold_compiled(
         self, constraint: Constraint, replica: TextReplica
@@ -147,21 +147,21 @@ class TextPreparer:
     ) -> tuple[VisionPrompt, AnswerFormat, tuple[int, ...]]:
         """Return the prompt before it is cut, with its images; the format of the answer; and the
         indices of the messages that were left out."""
-        asked, replica, party = assignment.request, assignment.replica, assignment.party
-        add_special = asked.prompt.add_special_tokens
-        bound = _bound_of(asked.prompt, replica.info)
-        if asked.token_ids is not None:
-            return VisionPrompt(asked.token_ids), PLAIN, ()
-        if asked.chat is None:
-            text, adds = asked.text or "", add_special is not False
+        request, replica, party = assignment.request, assignment.replica, assignment.party
+        add_special = request.prompt.add_special_tokens
+        bound = _bound_of(request.prompt, replica.info)
+        if request.token_ids is not None:
+            return VisionPrompt(request.token_ids), PLAIN, ()
+        if request.chat is None:
+            text, adds = request.text or "", add_special is not False
             ids = await self._tokenizing.tokenize(
                 replica, text, add_special_tokens=adds, party=party, bound=bound
             )
             return VisionPrompt(ids), PLAIN, ()
-        chat = await self._vision_input.read(assignment, asked.chat)
+        chat = await self._vision_input.read(assignment, request.chat)
         dropped: tuple[int, ...] = ()
         if chat.truncates:
-            dropped = await self._messages_to_drop(replica, asked, chat, party)
+            dropped = await self._messages_to_drop(replica, request, chat, party)
             chat = replace(chat, messages=without_messages(chat.messages, dropped))
         text, prompt = await self._vision_input.prompt_of(
             replica, chat, bool(add_special), party=party, bound=bound
@@ -172,19 +172,19 @@ class TextPreparer:
             names=names,
             # the answer's beginning, if the chat has it, is no part of what the template opened
             prompt=text.removesuffix(chat.answer_begun.lstrip()),
-            constraint=None if asked.constraint is None else asked.constraint.source,
+            constraint=None if request.constraint is None else request.constraint.source,
         )
         return prompt, form, dropped
 
     async def _messages_to_drop(
-        self, replica: TextReplica, asked: GenerateRequest, chat: Chat, party: Hashable
+        self, replica: TextReplica, request: GenerateRequest, chat: Chat, party: Hashable
     ) -> tuple[int, ...]:
         """Return the indices of the messages to leave out so that the chat fits the context."""
         info = replica.info
-        most = asked.sampling.max_tokens or info.defaults.max_tokens
+        most = request.sampling.max_tokens or info.defaults.max_tokens
         counts = choose_dropped(chat.messages, *truncation_limits(info.max_model_len, most))
         messages = next(counts)
-        adds = bool(asked.prompt.add_special_tokens)
+        adds = bool(request.prompt.add_special_tokens)
         while True:
             shorter = replace(chat, messages=messages)
             _, prompt = await self._vision_input.prompt_of(replica, shorter, adds, party=party)
@@ -209,7 +209,7 @@ class TextPreparer:
 
     def _check_prompt(
         self,
-        asked: GenerateRequest,
+        request: GenerateRequest,
         prompt: tuple[int, ...],
         images: tuple[PromptImage, ...],
         replica: TextReplica,
@@ -220,25 +220,25 @@ class TextPreparer:
             raise InvalidRequest.of("input", "has no tokens")
         if len(prompt) >= info.max_model_len:
             raise too_long(f"{len(prompt)}", info.max_model_len - 1)
-        if asked.output.prompt_logprobs is not None:
+        if request.output.prompt_logprobs is not None:
             if any(image.is_whole for image in images):
                 raise InvalidRequest.of(
                     "output.prompt_logprobs",
                     "cannot be set beside images of this model, whose tokens see each other",
                 )
-            numbers = len(prompt) * (1 + asked.output.prompt_logprobs)
+            numbers = len(prompt) * (1 + request.output.prompt_logprobs)
             if numbers > MAX_PROMPT_LOGPROBS:
                 raise RequestTooLarge.of(
                     "output.prompt_logprobs",
                     f"asks for {numbers} numbers for {len(prompt)} tokens, of at most "
                     f"{MAX_PROMPT_LOGPROBS}",
                 )
-        if asked.token_ids is not None:
-            cut_off = len(asked.token_ids) - len(prompt)
-            first = 0 if asked.prompt.truncate_left is False else cut_off
+        if request.token_ids is not None:
+            cut_off = len(request.token_ids) - len(prompt)
+            first = 0 if request.prompt.truncate_left is False else cut_off
             check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
             return
-        field = "text" if asked.chat is None else "chat"
+        field = "text" if request.chat is None else "chat"
         check_text(field, prompt, info.vocab_size, replica.tokenizer)
 
     async def _check_sampling(
@@ -271,14 +271,14 @@ class TextPreparer:
 
 def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return each word as the tokenizer splits it at the beginning of a text and after a space."""
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         for text in (word, f" {word}"):
             with of_field(f"sampling.bad_words[{index}]"):
                 ids = tokenizer.encode(text, add_special_tokens=False)
             if ids:
-                found[tuple(ids)] = None
-    return tuple(found)
+                sequences[tuple(ids)] = None
+    return tuple(sequences)
 
 
 def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:
@@ -300,7 +300,7 @@ def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> Non
 
 
 def _outputs(
-    asked: GenerateRequest, stops: Stops, info: ModelInfo
+    request: GenerateRequest, stops: Stops, info: ModelInfo
 ) -> tuple[tuple[int, ...] | None, ...]:
     """Return the tokens that each choice of a continued request has, None for a choice that has
     ended; () for a new request, or if no token or end was received of the stream that was cut.
@@ -308,10 +308,10 @@ def _outputs(
     Raises:
         InvalidRequest: a token is outside the vocabulary, or a choice has too many tokens.
     """
-    continuation = asked.continuation
+    continuation = request.continuation
     if continuation is None or not continuation.has_begun:
         return ()
-    found: list[tuple[int, ...] | None] = [()] * (asked.n or 1)
+    outputs: list[tuple[int, ...] | None] = [()] * (request.n or 1)
     for index, choice in enumerate(continuation.choices):
         path = f"continuation.choices[{index}].token_ids"
         if len(choice.token_ids) > stops.max_tokens:
@@ -320,8 +320,8 @@ def _outputs(
             )
             raise InvalidRequest.of(path, what)
         check_ids(path, choice.token_ids, info.vocab_size)
-        found[index] = None if choice.finished else choice.token_ids
-    return tuple(found)
+        outputs[index] = None if choice.finished else choice.token_ids
+    return tuple(outputs)
 
 
 def _bound_of(options: PromptOptions, info: ModelInfo) -> TokenBound:

@@ -145,7 +145,7 @@ class VisionInput:
     async def _read_each(self, chat: Chat, read: Callable[[bytes], ReadImage]) -> Chat:
         """Return a chat with the result of ``read``, called in a thread, for each file."""
         images = iter(await self._tokenizing.read_images(chat.images, read))
-        return replace(chat, messages=tuple(_with_images(one, images) for one in chat.messages))
+        return replace(chat, messages=tuple(_with_images(m, images) for m in chat.messages))
 
     async def _shown(
         self, replica: AnyReplica, chat: Chat, party: Hashable
@@ -180,8 +180,8 @@ def _preprocessor_for(replica: AnyReplica, chat: Chat) -> Preprocessor | None:
     preprocessor = _preprocessor_of(replica)
     if preprocessor is None:
         what = f"is for a model that reads images, which {replica.model} does not"
-        if found := [FieldViolation(path, what) for path, _ in chat.images]:
-            raise InvalidRequest(found)
+        if violations := [FieldViolation(path, what) for path, _ in chat.images]:
+            raise InvalidRequest(violations)
     return preprocessor
 
 

@@ -29,8 +29,8 @@ def resolve_sampling(
     """
     chosen: dict[str, Any] = {}
     for name in WITH_DEFAULTS:
-        asked = getattr(params, name)
-        value = getattr(defaults, name) if asked is None else asked
+        value = getattr(params, name)
+        value = getattr(defaults, name) if value is None else value
         if value is not None:
             chosen[name] = value
     return Sampling(
@@ -53,15 +53,15 @@ def resolve_stops(
     An unset ``max_tokens`` comes from the model's generation_config, but does not cut a request's
     own ``min_tokens``. It is the rest of the context if there is none, or if it is larger.
     """
-    room, asked = info.max_model_len - num_prompt, params.min_tokens
+    room, least = info.max_model_len - num_prompt, params.min_tokens
     wanted = params.max_tokens
     if wanted is None and info.defaults.max_tokens is not None:
-        wanted = max(info.defaults.max_tokens, asked or 0)
+        wanted = max(info.defaults.max_tokens, least or 0)
     max_tokens = room if wanted is None else min(wanted, room)
     eos = frozenset() if params.ignore_eos else info.eos_token_ids
     return Stops(
         max_tokens=max_tokens,
-        min_tokens=min(asked if asked is not None else info.defaults.min_tokens or 0, max_tokens),
+        min_tokens=min(least if least is not None else info.defaults.min_tokens or 0, max_tokens),
         strings=params.stop,
         token_ids=eos | frozenset(params.stop_token_ids),
         include=bool(params.include_stop),

@@ -63,7 +63,7 @@ def choose_dropped(
 def without_messages(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Message, ...]:
     """Return the messages except those at the indices ``dropped``."""
     gone = set(dropped)
-    return tuple([one for index, one in enumerate(messages) if index not in gone])
+    return tuple([message for index, message in enumerate(messages) if index not in gone])
 
 
 def _droppable(messages: Sequence[Message]) -> list[tuple[int, ...]]:
@@ -71,7 +71,7 @@ def _droppable(messages: Sequence[Message]) -> list[tuple[int, ...]]:
 
     The turns after the first go oldest first, then the first turn goes too.
     """
-    starts = [index for index, one in enumerate(messages) if one.get("role") == "user"]
+    starts = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     if len(starts) < 2:
         return []
     first, second, last = starts[0], starts[1], starts[-1]

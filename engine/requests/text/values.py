@@ -277,11 +277,11 @@ def validate_tokenize(text: str | None, chat: Chat | None) -> None:
         raise wrong_type("text", "a text", text)
     if not isinstance(chat, Chat | None):
         raise wrong_type("chat", "an engine.Chat", chat)
-    found = [] if chat is None else list(chat.violations())
+    violations = [] if chat is None else list(chat.violations())
     if (text is None) == (chat is None):
-        found.append(FieldViolation("input", "set exactly one of text and chat"))
-    if found:
-        raise InvalidRequest(found)
+        violations.append(FieldViolation("input", "set exactly one of text and chat"))
+    if violations:
+        raise InvalidRequest(violations)
 
 
 def _constraint_violations(constraint: Constraint) -> Iterator[FieldViolation]:

@@ -119,7 +119,7 @@ def _modules(directory: Path) -> list[dict[str, Any]]:
     if not has_file(directory / MODULES_NAME):
         return []
     modules = parse_file(directory, MODULES_NAME)
-    is_list = isinstance(modules, list) and all(isinstance(one, dict) for one in modules)
+    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
     if not is_list or not modules:
         raise Refusal(f"its {MODULES_NAME} is not a list of modules")
     return modules

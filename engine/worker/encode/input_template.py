@@ -110,10 +110,10 @@ class InputTemplate:
         Raises:
             InvalidRequest: The template refuses the prompt.
         """
-        fillers: list[Input] = [(one, one) if self._has_pairs else one for one in FILLERS]
+        fillers: list[Input] = [(text, text) if self._has_pairs else text for text in FILLERS]
         first, second = (
-            tokenizer.encode(self.text_of(one, prompt), add_special_tokens=False).ids
-            for one in fillers
+            tokenizer.encode(self.text_of(text, prompt), add_special_tokens=False).ids
+            for text in fillers
         )
         count = 0
         while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:

@@ -84,7 +84,7 @@ def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
 
     names = [name for name, _ in model.named_parameters()]
     if getattr(model, "_weight_conversions", None):
-        shapes = {name: one.to("meta") for name, one in model.named_parameters()}
+        shapes = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
         names = list(revert_weight_conversion(model, shapes))
     check_all_loaded(names, stored, unused)
 
@@ -105,7 +105,7 @@ def _learnt_positions(module: Any) -> int | None:
     return None
 
 
-def max_tokens_of(model: Any, asked: int | None) -> int:
+def max_tokens_of(model: Any, operator_limit: int | None) -> int:
     """Return the most tokens of an input: the least of the tokenizer's limit, the model's positions
     and ``asked``, the operator's setting.
 
@@ -115,7 +115,7 @@ def max_tokens_of(model: Any, asked: int | None) -> int:
     module = model[0].model
     config = getattr(module.config, "text_config", module.config)
     limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
-    limits += [asked, _learnt_positions(module)]
+    limits += [operator_limit, _learnt_positions(module)]
     known = [int(limit) for limit in limits if limit]
     if not known or min(known) > 10**6:
         raise Refusal("neither its tokenizer nor its config limits the length of an input")

@@ -243,8 +243,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         inputs: list[AnyInput] = [EncodeInput((self._pad_id,) * 4)]
         if self._images is not None:
             inputs.append(ImageInput(self._images.fit.blank(), self._images.fit.num_tokens))
-        for one in inputs:
-            row = EncodeRow(SequenceId(0), one, EncodeOptions())
+        for input_ in inputs:
+            row = EncodeRow(SequenceId(0), input_, EncodeOptions())
             result = self._execute(EncodePlan(PlanId(0), (row,)))
             if isinstance(result.rows[0], RowFailure):
                 raise Refusal("its results are not finite numbers")
@@ -291,28 +291,28 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def _image_features(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the forward's arguments for images."""
         assert self._images is not None, "the model has no images, so no plan has any"
-        return self._images.features([one.image for one in inputs], self._device)
+        return self._images.features([input_.image for input_ in inputs], self._device)
 
     def _features(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the forward's arguments for texts, padded: [inputs, longest] int64 each."""
-        shape = (len(inputs), max(one.num_tokens for one in inputs))
+        shape = (len(inputs), max(input_.num_tokens for input_ in inputs))
         ids = np.full(shape, self._pad_id, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         types = np.zeros(shape, dtype=np.int64)
-        for place, one in enumerate(inputs):
-            length = len(one.token_ids)
+        for place, input_ in enumerate(inputs):
+            length = len(input_.token_ids)
             start = shape[1] - length if self._pads_left else 0
-            ids[place, start : start + length] = one.token_ids
+            ids[place, start : start + length] = input_.token_ids
             mask[place, start : start + length] = 1
-            if one.type_ids:
-                types[place, start : start + length] = one.type_ids
+            if input_.type_ids:
+                types[place, start : start + length] = input_.type_ids
         arrays = {"input_ids": ids, "attention_mask": mask}
         if self._has_types:
             arrays["token_type_ids"] = types
         if self._is_causal:  # positions count from an input's first token, after the padding
             arrays["position_ids"] = np.maximum(mask.cumsum(axis=1) - 1, 0)
         made: dict[str, Any] = {
-            name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()
+            name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()
         }
         if self._is_causal:
             made["logits_to_keep"] = 1
@@ -377,7 +377,7 @@ def _image_reader(transformer: Any, max_pixels: int) -> ImageReader:
     Raises:
         Refusal: The model's files change the processing of texts or images in an unsupported way.
     """
-    methods = {kind: one["method"] for kind, one in transformer.modality_config.items()}
+    methods = {kind: modality["method"] for kind, modality in transformer.modality_config.items()}
     wanted = {"text": "get_text_features", "image": "get_image_features"}
     if methods != wanted or transformer.module_output_name != "sentence_embedding":
         raise Refusal("it does not turn texts and images into vectors as CLIP and SigLIP do")

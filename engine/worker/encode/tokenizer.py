@@ -104,10 +104,10 @@ class InputTokenizer:
             end = len(query) if chars is None else chars[0]
             pairs.append((query[:end], document))
             cut_off.append(len(whole) - kept if is_cut else 0)
-        found = self._encode_pairs(pairs)
+        tokenized = self._encode_pairs(pairs)
         return [
-            TokenizedInput(one.input, one.full_tokens + more)
-            for one, more in zip(found, cut_off, strict=True)
+            TokenizedInput(input_.input, input_.full_tokens + more)
+            for input_, more in zip(tokenized, cut_off, strict=True)
         ]
 
     def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenizedInput]:
@@ -118,16 +118,16 @@ class InputTokenizer:
     def _encode(
         self, inputs: Sequence[str | tuple[str, str]], prompt_tokens: int
     ) -> list[TokenizedInput]:
-        found: list[TokenizedInput] = []
+        tokenized: list[TokenizedInput] = []
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = inputs[start : start + TEXTS_AT_ONCE]
             encodings = self._whole.encode_batch(list(part))
-            for one, encoding in zip(part, encodings, strict=True):
+            for text, encoding in zip(part, encodings, strict=True):
                 full = len(encoding.ids)
                 if full > self._max_tokens:
-                    encoding = self._cut.encode_batch([one])[0]
-                found.append(TokenizedInput(_input_of(encoding, prompt_tokens), full))
-        return found
+                    encoding = self._cut.encode_batch([text])[0]
+                tokenized.append(TokenizedInput(_input_of(encoding, prompt_tokens), full))
+        return tokenized
 
     def _encode_chats(
         self, template: InputTemplate, inputs: Sequence[str | tuple[str, str]], prompt: str
@@ -135,17 +135,17 @@ class InputTokenizer:
         """Return the tokens of inputs rendered by the template. If an input is cut, the template's
         end replaces its last tokens, as in sentence-transformers, because values are read after
         it."""
-        found: list[TokenizedInput] = []
+        tokenized: list[TokenizedInput] = []
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = enumerate(inputs[start : start + TEXTS_AT_ONCE], start)
-            texts = [_text_of(template, one, prompt, index) for index, one in part]
+            texts = [_text_of(template, chat, prompt, index) for index, chat in part]
             for encoding in self._whole.encode_batch(texts, add_special_tokens=False):
                 ids = tuple(encoding.ids)
                 if len(ids) > self._max_tokens:
                     end = template.end(self._whole, prompt)[-self._max_tokens :]
                     ids = ids[: self._max_tokens - len(end)] + end
-                found.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
-        return found
+                tokenized.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
+        return tokenized
 
 
 def _text_of(template: InputTemplate, given: str | tuple[str, str], prompt: str, index: int) -> str:
@@ -165,11 +165,11 @@ def _input_of(encoding: Encoding, prompt_tokens: int) -> EncodeInput:
 def _check_unicode(texts: Sequence[str], field: str = "") -> None:
     """Raise InvalidRequest for each text with half a surrogate pair, at which the library
     panics."""
-    found = []
+    violations = []
     for index, text in enumerate(texts):
         try:
             text.encode()
         except UnicodeEncodeError:
-            found.append(FieldViolation(field or str(index), "is not valid Unicode"))
-    if found:
-        raise InvalidRequest(found)
+            violations.append(FieldViolation(field or str(index), "is not valid Unicode"))
+    if violations:
+        raise InvalidRequest(violations)

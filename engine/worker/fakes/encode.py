@@ -80,9 +80,9 @@ def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
     return score if raw else score / 2
 
 
-def ids_of(one: AnyInput) -> tuple[int, ...]:
+def ids_of(input_: AnyInput) -> tuple[int, ...]:
     """Return the tokens by which an input's vector is computed: an image's are its pixels."""
-    return tuple(one.image.pixels) if isinstance(one, ImageInput) else one.token_ids
+    return tuple(input_.image.pixels) if isinstance(input_, ImageInput) else input_.token_ids
 
 
 class FakeInputTokenizer:
@@ -111,7 +111,7 @@ class FakeInputTokenizer:
             InvalidRequest: A text is not Unicode; the violation's field is its index, or ``query``.
         """
         head = (*self._ids(query, "query"), SEPARATOR)
-        return [self._cut(head + self._ids(one, str(i))) for i, one in enumerate(documents)]
+        return [self._cut(head + self._ids(text, str(i))) for i, text in enumerate(documents)]
 
     def _ids(self, text: str, field: str) -> tuple[int, ...]:
         try:

@@ -15,20 +15,25 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from engine.core.common.steps import RowFailure, StepTimings
-from engine.core.image_generation.types import ImageResult, ImageRowResult, ImageVerb, RawImage
+from engine.core.image_generation.types import (
+    ImageGenerationResult,
+    ImageGenerationRow,
+    RawImage,
+    Verb,
+)
 from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
-from engine.worker.image_generation.interface import ImageModelInfo
+from engine.worker.image_generation.interface import ImageGenerationInfo
 
 if TYPE_CHECKING:
     from engine.core.common.types import SequenceId
-    from engine.core.image_generation.types import Drawing, ImagePlan
+    from engine.core.image_generation.types import Drawing, ImageGenerationPlan
 
 PREVIEW_SHARE = 8  # a preview is an eighth of the image's width and height
 SLOW_SCHEDULER = "pndm"  # takes one step more than requested
 
-FAKE_INFO = ImageModelInfo(
+FAKE_INFO = ImageGenerationInfo(
     architecture="fake",
     dtype="none",
     device="cpu",
@@ -80,15 +85,15 @@ class _FakeDrawing:
     tiles: int = 0
 
 
-class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
-    """Implements `engine.worker.image_generation.interface.ImageRunner` without a model.
+class FakeImageGenerationRunner(ScriptedRunner["ImageGenerationPlan", "ImageGenerationResult"]):
+    """Implements `engine.worker.image_generation.interface.ImageGenerationRunner` without a model.
 
     ``drawings`` are the states that it keeps. `execute` also raises an AssertionError for a step
     that is not the drawing's next step.
     """
 
     def __init__(
-        self, info: ImageModelInfo = FAKE_INFO, *, script: FakeScript | None = None
+        self, info: ImageGenerationInfo = FAKE_INFO, *, script: FakeScript | None = None
     ) -> None:
         super().__init__(script or FakeScript(), info)
         self.drawings: dict[SequenceId, _FakeDrawing] = {}
@@ -97,18 +102,18 @@ class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
         """Forget every drawing."""
         self.drawings.clear()
 
-    def _execute(self, plan: ImagePlan) -> ImageResult:
+    def _execute(self, plan: ImageGenerationPlan) -> ImageGenerationResult:
         for sequence in plan.ended:
             self.drawings.pop(sequence, None)
         cost = self._spend(plan.num_tokens)
         self._fail(plan, self.script.image_fault)
-        row: ImageRowResult | RowFailure | None = self._row_fault(plan.sequence)
-        row = row or ImageRowResult(plan.sequence, self._draw(plan))
-        return ImageResult(plan.plan_id, row, StepTimings(forward_s=cost))
+        row: ImageGenerationRow | RowFailure | None = self._row_fault(plan.sequence)
+        row = row or ImageGenerationRow(plan.sequence, self._draw(plan))
+        return ImageGenerationResult(plan.plan_id, row, StepTimings(forward_s=cost))
 
-    def _draw(self, plan: ImagePlan) -> RawImage | None:
+    def _draw(self, plan: ImageGenerationPlan) -> RawImage | None:
         """Compute the step of one drawing, and return its image or preview, or None."""
-        if plan.verb is ImageVerb.ENCODE:
+        if plan.verb is Verb.ENCODE:
             drawing = plan.drawing
             if drawing is None or plan.sequence in self.drawings:
                 raise AssertionError(f"{plan} cannot be a drawing's first step")
@@ -116,17 +121,17 @@ class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
             self.drawings[plan.sequence] = _FakeDrawing(drawing, num_steps)
             return None
         state = self.drawings[plan.sequence]
-        if plan.verb is ImageVerb.DENOISE:
+        if plan.verb is Verb.DENOISE:
             return self._denoise(state, plan)
         return self._decode(state, plan)
 
-    def _denoise(self, state: _FakeDrawing, plan: ImagePlan) -> RawImage | None:
+    def _denoise(self, state: _FakeDrawing, plan: ImageGenerationPlan) -> RawImage | None:
         if plan.index != state.steps or state.steps >= state.num_steps:
             raise AssertionError(f"{plan} after {state.steps} of {state.num_steps} steps")
         state.steps += 1
         return preview_of(state.drawing, state.steps) if plan.preview else None
 
-    def _decode(self, state: _FakeDrawing, plan: ImagePlan) -> RawImage | None:
+    def _decode(self, state: _FakeDrawing, plan: ImageGenerationPlan) -> RawImage | None:
         if plan.index != state.tiles or state.steps != state.num_steps:
             raise AssertionError(f"{plan} after {state.steps} steps and {state.tiles} tiles")
         state.tiles += 1

@@ -38,8 +38,8 @@ class FakeStates:
             slot = row.state.slot
             source = slot if row.state.source is None else row.state.source
         if self._slots and row.start:
-            found = NOTHING if source is None else self._slots[source]
-            assert found == digest, f"{row} begins from another state than that of its prefix"
+            stored = NOTHING if source is None else self._slots[source]
+            assert stored == digest, f"{row} begins from another state than that of its prefix"
         return slot
 
     def put(self, row: Row, slot: BlockId | None, digest: int) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.core.encode.types import EncodePlan
-    from engine.core.image_generation.types import ImagePlan
+    from engine.core.image_generation.types import ImageGenerationPlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint
     from engine.worker.interface import LoadProgress
@@ -90,7 +90,7 @@ class FakeScript:
     row_faults: dict[SequenceId, tuple[int, str]] = field(default_factory=dict)
     plan_fault: Callable[[StepPlan], BaseException | None] | None = None
     encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
-    image_fault: Callable[[ImagePlan], BaseException | None] | None = None
+    image_fault: Callable[[ImageGenerationPlan], BaseException | None] | None = None
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
     compile: Callable[[Constraint], None] | None = None
@@ -230,10 +230,10 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         seq = _FakeSequence(admitted, list(admitted.prompt), [])
         for token_id in admitted.output:
             seq.tokens.append(token_id)
-            said = self._say(seq, token_id)
-            seq.replayed += said.text
-            if said.finish is not None:
-                seq.ended = said._replace(tokens=(), text="")
+            choice = self._say(seq, token_id)
+            seq.replayed += choice.text
+            if choice.finish is not None:
+                seq.ended = choice._replace(tokens=(), text="")
         return seq
 
     def _drafted(self, row: Row) -> Row:
@@ -242,8 +242,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         if not row.by_model or self.script.draft_model is None:
             return row
         seq = self._sequences[row.sequence]
-        asked = seq.admitted.sampling
-        draft = self.script.draft_model(seq.tokens, asked.seed, asked.choice)
+        sampling = seq.admitted.sampling
+        draft = self.script.draft_model(seq.tokens, sampling.seed, sampling.choice)
         seq.draft = list(draft[: row.drafts])
         return row._replace(count=1 + len(seq.draft), drafts=len(seq.draft))
 
@@ -316,7 +316,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         ids = [row.sequence, *(fork.sequence for fork in row.children)]
         adapter = parent.admitted.adapter
         if adapter and adapter not in self.adapters.loaded:
-            return [RowFailure(one, RowPhase.ADAPTER, "it was unloaded") for one in ids]
+            return [RowFailure(id_, RowPhase.ADAPTER, "it was unloaded") for id_ in ids]
         return [self._sample_row_of(self._sequences[i], row) for i in ids]
 
     def _sample_row_of(self, seq: _FakeSequence, row: Row) -> RowResult | RowFailure:
@@ -371,11 +371,11 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             token_id = EOS
         prompt_logprobs = self._score_prompt(seq)
         seq.tokens.append(token_id)
-        said = self._say(seq, token_id)
+        choice = self._say(seq, token_id)
         if sampling.logprobs is not None:
-            said = said._replace(logprobs=(fake_logprob(token_id, sampling.logprobs),))
+            choice = choice._replace(logprobs=(fake_logprob(token_id, sampling.logprobs),))
         replayed, seq.replayed = seq.replayed, ""
-        return said._replace(prompt_logprobs=prompt_logprobs, replayed=replayed)
+        return choice._replace(prompt_logprobs=prompt_logprobs, replayed=replayed)
 
     def _score_prompt(self, seq: _FakeSequence) -> tuple[TokenLogprob, ...]:
         """Return the prompt's log-probabilities with the first token of choice 0, if the request
@@ -402,8 +402,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         finish: EndReason | None = None
         matched: str | int | None = None
         end = len(seq.text)
-        found = [(seq.text.find(s, max(0, seq.sent)), s) for s in stops.strings]
-        hits = [(at + len(s), s) for at, s in found if at >= 0]
+        places = [(seq.text.find(s, max(0, seq.sent)), s) for s in stops.strings]
+        hits = [(at + len(s), s) for at, s in places if at >= 0]
         if seq.num_output >= stops.min_tokens and hits:
             stop_end, matched = min(hits)
             end = stop_end if stops.include else stop_end - len(matched)

@@ -64,17 +64,17 @@ def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]
     """Return the inputs and outputs of a stock model's linear layers, by their names. Layers inside
     modules of the class named ``recurrent`` are left out, because they do not compute a step's
     tokens in order."""
-    found: dict[str, tuple[int, int]] = {}
-    without = [name for name, one in module.named_modules() if type(one).__name__ == recurrent]
+    places: dict[str, tuple[int, int]] = {}
+    without = [name for name, child in module.named_modules() if type(child).__name__ == recurrent]
     for name, child in module.named_modules():
-        if name.startswith(tuple(f"{one}." for one in without)):
+        if name.startswith(tuple(f"{prefix}." for prefix in without)):
             continue
         if isinstance(child, torch.nn.Linear):
-            found[name] = (child.in_features, child.out_features)
+            places[name] = (child.in_features, child.out_features)
         elif type(child).__name__ == "Conv1D":  # GPT-2's linear layers, with transposed weights
             inputs, outputs = child.weight.shape
-            found[name] = (int(inputs), int(outputs))
-    return found
+            places[name] = (int(inputs), int(outputs))
+    return places
 
 
 def head_name(module: Any) -> str:
@@ -98,30 +98,30 @@ class PackedPlace:
 def packed_places(parts: DecoderParts, module: Any) -> dict[str, PackedPlace]:
     """Return the places of a model's linear layers in its packed products, by their names."""
     names = {child: name for name, child in module.named_modules()}
-    found = {}
+    places = {}
     for index, layer in enumerate(parts.layers):
         product, first = index * PRODUCTS, 0
         for linear in layer.qkv:
             size = linear.out_features
-            found[names[linear]] = PackedPlace(product + QKV, ((first // PANEL, 1, 0, size),))
+            places[names[linear]] = PackedPlace(product + QKV, ((first // PANEL, 1, 0, size),))
             first += size
         size = layer.output.out_features
-        found[names[layer.output]] = PackedPlace(product + OUTPUT, ((0, 1, 0, size),))
+        places[names[layer.output]] = PackedPlace(product + OUTPUT, ((0, 1, 0, size),))
         if isinstance(layer.mlp, ExpertParts):  # adapters of experts: none, as in peft
             continue
         gate_up, down = layer.mlp.gate_up, layer.mlp.down
-        found[names[down]] = PackedPlace(product + DOWN, ((0, 1, 0, down.out_features),))
+        places[names[down]] = PackedPlace(product + DOWN, ((0, 1, 0, down.out_features),))
         if len(gate_up) == 2:  # the panels of gate and up alternate
             for start, linear in enumerate(gate_up):
                 half = (start, 2, 0, linear.out_features)
-                found[names[linear]] = PackedPlace(product + GATE_UP, (half,))
+                places[names[linear]] = PackedPlace(product + GATE_UP, (half,))
         else:
             each = gate_up[0].out_features // 2
             halves = ((0, 2, 0, each), (1, 2, each, 2 * each))
-            found[names[gate_up[0]]] = PackedPlace(product + GATE_UP, halves)
+            places[names[gate_up[0]]] = PackedPlace(product + GATE_UP, halves)
     size = parts.head.out_features
-    found[names[parts.head]] = PackedPlace(len(parts.layers) * PRODUCTS, ((0, 1, 0, size),))
-    return found
+    places[names[parts.head]] = PackedPlace(len(parts.layers) * PRODUCTS, ((0, 1, 0, size),))
+    return places
 
 
 class PackedAdapter:
@@ -221,7 +221,7 @@ class PlacedAdapter:
             )
             for name, part in stored.parts.items()
         }
-        pairs = [tensor for one in self.parts.values() for tensor in one[:2]]
+        pairs = [tensor for part in self.parts.values() for tensor in part[:2]]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in pairs)
         self.width = max(len(shrink) for shrink, _, _ in self.parts.values())
 

@@ -103,8 +103,8 @@ class Packer:
         )
         self.packed.append(panels)
         scales, offsets = (
-            None if one is None else self._pack_scales(one, weight, pair)
-            for one in (weight.scales, weight.offsets)
+            None if tensor is None else self._pack_scales(tensor, weight, pair)
+            for tensor in (weight.scales, weight.offsets)
         )
         table = None
         if weight.table:
@@ -157,14 +157,14 @@ def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | Qua
     """Return one weight with the outputs of all. If only some are quantized, these are expanded."""
     if len(weights) == 1:
         return weights[0]
-    small = [one for one in weights if isinstance(one, QuantizedWeight)]
+    small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if len(small) == len(weights):
         return join(small)
-    plain = next(one for one in weights if isinstance(one, torch.Tensor))
+    plain = next(weight for weight in weights if isinstance(weight, torch.Tensor))
     return torch.cat(
         [
-            one.expand().to(plain.dtype) if isinstance(one, QuantizedWeight) else one
-            for one in weights
+            weight.expand().to(plain.dtype) if isinstance(weight, QuantizedWeight) else weight
+            for weight in weights
         ]
     )
 
@@ -279,10 +279,10 @@ class NativeDecoder(torch.nn.Module):
         if isinstance(parts, MlpParts):
             return structs.Experts()
         packer, array = self._packer, structs.Linear * len(parts.experts)
-        gate_up = array(*(packer.linear(one.gate_up, is_paired=True) for one in parts.experts))
-        down = array(*(packer.linear([one.down]) for one in parts.experts))
+        gate_up = array(*(packer.linear(e.gate_up, is_paired=True) for e in parts.experts))
+        down = array(*(packer.linear([e.down]) for e in parts.experts))
         for linears in (gate_up, down):
-            if len({(one.scales is None, one.group) for one in linears}) > 1:
+            if len({(linear.scales is None, linear.group) for linear in linears}) > 1:
                 raise Refusal("the weights of one layer's experts are in different forms")
         self._experts += gate_up, down
         if parts.stock is not None:
@@ -334,7 +334,7 @@ class NativeDecoder(torch.nn.Module):
     def place_states(self, states: Sequence[torch.Tensor]) -> None:
         """Set the state tensors of the layers with convolutions, [slots, length, hidden] each, in
         the order of the layers. The tensors must live as long as the decoder."""
-        convolutions = [one.convolution for one in self._layers if one.convolution.length]
+        convolutions = [layer.convolution for layer in self._layers if layer.convolution.length]
         for convolution, own in zip(convolutions, states, strict=True):
             convolution.states = own.data_ptr()
 
@@ -430,7 +430,7 @@ class NativeDecoder(torch.nn.Module):
         chunks = self._library.triolet_step_bytes(
             self._packer.kind, ctypes.byref(self._model), ctypes.byref(step)
         )
-        attention = next(one.attention for one in self._layers if not one.convolution.length)
+        attention = next(layer.attention for layer in self._layers if not layer.convolution.length)
         # Each token of a short row reads its whole context in parts; the last part may not be full.
         num_short = min(num_tokens, SHORT_MAX * num_rows)
         each = -(-pool.max_model_len // PART)
@@ -456,8 +456,8 @@ def _check_rotaries(parts: DecoderParts) -> None:
     position = torch.zeros((1, 1), dtype=torch.int64)
     widths = {angle.shape[-1] for rotary in parts.rotaries for angle in rotary(position)}
     if len(widths) > 1 or max(widths) > parts.head_dim:
-        found = ", ".join(map(str, sorted(widths)))
-        raise Refusal(f"its rotary embeddings turn {found} numbers of heads of {parts.head_dim}")
+        listed = ", ".join(map(str, sorted(widths)))
+        raise Refusal(f"its rotary embeddings turn {listed} numbers of heads of {parts.head_dim}")
 
 
 class PackedLinear(torch.nn.Module):
@@ -498,8 +498,8 @@ def pack_linears(
     """Pack the linear layers of ``module`` one after another and return it. A layer that shares its
     weight with another part (a tied head) is not packed: its weight would be stored twice."""
     seen: dict[int, int] = {}
-    for one in module.modules():
-        for parameter in one.parameters(recurse=False):
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
             seen[id(parameter)] = seen.get(id(parameter), 0) + 1
     for owner in list(module.modules()):
         for name, child in list(owner.named_children()):

@@ -63,7 +63,7 @@ class NoCache(Exception):
     """The directory of compiled libraries cannot be used; the message says why."""
 
 
-class _Found(NamedTuple):
+class _LoadResult(NamedTuple):
     """The library, or why it is ``missing``, and why the next start compiles it again
     (``uncached``)."""
 
@@ -73,14 +73,14 @@ class _Found(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _load_once() -> _Found:
+def _load_once() -> _LoadResult:
     try:
-        found = _load()
+        library = _load()
     except Unavailable as error:
-        return _Found(None, str(error))
-    if found.uncached:
-        log.warning("the kernels are compiled at every start: %s", found.uncached)
-    return found
+        return _LoadResult(None, str(error))
+    if library.uncached:
+        log.warning("the kernels are compiled at every start: %s", library.uncached)
+    return library
 
 
 def load() -> ctypes.CDLL:
@@ -92,10 +92,10 @@ def load() -> ctypes.CDLL:
     if _wanted() in ("off", "0"):
         raise Unavailable(f"{SWITCH} is off")
     with _loading:
-        found = _load_once()
-    if found.library is None:
-        raise Unavailable(found.missing)
-    return found.library
+        library = _load_once()
+    if library.library is None:
+        raise Unavailable(library.missing)
+    return library.library
 
 
 def loaded() -> ctypes.CDLL | None:
@@ -170,20 +170,20 @@ def find_compiler() -> str:
         Unavailable: There is no compiler.
     """
     for name in (os.environ.get("CXX", ""), *COMPILERS):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
+        path = shutil.which(name) if name else None
+        if path:
+            return path
     raise Unavailable("there is no C++ compiler (c++, g++ or clang++)")
 
 
-def _load() -> _Found:
+def _load() -> _LoadResult:
     if platform.system() != "Linux":
         raise Unavailable(f"they are built on Linux only, and this is {platform.system()}")
     name = _wanted()
     flags = _flags_of(name) if name else FLAGS
     built = find_built(SOURCES, _cpuinfo(), name)
     if built is not None:
-        return _Found(_open(built))
+        return _LoadResult(_open(built))
     compiler = find_compiler()
     file = f"kernels-{_key(compiler, flags)}.so"
     try:
@@ -195,10 +195,10 @@ def _load() -> _Found:
             path = Path(directory) / file
             _compile(compiler, flags, path)
             # a mapped library no longer needs its file
-            return _Found(_open(path), uncached=str(error))
+            return _LoadResult(_open(path), uncached=str(error))
     if not path.exists():
         _compile(compiler, flags, path)
-    return _Found(_open(path))
+    return _LoadResult(_open(path))
 
 
 @contextmanager
@@ -206,8 +206,8 @@ def _needs_build_folder() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = f"no folder to compile them in can be written: {error.strerror}"
-        raise Unavailable(told) from error
+        problem = f"no folder to compile them in can be written: {error.strerror}"
+        raise Unavailable(problem) from error
 
 
 def _flags_of(name: str) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ def _flags_of(name: str) -> tuple[str, ...]:
     """
     variant = variant_named(name)
     if variant is None:
-        known = ", ".join(one.name for one in VARIANTS)
+        known = ", ".join(variant.name for variant in VARIANTS)
         raise Unavailable(f"{SWITCH} is {name}, and must be off or one of {known}")
     missing = sorted(set(variant.needs) - features_of(_cpuinfo()))
     if missing:
@@ -317,6 +317,6 @@ def _open(path: Path) -> ctypes.CDLL:
         raise Unavailable(f"the library {path.name} cannot be used: {error}") from error
     sizes = (ctypes.c_int64 * len(MIRRORED))()
     library.triolet_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(one) for one in MIRRORED]:
+    if list(sizes) != [ctypes.sizeof(struct) for struct in MIRRORED]:
         raise Unavailable(f"the library {path.name} has another layout than this program")
     return library

@@ -61,10 +61,10 @@ class NativeStep:
             MemoryError: There is no scratch memory. EngineBug: A row's blocks are not the cache's.
         """
         library, dtype = self.backend.library, self.cache.keys[call.layer].dtype
-        query, key, value = (one.contiguous() for one in (query, key, value))
+        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
         out = torch.empty_like(query)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        asked = native_call(
+        job = native_call(
             call,
             self.cache,
             query.shape[1],
@@ -74,7 +74,7 @@ class NativeStep:
         )
         status = library.triolet_attend(
             structs.KINDS[dtype],
-            ctypes.byref(asked),
+            ctypes.byref(job),
             ctypes.byref(self.rows),
             query.data_ptr(),
             key.data_ptr(),

@@ -168,10 +168,10 @@ class RecurrentLayers:
             )
             for layer, shape in slots.shapes.items()
         }
-        found = [one for one in module.modules() if type(one).__name__ == recurrence.module]
-        assert sorted(one.layer_idx for one in found) == sorted(slots.shapes), recurrence
-        for one in found:
-            one.forward = self._forward_of(one, recurrence.keyword)
+        layers = [m for m in module.modules() if type(m).__name__ == recurrence.module]
+        assert sorted(m.layer_idx for m in layers) == sorted(slots.shapes), recurrence
+        for layer in layers:
+            layer.forward = self._forward_of(layer, recurrence.keyword)
 
     def _forward_of(self, module: Any, keyword: str) -> Callable[..., torch.Tensor]:
         """Return a forward over packed tokens [1, num_tokens, hidden]. It ignores masks and
@@ -206,8 +206,8 @@ class RecurrentLayers:
         self, rows: PackedRows, members: Ints, count: int, states: Sequence[RowState]
     ) -> _Group:
         sources = [states[row].source for row in members.tolist()]
-        fresh = np.array([i for i, one in enumerate(sources) if one is None], np.int64)
-        slots = np.array([one or 0 for one in sources], np.int64)
+        fresh = np.array([i for i, source in enumerate(sources) if source is None], np.int64)
+        slots = np.array([source or 0 for source in sources], np.int64)
         tokens = rows.offsets[members][:, None] + np.arange(count)
         at, read, new = send((tokens.ravel(), slots, fresh), self._device)
         return _Group(at.view(tokens.shape), read, new if len(fresh) else None)
@@ -248,7 +248,7 @@ class CompiledStates:
         """As `States.begin`."""
         count, (layers, _, *shape) = len(states), self._states.shape
         owners = np.repeat(np.arange(count), np.diff(rows.offsets))
-        sources = np.array([-1 if one.source is None else one.source for one in states], np.int64)
+        sources = np.array([-1 if s.source is None else s.source for s in states], np.int64)
         self._arrays = owners, rows.offsets, sources
         self._results = self._states.new_empty((layers, count, *shape))
         self._targets = _targets_of(states, self._states.device)
@@ -268,7 +268,7 @@ def _targets_of(
     states: Sequence[RowState], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices of the rows whose states are written, and the slots that they go to."""
-    targets = [(index, slot) for index, one in enumerate(states) for slot in one.targets]
+    targets = [(index, slot) for index, state in enumerate(states) for slot in state.targets]
     pairs = np.array(targets, np.int64).reshape(-1, 2).T
     indices, slots = send((pairs[0].copy(), pairs[1].copy()), device)
     return indices, slots

@@ -150,7 +150,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=head_dim,
         mlp=max(
-            (int(one.mlp.down.in_features) for one in layers if isinstance(one.mlp, MlpParts)),
+            (int(x.mlp.down.in_features) for x in layers if isinstance(x.mlp, MlpParts)),
             default=0,
         ),
         activation=_activation(getattr(base.layers[0], family.names.mlp)),
@@ -234,8 +234,8 @@ def _take_experts(mixture: Any, family: Family) -> ExpertParts:
     if isinstance(experts, torch.nn.ModuleList):
         parts = tuple(_take_mlp(expert, family.names) for expert in experts)
         return ExpertParts(router, parts, chosen, is_normalised)
-    of_one = _alternating_expert if family.has_expert_biases else _joined_expert
-    parts = tuple(of_one(experts, index) for index in range(len(experts.down_proj)))
+    expert_at = _alternating_expert if family.has_expert_biases else _joined_expert
+    parts = tuple(expert_at(experts, index) for index in range(len(experts.down_proj)))
     return ExpertParts(router, parts, chosen, is_normalised, experts)
 
 
@@ -291,10 +291,10 @@ def _activation(mlp: Any) -> Activation:
 def _epsilon(base: Any) -> float:
     """Return the epsilon that all norms share."""
     norms = [m for m in base.modules() if type(m).__name__.endswith("RMSNorm")]
-    found = {float(getattr(m, "variance_epsilon", getattr(m, "eps", 0.0))) for m in norms}
-    if len(found) != 1:
-        raise NotRewritten(f"its norms have different epsilons: {sorted(found)}")
-    return found.pop()
+    epsilons = {float(getattr(m, "variance_epsilon", getattr(m, "eps", 0.0))) for m in norms}
+    if len(epsilons) != 1:
+        raise NotRewritten(f"its norms have different epsilons: {sorted(epsilons)}")
+    return epsilons.pop()
 
 
 def _embedding_scale(base: Any) -> float:

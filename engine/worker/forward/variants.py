@@ -64,13 +64,13 @@ VARIANTS = (
 
 def best_variant(features: set[str]) -> Variant | None:
     """Return the best variant for a processor, or None if it can run none."""
-    able = [one for one in VARIANTS if features.issuperset(one.needs)]
+    able = [variant for variant in VARIANTS if features.issuperset(variant.needs)]
     return able[-1] if able else None
 
 
 def variant_named(name: str) -> Variant | None:
     """Return the variant of this name, or None."""
-    return next((one for one in VARIANTS if one.name == name), None)
+    return next((variant for variant in VARIANTS if variant.name == name), None)
 
 
 def features_of(cpuinfo: str) -> set[str]:

@@ -62,7 +62,7 @@ def objection(
         return "CUDA's kernel does not cap scores"
     have = torch.cuda.get_device_capability(device)
     if have < CAPABILITY_LEAST:
-        least, own = (".".join(map(str, one)) for one in (CAPABILITY_LEAST, have))
+        least, own = (".".join(map(str, version)) for version in (CAPABILITY_LEAST, have))
         return f"CUDA's kernel needs compute capability {least}, and {device} has {own}"
     return ""
 
@@ -109,7 +109,7 @@ class VarlenStep:
         """Write keys and values into the cache and compute the attention in one call."""
         self.cache.write(call.layer, self.slots, key, value)
         keys, values = self.cache.read(call.layer, self.context_slots)
-        found = varlen_attn(
+        result = varlen_attn(
             query,
             keys,
             values,
@@ -123,9 +123,9 @@ class VarlenStep:
             return_aux=AuxRequest(lse=call.sinks is not None),
         )
         if call.sinks is None:
-            assert isinstance(found, torch.Tensor)  # a pair is returned only on request
-            return found
-        out, sums = found
+            assert isinstance(result, torch.Tensor)  # a pair is returned only on request
+            return result
+        out, sums = result
         # sums: [num_heads, num_tokens], as in the kernel's meta function, not as in its docstring.
         share = torch.sigmoid(sums - call.sinks.float()[:, None]).T[..., None]
         return (out * share).to(out.dtype)

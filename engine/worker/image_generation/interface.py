@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.core.image_generation.types import ImagePlan, ImageResult
+from engine.core.image_generation.types import ImageGenerationPlan, ImageGenerationResult
 from engine.settings import ImageLimits
 from engine.status import Capability
 from engine.worker.interface import Runner, WorkerInfo
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageModelInfo(WorkerInfo):
+class ImageGenerationInfo(WorkerInfo):
     """Describes an image model once it is loaded. ``max_model_len`` is the most tokens of a prompt,
     with its begin and end tokens.
 
@@ -67,6 +67,8 @@ class ImageModelInfo(WorkerInfo):
         return across * -(-drawing.height // self.tile_stride)
 
 
-class ImageRunner(Runner[ImagePlan, ImageResult, ImageModelInfo], Protocol):
+class ImageGenerationRunner(
+    Runner[ImageGenerationPlan, ImageGenerationResult, ImageGenerationInfo], Protocol
+):
     """A runner of a model that draws images. It keeps the state of the drawings that were encoded
     and have not ended. A drawing's images do not depend on other drawings."""

@@ -75,14 +75,14 @@ class DiffusionModel:
         """Take one denoising step of all images."""
         time, scheduler, latents = state.times[index], state.scheduler, state.latents
         both = torch.cat([latents] * 2) if state.is_guided else latents
-        found = self.parts.unet(
+        noise = self.parts.unet(
             scheduler.scale_model_input(both, time), time, **state.conditions, return_dict=False
         )[0]
         if state.is_guided:
-            unwanted, wanted = found.chunk(2)
-            found = unwanted + state.drawing.guidance_scale * (wanted - unwanted)
+            unwanted, wanted = noise.chunk(2)
+            noise = unwanted + state.drawing.guidance_scale * (wanted - unwanted)
         state.latents = scheduler.step(
-            found, time, latents, **state.step_arguments, return_dict=False
+            noise, time, latents, **state.step_arguments, return_dict=False
         )[0].to(self._dtype)
 
     def decode(self, state: DrawingState, image: int, tile: int) -> RawImage | None:
@@ -124,8 +124,8 @@ class DiffusionModel:
         vae, shape = self.parts.vae, (drawing.height, drawing.width, 3)
         pixels = torch.frombuffer(bytearray(drawing.source), dtype=torch.uint8).view(shape)
         scaled = (pixels.permute(2, 0, 1).unsqueeze(0).float() / 255.0) * 2.0 - 1.0
-        found = vae.encode(scaled.to(vae.device, vae.dtype)).latent_dist.sample(generator)
-        latents = self._scaled(found.to(self._dtype)).repeat(drawing.num_images, 1, 1, 1)
+        encoded = vae.encode(scaled.to(vae.device, vae.dtype)).latent_dist.sample(generator)
+        latents = self._scaled(encoded.to(self._dtype)).repeat(drawing.num_images, 1, 1, 1)
         drawn = self._noise(drawing, generator)
         return scheduler.add_noise(latents, drawn, times[:1].repeat(drawing.num_images))
 
@@ -178,8 +178,8 @@ def guidance_embedding(scales: torch.Tensor, width: int) -> torch.Tensor:
     half = width // 2
     rates = torch.exp(torch.arange(half) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
     angles = scales.float()[:, None] * 1000.0 * rates[None, :]
-    found = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
-    return functional.pad(found, (0, width % 2))
+    embedding = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
+    return functional.pad(embedding, (0, width % 2))
 
 
 def _raw(image: torch.Tensor) -> RawImage:

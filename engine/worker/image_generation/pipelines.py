@@ -123,14 +123,14 @@ def read(directory: Path) -> Pipeline:
 
 
 def _check_class(name: str, entry: list[Any], classes: dict[str, tuple[str, ...]]) -> None:
-    found = None if not entry or entry[-1] is None else str(entry[-1])[:200]
-    if name in UNUSED or (found is None and name not in classes):
+    class_name = None if not entry or entry[-1] is None else str(entry[-1])[:200]
+    if name in UNUSED or (class_name is None and name not in classes):
         return
     accepted = classes.get(name)
     if accepted is None:
-        raise Refusal(f"its component {name[:200]} ({found}) is not supported")
-    if found not in accepted:
-        raise Refusal(f"its {name} is {found}, of which only {', '.join(accepted)} are served")
+        raise Refusal(f"its component {name[:200]} ({class_name}) is not supported")
+    if class_name not in accepted:
+        raise Refusal(f"its {name} is {class_name}, of which only {', '.join(accepted)} are served")
 
 
 def _folder(directory: Path, name: str) -> Path:
@@ -175,9 +175,9 @@ def _check(pipeline: Pipeline) -> None:
         raise Refusal("its unet needs inputs other than prompts (IP-Adapter, classes)")
     wanted = "text_time" if pipeline.is_xl else None
     if unet.get("addition_embed_type") != wanted:
-        found = unet.get("addition_embed_type")
+        embedding_type = unet.get("addition_embed_type")
         raise Refusal(
-            f"its unet's addition_embed_type is {found}, of which only {wanted} is served"
+            f"its unet's addition_embed_type is {embedding_type}, of which only {wanted} is served"
         )
     if pipeline.index.get("requires_aesthetics_score"):
         raise Refusal("it is a refiner, which only reworks another model's images")

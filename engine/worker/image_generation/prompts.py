@@ -65,12 +65,12 @@ class Prompts:
     def _of_text(self, field: str, text: str) -> Embeddings:
         if len(self.encoders) == 1:
             return Embeddings(_run(self.tokenizers[0], self.encoders[0], field, text)[0])
-        found = [
+        outputs = [
             _run(tokenizer, encoder, field, text, output_hidden_states=True)
             for tokenizer, encoder in zip(self.tokenizers, self.encoders, strict=True)
         ]
-        tokens = torch.cat([one.hidden_states[-2] for one in found], dim=-1)
-        return Embeddings(tokens, found[-1].text_embeds)
+        tokens = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        return Embeddings(tokens, outputs[-1].text_embeds)
 
 
 def _vocab_size(encoder: Any) -> int:
@@ -91,14 +91,14 @@ def _run(tokenizer: Any, encoder: Any, field: str, text: str, **options: Any) ->
     return encoder(read.input_ids, **options)
 
 
-def _repeated(one: Embeddings, count: int) -> Embeddings:
-    pooled = None if one.pooled is None else one.pooled.repeat(count, 1)
-    return Embeddings(one.tokens.repeat(count, 1, 1), pooled)
+def _repeated(embeddings: Embeddings, count: int) -> Embeddings:
+    pooled = None if embeddings.pooled is None else embeddings.pooled.repeat(count, 1)
+    return Embeddings(embeddings.tokens.repeat(count, 1, 1), pooled)
 
 
-def _zeros_like(one: Embeddings) -> Embeddings:
-    pooled = None if one.pooled is None else torch.zeros_like(one.pooled)
-    return Embeddings(torch.zeros_like(one.tokens), pooled)
+def _zeros_like(embeddings: Embeddings) -> Embeddings:
+    pooled = None if embeddings.pooled is None else torch.zeros_like(embeddings.pooled)
+    return Embeddings(torch.zeros_like(embeddings.tokens), pooled)
 
 
 def _joined(first: Embeddings, second: Embeddings) -> Embeddings:

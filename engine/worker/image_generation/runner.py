@@ -14,14 +14,14 @@ from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image_generation.types import (
     Drawing,
-    ImagePlan,
-    ImageResult,
-    ImageRowResult,
-    ImageVerb,
+    ImageGenerationPlan,
+    ImageGenerationResult,
+    ImageGenerationRow,
+    Verb,
 )
 from engine.errors import EngineBug, InvalidRequest
 from engine.worker.image_generation import pipelines
-from engine.worker.image_generation.interface import ImageModelInfo
+from engine.worker.image_generation.interface import ImageGenerationInfo
 from engine.worker.image_generation.noise_names import CLASSES
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.interface import LoadProgress
@@ -57,15 +57,17 @@ def _loading() -> Any:
     return loading
 
 
-class DiffusionRunner(InProcessRunner[ImagePlan, ImageResult, ImageModelInfo]):
-    """An `engine.worker.image_generation.interface.ImageRunner` for pipelines of diffusers. A step
+class PipelineRunner(
+    InProcessRunner[ImageGenerationPlan, ImageGenerationResult, ImageGenerationInfo]
+):
+    """A runner of a pipeline of diffusers: an `ImageGenerationRunner`. A step
     without memory leaves the drawing's state as it was; a drawing whose values are not finite fails
     alone."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         super().__init__(spec)
         self._model: DiffusionModel | None = None
-        self._info: ImageModelInfo | None = None
+        self._info: ImageGenerationInfo | None = None
         self._states: dict[SequenceId, DrawingState] = {}
 
     def _measure(self) -> tuple[torch.device, int]:
@@ -89,7 +91,7 @@ class DiffusionRunner(InProcessRunner[ImagePlan, ImageResult, ImageModelInfo]):
 
     # ---- loading
 
-    def _load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ImageGenerationInfo:
         loading = _loading()
         progress(LoadProgress("config"))
         spec = self._spec
@@ -105,7 +107,7 @@ class DiffusionRunner(InProcessRunner[ImagePlan, ImageResult, ImageModelInfo]):
         backend = prompts.tokenizers[0].backend_tokenizer
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         width, height = pipeline.default_size
-        self._info = info = ImageModelInfo(
+        self._info = info = ImageGenerationInfo(
             architecture=pipeline.architecture,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
@@ -133,47 +135,51 @@ class DiffusionRunner(InProcessRunner[ImagePlan, ImageResult, ImageModelInfo]):
         self._warm_up(info)
         return info
 
-    def _warm_up(self, info: ImageModelInfo) -> None:
+    def _warm_up(self, info: ImageGenerationInfo) -> None:
         """Draw a small image in one step, so that lazy initialisation happens before the first
         request."""
         size = min(WARM_UP_PIXELS, info.default_width, info.default_height)
         drawing = Drawing("", "", size, size, steps=1, guidance_scale=7.5, seed=0)
         sequence = SequenceId(0)
-        for verb in ImageVerb:
-            given = drawing if verb is ImageVerb.ENCODE else None
-            row = self._execute(ImagePlan(PlanId(0), sequence, verb, drawing=given)).row
+        for verb in Verb:
+            given = drawing if verb is Verb.ENCODE else None
+            row = self._execute(ImageGenerationPlan(PlanId(0), sequence, verb, drawing=given)).row
             if isinstance(row, RowFailure):
                 raise Refusal(f"it cannot draw an image of an empty prompt: {row.detail}")
         self._states.clear()
 
     # ---- one step
 
-    def _execute(self, plan: ImagePlan) -> ImageResult:
+    def _execute(self, plan: ImageGenerationPlan) -> ImageGenerationResult:
         started = perf_counter()
         for sequence in plan.ended:
             self._states.pop(sequence, None)
         try:
-            row: ImageRowResult | RowFailure = ImageRowResult(plan.sequence, self._compute(plan))
+            row: ImageGenerationRow | RowFailure = ImageGenerationRow(
+                plan.sequence, self._compute(plan)
+            )
         except FloatingPointError as error:
             row = RowFailure(plan.sequence, RowPhase(plan.verb.value), str(error))
         except InvalidRequest as error:  # by the second tokenizer, which requests do not use
             row = RowFailure(
                 plan.sequence, RowPhase(plan.verb.value), str(error), error.violations[0]
             )
-        return ImageResult(plan.plan_id, row, StepTimings(forward_s=perf_counter() - started))
+        return ImageGenerationResult(
+            plan.plan_id, row, StepTimings(forward_s=perf_counter() - started)
+        )
 
-    def _compute(self, plan: ImagePlan) -> RawImage | None:
+    def _compute(self, plan: ImageGenerationPlan) -> RawImage | None:
         """Run the plan's verb, and return the finished image, a preview, or None."""
         if self._model is None or self._info is None:
             raise EngineBug("a step before the load")
-        if plan.verb is ImageVerb.ENCODE:
+        if plan.verb is Verb.ENCODE:
             assert plan.drawing is not None, "a drawing comes with its first step"
             self._states[plan.sequence] = self._model.encode(plan.drawing)
             return None
         state = self._states.get(plan.sequence)
         if state is None:
             raise EngineBug(f"a step of {plan.sequence} before its prompt was encoded")
-        if plan.verb is ImageVerb.DENOISE:
+        if plan.verb is Verb.DENOISE:
             self._model.denoise(state, plan.index)
             return self._model.preview(state) if plan.preview else None
         return self._model.decode(state, *divmod(plan.index, self._info.num_tiles(state.drawing)))

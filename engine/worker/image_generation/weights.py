@@ -87,7 +87,7 @@ def _sources(
     Raises:
         Refusal: A tensor is missing, has no parameter, or has another shape or no floats.
     """
-    found = {}
+    sources = {}
     for stored in tensors:
         if stored.name.endswith(POSITIONS):
             continue
@@ -95,19 +95,19 @@ def _sources(
         if key not in expected:
             raise Refusal(f"its {name} holds a tensor that the module does not use, {stored.name}")
         _check(name, stored, tuple(expected[key].shape))
-        found[key] = stored
-    missing = [key for key in expected if key not in found]
+        sources[key] = stored
+    missing = [key for key in expected if key not in sources]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Refusal(f"its {name} lacks the tensor {missing[0]}{more}")
-    return found
+    return sources
 
 
 def _current_name(stored: str, expected: dict[str, torch.nn.Parameter]) -> str:
     """Return the name that a stored tensor has in the module."""
     newer = OLDER.sub(lambda match: OLDER_NAMES[match[1]], stored)
     without = newer.removeprefix(PREFIX)
-    return next((one for one in (newer, without, PREFIX + newer) if one in expected), stored)
+    return next((name for name in (newer, without, PREFIX + newer) if name in expected), stored)
 
 
 def _check(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:

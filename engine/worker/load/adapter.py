@@ -163,7 +163,7 @@ def _part(tensors: dict[str, Any], name: str, size: tuple[int, int], form: Adapt
 
     inputs, outputs = size
     rank = form.rank_of(name)
-    found = []
+    pair = []
     for suffix, shape in ((SHRINK, (rank, inputs)), (EXPAND, (outputs, rank))):
         key = PREFIX + name + suffix
         tensor = tensors.pop(key, None)
@@ -178,8 +178,8 @@ def _part(tensors: dict[str, Any], name: str, size: tuple[int, int], form: Adapt
             raise Refusal(f"its tensor {key} is stored as {tensor.dtype}, and floats are needed")
         if not is_finite(tensor):
             raise Refusal(f"its tensor {key} has numbers that are not finite")
-        found.append(tensor)
-    return LowRank(found[0], found[1], form.scale_of(name))
+        pair.append(tensor)
+    return LowRank(pair[0], pair[1], form.scale_of(name))
 
 
 def _folder(directory: str) -> Path:
@@ -200,10 +200,10 @@ def _read(folder: Path) -> bytes:
             detail=str(folder),
         )
     with opened(folder / ADAPTER_NAME) as file:
-        found = file.read(CONFIG_BYTES_MAX + 1)
-    if len(found) > CONFIG_BYTES_MAX:
+        data = file.read(CONFIG_BYTES_MAX + 1)
+    if len(data) > CONFIG_BYTES_MAX:
         raise Refusal(f"its {ADAPTER_NAME} has more than {CONFIG_BYTES_MAX >> 20} MiB")
-    return found
+    return data
 
 
 def _check_weights(folder: Path) -> None:

@@ -78,10 +78,10 @@ class AdapterForm:
     def _has_layer(self, name: str) -> bool:
         if not self.layers:
             return True
-        patterns = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in self.layers_patterns]
+        patterns = [rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\." for name in self.layers_patterns]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<idx>\d+)\."]:
-            if (found := _match(pattern, name)) is not None:
-                return int(found["idx"]) in self.layers
+            if (match := _match(pattern, name)) is not None:
+                return int(match["idx"]) in self.layers
         return False
 
     def rank_of(self, name: str) -> int:
@@ -100,7 +100,7 @@ def _matches(patterns: str | Sequence[str], name: str) -> bool:
     names is the layer's name or its end, from a dot on."""
     if isinstance(patterns, str):
         return _match(patterns, name, regex.fullmatch) is not None
-    return name in patterns or any(name.endswith(f".{one}") for one in patterns)
+    return name in patterns or any(name.endswith(f".{pattern}") for pattern in patterns)
 
 
 def _by_pattern(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
@@ -194,19 +194,19 @@ def _number(value: Any, name: str) -> float:
 
 
 def _table(raw: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
-    found = raw.get(name) or {}
-    if not isinstance(found, dict):
+    table = raw.get(name) or {}
+    if not isinstance(table, dict):
         raise Refusal(f"its {name} is not a table of names")
-    return found.items()
+    return table.items()
 
 
 def _names(raw: Mapping[str, Any], name: str) -> str | tuple[str, ...]:
-    found = raw.get(name) or ()
-    if isinstance(found, str):
-        return found
-    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+    names = raw.get(name) or ()
+    if isinstance(names, str):
+        return names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise Refusal(f"its {name} is neither a text nor a list of names")
-    return tuple(found)
+    return tuple(names)
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -214,16 +214,16 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _layers(given: Any) -> tuple[int, ...]:
-    found = [given] if type(given) is int else given or []
-    if not isinstance(found, list) or not all(type(one) is int for one in found):
+    layers = [given] if type(given) is int else given or []
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise Refusal("its layers_to_transform is neither a number nor a list of numbers")
-    return tuple(found)
+    return tuple(layers)
 
 
 def _check_patterns(form: AdapterForm) -> None:
     """Compile every regular expression of the file, so that none fails later."""
     given = [*form.ranks, *form.alphas, *form.layers_patterns]
-    given += [one for one in (form.targets, form.excluded) if isinstance(one, str)]
+    given += [pattern for pattern in (form.targets, form.excluded) if isinstance(pattern, str)]
     for pattern in given:
         try:
             regex.compile(pattern)

@@ -52,30 +52,30 @@ def capability_of(directory: Path) -> Capability:
     return Capability.TEXT_TO_TEXT
 
 
-def fitting(directory: Path, said: Capability | None) -> Capability:
+def fitting(directory: Path, configured: Capability | None) -> Capability:
     """Return the capability of the model in ``directory``: ``said``, the operator's setting, or if
     that is None, the capability that the model's files show.
 
     Raises:
         Refusal: The files show that the model does not have the capability ``said``.
     """
-    found = capability_of(directory)
-    if said in (None, found):
-        return found
+    own = capability_of(directory)
+    if configured in (None, own):
+        return own
     # Some files do not show whether a model embeds or ranks: `CrossEncoder` makes a reranker of a
     # classifier with any number of labels, and many embedding models are text models.
-    is_open = said in OPEN and found in OPEN
-    if is_open and said is Capability.RERANK:
-        _check_can_rank(directory, found)
+    is_open = configured in OPEN and own in OPEN
+    if is_open and configured is Capability.RERANK:
+        _check_can_rank(directory, own)
     if not is_open:
         raise Refusal(
-            f"it is said to have the capability {said.value}, and its files show {found.value}; "
-            "leave the setting out"
+            f"it is said to have the capability {configured.value}, and its files show "
+            f"{own.value}; leave the setting out"
         )
-    return said
+    return configured
 
 
-def _check_can_rank(directory: Path, found: Capability) -> None:
+def _check_can_rank(directory: Path, own: Capability) -> None:
     """Check that a model that the operator calls a reranker has a module that computes a score.
 
     Raises:
@@ -83,7 +83,7 @@ def _check_can_rank(directory: Path, found: Capability) -> None:
     """
     if not _is_classifier(_read(directory, "config.json")):
         raise Refusal(
-            f"it is said to have the capability rerank, and its files show {found.value}, with "
+            f"it is said to have the capability rerank, and its files show {own.value}, with "
             "neither a classifier nor a LogitScore; choose a checkpoint that CrossEncoder saved or "
             "that was converted to a classifier"
         )

@@ -148,7 +148,7 @@ class Checkpoint:
     @property
     def quantization(self) -> str:
         """The types of the tensors in 8 or 4 bits, for messages; "" without such tensors."""
-        kinds = {one.dtype for one in self.tensors.values() if self.form(one.name)}
+        kinds = {tensor.dtype for tensor in self.tensors.values() if self.form(tensor.name)}
         return ", ".join(sorted(kinds))
 
     def check_finite(self, name: str) -> None:
@@ -205,7 +205,7 @@ class Checkpoint:
     def _split_experts(self) -> None:
         """Replace each tensor that joins a layer's experts by one tensor for each expert."""
         self._joining = joining_of(self.tensors)
-        for whole in [one for one in self.tensors.values() if is_joined(one.name, one.shape)]:
+        for whole in [x for x in self.tensors.values() if is_joined(x.name, x.shape)]:
             del self.tensors[whole.name]
             shape = self._joining.shape(whole.name, whole.shape)
             for piece in self._joining.pieces(whole.name, whole.shape):

@@ -64,12 +64,12 @@ def check_files(directory: Path, patterns: Sequence[str]) -> None:
         Refusal: A file cannot be read, or is a pointer of git-LFS.
     """
     names = _names(directory, patterns)
-    found = [name for name in names if begins_with(directory / name, POINTER_MAGIC, name)]
-    if found:
-        more = len(found) - 1
+    pointers = [name for name in names if begins_with(directory / name, POINTER_MAGIC, name)]
+    if pointers:
+        more = len(pointers) - 1
         what = f"and {more} more are pointers" if more else "is a pointer"
         raise Refusal(
-            f"its {found[0]} {what} of git-LFS, without the content; run 'git lfs pull' in "
+            f"its {pointers[0]} {what} of git-LFS, without the content; run 'git lfs pull' in "
             "the model's directory"
         )
 

@@ -228,9 +228,9 @@ def _has_narrow_experts(module: Any, dtype: torch.dtype) -> bool:
     """Return whether a stock module joins experts that torch's grouped product does not take,
     because the bytes of their rows are not a multiple of 16."""
     return any(
-        is_joined(name, one.shape)
-        and any(size * dtype.itemsize % GROUPED_BYTES for size in one.shape[1:])
-        for name, one in module.named_parameters()
+        is_joined(name, parameter.shape)
+        and any(size * dtype.itemsize % GROUPED_BYTES for size in parameter.shape[1:])
+        for name, parameter in module.named_parameters()
     )
 
 
@@ -361,7 +361,7 @@ def _stored_parts(
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if candidate in checkpoint.tensors:
             return (checkpoint.tensors[candidate],)
-    names = [one.name for one in joining.pieces(name, shape)] if is_joined(name, shape) else []
+    names = [piece.name for piece in joining.pieces(name, shape)] if is_joined(name, shape) else []
     is_whole = all(part in checkpoint.tensors for part in names)
     return tuple(checkpoint.tensors[part] for part in names) if is_whole else ()
 
@@ -418,7 +418,7 @@ def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device
     init = getattr(module, "_init_weights", init)
     for child in module.children():
         _fill_buffers(child, init, device)
-    empty = [name for name, one in module.named_buffers(recurse=False) if one.is_meta]
+    empty = [name for name, item in module.named_buffers(recurse=False) if item.is_meta]
     for name in empty:
         setattr(module, name, torch.empty_like(getattr(module, name), device=device))
     if empty:

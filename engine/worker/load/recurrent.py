@@ -78,7 +78,7 @@ RECURRENT: dict[str, Recurrence] = {
     "FalconH1ForCausalLM": Recurrence("FalconH1Mixer", "cache_params", HYBRID, _mamba2),
 }
 # Types of layers that keep no keys and values.
-KEYLESS_TYPES = frozenset(one.layer_type for one in RECURRENT.values()) - {HYBRID}
+KEYLESS_TYPES = frozenset(recurrence.layer_type for recurrence in RECURRENT.values()) - {HYBRID}
 
 
 def state_shapes(name: str, config: Any) -> dict[int, StateShape]:

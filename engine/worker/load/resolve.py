@@ -131,8 +131,8 @@ def _only_gguf(directory: Path) -> Path | None:
         paths = [path for path in directory.iterdir() if path.suffix == ".gguf"]
     if has_file(directory / "config.json"):
         return None
-    found = [path for path in paths if is_gguf(path)]
-    return found[0] if len(found) == 1 else None
+    files = [path for path in paths if is_gguf(path)]
+    return files[0] if len(files) == 1 else None
 
 
 def resolve_local(model: str, revision: str = "") -> Source | None:
@@ -194,9 +194,9 @@ def _cached(model: str, revision: str) -> Source | None:
     import huggingface_hub
 
     for name in ("config.json", "modules.json", PIPELINE_INDEX):
-        found = huggingface_hub.try_to_load_from_cache(model, name, revision=revision or None)
-        if isinstance(found, str):
-            return Source(Path(found).parent, model)
+        path = huggingface_hub.try_to_load_from_cache(model, name, revision=revision or None)
+        if isinstance(path, str):
+            return Source(Path(path).parent, model)
     return None
 
 
@@ -273,7 +273,7 @@ def _is_whole(directory: Path) -> bool:
     if (directory / PIPELINE_INDEX).is_file():
         return all(any((directory / name).glob("*.safetensors")) for name in PIPELINE_FOLDERS)
     folders = (directory, *sorted(directory.glob("0_*")))
-    folder = next((one for one in folders if (one / "config.json").is_file()), None)
+    folder = next((folder for folder in folders if (folder / "config.json").is_file()), None)
     if folder is None:
         return False
     try:

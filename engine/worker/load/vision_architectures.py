@@ -100,7 +100,7 @@ def find_vision(config: Mapping[str, Any]) -> VisionArchitecture:
     name = names[0] if isinstance(names, list) and names else str(config.get("model_type"))
     if name not in VISION:
         why = f", because {WHY_NOT[name]}" if name in WHY_NOT else ""
-        *labels, last = sorted(one.label for one in VISION.values())
+        *labels, last = sorted(architecture.label for architecture in VISION.values())
         raise Refusal(f"{name} is not served{why}; of the models that read images, "
                       f"{', '.join(labels)} and {last} are")  # fmt: skip
     if config.get("quantization_config") is not None:

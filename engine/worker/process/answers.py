@@ -61,7 +61,7 @@ class Answers:
 
     def give_up(self) -> OutOfStep:
         """Return the error of a step in which a rank failed and others do not answer."""
-        failed = next(rank for rank, one in self._of.items() if one.name == "raised")
+        failed = next(rank for rank, answer in self._of.items() if answer.name == "raised")
         return OutOfStep(
             f"of rank {failed} failed in a step ({_what(self._of[failed])}), and rank "
             f"{self.missing[0]} waited for it; both were killed"
@@ -73,7 +73,7 @@ class Answers:
         Raises:
             OutOfStep: Some ranks computed a step and others did not.
         """
-        failed = [rank for rank, one in sorted(self._of.items()) if one.name == "raised"]
+        failed = [rank for rank, answer in sorted(self._of.items()) if answer.name == "raised"]
         if failed and not self._is_step:
             return [self._of[failed[0]]]
         if failed and len(failed) < self._size:

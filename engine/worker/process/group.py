@@ -84,8 +84,8 @@ class WorkerGroup:
                 dead = [] if self._killed_why else self._dead_ranks(patience_s)
                 hows = [f"of rank {rank} {self.ranks[rank].end(patience_s)}" for rank in dead]
                 self.kill("did not answer and was killed")
-                for one in self.ranks:
-                    one.end(0.0)
+                for other in self.ranks:
+                    other.end(0.0)
                 self._end = ", and that ".join(hows) or self._killed_why
             return self._end
 
@@ -223,7 +223,7 @@ class GroupChannel:
 
     def _end_silent(self) -> NoReturn:
         if self._request in FIRST_REQUESTS:
-            rank = min(self._answers.missing, key=lambda one: self._heard[one])
+            rank = min(self._answers.missing, key=lambda rank: self._heard[rank])
             why = f"of rank {rank} said nothing for {self._patience_s:g} s while it loaded"
             self._give_up(OutOfStep(f"{why} and was killed"))
         self._give_up(self._answers.give_up())
@@ -237,9 +237,9 @@ class GroupChannel:
         if first.name == "raised" and self._request in FIRST_REQUESTS:
             self._group.kill("was killed, because a rank of its group could not load")
         if first.name == "estimated":
-            return Answer(first.name, _joined_estimates([one.value for one in each]))
+            return Answer(first.name, _joined_estimates([answer.value for answer in each]))
         if first.name == "loaded":
-            return Answer(first.name, _joined_loads([one.value for one in each]))
+            return Answer(first.name, _joined_loads([answer.value for answer in each]))
         return first
 
     def _give_up(self, error: OutOfStep) -> NoReturn:
@@ -250,25 +250,25 @@ class GroupChannel:
 def _joined_estimates(each: list[Estimated]) -> Estimated:
     """Return the memory that all ranks need: the sum for each device."""
     needs: dict[str, MemoryEstimate] = {}
-    for one in each:
-        known = needs.get(one.estimate.device)
+    for e in each:
+        known = needs.get(e.estimate.device)
         more = known.num_bytes if known is not None else 0
-        needs[one.estimate.device] = replace(one.estimate, num_bytes=one.estimate.num_bytes + more)
+        needs[e.estimate.device] = replace(e.estimate, num_bytes=e.estimate.num_bytes + more)
     first, *others = needs.values()
-    process_bytes = sum(one.process_bytes for one in each if one.estimate.device == CPU)
+    process_bytes = sum(need.process_bytes for need in each if need.estimate.device == CPU)
     return Estimated(replace(first, others=tuple(others)), process_bytes)
 
 
 def _joined_loads(each: list[Loaded]) -> Loaded:
     """Return rank 0's answer, with the memory, the devices and the threads of all ranks."""
-    infos: list[Any] = [one.info for one in each]
+    infos: list[Any] = [load.info for load in each]
     info = replace(
         infos[0],
-        memory_bytes=sum(one.memory_bytes for one in infos),
-        device=", ".join(dict.fromkeys(one.device for one in infos)),
-        threads=sum(one.threads for one in infos),
+        memory_bytes=sum(info.memory_bytes for info in infos),
+        device=", ".join(dict.fromkeys(info.device for info in infos)),
+        threads=sum(info.threads for info in infos),
         tp=len(infos),
-        num_blocks=min(one.num_blocks for one in infos),
+        num_blocks=min(info.num_blocks for info in infos),
     )
-    process_bytes = sum(one.process_bytes for one in each)
+    process_bytes = sum(load.process_bytes for load in each)
     return replace(each[0], info=info, process_bytes=process_bytes)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.status import Capability
     from engine.worker.encode.interface import EncoderInfo, EncoderTokenizer
-    from engine.worker.image_generation.interface import ImageModelInfo
+    from engine.worker.image_generation.interface import ImageGenerationInfo
     from engine.worker.interface import MemoryEstimate, RunnerSpec, Tokenizer
     from engine.worker.text.interface import ModelInfo
 
@@ -70,7 +70,7 @@ class Loaded:
     ``encoder_tokenizer`` is None except for an encoder. Of a group's ranks, only rank 0 has a
     ``tokenizer``."""
 
-    info: ModelInfo | EncoderInfo | ImageModelInfo
+    info: ModelInfo | EncoderInfo | ImageGenerationInfo
     process_bytes: int
     tokenizer: Tokenizer | None
     encoder_tokenizer: EncoderTokenizer | None
@@ -109,14 +109,14 @@ class Raised:
 
     def error(self) -> Exception:
         """Return the exception to raise on the server's side."""
-        found: Exception = (
+        error: Exception = (
             MemoryError(self.text) if self.is_memory else WorkerProcessError(self.text)
         )
         if self.own:
             with suppress(Exception):  # only the worker process can import the class
-                found = pickle.loads(self.own)
-        found.add_note(f"In the worker process:\n{self.traceback}")
-        return found
+                error = pickle.loads(self.own)
+        error.add_note(f"In the worker process:\n{self.traceback}")
+        return error
 
 
 def raised(error: BaseException, num_collectives: int = 0) -> Raised:
@@ -130,14 +130,14 @@ def raised(error: BaseException, num_collectives: int = 0) -> Raised:
         own = b""
     name = type(error).__name__
     try:
-        said = str(error)[:TEXT_CHARS]
+        message = str(error)[:TEXT_CHARS]
     except Exception:
-        said = "its message cannot be shown"
+        message = "its message cannot be shown"
     try:
         trace = "".join(traceback.format_exception(error))
     except Exception:
         trace = "its traceback cannot be shown"
-    text = said if is_memory else f"{name}: {said}"
+    text = message if is_memory else f"{name}: {message}"
     return Raised(text, trace, is_memory, own, num_collectives)
 
 
@@ -198,15 +198,15 @@ def _plain_scores(scores: tuple[TokenLogprob, ...]) -> tuple[Any, ...]:
     return tuple(
         [
             (
-                one.token_id,
-                one.text,
-                one.logprob,
+                score.token_id,
+                score.text,
+                score.logprob,
                 [
                     (other.token_id, other.text, other.logprob, other.rank)
-                    for other in one.alternatives
+                    for other in score.alternatives
                 ],
             )
-            for one in scores
+            for score in scores
         ]
     )
 

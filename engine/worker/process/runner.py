@@ -108,10 +108,10 @@ class ProcessRunner:
             SpawnFailed, ShuttingDown, Exception: For the same reasons as in `load`.
         """
         answer = self._ask_first("estimate", "estimated", lambda progress: None)
-        found: MemoryEstimate = answer.estimate
-        if found.device != CPU:
-            return found
-        return replace(found, num_bytes=found.num_bytes + answer.process_bytes)
+        estimate: MemoryEstimate = answer.estimate
+        if estimate.device != CPU:
+            return estimate
+        return replace(estimate, num_bytes=estimate.num_bytes + answer.process_bytes)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> Any:
         """Have the process load the model; start the process if there was no `estimate`. Returns
@@ -133,9 +133,9 @@ class ProcessRunner:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. It works in this process, and outlives the worker."""
-        found = self._require_loaded().tokenizer
-        assert found is not None  # rank 0's, if the process is a group
-        return found
+        tokenizer = self._require_loaded().tokenizer
+        assert tokenizer is not None  # rank 0's, if the process is a group
+        return tokenizer
 
     def execute(self, plan: Any) -> Any:
         """Have the process compute a plan, and return its result. The thread waits without the GIL.
@@ -199,10 +199,10 @@ class ProcessRunner:
     @property
     def encoder_tokenizer(self) -> EncoderTokenizer:
         """The encoder's tokenizer for inputs. It works as `tokenizer` does."""
-        found = self._require_loaded().encoder_tokenizer
-        if found is None:
+        encoder_tokenizer = self._require_loaded().encoder_tokenizer
+        if encoder_tokenizer is None:
             raise EngineBug("a text model has no tokenizer for inputs")
-        return found
+        return encoder_tokenizer
 
     # ---- the process, as an `engine.replica.replica.ProcessWorker`
 
@@ -299,7 +299,7 @@ class ProcessRunner:
 
     def _setup(self) -> Setup:
         root = logging.getLogger()
-        is_json = any(isinstance(one.formatter, logs.JsonFormatter) for one in root.handlers)
+        is_json = any(isinstance(h.formatter, logs.JsonFormatter) for h in root.handlers)
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         level = root.getEffectiveLevel()
         return Setup(self._factory, self._spec, self._capability, path, level, is_json)

@@ -172,24 +172,24 @@ class PackedCheckpoint(Checkpoint):
             Refusal: A layer lacks one of its tensors.
         """
         layout, first = self._layout, f".{self._layout.parts[0]}"
-        self._stored_in = {name: one.file for name, one in self.tensors.items()}
+        self._stored_in = {name: tensor.file for name, tensor in self.tensors.items()}
         bases = [
             name.removesuffix(first)
-            for name, one in self.tensors.items()
-            if name.endswith(first) and one.dtype in ("I32", "I8")
+            for name, tensor in self.tensors.items()
+            if name.endswith(first) and tensor.dtype in ("I32", "I8")
         ]
         for base in bases:
-            found = {part: f"{base}.{part}" for part in layout.parts}
-            found = {part: name for part, name in found.items() if name in self.tensors}
+            names = {part: f"{base}.{part}" for part in layout.parts}
+            names = {part: name for part, name in names.items() if name in self.tensors}
             for part in layout.parts[: layout.num_needed]:
-                if part not in found:
+                if part not in names:
                     raise Refusal(f"its checkpoint lacks the tensor {base}.{part}")
-            stored = {part: self.tensors.pop(name) for part, name in found.items()}
+            stored = {part: self.tensors.pop(name) for part, name in names.items()}
             name, main = f"{base}.weight", stored[layout.parts[0]]
             shape = _shape_of(layout, stored)
             self.tensors[name] = StoredTensor(name, shape, f"{layout.name} {layout.bits}-bit",
                                               main.file)  # fmt: skip
-            self._packed[name] = found
+            self._packed[name] = names
 
 
 def _shape_of(layout: Layout, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:

@@ -91,11 +91,11 @@ class QuantizedWeight:
             Refusal: Half precision cannot hold one of them, or their number is not that of groups.
         """
         wanted = (len(self.numbers), -(-self.numbers.shape[1] // self.group))
-        for one in (self.scales, self.offsets):
-            if one is not None and tuple(one.shape) != wanted:
+        for tensor in (self.scales, self.offsets):
+            if tensor is not None and tuple(tensor.shape) != wanted:
                 raise Refusal(
                     f"one of its weights, {list(self.numbers.shape)} in groups of {self.group}, "
-                    f"has scales of the shape {list(one.shape)}, and needs {list(wanted)}"
+                    f"has scales of the shape {list(tensor.shape)}, and needs {list(wanted)}"
                 )
         scales = self.scales.half()
         offsets = None if self.offsets is None else self.offsets.half()
@@ -108,8 +108,8 @@ class QuantizedWeight:
         offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
         inputs = self.numbers.shape[1]
         scales, offsets = (
-            _per_input(one, self.group, inputs)[:, ::group].contiguous()
-            for one in (self.scales, offsets)
+            _per_input(tensor, self.group, inputs)[:, ::group].contiguous()
+            for tensor in (self.scales, offsets)
         )
         return QuantizedWeight(self._plain_numbers(), scales, group, offsets)
 
@@ -124,15 +124,15 @@ def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     and the finest groups."""
     if len(weights) == 1:
         return weights[0]
-    forms = {(one.table, one.group, one.offsets is None) for one in weights}
+    forms = {(weight.table, weight.group, weight.offsets is None) for weight in weights}
     if len(forms) > 1:
-        group = gcd(*(one.group for one in weights))
-        weights = [one.widened(group) for one in weights]
-    offsets = [one.offsets for one in weights if one.offsets is not None]
+        group = gcd(*(weight.group for weight in weights))
+        weights = [weight.widened(group) for weight in weights]
+    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
     return replace(
         weights[0],
-        numbers=torch.cat([one.numbers for one in weights]),
-        scales=torch.cat([one.scales for one in weights]),
+        numbers=torch.cat([weight.numbers for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
         offsets=torch.cat(offsets) if offsets else None,
     )
 

@@ -58,7 +58,7 @@ def prefixes(
     """
     vocab = scores.shape[1]
     masses = _masses(scores, limits)  # [rows, 1] float64
-    width = max(_first_width(one, vocab) for one in limits)
+    width = max(_first_width(limit, vocab) for limit in limits)
     while rows:
         values, ids = scores.topk(width, dim=1)  # [rows, width] float32 descending, int64
         values, ids, is_closed = _cut(values, ids, masses, limits, vocab)
@@ -76,9 +76,9 @@ def prefixes(
 
 def typical(part: Candidates, limits: Sequence[Sampling]) -> Candidates:
     """Return each row's candidates that are locally typical (`engine.worker.sampling.sampler`)."""
-    if all(one.typical_p >= 1.0 for one in limits):
+    if all(limit.typical_p >= 1.0 for limit in limits):
         return part
-    shares = part.scores.new_tensor([one.typical_p for one in limits], dtype=torch.float64)[:, None]
+    shares = part.scores.new_tensor([x.typical_p for x in limits], dtype=torch.float64)[:, None]
     log_p = part.scores.to(torch.float64).log_softmax(1)  # [rows, n]
     p = log_p.exp()
     entropy = -(log_p * p).nansum(1, keepdim=True)
@@ -92,7 +92,7 @@ def typical(part: Candidates, limits: Sequence[Sampling]) -> Candidates:
 
 def _split(flags: list[bool]) -> tuple[list[int], list[int]]:
     """Return the positions of the true flags and those of the false ones."""
-    return [i for i, one in enumerate(flags) if one], [i for i, one in enumerate(flags) if not one]
+    return [i for i, x in enumerate(flags) if x], [i for i, x in enumerate(flags) if not x]
 
 
 def _first_width(sampling: Sampling, vocab: int) -> int:
@@ -104,7 +104,7 @@ def _first_width(sampling: Sampling, vocab: int) -> int:
 def _masses(scores: torch.Tensor, limits: Sequence[Sampling]) -> torch.Tensor:
     """Return the sum of exp(score - best) over the vocabulary, [rows, 1] float64. Rows whose top_p
     does not need the sum may get any number."""
-    if all(one.top_p >= 1.0 or has_top_k(one, scores.shape[1]) for one in limits):
+    if all(limit.top_p >= 1.0 or has_top_k(limit, scores.shape[1]) for limit in limits):
         return scores.new_ones((len(limits), 1), dtype=torch.float64)
     weights = (scores - scores.amax(1, keepdim=True)).exp_()  # [rows, vocab] float32
     return weights.sum(1, keepdim=True, dtype=torch.float64)
@@ -124,13 +124,13 @@ def _cut(
     """
     width = values.shape[1]
     last = values[:, -1:]  # [rows, 1] float32
-    top_k = [one.top_k if has_top_k(one, vocab) else vocab for one in limits]
+    top_k = [limit.top_k if has_top_k(limit, vocab) else vocab for limit in limits]
     counts = values.new_tensor(top_k, dtype=torch.int64)[:, None]  # [rows, 1] int64
     has_k = counts < vocab
     kth = values.gather(1, counts.clamp(max=width) - 1)  # [rows, 1] float32
     kept = values.masked_fill(has_k & (values < kth), -torch.inf)
     is_closed = has_k & ((last < kth) | (kth == -torch.inf))
-    if any(one.top_p < 1.0 for one in limits):
+    if any(limit.top_p < 1.0 for limit in limits):
         weights = (kept - kept[:, :1]).to(torch.float64).exp_()  # [rows, width] float64
         masses = torch.where(has_k, weights.sum(1, keepdim=True), masses)
         kept, ids, is_closed_p = _top_p(kept, ids, weights, masses, limits)
@@ -153,7 +153,7 @@ def _top_p(
     The weights are not normalised: weights that equal the best are then exactly 1, which makes
     their sums and so the boundary exact.
     """
-    shares = values.new_tensor([one.top_p for one in limits], dtype=torch.float64)[:, None]
+    shares = values.new_tensor([limit.top_p for limit in limits], dtype=torch.float64)[:, None]
     targets = shares * masses  # [rows, 1] float64
     reached = weights.cumsum(1)
     stays = (reached - weights < targets) | (shares >= 1.0)
@@ -177,8 +177,8 @@ def _ties_by_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def _min_p(values: torch.Tensor, limits: Sequence[Sampling]) -> torch.Tensor:
     """Return the values [rows, n] float32 with -inf where the probability is below min_p times the
     highest probability."""
-    if all(one.min_p <= 0.0 for one in limits):
+    if all(limit.min_p <= 0.0 for limit in limits):
         return values
-    shares = values.new_tensor([one.min_p for one in limits])[:, None]
+    shares = values.new_tensor([limit.min_p for limit in limits])[:, None]
     ratios = (values - values.amax(1, keepdim=True)).exp_()
     return values.masked_fill(ratios < shares, -torch.inf)

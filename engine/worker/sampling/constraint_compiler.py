@@ -145,7 +145,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: HfTokenizer, vocab: int, ends: frozenset[int]) -> None:
         self._source = tokenizer
         self._vocab = vocab
-        self._asked_ends = sorted(ends)
+        self._wanted_ends = sorted(ends)
         self._compiled: dict[Constraint, LLMatcher] = {}
         self._tokenizer: LLTokenizer | None = None
         self._sandbox: ConstraintSandbox | None = None
@@ -161,18 +161,18 @@ class ConstraintCompiler:
             Unsupported: llguidance cannot use this model's tokenizer.
             Overloaded, ShuttingDown: The sandbox did not answer in time, or was closed.
         """
-        tokenizer, sandbox = self._prepare(constraint.asked_by)
+        tokenizer, sandbox = self._prepare(constraint.field_path)
         grammar = grammar_of(constraint)
         size = max(MIN_BYTES, TRUSTED_BYTES_PER_CHAR * len(constraint.source))
         if constraint.kind not in TRUSTED:
-            found = sandbox.try_grammar(grammar)
-            if found.error:
-                raise InvalidRequest.of(constraint.field, _reason(found.error))
-            if found.token_s > TOKEN_S_MAX:
+            attempt = sandbox.try_grammar(grammar)
+            if attempt.error:
+                raise InvalidRequest.of(constraint.field, _reason(attempt.error))
+            if attempt.token_s > TOKEN_S_MAX:
                 raise InvalidRequest.of(
                     constraint.field, "takes too long to follow, token by token"
                 )
-            size = max(MIN_BYTES, found.num_bytes)
+            size = max(MIN_BYTES, attempt.num_bytes)
         matcher = _build(tokenizer, grammar, constraint)
         first = Mask(_num_words(tokenizer), ())
         matcher.unsafe_compute_mask_ptr(first.words.ctypes.data, first.words.nbytes)
@@ -188,9 +188,9 @@ class ConstraintCompiler:
         only the row that uses it fails, not the step."""
         matcher, tokenizer = self._compiled.get(constraint), self._tokenizer
         if matcher is None or tokenizer is None:
-            return Matching(None, (), 0, constraint.asked_by, self._vocab)
+            return Matching(None, (), 0, constraint.field_path, self._vocab)
         ends, num_words = tuple(tokenizer.eos_tokens), _num_words(tokenizer)
-        return Matching(matcher.deep_copy(), ends, num_words, constraint.asked_by, self._vocab)
+        return Matching(matcher.deep_copy(), ends, num_words, constraint.field_path, self._vocab)
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a compiled constraint that no sequence will start with."""
@@ -218,7 +218,7 @@ class ConstraintCompiler:
         backend = self._source.backend
         text = backend.to_str()
         vocab = max(self._vocab, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
-        ends = self._asked_ends or None
+        ends = self._wanted_ends or None
         try:
             built = LLTokenizer(text, n_vocab=vocab, eos_token=ends)
             ids = list(self._source.encode(PROBE, add_special_tokens=False))

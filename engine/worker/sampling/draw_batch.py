@@ -70,9 +70,9 @@ def sample_batch(
                 columns = _draw_unseeded(part.scores, own.to(part.scores.device))
             drawn.extend(part.rows)
             tokens.append(part.token_ids(columns)[:, 0])
-    found, told = torch.stack((torch.cat(tokens), torch.cat(states))).tolist()
-    _check(looked, told)
-    return [token for _, token in sorted(zip(drawn, found, strict=True))]
+    token_ids, states_ = torch.stack((torch.cat(tokens), torch.cat(states))).tolist()
+    _check(looked, states_)
+    return [token for _, token in sorted(zip(drawn, token_ids, strict=True))]
 
 
 # --- groups, processors, temperature --------------------------------------------------------
@@ -138,7 +138,7 @@ def _candidates(
     kind: _Kind, members: tuple[int, ...], scores: torch.Tensor, rows: Sequence[SampleRow]
 ) -> Iterator[Candidates]:
     limits = [rows[i].sampling for i in members]
-    heats = [max(one.temperature, TEMPERATURE_MIN) for one in limits]
+    heats = [max(limit.temperature, TEMPERATURE_MIN) for limit in limits]
     if any(heat != 1.0 for heat in heats):
         scores = scores / scores.new_tensor(heats)[:, None]
     if kind.is_narrow:

@@ -147,14 +147,14 @@ def _survivors(weights: Floats, best: int, key: int) -> Ids:
     limits = weights * np.float32(lead * _SLACK * 2.0**noise.BITS)
     walk, size = _walk(len(weights)), min(_SLAB, len(weights))
     places, scratch = np.empty(size, np.uint64), np.empty(size, np.uint64)
-    found = []
+    survivors = []
     for start in range(0, len(weights), size):
         part = walk[start : start + size]
         own = slice(0, len(part))
         bits = noise.mix(np.add(part, np.uint64(key), out=places[own]), scratch[own])
         limit = limits[start : start + size]
-        found.append(np.flatnonzero(bits.astype(np.float32) <= limit) + start)
-    ids = np.concatenate(found)
+        survivors.append(np.flatnonzero(bits.astype(np.float32) <= limit) + start)
+    ids = np.concatenate(survivors)
     return ids[weights[ids] > 0.0]
 
 

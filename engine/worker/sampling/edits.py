@@ -189,18 +189,18 @@ def _has_penalty(sampling: Sampling) -> bool:
 
 def apply_batch(scores: torch.Tensor, edits: Sequence[Edits | None]) -> None:
     """Apply each row's edits, as `Edits.apply` does, in place to [rows, vocab] float32."""
-    have = [(row, one) for row, one in enumerate(edits) if one is not None]
+    have = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     device = scores.device
-    biased = [(row, one) for row, one in have if len(one.bias_ids)]
+    biased = [(row, edit) for row, edit in have if len(edit.bias_ids)]
     if biased:
-        at = _places(((row, one.bias_ids) for row, one in biased), device)
-        biases = np.concatenate([one.biases for _, one in biased])
+        at = _places(((row, edit.bias_ids) for row, edit in biased), device)
+        biases = np.concatenate([edit.biases for _, edit in biased])
         scores[at] += torch.from_numpy(biases).to(device)
-    _penalise(scores, [(row, one, one.counts) for row, one in have if one.counts is not None])
-    banned = [(row, bans) for row, one in have if len(bans := one.bans())]
+    _penalise(scores, [(row, edit, edit.counts) for row, edit in have if edit.counts is not None])
+    banned = [(row, bans) for row, edit in have if len(bans := edit.bans())]
     if banned:
         scores[_places(banned, device)] = -torch.inf
-    limited = [(row, one.allowed) for row, one in have if one.allowed is not None]
+    limited = [(row, edit.allowed) for row, edit in have if edit.allowed is not None]
     if limited:
         at = _places(limited, device)
         kept = scores[at]
@@ -230,7 +230,7 @@ def _places(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an index into [rows, vocab] for pairs of a row and its ids: two [pairs] int64."""
     rows, ids = zip(*pairs, strict=True)
-    owners = np.repeat(np.array(rows, np.int64), [len(one) for one in ids])
+    owners = np.repeat(np.array(rows, np.int64), [len(id_) for id_ in ids])
     return _on(owners, device), _on(np.concatenate(ids), device)
 
 

@@ -87,12 +87,12 @@ def exact_lark(source: str) -> str:
         ValueError: A schema is not JSON, or has a part that cannot be followed exactly.
     """
     made, start = [], 0
-    while (found := _next_schema(source, start)) is not None:
+    while (match := _next_schema(source, start)) is not None:
         try:
-            schema, end = _DECODER.raw_decode(source, found)
+            schema, end = _DECODER.raw_decode(source, match)
         except ValueError as error:
             raise ValueError(f"has a %json that is not JSON: {error}") from None
-        made += [source[start:found], json.dumps(_exact(schema, {}))]
+        made += [source[start:match], json.dumps(_exact(schema, {}))]
         start = end
     return "".join([*made, source[start:]])
 
@@ -162,24 +162,24 @@ _Nodes = list[tuple[dict[str, Any], _Place]]
 def _nodes(root: dict[str, Any]) -> _Nodes:
     """Return each part of a schema that is a schema itself, with its place: the values of keywords,
     and the targets of references."""
-    found: dict[int, tuple[dict[str, Any], _Place]] = {}
+    nodes: dict[int, tuple[dict[str, Any], _Place]] = {}
     waiting: list[tuple[Any, _Place]] = [(root, _Place(None, "#"))]
     while waiting:
         node, place = waiting.pop()
-        if not isinstance(node, dict) or id(node) in found:
+        if not isinstance(node, dict) or id(node) in nodes:
             continue
-        found[id(node)] = (node, place)
+        nodes[id(node)] = (node, place)
         for key in MAPS:
             if isinstance(parts := node.get(key), dict):
-                waiting += [(one, place / key / name) for name, one in parts.items()]
+                waiting += [(part, place / key / name) for name, part in parts.items()]
         for key in LISTS:
             if isinstance(parts := node.get(key), list):
-                waiting += [(one, place / key / at) for at, one in enumerate(parts)]
+                waiting += [(part, place / key / at) for at, part in enumerate(parts)]
         waiting += [(node[key], place / key) for key in ONES if key in node]
         target = node.get("$ref")
         if isinstance(target, str) and target.startswith("#/"):
             waiting.append((_resolve(root, target), _Place(None, target)))
-    return [*found.values()]
+    return [*nodes.values()]
 
 
 def _resolve(root: Any, pointer: str) -> Any:
@@ -207,12 +207,12 @@ def _check_numbers(node: dict[str, Any], place: _Place) -> None:
     while waiting:
         value, at = waiting.pop()
         if isinstance(value, dict):
-            waiting += [(one, at / name) for name, one in value.items()]
+            waiting += [(item, at / name) for name, item in value.items()]
         elif isinstance(value, list):
-            waiting += [(one, at / number) for number, one in enumerate(value)]
-        elif isinstance(value, str) and (found := UNWRITABLE.search(value)) is not None:
+            waiting += [(item, at / number) for number, item in enumerate(value)]
+        elif isinstance(value, str) and (match := UNWRITABLE.search(value)) is not None:
             raise ValueError(
-                f"has the control character U+{ord(found[0]):04X} at {at}, which no answer can have"
+                f"has the control character U+{ord(match[0]):04X} at {at}, which no answer can have"
             )
         elif (number := _number(value)) is not None and not _is_exact(
             number, is_exclusive=at.part in EXCLUSIVE
@@ -234,25 +234,25 @@ def _is_exact(value: float, *, is_exclusive: bool) -> bool:
 
 def _check_multiples(nodes: _Nodes) -> None:
     """Refuse a `multipleOf` that is too large, or whose least common multiple with others is."""
-    found: dict[Decimal, _Place] = {}
+    multiples: dict[Decimal, _Place] = {}
     for node, place in nodes:
         value = _number(node.get("multipleOf"))
         if value and (isinstance(value, int) or math.isfinite(value)):
-            found[abs(Decimal(repr(value)))] = place / "multipleOf"
-    places = max((_decimals(value) for value in found), default=0)
-    is_large = any(value.scaleb(_decimals(value)) > MULTIPLE_MAX for value in found)
+            multiples[abs(Decimal(repr(value)))] = place / "multipleOf"
+    places = max((_decimals(value) for value in multiples), default=0)
+    is_large = any(value.scaleb(_decimals(value)) > MULTIPLE_MAX for value in multiples)
     if (
         not is_large
-        and len(found) > 1
+        and len(multiples) > 1
         and any(key in node for node, _ in nodes for key in COMBINING)
     ):
-        whole, multiple = [int(value.scaleb(places)) for value in found], 1
-        for one in whole:
-            multiple = math.lcm(multiple, one)
+        whole, multiple = [int(value.scaleb(places)) for value in multiples], 1
+        for number in whole:
+            multiple = math.lcm(multiple, number)
             if is_large := multiple * max(whole) > PRODUCT_MAX:
                 break
     if is_large:
-        where = " and ".join(str(place) for place in [*found.values()][:3])
+        where = " and ".join(str(place) for place in [*multiples.values()][:3])
         raise ValueError(f"has a multipleOf with too many digits to be followed exactly: {where}")
 
 

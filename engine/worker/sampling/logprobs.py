@@ -42,17 +42,17 @@ def score(
         return []
     if logits.device.type == "cpu":
         array = logits.detach().numpy()
-        scored = [_score_row(array[one.row], one) for one in wanted]
+        scored = [_score_row(array[item.row], item) for item in wanted]
     else:
         scored = _score_batch(logits, wanted)
     return [
         TokenLogprob(
-            one.token,
-            text_of(one.token),
+            item.token,
+            text_of(item.token),
             logprob,
             tuple(Alternative(i, text_of(i), p, rank) for rank, (i, p) in enumerate(likely)),
         )
-        for one, (logprob, likely) in zip(wanted, scored, strict=True)
+        for item, (logprob, likely) in zip(wanted, scored, strict=True)
     ]
 
 
@@ -60,28 +60,28 @@ def score(
 _Scored = tuple[float, list[tuple[int, float]]]
 
 
-def _score_row(row: Floats, one: Wanted) -> _Scored:
+def _score_row(row: Floats, item: Wanted) -> _Scored:
     """Score one token by its row of logits, [vocab]."""
     best = row.max()
     total = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
     likely = []
-    if one.alternatives:
-        ids = likeliest(row, one.alternatives)[: one.alternatives]
+    if item.alternatives:
+        ids = likeliest(row, item.alternatives)[: item.alternatives]
         likely = [(i, float(row[i]) - total) for i in ids.tolist()]
-    return float(row[one.token]) - total, likely
+    return float(row[item.token]) - total, likely
 
 
 def _score_batch(logits: torch.Tensor, wanted: Sequence[Wanted]) -> list[_Scored]:
     """Score all tokens with torch."""
     device = logits.device
-    rows = logits[torch.tensor([one.row for one in wanted], device=device)].log_softmax(1)
-    tokens = torch.tensor([[one.token] for one in wanted], device=device)
+    rows = logits[torch.tensor([item.row for item in wanted], device=device)].log_softmax(1)
+    tokens = torch.tensor([[item.token] for item in wanted], device=device)
     own = rows.gather(1, tokens)
-    width = min(max(one.alternatives for one in wanted), logits.shape[1])
+    width = min(max(item.alternatives for item in wanted), logits.shape[1])
     values, ids = rows.topk(width, dim=1)
-    told = torch.cat((own, values, ids), 1).tolist()  # one copy; ids below 2**24 are exact floats
+    scores = torch.cat((own, values, ids), 1).tolist()  # one copy; ids below 2**24 are exact floats
     scored: list[_Scored] = []
-    for one, (logprob, *rest) in zip(wanted, told, strict=True):
+    for item, (logprob, *rest) in zip(wanted, scores, strict=True):
         likely = zip(map(int, rest[width:]), rest[:width], strict=True)
-        scored.append((logprob, list(likely)[: one.alternatives]))
+        scored.append((logprob, list(likely)[: item.alternatives]))
     return scored

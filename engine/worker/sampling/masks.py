@@ -40,8 +40,8 @@ class Mask:
 
     def bits(self, vocab: int) -> NDArray[np.uint8]:
         """Return 1 for each token that may follow and 0 for each other, [vocab]."""
-        found = np.unpackbits(self.words.view(np.uint8), bitorder="little", count=vocab)
-        return found
+        bits = np.unpackbits(self.words.view(np.uint8), bitorder="little", count=vocab)
+        return bits
 
     def allows(self, token: int) -> bool:
         """Return whether the token may follow."""

@@ -63,11 +63,11 @@ def uniforms_of(rows: Sequence[SampleRow], generator: torch.Generator) -> torch.
     if None not in drawn:
         return torch.tensor(drawn, dtype=torch.float64).reshape(len(rows), 2)
     shape, device = (len(rows), 2), generator.device
-    found = torch.rand(shape, dtype=torch.float64, device=device, generator=generator).cpu()
+    uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator).cpu()
     for index, own in enumerate(drawn):
         if own is not None:
-            found[index] = torch.tensor(own, dtype=torch.float64)
-    return found
+            uniforms[index] = torch.tensor(own, dtype=torch.float64)
+    return uniforms
 
 
 def needs_prefix(sampling: Sampling, vocab: int) -> bool:

@@ -58,12 +58,12 @@ def try_in_fork(tokenizer: LLTokenizer, grammar: str, setup: dict[str, Any]) -> 
             os.close(reader)
             limit(setup)
             threading.stack_size(STACK_BYTES)
-            found: list[dict[str, Any]] = []
-            job = threading.Thread(target=lambda: found.append(measure(tokenizer, grammar, setup)))
+            reply: list[dict[str, Any]] = []
+            job = threading.Thread(target=lambda: reply.append(measure(tokenizer, grammar, setup)))
             job.start()
             job.join()
             with os.fdopen(writer, "w") as pipe:
-                json.dump(found[0], pipe)
+                json.dump(reply[0], pipe)
         finally:
             os._exit(0)
     os.close(writer)

@@ -109,7 +109,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
     layers = fields["num_hidden_layers"]
     if family.window == "typed":
         if fields["layer_types"] is None:
-            fields["layer_types"] = [_layer_type(fields, family, one) for one in range(layers)]
+            fields["layer_types"] = [_layer_type(fields, family, layer) for layer in range(layers)]
         _require(len(fields["layer_types"]) == layers)
     if family.has_convolutions:
         _complete_hybrid(fields)
@@ -119,7 +119,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
         fields.pop("layer_types")  # no layer has a sliding window
         each = fields["no_rope_layer_interval"]
         if fields["no_rope_layers"] is None:
-            fields["no_rope_layers"] = [int((one + 1) % each != 0) for one in range(layers)]
+            fields["no_rope_layers"] = [int((layer + 1) % each != 0) for layer in range(layers)]
         _require(len(fields["no_rope_layers"]) == layers)
 
 
@@ -129,7 +129,7 @@ def _complete_hybrid(fields: dict[str, Any]) -> None:
     if fields["layer_types"] is None:
         indices = range(layers) if attending is None else attending
         kinds = ("conv", "full_attention")
-        fields["layer_types"] = [kinds[one in indices] for one in range(layers)]
+        fields["layer_types"] = [kinds[layer in indices] for layer in range(layers)]
     _require(len(fields["layer_types"]) == layers)
     for older, name in (
         ("block_ff_dim", "intermediate_size"),
@@ -193,7 +193,7 @@ def _rope_by_type(
         "full_attention": {"rope_type": "default"},
     }
     _require(settings.keys() == {"full_attention", "sliding_attention"})
-    _require(all(isinstance(one, dict) for one in settings.values()))
+    _require(all(isinstance(setting, dict) for setting in settings.values()))
     settings["full_attention"].update(older or {})
     for kind, default in zip(("full_attention", "sliding_attention"), bases, strict=True):
         settings[kind].setdefault("rope_theta", default)
@@ -242,7 +242,7 @@ def _is_usual_setting(name: str, value: Any) -> bool:
     if name == "truncate":
         return isinstance(value, bool)
     if name in ("short_factor", "long_factor"):
-        return isinstance(value, list) and all(_is_positive(one) for one in value)
+        return isinstance(value, list) and all(_is_positive(item) for item in value)
     if name == "original_max_position_embeddings":
         return type(value) is int and value > 1
     if name == "rope_theta":

@@ -99,10 +99,10 @@ class Attention(torch.nn.Module):
             sinks = torch.empty(config.num_attention_heads, device=META)
             self.sinks = torch.nn.Parameter(sinks)
         if family.head_norm:
-            is_one = family.head_norm == "head"
+            is_per_head = family.head_norm == "head"
             eps = getattr(config, family.epsilon)
             for name, width in ((family.names.query_norm, queries), (family.names.key_norm, keys)):
-                self.add_module(name, RMSNorm(self.head_dim if is_one else width, eps))
+                self.add_module(name, RMSNorm(self.head_dim if is_per_head else width, eps))
 
 
 class ShortConvolution(torch.nn.Module):

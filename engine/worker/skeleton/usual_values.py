@@ -26,7 +26,7 @@ def is_id(value: Any) -> bool:
 
 
 def is_ids(value: Any) -> bool:
-    return is_id(value) or (isinstance(value, list) and all(type(one) is int for one in value))
+    return is_id(value) or (isinstance(value, list) and all(type(item) is int for item in value))
 
 
 def is_real(value: Any) -> bool:
@@ -56,12 +56,12 @@ def is_rope(value: Any) -> bool:
 def is_list_of(*values: Any) -> Check:
     """Return a check that accepts a list of ``values``, and None."""
     return lambda value: (
-        value is None or (isinstance(value, list) and all(one in values for one in value))
+        value is None or (isinstance(value, list) and all(item in values for item in value))
     )
 
 
 def is_indices(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(is_index(one) for one in value))
+    return value is None or (isinstance(value, list) and all(is_index(item) for item in value))
 
 
 def or_none(check: Check) -> Check:

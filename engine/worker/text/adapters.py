@@ -122,15 +122,15 @@ class LoadedAdapters:
     ) -> dict[SequenceId, Any]:
         """Return the adapters of the rows that have one. A sequence whose adapter was unloaded gets
         a ``verdict``, the failure of its row."""
-        found = {}
+        by_id = {}
         for row in rows:
             state = sequences.get(row.sequence)
             if state is None or not state.admission.adapter:
                 continue
-            adapter = found[row.sequence] = self.find(state.admission.adapter)
+            adapter = by_id[row.sequence] = self.find(state.admission.adapter)
             if adapter is None:
                 state.verdict = RowFailure(row.sequence, RowPhase.ADAPTER, "it was unloaded")
-        return found
+        return by_id
 
 
 def group_rows(
@@ -144,7 +144,7 @@ def group_rows(
         EngineBug: An adapter has two ranges.
     """
     ranges: dict[int, list[int]] = {}
-    found: dict[int, Any] = {}
+    by_key: dict[int, Any] = {}
     at = 0
     for adapter, count in zip(adapters, counts, strict=True):
         if adapter is not None:
@@ -152,10 +152,10 @@ def group_rows(
             if own[1] != at:
                 raise EngineBug("the rows of an adapter do not follow one another")
             own[1] = at + count
-            found[id(adapter)] = adapter
+            by_key[id(adapter)] = adapter
         at += count
     groups = []
     for key, (first, end) in ranges.items():
         low, high = (int(place) for place in np.searchsorted(keep, (first, end)))
-        groups.append(AdapterGroup(found[key], first, end - first, low, high - low))
+        groups.append(AdapterGroup(by_key[key], first, end - first, low, high - low))
     return tuple(groups)

@@ -107,7 +107,7 @@ class DraftCache:
 
     def _evict(self) -> bool:
         """Free the blocks of a sequence that is not in use. Returns False if all are in use."""
-        idle = [name for name, one in self._residents.items() if one not in self._in_use]
+        idle = [name for name, resident in self._residents.items() if resident not in self._in_use]
         if not idle:
             return False
         ended = (name for name in idle if self._residents[name].has_ended)
@@ -115,13 +115,13 @@ class DraftCache:
         return True
 
 
-def num_common(one: Sequence[int], other: Sequence[int], start: int = 0) -> int:
+def num_common(tokens: Sequence[int], other: Sequence[int], start: int = 0) -> int:
     """Return how many first tokens are equal; the first ``start`` are known to be."""
-    end = min(len(one), len(other))
+    end = min(len(tokens), len(other))
     while start < end:
         stop = min(start + PIECE, end)
-        if list(one[start:stop]) != list(other[start:stop]):
-            while one[start] == other[start]:
+        if list(tokens[start:stop]) != list(other[start:stop]):
+            while tokens[start] == other[start]:
                 start += 1
             return start
         start = stop

@@ -104,16 +104,14 @@ class DraftModel:
         try:
             self._places.begin()
             begun = [self._begin(row, state) for row, state in wanted]
-            going = [one for one in begun if one is not None and one.unread]
-            while going:
-                going = self._read(going)
+            reading = [writing for writing in begun if writing is not None and writing.unread]
+            while reading:
+                reading = self._read(reading)
         except Exception:
             log.exception("the draft model failed; from now on it drafts nothing")
             self.is_working = False
             return {}
-        return {
-            one.sequence: Drafted(one.draft, one.num_forced) for one in begun if one is not None
-        }
+        return {w.sequence: Drafted(w.draft, w.num_forced) for w in begun if w is not None}
 
     def _begin(self, row: Row, state: SequenceState) -> Writing | None:
         """Return the start of a row's drafting, with the tokens to read; None without room."""
@@ -141,22 +139,22 @@ class DraftModel:
         ready: list[Writing] = []
         reading: list[Writing] = []
         left = READ_MAX
-        for one in writings:
-            part, rest = one.unread[:left], one.unread[left:]
+        for own in writings:
+            part, rest = own.unread[:left], own.unread[left:]
             if not part:
                 continue
             left -= len(part)
-            reading.append(one)
-            starts.append(len(one.place.tokens))
+            reading.append(own)
+            starts.append(len(own.place.tokens))
             parts.append(part)
             if rest:
-                one.draft, one.num_forced = [], 0  # the forced tokens come after unread ones
+                own.draft, own.num_forced = [], 0  # the forced tokens come after unread ones
                 continue
             keep.append(sum(map(len, parts)) - 1)
-            ready.append(one)
+            ready.append(own)
         logits = self._forward(reading, starts, parts, keep)
-        for one, part in zip(reading, parts, strict=True):
-            one.place.tokens += part
+        for writing, part in zip(reading, parts, strict=True):
+            writing.place.tokens += part
         return self._take(ready, logits)
 
     def _forward(
@@ -168,7 +166,7 @@ class DraftModel:
     ) -> torch.Tensor:
         """Return the logits [len(keep), width] float32 behind the kept tokens."""
         placed = self._placed
-        tables = [np.array(one.place.blocks, np.int64) for one in reading]
+        tables = [np.array(writing.place.blocks, np.int64) for writing in reading]
         counts = [len(part) for part in parts]
         rows = packing.pack(starts, counts, tables, placed.pool.block_size)
         ids = np.array([token for part in parts for token in part], np.int64)
@@ -186,21 +184,21 @@ class DraftModel:
 
     def _take(self, ready: list[Writing], logits: torch.Tensor) -> list[Writing]:
         """Draft a token for each sequence, and return those that are to draft another token."""
-        going = []
-        for one, token in zip(ready, self._sample(ready, logits), strict=True):
-            if token is None or token in one.ends:
+        unfinished = []
+        for writing, token in zip(ready, self._sample(ready, logits), strict=True):
+            if token is None or token in writing.ends:
                 continue
-            one.draft.append(token)
-            if len(one.draft) < one.most and one.ahead.push(token):
-                one.unread = [token]
-                going.append(one)
-        return going
+            writing.draft.append(token)
+            if len(writing.draft) < writing.most and writing.ahead.push(token):
+                writing.unread = [token]
+                unfinished.append(writing)
+        return unfinished
 
     def _sample(self, ready: list[Writing], logits: torch.Tensor) -> list[int | None]:
         """Return a token for each sequence, as the larger model would sample it from these logits;
         None where no token may be sampled."""
-        rows = [one.ahead.sample_row() for one in ready]
-        found: list[int | None] = [None] * len(ready)
+        rows = [writing.ahead.sample_row() for writing in ready]
+        sampled: list[int | None] = [None] * len(ready)
         left = [i for i, row in enumerate(rows) if row.mask is None or not row.mask.trouble]
         while left:
             try:
@@ -209,9 +207,9 @@ class DraftModel:
                 del left[error.row]
                 continue
             for index, token in zip(left, tokens, strict=True):
-                found[index] = token
+                sampled[index] = token
             break
-        return found
+        return sampled
 
 
 def with_drafts(
@@ -231,8 +229,8 @@ def with_drafts(
         state.draft, state.num_forced = drafted
         size = len(drafted.tokens)
         narrowed[row.sequence] = row._replace(count=row.count - row.drafts + size, drafts=size)
-    found = tuple([narrowed.get(row.sequence, row) for row in rows])
-    return found, perf_counter() - begun
+    narrowed_rows = tuple([narrowed.get(row.sequence, row) for row in rows])
+    return narrowed_rows, perf_counter() - begun
 
 
 # ---- loading
@@ -275,8 +273,8 @@ def _size_pool(
         )
     limit = min(limit, larger.max_model_len)
     blocks = -(-limit // spec.block_size)
-    one = blocks * spec.block_size * element_size * sum(s.numbers_per_token for s in shapes)
-    own = replace(spec, kv_bytes=max(one, larger.num_bytes // CACHE_PART), max_model_len=limit)
+    size = blocks * spec.block_size * element_size * sum(s.numbers_per_token for s in shapes)
+    own = replace(spec, kv_bytes=max(size, larger.num_bytes // CACHE_PART), max_model_len=limit)
     return size_pool(own, shapes, element_size, limit)
 
 
@@ -287,10 +285,10 @@ def measure_draft(spec: RunnerSpec, larger: PoolSize) -> int:
         Refusal: Its small files show that it cannot be served.
     """
     try:
-        found = measure(_spec_of(spec), Division(), partial(_size_pool, larger))
+        estimate = measure(_spec_of(spec), Division(), partial(_size_pool, larger))
     except Refusal as refusal:
         raise _as_draft(spec, refusal) from refusal
-    return found.num_bytes
+    return estimate.num_bytes
 
 
 def open_draft_model(
@@ -319,5 +317,5 @@ def open_draft_model(
 
 def _as_draft(spec: RunnerSpec, refusal: Refusal) -> Refusal:
     """Return the refusal with the draft model's name in front."""
-    said = refusal.spawn_failed()
-    return Refusal(f"the draft model {short_name(spec.draft_model)}: {said}", detail=str(said))
+    why = refusal.spawn_failed()
+    return Refusal(f"the draft model {short_name(spec.draft_model)}: {why}", detail=str(why))

@@ -81,5 +81,5 @@ def _needs_temporary_folder() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = f"needs a temporary folder, and none can be written: {error.strerror}"
-        raise Refusal(f"{told}; name one in TMPDIR") from error
+        problem = f"needs a temporary folder, and none can be written: {error.strerror}"
+        raise Refusal(f"{problem}; name one in TMPDIR") from error

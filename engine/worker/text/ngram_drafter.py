@@ -62,13 +62,13 @@ class NgramDrafter:
         elif size < self._rests_until and not behind:
             return []
         self._index(tokens)
-        found = self._found(tokens, behind, most)
+        draft = self._lookup(tokens, behind, most)
         self._num_missed += 1
-        rest_max = IDLE_REST_MAX if found else REST_MAX
+        rest_max = IDLE_REST_MAX if draft else REST_MAX
         self._rests_until = size + 1 + min(self._num_missed // MISSES, rest_max)
-        return found
+        return draft
 
-    def _found(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
+    def _lookup(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         last = [*tokens[-LONG:], *behind][-LONG:] if behind else list(tokens[-LONG:])
         if len(last) < SHORT:
             return []
@@ -105,12 +105,12 @@ class NgramDrafter:
 def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: int) -> list[int]:
     """Return the tokens from ``place`` on. Behind the last token the draft continues with
     ``behind`` and then with itself, as a text that repeats itself does."""
-    found = list(tokens[place : place + most])
-    if len(found) < most:
-        found += behind
+    draft = list(tokens[place : place + most])
+    if len(draft) < most:
+        draft += behind
         for index in range(most):
-            found.append(found[index])
-    return found[:most]
+            draft.append(draft[index])
+    return draft[:most]
 
 
 def _slots(last: Sequence[int], mask: int) -> tuple[int, int]:

@@ -128,11 +128,11 @@ class FollowingRunner(LeadingRunner):
 
 def sampled_sequences(rows: Sequence[Row]) -> list[SequenceId]:
     """Return the sequences that a plan samples a token for, in the order of its rows."""
-    found: list[SequenceId] = []
+    sequences: list[SequenceId] = []
     for row in rows:
         if row.logits.samples:
-            found += (row.sequence, *(child.sequence for child in row.children))
-    return found
+            sequences += (row.sequence, *(child.sequence for child in row.children))
+    return sequences
 
 
 def rank_runner(spec: RunnerSpec) -> LeadingRunner:

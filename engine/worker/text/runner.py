@@ -84,11 +84,11 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         self._states: States | None = None
 
     def _measure(self) -> tuple[torch.device, int]:
-        found = measure(self._spec, self._division)
-        num_bytes = found.num_bytes
+        estimate = measure(self._spec, self._division)
+        num_bytes = estimate.num_bytes
         if self._spec.draft_model:
-            num_bytes += measure_draft(self._spec, found.pool)
-        return found.device, num_bytes
+            num_bytes += measure_draft(self._spec, estimate.pool)
+        return estimate.device, num_bytes
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint (`ConstraintCompiler.compile`).
@@ -322,26 +322,26 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         drawn: dict[SequenceId, Drawn] = {
             name: (token,) if isinstance(token, int) else token for name, token in first.items()
         }
-        going = [
+        active = [
             (choice, self._sequences[choice.sequence].ahead())
             for choice in batch.choices
             if choice.drafts and first[choice.sequence] == choice.drafts[0]
         ]
-        while going:
+        while active:
             next_ones = [
-                (Choice(one.sequence, ahead.sample_row(), one.logits + 1, one.drafts[1:]), ahead)
-                for one, ahead in going
-                if ahead.push(one.drafts[0])
+                (Choice(seq.sequence, ahead.sample_row(), seq.logits + 1, seq.drafts[1:]), ahead)
+                for seq, ahead in active
+                if ahead.push(seq.drafts[0])
             ]
-            found = self._sample([one for one, _ in next_ones], logits) if next_ones else {}
-            going = []
-            for one, ahead in next_ones:
-                token, before = found[one.sequence], drawn[one.sequence]
+            samples = self._sample([state for state, _ in next_ones], logits) if next_ones else {}
+            active = []
+            for state, ahead in next_ones:
+                token, before = samples[state.sequence], drawn[state.sequence]
                 # A failure is dropped: the next step samples this position again.
                 if isinstance(token, int) and not isinstance(before, RowFailure):
-                    drawn[one.sequence] = (*before, token)
-                    if one.drafts and token == one.drafts[0]:
-                        going.append((one, ahead))
+                    drawn[state.sequence] = (*before, token)
+                    if state.drafts and token == state.drafts[0]:
+                        active.append((state, ahead))
         return drawn
 
     def _sample(
@@ -401,16 +401,16 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
                 results.append(state.verdict)
                 if isinstance(state.verdict, RowFailure):
                     ids = [child.sequence for child in row.children]
-                    results += [replace(state.verdict, sequence=one) for one in ids]
+                    results += [replace(state.verdict, sequence=id_) for id_ in ids]
                 continue
             if not row.logits.samples:
                 results.append(RowResult(row.sequence))
                 continue
             forks = [(child.sequence, state.fork(child)) for child in row.children]
             num_forced = state.num_forced  # the next offer changes it
-            for sequence, one in [(row.sequence, state), *forks]:
+            for sequence, own in [(row.sequence, state), *forks]:
                 scored = scores.tokens.get(sequence, ())
-                result = self._take(sequence, one, drawn[sequence], scored, may_offer=may_offer)
+                result = self._take(sequence, own, drawn[sequence], scored, may_offer=may_offer)
                 if row.drafts and isinstance(result, RowResult):
                     forced = min(num_forced, row.drafts)
                     result = result._replace(drafted=row.drafts, forced=forced)
@@ -431,11 +431,11 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         state."""
         if isinstance(tokens, RowFailure):
             return tokens
-        told: tuple[TokenLogprob, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
         text, count = "", 0
         try:
             if state.is_scoring:
-                told = state.tell_scores(self.tokenizer.token_text)
+                logprobs = state.tell_scores(self.tokenizer.token_text)
             for token in tokens:
                 step = state.advance(token, self.tokenizer)
                 text, count = text + step.text, count + 1
@@ -454,7 +454,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             tokens[:count],
             text,
             own,
-            told,
+            logprobs,
             step.finish,
             step.matched,
             replayed,

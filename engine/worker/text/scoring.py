@@ -46,14 +46,14 @@ def score_batch(
     if not chosen and not batch.scored:
         return NO_SCORES
     entries = score(logits, [wanted for _, wanted in chosen], text_of)
-    found: dict[SequenceId, tuple[TokenLogprob, ...]] = {}
+    logprobs: dict[SequenceId, tuple[TokenLogprob, ...]] = {}
     for (sequence, _), entry in zip(chosen, entries, strict=True):
-        found[sequence] = (*found.get(sequence, ()), entry)
+        logprobs[sequence] = (*logprobs.get(sequence, ()), entry)
     prompts = {
         row.sequence: score(logits, _unscored(row, sequences[row.sequence]), text_of)
         for row in batch.scored
     }
-    return Scores(found, prompts)
+    return Scores(logprobs, prompts)
 
 
 def _unscored(row: ScoredRow, state: SequenceState) -> list[Wanted]:

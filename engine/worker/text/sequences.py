@@ -237,9 +237,7 @@ class SequenceState:
             raise EngineBug(f"sequence {row.sequence} has no state slot")
         targets = [own, *[child.state for child in row.children], snapshot]
         begins = source if source is not None else own
-        return RowState(
-            begins if row.start else None, tuple([one for one in targets if one is not None])
-        )
+        return RowState(begins if row.start else None, tuple([t for t in targets if t is not None]))
 
     def place(self, blocks: Ints, state: StateDelta | None) -> None:
         """Set the block table, and the state slot, of a step that took effect."""
@@ -254,9 +252,9 @@ class SequenceState:
     def tell_scores(self, text_of: Callable[[int], str]) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities of the whole prompt, and drop them."""
         first = TokenLogprob(self.tokens[0], text_of(self.tokens[0]), None)
-        told = (first, *self.prompt_logprobs)
+        logprobs = (first, *self.prompt_logprobs)
         self.prompt_logprobs = []
-        return told
+        return logprobs
 
     def advance(self, token: int, tokenizer: HfTokenizer) -> TextStep:
         """Append the sampled token and return its text. If the text fails, the tokens do not

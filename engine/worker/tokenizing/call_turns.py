@@ -94,8 +94,8 @@ def _success(template: str, special_tokens: dict[str, object], form: CallForm, s
         return 0
     # Arguments in Python's notation, or escaped as a text inside a text; and a content of None.
     wrong = (str(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))[1:-1])
-    says_none = any(text.count(one) > silent.count(one) for one in ("None", "null"))
-    if says_none or any(one in text for one in wrong):
+    says_none = any(text.count(word) > silent.count(word) for word in ("None", "null"))
+    if says_none or any(word in text for word in wrong):
         return 1
     return 3 if VALUE in text else 1 + (text != silent)
 
@@ -104,8 +104,8 @@ def _written(
     template: str, special_tokens: dict[str, object], turn: dict[str, object]
 ) -> str | None:
     """Return a chat that ends with ``turn``, rendered by a template; None if it fails."""
-    said: dict[str, object] = {"role": "user", "content": "q"}
+    message: dict[str, object] = {"role": "user", "content": "q"}
     try:
-        return render(template, [said, turn], TOOLS, special_tokens, add_generation_prompt=False)
+        return render(template, [message, turn], TOOLS, special_tokens, add_generation_prompt=False)
     except TrioletError:
         return None

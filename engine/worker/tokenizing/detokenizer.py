@@ -187,15 +187,15 @@ class StopMatcher:
         back all the same.
         """
         text = self._held + piece
-        found = [self._plain.feed(piece, is_armed=is_armed)] if piece else []
+        stops = [self._plain.feed(piece, is_armed=is_armed)] if piece else []
         if self._whole is not None:
             if piece:
-                found.append(self._whole.feed(piece, is_armed=is_armed))
-            if hidden and not any(found):
-                found.append(self._whole.feed(hidden, is_armed=is_armed, is_hidden=True))
-        hits = [one for one in found if one is not None]
+                stops.append(self._whole.feed(piece, is_armed=is_armed))
+            if hidden and not any(stops):
+                stops.append(self._whole.feed(hidden, is_armed=is_armed, is_hidden=True))
+        hits = [stop for stop in stops if stop is not None]
         if hits:
-            first = max(hits, key=lambda one: (one.num_behind, len(one.stop)))
+            first = max(hits, key=lambda stop: (stop.num_behind, len(stop.stop)))
             end = len(text) - first.num_behind
             self._held = ""
             return text[: end if self._include else end - first.num_inside], first.stop
@@ -219,7 +219,7 @@ class StopMatcher:
         return twin
 
 
-class _Found(NamedTuple):
+class _StopMatch(NamedTuple):
     """A stop string that was found, with the number of shown characters inside and behind it."""
 
     stop: str
@@ -242,17 +242,17 @@ class _Search:
         self._held = self._shown = ""
         self.num_shown = 0
 
-    def feed(self, piece: str, *, is_armed: bool, is_hidden: bool = False) -> _Found | None:
+    def feed(self, piece: str, *, is_armed: bool, is_hidden: bool = False) -> _StopMatch | None:
         """Add a piece, and return the stop string that was found in it."""
         if not self._held and self._firsts.isdisjoint(piece):
             return None
         old = len(self._held)
         text = self._held + piece
         shown = self._shown + ("0" if is_hidden else "1") * len(piece)
-        if is_armed and (found := self._find(text, old)) is not None:
-            end, stop = found
+        if is_armed and (place := self._find(text, old)) is not None:
+            end, stop = place
             inside = shown.count("1", end - len(stop), end)
-            return _Found(stop, inside, shown.count("1", end))
+            return _StopMatch(stop, inside, shown.count("1", end))
         cut = self._begin_of_held(text)
         self._held, self._shown = text[cut:], shown[cut:]
         self.num_shown = self._shown.count("1")

@@ -20,7 +20,7 @@ NAMED = re.compile(re.escape(KEY) + r"\.([A-Za-z0-9_]+)")
 
 def write_templates(metadata: Mapping[str, Any], directory: Path) -> None:
     """Write chat_template.jinja and the files of named templates."""
-    named = {found[1]: metadata[key] for key in metadata if (found := NAMED.fullmatch(key))}
+    named = {match[1]: metadata[key] for key in metadata if (match := NAMED.fullmatch(key))}
     templates = {"default": metadata.get(KEY), **named}
     for name, template in templates.items():
         if not isinstance(template, str) or not template:

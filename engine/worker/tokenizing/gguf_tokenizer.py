@@ -54,8 +54,8 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
                         normalized=False,
                         rstrip=_strips(vocabulary, text),
                     )
-                    for text, one in vocabulary.markers.items()
-                    if one is is_special
+                    for text, marker in vocabulary.markers.items()
+                    if marker is is_special
                 ]
             )
         _add_ends(backend, vocabulary)
@@ -98,7 +98,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in splits.expressions),
+            *(pre_tokenizers.Split(Regex(e), behavior="isolated") for e in splits.expressions),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

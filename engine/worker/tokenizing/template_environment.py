@@ -152,7 +152,7 @@ def variables_of(
         TypeError: ``args`` has ``documents`` that are not a list of objects.
     """
     documents: Any = args.get("documents")
-    if documents is not None and not all(isinstance(one, dict) for one in documents):
+    if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise TypeError("documents must be a list of objects")
     plain: dict[str, Any] = {"documents": None, **{key: _plain(args[key]) for key in args}}
     return plain | {
@@ -163,10 +163,10 @@ def variables_of(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    if found is None:
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:

@@ -91,7 +91,7 @@ class TextEncoder(ABC):
         pieces = self._divider.divide(text)
         if len(pieces) == 1:
             return [partial(of_piece, pieces[0], add_special_tokens)]
-        jobs = [partial(of_piece, one, False) for one in pieces]
+        jobs = [partial(of_piece, piece, False) for piece in pieces]
         if not add_special_tokens:
             return [*jobs]
         before, behind = self._divider.ends
@@ -114,8 +114,8 @@ class TextEncoder(ABC):
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
             # The library's `encode` would hold the GIL all the time: 2.8 s for 4 MiB.
-            [found] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            return found
+            [encoding] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return encoding
         except Exception as error:
             # A lone surrogate raises TypeError; a model without an unknown token raises Exception.
             if any("\ud800" <= character <= "\udfff" for character in text):

@@ -65,8 +65,8 @@ class TextDivider:
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The same, or None for a tokenizer that writes special tokens elsewhere, too (Rule 3)."""
-        found = {self._ends_of(text) for text in ("a", "b c")}
-        return found.pop() if len(found) == 1 else None
+        ends = {self._ends_of(text) for text in ("a", "b c")}
+        return ends.pop() if len(ends) == 1 else None
 
     def divide(self, text: str) -> list[Piece]:
         """Return the pieces of a text, of at most `PIECE_CHARS` characters where there are places.
@@ -108,7 +108,7 @@ class TextDivider:
             return False
         shift = at - first
         moved = [
-            (one + shift + takes_space, end + shift + takes_space) for one, end in right.offsets
+            (begin + shift + takes_space, end + shift + takes_space) for begin, end in right.offsets
         ]
         if takes_space:
             moved[0] = shift, moved[0][1]
@@ -127,29 +127,29 @@ class TextDivider:
         if self._ends is None:
             return None
         whole = self._backend.get_vocab(with_added_tokens=False)
-        of_bytes = all(one in whole for one in ByteLevel.alphabet())
-        added = [one.content for one in self._backend.get_added_tokens_decoder().values()]
+        of_bytes = all(byte in whole for byte in ByteLevel.alphabet())
+        added = [token.content for token in self._backend.get_added_tokens_decoder().values()]
         within = _starts_within(whole, _written_starts(of_bytes=of_bytes))
-        within |= _starts_within(added, {one: one for one in STARTS})
-        starts = [one for one in STARTS if one not in within]
+        within |= _starts_within(added, {start: start for start in STARTS})
+        starts = [start for start in STARTS if start not in within]
         if type(self._backend.model).__name__ == "Unigram":
             # It adds up the scores of all tokens of a unit, so that rounding spans places within
             # it.
-            starts = [one for one in starts if one == " " and self._splits_at_spaces()]
-        found = [f"(?<={WORD})(?=[{re.escape(''.join(starts))}]{WORD})"] if starts else []
+            starts = [start for start in starts if start == " " and self._splits_at_spaces()]
+        patterns = [f"(?<={WORD})(?=[{re.escape(''.join(starts))}]{WORD})"] if starts else []
         if "\n" in starts and AFTER_NEWLINE not in within:
-            found.append(f"(?<=\n)(?={WORD})")
-        return re.compile("|".join(found)) if found else None
+            patterns.append(f"(?<=\n)(?={WORD})")
+        return re.compile("|".join(patterns)) if patterns else None
 
     def _splits_at_spaces(self) -> bool:
         splitter = self._backend.pre_tokenizer
         waiting = [] if splitter is None else [json.loads(splitter.__getstate__())]
         while waiting:
-            one = waiting.pop()
-            waiting += one.get("pretokenizers", [])
-            if one["type"] in {"WhitespaceSplit", "Whitespace", "BertPreTokenizer"}:
+            state = waiting.pop()
+            waiting += state.get("pretokenizers", [])
+            if state["type"] in {"WhitespaceSplit", "Whitespace", "BertPreTokenizer"}:
                 return True
-            if one["type"] == "Metaspace" and one.get("split", True):
+            if state["type"] == "Metaspace" and state.get("split", True):
                 return True
         return False
 
@@ -159,18 +159,18 @@ def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
     first, then those behind in order."""
     least, most = start + PIECE_CHARS // 2, start + PIECE_CHARS
     for last in range(most, least, -LOOK_CHARS):
-        yield from [one.start() for one in pattern.finditer(text, last - LOOK_CHARS, last)][::-1]
-    for one in pattern.finditer(text, most, start + FAR_CHARS):
-        yield one.start()
+        yield from [m.start() for m in pattern.finditer(text, last - LOOK_CHARS, last)][::-1]
+    for match in pattern.finditer(text, most, start + FAR_CHARS):
+        yield match.start()
 
 
 def _written_starts(*, of_bytes: bool) -> dict[str, str]:
     """Return the characters of `STARTS` by their spellings in a vocabulary's tokens, which may be
     letters for bytes."""
     if not of_bytes:
-        return {one: one for one in STARTS} | {SPACE_MARK: " "}
+        return {start: start for start in STARTS} | {SPACE_MARK: " "}
     splitter = ByteLevel(add_prefix_space=False, use_regex=False)
-    return {splitter.pre_tokenize_str(one)[0][0]: one for one in STARTS}
+    return {splitter.pre_tokenize_str(start)[0][0]: start for start in STARTS}
 
 
 def _starts_within(tokens: Iterable[str], written: dict[str, str]) -> set[str]:
@@ -181,10 +181,10 @@ def _starts_within(tokens: Iterable[str], written: dict[str, str]) -> set[str]:
     newline = next(way for way, start in written.items() if start == "\n")
     behind = re.compile(f"{WRITTEN_WORD}(?=({ways}))")
     after = re.compile(f"{re.escape(newline)}{WRITTEN_WORD}")
-    found: set[str] = set()
+    starts: set[str] = set()
     for token in tokens:
         if len(token) > 1:
-            found.update(written[way] for way in behind.findall(token))
+            starts.update(written[way] for way in behind.findall(token))
             if after.search(token):
-                found.add(AFTER_NEWLINE)
-    return found
+                starts.add(AFTER_NEWLINE)
+    return starts

@@ -33,26 +33,26 @@ def max_chars_per_token(backend: Tokenizer) -> float:
         type(backend.model).__name__ == "BPE"
         and _has_every_character(backend, vocabulary, splits)
         and all(map(_keeps_all, splits))
-        and not any(one.lstrip or one.rstrip for one in added)
+        and not any(token.lstrip or token.rstrip for token in added)
     )
     if not (is_bounded and vocabulary):
         return math.inf
-    normalizer, found = backend.normalizer, [*vocabulary]
+    normalizer, contents = backend.normalizer, [*vocabulary]
     if normalizer is not None:  # the text is searched for such a token's normalised form
-        found += [normalizer.normalize_str(one.content) for one in added if one.normalized]
+        contents += [normalizer.normalize_str(token.content) for token in added if token.normalized]
     factor = math.prod(map(_shrinkage, _parts(normalizer, "normalizers")))
-    return factor * max(map(len, found))
+    return factor * max(map(len, contents))
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
     """Yield the parts of a normalizer or a pre-tokenizer, in the form of tokenizer.json."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
-        one = waiting.pop(0)
-        if one["type"] == "Sequence":
-            waiting = one[name] + waiting
+        part = waiting.pop(0)
+        if part["type"] == "Sequence":
+            waiting = part[name] + waiting
         else:
-            yield one
+            yield part
 
 
 def _has_every_character(
@@ -62,9 +62,9 @@ def _has_every_character(
     model = backend.model
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False  # a character has another token inside or at the end of a word
-    if any(one["type"] == "ByteLevel" for one in splits):
-        return all(one in vocabulary for one in ByteLevel.alphabet())
-    return bool(model.byte_fallback) and all(one in vocabulary for one in BYTES)
+    if any(split["type"] == "ByteLevel" for split in splits):
+        return all(byte in vocabulary for byte in ByteLevel.alphabet())
+    return bool(model.byte_fallback) and all(byte in vocabulary for byte in BYTES)
 
 
 def _keeps_all(split: Mapping[str, Any]) -> bool:

@@ -182,8 +182,8 @@ class HfTokenizer(TextEncoder):
         )
         if not mark:
             return text
-        text, found, _ = text.rpartition(mark)
-        if not found or mark in text:
+        text, mark_, _ = text.rpartition(mark)
+        if not mark_ or mark in text:
             what = "is not possible: the model's chat template changes the last message"
             raise InvalidRequest.of("chat.continue_final_message", what)
         return text
@@ -266,12 +266,12 @@ def _convert(directory: Path) -> HfTokenizer:
     Raises:
         SpawnFailed: There are no such files, or they cannot be converted.
     """
-    found = [names for names in _OLDER_FILES if all(has_file(directory / one) for one in names)]
-    if not found:
+    older = [names for names in _OLDER_FILES if all(has_file(directory / name) for name in names)]
+    if not older:
         raise SpawnFailed("the model has no tokenizer.json", log_detail=str(directory))
-    for name in found[0]:
+    for name in older[0]:
         check_readable(directory / name)
-    files = " and ".join(found[0])
+    files = " and ".join(older[0])
     if files == "tokenizer.model" and find_spec("sentencepiece") is None:
         raise _not_converted(files, 'pip install "triolet[sentencepiece]"')
     from transformers import AutoTokenizer
@@ -381,7 +381,7 @@ def _named_templates(written: Any) -> dict[str, str]:
     named = [{"name": "default", "template": written}] if isinstance(written, str) else written
     if isinstance(named, dict):
         return {str(name): str(template) for name, template in named.items()}
-    return {str(one["name"]): str(one["template"]) for one in named or ()}
+    return {str(entry["name"]): str(entry["template"]) for entry in named or ()}
 
 
 def _find_anchor(backend: Backend) -> tuple[int, ...]:

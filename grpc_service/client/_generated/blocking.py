@@ -146,11 +146,11 @@ class ImageStream(Stream[messages.GenerateImageResponse]):
         Raises:
             CallError: the call failed.
         """
-        found: dict[int, bytearray] = {}
+        files: dict[int, bytearray] = {}
         for event in self:
             if event.HasField("part"):
-                found.setdefault(event.part.index, bytearray()).extend(event.part.data)
-        return [bytes(data) for _, data in sorted(found.items())]
+                files.setdefault(event.part.index, bytearray()).extend(event.part.data)
+        return [bytes(data) for _, data in sorted(files.items())]
 
 
 class Client:
@@ -204,8 +204,8 @@ class Client:
         timeout = seconds_of(timeout)
         resumption = resumption_of(request, timeout, self._resume_s, on_break)
 
-        def start(asked: Message, left: float | None) -> Any:
-            return self._calls.start(method_of(asked), asked, left)
+        def start(message: Message, left: float | None) -> Any:
+            return self._calls.start(method_of(message), message, left)
 
         return TextStream(start, resumption, timeout)
 
@@ -224,8 +224,8 @@ class Client:
     ) -> str:
         """Return the whole text for a prompt, or for a request of one choice. ``sampling`` are
         fields of `messages.SamplingParams`, and override the request's."""
-        asked = completion_request(request, sampling)
-        with self.generate(asked, timeout=timeout) as stream:
+        message = completion_request(request, sampling)
+        with self.generate(message, timeout=timeout) as stream:
             return stream.text()
 
     def chat(
@@ -383,9 +383,9 @@ class _Calls:
 
     def start(self, method: str, request: Any, timeout: float | None) -> Any:
         name = method.title().replace("_", "")
-        asked = request_of(method, getattr(messages, f"{name}Request"), request)
+        message = request_of(method, getattr(messages, f"{name}Request"), request)
         call = getattr(self._stub, name)
-        return call(asked, timeout=seconds_of(timeout), metadata=self._metadata)
+        return call(message, timeout=seconds_of(timeout), metadata=self._metadata)
 
     def ask(self, method: str, request: Any, timeout: float | None) -> Any:
         try:

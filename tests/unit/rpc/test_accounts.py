@@ -266,7 +266,7 @@ async def test_a_flood_ends_with_enhance_your_calm_and_others_are_served(autojum
             await trio.sleep(0.1)
             assert sent < 100_000
         await bad.settle()
-        assert bad.is_asked_to_go
+        assert bad.has_goaway
         assert bad.goaway_code == ErrorCodes.ENHANCE_YOUR_CALM
         good.send(kept, framed(b"a"), is_last=True)
         await good.settle()
@@ -416,7 +416,7 @@ async def test_zeros_that_were_compressed_and_large_headers_cost_their_client_an
                 await trio.sleep(0.1)
         await client.settle()
         assert client.wire.is_closed == is_costly
-        code = client.goaway_code if client.is_asked_to_go else None
+        code = client.goaway_code if client.has_goaway else None
         assert code == (ErrorCodes.ENHANCE_YOUR_CALM if is_costly else None)
 
 
@@ -528,7 +528,7 @@ async def test_unknown_settings_are_not_kept_and_many_at_once_end_the_connection
             await client.settle()
         await trio.sleep(5)
         await client.settle()
-        assert client.is_asked_to_go == (count == 2700)
+        assert client.has_goaway == (count == 2700)
         for connection in running.connections:
             assert len(connection.http2.h2.remote_settings) < 20
 
@@ -551,7 +551,7 @@ async def test_failures_of_the_server_do_not_end_a_busy_connection(autojump_cloc
             await client.settle()
             await trio.sleep(1)
             await client.settle()
-        assert not client.is_asked_to_go
+        assert not client.has_goaway
         assert healthy not in client.ends
 
 

@@ -90,7 +90,7 @@ async def test_a_client_that_breaks_the_protocol_loses_its_calls_and_nobody_else
         await good.settle()
         bad.say(b"\0\0\1\0\0\0\0\0\0x")  # DATA on stream 0
         await bad.settle()
-        assert bad.is_asked_to_go
+        assert bad.has_goaway
         assert bad.wire.is_closed
         assert len(running.cancelled) == 1
         assert running.num_running == 1

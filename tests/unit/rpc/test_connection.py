@@ -246,7 +246,7 @@ async def test_a_drain_beside_a_client_that_broke_the_protocol(autojump_clock):
         assert len(running.connections) == 2, "it lingers"
         running.server.leave()  # ProtocolError: SEND_PING in state CLOSED
         await good.settle()
-        assert good.is_asked_to_go
+        assert good.has_goaway
 
 
 async def test_a_short_body_and_a_reset_in_one_read_end_that_call_alone(autojump_clock):

@@ -29,7 +29,7 @@ async def test_a_server_that_stops_sends_goaway_lets_calls_finish_and_cuts_the_r
         async with trio.open_nursery() as nursery:
             nursery.start_soon(running.server.stop, 10)
             await client.settle()
-            assert client.is_asked_to_go
+            assert client.has_goaway
             assert len(client.ends) == 0
             began_at = trio.current_time()
             await trio.sleep(4)
@@ -90,7 +90,7 @@ async def test_a_server_that_stops_waits_for_no_handshake(autojump_clock, is_rea
             if is_ready:
                 client.wire.ready.set()
                 await client.settle()
-                assert client.is_asked_to_go
+                assert client.has_goaway
         await trio.testing.wait_all_tasks_blocked()
         assert running.has_ended
         assert client.wire.is_closed

@@ -24,7 +24,7 @@ from engine import DrawRequest, GeneratedImage
 from engine.api._generated.blocking import open_engine
 from engine.config import ModelConfig
 from engine.core.common.types import PlanId, SequenceId
-from engine.core.image_generation.types import Drawing, ImagePlan, ImageVerb
+from engine.core.image_generation.types import Drawing, ImageGenerationPlan, Verb
 from tests.checkpoints.image_generation import ARCHS, make
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine.api._generated.blocking import Engine
-    from engine.worker.image_generation.interface import ImageModelInfo
-    from engine.worker.image_generation.runner import DiffusionRunner
+    from engine.worker.image_generation.interface import ImageGenerationInfo
+    from engine.worker.image_generation.runner import PipelineRunner
 
 MEASURES = (
     "engine/api",
@@ -54,19 +54,21 @@ BAR = 1.02
 DRAWING = Drawing("a red circle", "blurred", 256, 256, steps=10, guidance_scale=5.0, seed=7)
 
 
-def plans(info: ImageModelInfo, drawing: Drawing, number: int) -> Iterator[ImagePlan]:
+def plans(
+    info: ImageGenerationInfo, drawing: Drawing, number: int
+) -> Iterator[ImageGenerationPlan]:
     """Yield a drawing's plans; the first one ends the drawing that had its number before."""
     sequence = SequenceId(number)
-    yield ImagePlan(
-        PlanId(1), sequence, ImageVerb.ENCODE, drawing=drawing, ended=(SequenceId(number),)
+    yield ImageGenerationPlan(
+        PlanId(1), sequence, Verb.ENCODE, drawing=drawing, ended=(SequenceId(number),)
     )
     for index in range(info.num_steps(drawing)):
-        yield ImagePlan(PlanId(1), sequence, ImageVerb.DENOISE, index)
+        yield ImageGenerationPlan(PlanId(1), sequence, Verb.DENOISE, index)
     for index in range(info.num_tiles(drawing) * drawing.num_images):
-        yield ImagePlan(PlanId(1), sequence, ImageVerb.DECODE, index)
+        yield ImageGenerationPlan(PlanId(1), sequence, Verb.DECODE, index)
 
 
-def by_steps(runner: DiffusionRunner, info: ImageModelInfo, count: int) -> float:
+def by_steps(runner: PipelineRunner, info: ImageGenerationInfo, count: int) -> float:
     """Draw ``count`` images whose steps alternate; return the seconds."""
     start = time.perf_counter()
     drawings = [replace(DRAWING, seed=DRAWING.seed + number) for number in range(count)]
@@ -116,7 +118,7 @@ def by_calls(pipe: Any, count: int, *, with_file: bool = False) -> float:
     return time.perf_counter() - start
 
 
-def their_pipeline(directory: Path, arch: str, runner: DiffusionRunner) -> Any:
+def their_pipeline(directory: Path, arch: str, runner: PipelineRunner) -> Any:
     """Return diffusers' pipeline, which decodes in tiles of the runner's size."""
     import diffusers
 
@@ -135,10 +137,10 @@ def their_pipeline(directory: Path, arch: str, runner: DiffusionRunner) -> Any:
 
 def measure(directory: Path, arch: str) -> list[Row]:
     """Return the rows of one kind of pipeline."""
-    from engine.worker.image_generation.runner import DiffusionRunner
+    from engine.worker.image_generation.runner import PipelineRunner
     from engine.worker.interface import RunnerSpec
 
-    runner = DiffusionRunner(RunnerSpec(str(directory), threads=THREADS))
+    runner = PipelineRunner(RunnerSpec(str(directory), threads=THREADS))
     info = runner.load(lambda progress: None)
     pipe = their_pipeline(directory, arch, runner)
     rows = []

@@ -158,14 +158,14 @@ class Drafts:
             seq.drafting = Drafting(DraftCounter(), Lengths(), by_model)
         drafters = zip(seq.drafting[1:], counts, strict=True)
         usable = [(lengths, min(most, count), rows) for lengths, (count, rows) in drafters if count]
-        found = [
-            (*one.best(count, self._times, rows, num_rows), one) for one, count, rows in usable
+        results = [
+            (*item.best(count, self._times, rows, num_rows), item) for item, count, rows in usable
         ]
-        length, _, lengths = max(found, key=itemgetter(1))
+        length, _, lengths = max(results, key=itemgetter(1))
         if length:
             return length, lengths.is_model
-        due = (one for one, _, _ in usable if one.trials.is_due(num_rows))
-        return next(((1, one.is_model) for one in due), (0, False))
+        due = (item for item, _, _ in usable if item.trials.is_due(num_rows))
+        return next(((1, item.is_model) for item in due), (0, False))
 
     def _widened(
         self, step: PlannedStep, seq: Sequence, row: Row, count: int, *, by_model: bool

@@ -76,13 +76,13 @@ class PrefixCache:
 
     def match(self, keys: Sequence[bytes]) -> tuple[BlockId, ...]:
         """Return the blocks of the longest published prefix of ``keys``."""
-        found = []
+        blocks = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
                 break
-            found.append(block)
-        return tuple(found)
+            blocks.append(block)
+        return tuple(blocks)
 
     def publish(self, key: bytes, block: BlockId) -> bool:
         """Make a computed block matchable. A key that was published before keeps its block. Return

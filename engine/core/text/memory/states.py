@@ -94,12 +94,12 @@ class StepStates:
     def begin(self, seq: Sequence, key: bytes | None) -> BlockId | None:
         """Give a sequence that starts its slot. Return the slot of the snapshot with this ``key``,
         from which it begins; None if it begins from nothing."""
-        found = None
+        snapshot = None
         if key is not None:
-            (found,) = self._states.snapshots.match((key,))
-            self._touch(found)
+            (snapshot,) = self._states.snapshots.match((key,))
+            self._touch(snapshot)
         self.give(seq)
-        return found
+        return snapshot
 
     def _touch(self, slot: BlockId) -> None:
         """Make a free slot the last to be overwritten."""

@@ -116,7 +116,7 @@ class ChannelParser(AnswerReader):
                 channel = word
             elif marker == RECIPIENT:
                 recipient = word
-            is_cut = not self._next and any(one.startswith(word) for one in CHANNELS)
+            is_cut = not self._next and any(channel.startswith(word) for channel in CHANNELS)
             if marker == CHANNEL and not (word in CHANNELS or is_cut):
                 rest += word
             elif marker == RECIPIENT and word.startswith(FUNCTIONS):
@@ -136,8 +136,8 @@ class ChannelParser(AnswerReader):
             yield from self._read_call(header)
         elif header.channel == REASONING_CHANNEL and not is_function:
             apart = APART * self._has_reasoning
-            is_told = yield from self._read_part(apart, header.rest, self._emit_reasoning)
-            self._has_reasoning |= is_told
+            has_text = yield from self._read_part(apart, header.rest, self._emit_reasoning)
+            self._has_reasoning |= has_text
         else:
             if header.recipient:
                 self._emit_text(header.raw)
@@ -154,7 +154,7 @@ class ChannelParser(AnswerReader):
     def _read_part(self, apart: str, begun: str, emit: Callable[[str], None]) -> Trying:
         """Read a message's content, the beginning of which is ``begun``. ``apart`` comes before its
         first character. Return whether it has one."""
-        is_told = bool(begun)
+        has_text = bool(begun)
         if begun:
             emit(apart + begun)
         while self._next:
@@ -166,10 +166,10 @@ class ChannelParser(AnswerReader):
             if marker in (START, CHANNEL, *CHANNEL_ENDS):
                 break
             if not marker:
-                emit(self._next if is_told else apart + self._next)
-                is_told = True
+                emit(self._next if has_text else apart + self._next)
+                has_text = True
                 yield from self._advance()
-        return is_told
+        return has_text
 
     def _emit_reasoning(self, text: str) -> None:
         self._reasoning.append(text)

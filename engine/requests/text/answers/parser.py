@@ -102,12 +102,12 @@ class AnswerParser(AnswerReader):
     def _read_llama(self, raw: str) -> Reading:
         """Read calls separated by ";" or by nothing."""
         raw += yield from self._skip_space()
-        while (found := (yield from self._try_call(raw))) is not Object.NO_CALL:
+        while (result := (yield from self._try_call(raw))) is not Object.NO_CALL:
             space = yield from self._skip_space()
             if self._next not in ("{", ";"):
                 self._unread(space)
                 return
-            raw = "" if found is Object.CALL else space
+            raw = "" if result is Object.CALL else space
             if self._next == ";":
                 yield from self._advance()
                 raw += ";" + (yield from self._skip_space())
@@ -124,15 +124,15 @@ class AnswerParser(AnswerReader):
     def _read_list(self, raw: str) -> Reading:
         """Read calls separated by "," up to the "]" that closes the list."""
         raw += yield from self._skip_space()
-        while (found := (yield from self._try_call(raw))) is not Object.NO_CALL:
+        while (result := (yield from self._try_call(raw))) is not Object.NO_CALL:
             space = yield from self._skip_space()
             if self._next != ",":
-                if self._next == "]" and found is Object.CALL:
+                if self._next == "]" and result is Object.CALL:
                     yield from self._advance()
                 else:
                     self._unread(space)
                 return
-            raw = "," if found is Object.CALL else space + ","
+            raw = "," if result is Object.CALL else space + ","
             yield from self._advance()
             raw += yield from self._skip_space()
 

@@ -140,7 +140,7 @@ class AnswerReader(ABC):
         """Consume one of ``markers``, none of which begins another, if it comes next, otherwise
         nothing. Return it, or ""."""
         read = ""
-        while self._next and any(one.startswith(read + self._next) for one in markers):
+        while self._next and any(marker.startswith(read + self._next) for marker in markers):
             read += self._next
             yield from self._advance()
             if read in markers:
@@ -174,15 +174,15 @@ class AnswerReader(ABC):
             json_text.append(self._next)
             if scanner.depth == 0:
                 call = _call_of("".join(json_text), name, call_id, self._needs_arguments)
-                found = Object.NO_CALL if call is None else Object.OTHER_CALL
+                outcome = Object.NO_CALL if call is None else Object.OTHER_CALL
                 if call is not None and call.name in self._names:
-                    found = Object.CALL
+                    outcome = Object.CALL
                     self._calls.append(call)
                     self._is_after_call = True
                 else:
                     self._emit_text(raw, *json_text)
                 yield from self._advance()
-                return found
+                return outcome
             yield from self._advance()
         self._emit_text(raw, *json_text)
         return Object.NO_CALL

@@ -75,7 +75,7 @@ def tool_constraint(
         rules.append(f"a{i}: {_arguments(i, function)}")
         rules.append(f"f{i}: {_function(i, function, template, form.tools, find_id)}")
     rules.append(f"one: {' | '.join(names)}")
-    rules.append(f"calls: {_calls(template, form.tools, find_id, is_one=bool(only))}")
+    rules.append(f"calls: {_calls(template, form.tools, find_id, is_single=bool(only))}")
     source = "\n".join(rules) + "\n"
     if len(source) > MAX_CONSTRAINT_CHARS:
         what = f"make a grammar of {len(source)} characters, of at most {MAX_CONSTRAINT_CHARS}"
@@ -107,20 +107,20 @@ def _thought(end: str, find_id: FindId) -> str:
     return rf"thought[lazy]: /(.|\n)*{escaped}/"
 
 
-def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_one: bool) -> str:
+def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_single: bool) -> str:
     """Return the right side of the rule of all calls, which names the rule of one call's inside."""
     if kind is ToolFormat.HERMES:
         opening, closing = _marker(HERMES_OPEN, find_id), _marker(HERMES_CLOSE, find_id)
         call = f'{opening} "\\n" one "\\n" {closing}'
-        return call if is_one else f'{call} ("\\n" {call})*'
+        return call if is_single else f'{call} ("\\n" {call})*'
     if kind is ToolFormat.LLAMA:  # Llama's templates take one call in a turn
         return "one"
     if kind is ToolFormat.CHANNELS:  # the answer ends after each call
         return f"{_marker(CHANNEL, find_id)} one"
     opening = _marker(MISTRAL_OPEN, find_id)
     if MISTRAL_ARGS in template:
-        return f"{opening} one" if is_one else f"({opening} one)+"
-    return f'{opening} " "? "[" one "]"' if is_one else f'{opening} " "? "[" one (", " one)* "]"'
+        return f"{opening} one" if is_single else f"({opening} one)+"
+    return f'{opening} " "? "[" one "]"' if is_single else f'{opening} " "? "[" one (", " one)* "]"'
 
 
 def _function(index: int, function: Tool, template: str, kind: ToolFormat, find_id: FindId) -> str:

@@ -71,7 +71,7 @@ class GgufFile(Checkpoint):
         self._path = path
         self._texts = STRING_LISTS if has_vocabulary else ()
         self.metadata: dict[str, Any] = {}
-        self._found: dict[str, Any] = {}  # transformers' TensorInfo by checkpoint name
+        self._stored: dict[str, Any] = {}  # transformers' TensorInfo by checkpoint name
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._factors: torch.Tensor | None = None
 
@@ -101,7 +101,7 @@ class GgufFile(Checkpoint):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._found.clear()
+        self._stored.clear()
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def config(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class GgufFile(Checkpoint):
         Raises:
             Refusal: The metadata do not describe a served model (`make_config`).
         """
-        shapes = {own: self.tensors[name].shape for name, (own, *_) in self._found.items()}
+        shapes = {own: self.tensors[name].shape for name, (own, *_) in self._stored.items()}
         return make_config(self.metadata, shapes, self._factors)
 
     def vocabulary(self) -> Vocabulary:
@@ -119,12 +119,12 @@ class GgufFile(Checkpoint):
         Raises:
             Refusal: As `read_vocabulary`, or there are more tokens than rows of the embedding.
         """
-        found = read_vocabulary(self.metadata)
+        words = read_vocabulary(self.metadata)
         rows = self.config()["vocab_size"]
-        if len(found.tokens) > rows:
-            raise Refusal(f"its vocabulary has {len(found.tokens)} tokens, and its embedding has "
+        if len(words.tokens) > rows:
+            raise Refusal(f"its vocabulary has {len(words.tokens)} tokens, and its embedding has "
                           f"{rows} rows")  # fmt: skip
-        return found
+        return words
 
     def write_config(self, directory: Path) -> Vocabulary:
         """Write config.json and generation_config.json. Return the vocabulary.
@@ -143,7 +143,7 @@ class GgufFile(Checkpoint):
         stored = self.small(name)
         if stored is not None:
             return stored().expand()
-        own, start, kind = self._found[name]
+        own, start, kind = self._stored[name]
         _, dtype = FLOAT_TYPES[kind]
         shape = self.tensors[name].shape
         size = dtype.itemsize * torch.Size(shape).numel()
@@ -157,12 +157,12 @@ class GgufFile(Checkpoint):
 
     def form(self, name: str) -> Form | None:
         """Return the form of a tensor that is kept in 8 or 4 bits, or None for a float tensor."""
-        _, _, kind = self._found[name]
+        _, _, kind = self._stored[name]
         return BLOCK_TYPES[kind][1].form if kind in BLOCK_TYPES else None
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
         """Return a function that reads a tensor in 8 or 4 bits; None for a float tensor."""
-        own, start, kind = self._found[name]
+        own, start, kind = self._stored[name]
         if kind not in BLOCK_TYPES:
             return None
         block = BLOCK_TYPES[kind][1]
@@ -178,7 +178,7 @@ class GgufFile(Checkpoint):
     @property
     def main_dtype(self) -> str:
         """The dtype to compute in: BF16, unless every tensor is F32."""
-        kinds = {one.dtype for one in self.tensors.values()}
+        kinds = {tensor.dtype for tensor in self.tensors.values()}
         return "BF16" if kinds - {"F32"} else "F32"
 
     def _add(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> None:
@@ -196,7 +196,7 @@ class GgufFile(Checkpoint):
             size = torch.Size(shape).numel() // block.inputs * block.num_bytes
         else:
             what = OTHER_TYPES.get(kind, f"number {kind}")
-            known = ", ".join(one for one, _ in (*FLOAT_TYPES.values(), *BLOCK_TYPES.values()))
+            known = ", ".join(name for name, _ in (*FLOAT_TYPES.values(), *BLOCK_TYPES.values()))
             raise Refusal(f"its tensor {name} has the type {what}, which is not read; the types "
                           f"that are read are {known}")  # fmt: skip
         if start + size > len(self._bytes):
@@ -212,16 +212,16 @@ class GgufFile(Checkpoint):
                 raise Refusal(f"its tensor {name} is not a matrix of floats")
             shape = (shape[0], 1, shape[1])
             self.tensors[own] = StoredTensor(own, shape, label, self._path.name)
-            self._found[own] = (name, start, kind)
+            self._stored[own] = (name, start, kind)
             return
         is_joined = "{expert}" in own
         if is_joined != (len(shape) == 3):
             raise Refusal(f"its tensor {name} has {len(shape)} dimensions")
         count = shape[0] if is_joined else 1
         for expert in range(count):
-            one = own.format(expert=expert)
-            self.tensors[one] = StoredTensor(one, shape[-2:], label, self._path.name)
-            self._found[one] = (name, start + size // count * expert, kind)
+            part = own.format(expert=expert)
+            self.tensors[part] = StoredTensor(part, shape[-2:], label, self._path.name)
+            self._stored[part] = (name, start + size // count * expert, kind)
 
 
 def _refuse_parts(metadata: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ def make_config(
     kind = str(metadata["general.architecture"])
     if model.has_convolutions:
         kinds = ("conv", "full_attention")
-        config["layer_types"] = [kinds[bool(one)] for one in _key_heads(metadata)]
+        config["layer_types"] = [kinds[bool(key_head)] for key_head in _key_heads(metadata)]
     if kind in SCALED_BY_HIDDEN:
         is_large = layers == SCALED_BY_HIDDEN[kind]
         config["query_pre_attn_scalar"] = hidden // heads if is_large else width
@@ -313,8 +313,8 @@ def _key_heads(metadata: Mapping[str, Any]) -> list[int]:
     Raises:
         Refusal: The file does not list them, or layers with attention differ.
     """
-    found = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv")
-    counts = [int(one) for one in found] if isinstance(found, list) else []
+    heads = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv")
+    counts = [int(count) for count in heads] if isinstance(heads, list) else []
     if len(counts) != _need(metadata, "block_count") or len({*counts} - {0}) != 1:
         raise Refusal("its metadata do not say which of its layers have attention "
                       "(attention.head_count_kv)")  # fmt: skip
@@ -331,7 +331,7 @@ def _of_model(metadata: Mapping[str, Any], key: str) -> Any:
     name = f"{metadata['general.architecture']}.{key}"
     value = metadata.get(name)
     values = value if isinstance(value, list) else [value]
-    if key not in TEXTS and not all(isinstance(one, float | int | None) for one in values):
+    if key not in TEXTS and not all(isinstance(value, float | int | None) for value in values):
         raise Refusal(f"its {name} is {str(value)[:200]!r}, and must be a number")
     if len(set(values)) != 1:
         raise Refusal(f"its layers differ in {key}")

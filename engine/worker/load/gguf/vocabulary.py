@@ -95,8 +95,8 @@ class Vocabulary:
     @property
     def markers(self) -> dict[str, bool]:
         """The texts of the tokens that a text is first split at, and whether each is special."""
-        found = zip(self.tokens, self.kinds, strict=True)
-        return {text: kind != USER_DEFINED for text, kind in found if kind in MARKERS}
+        tokens = zip(self.tokens, self.kinds, strict=True)
+        return {text: kind != USER_DEFINED for text, kind in tokens if kind in MARKERS}
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -185,9 +185,9 @@ def _special_ids(
 def _ends(tokens: Sequence[str], ids: Mapping[str, int]) -> frozenset[int]:
     """Return the ids at which an answer ends."""
     texts = set(END_TEXTS)
-    for field, found in FIM_END_TEXTS.items():
+    for field, fim_texts in FIM_END_TEXTS.items():
         if field not in ids:
-            texts.update(found)
+            texts.update(fim_texts)
     ends = {index for index, token in enumerate(tokens) if token in texts}
     ends |= {ids[field] for field in (*END_FIELDS, *FIM_END_TEXTS) if field in ids}
     end_texts = {tokens[index] for index in ends}
@@ -210,14 +210,14 @@ def _numbers(metadata: Mapping[str, Any], name: str, count: int, otherwise: Any)
     Raises:
         Refusal: The field has fewer numbers than there are tokens.
     """
-    found = metadata.get(f"{PREFIX}{name}")
-    if found is None:
+    numbers = metadata.get(f"{PREFIX}{name}")
+    if numbers is None:
         return [otherwise] * count
-    if not isinstance(found, list) or len(found) < count:
+    if not isinstance(numbers, list) or len(numbers) < count:
         raise Refusal(f"its {PREFIX}{name} does not have a number for each of {count} tokens")
-    return list(found[:count])
+    return list(numbers[:count])
 
 
 def _flag(metadata: Mapping[str, Any], name: str) -> bool | None:
-    found = metadata.get(f"{PREFIX}{name}")
-    return None if found is None else bool(found)
+    flag = metadata.get(f"{PREFIX}{name}")
+    return None if flag is None else bool(flag)

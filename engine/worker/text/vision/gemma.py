@@ -34,7 +34,7 @@ class Inputs(VisionInputs):
             raise Refusal(f"its config makes {tokens} tokens of the {patches} patches of an image, "
                           "which do not divide into equal squares")  # fmt: skip
         ends = (config.boi_token_id, config.eoi_token_id)
-        begin, end = (self._token_of(int(one)) for one in ends)
+        begin, end = (self._token_of(int(end)) for end in ends)
         return SquarePreprocessor(
             fit=self._reader.fit,
             token=self._token_of(int(config.image_token_id)),

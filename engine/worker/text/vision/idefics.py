@@ -53,10 +53,10 @@ class Inputs(VisionInputs):
         sent = torch.from_numpy(values).to(base.device, base.dtype)[None, None]
         if not bool(sent.count_nonzero()):  # the model would drop a tile of zeros as padding
             sent[..., 0, 0] = torch.finfo(base.dtype).tiny
-        [found] = base.get_image_features(pixel_values=sent, return_dict=True).pooler_output
-        return found
+        [features] = base.get_image_features(pixel_values=sent, return_dict=True).pooler_output
+        return features
 
 
 def _edge(size: Any) -> int:
-    found = size.get("longest_edge") if isinstance(size, dict) else size.longest_edge
-    return int(found or 0)
+    edge = size.get("longest_edge") if isinstance(size, dict) else size.longest_edge
+    return int(edge or 0)

@@ -85,7 +85,7 @@ def read_processor(directory: Path, default: str) -> Any:
         named.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     )
     if not name:
-        name = next(one for one, module in MODULES.items() if module == default)
+        name = next(item for item, module in MODULES.items() if module == default)
     if name not in MODULES:
         raise Refusal(
             f"its image processor is {name[:200]!r}, which is not one of {', '.join(MODULES)}"
@@ -105,8 +105,8 @@ def _settings(directory: Path) -> dict[str, Any]:
         if not has_file(directory / name):
             continue
         read = read_json(directory, name)
-        found = read.get(key) if key else read
-        if isinstance(found, dict):
-            return dict(found)
+        result = read.get(key) if key else read
+        if isinstance(result, dict):
+            return dict(result)
     raise Refusal("it has neither preprocessor_config.json nor an image processor in "
                   "processor_config.json")  # fmt: skip

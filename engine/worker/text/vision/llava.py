@@ -37,10 +37,10 @@ class Inputs(VisionInputs):
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
         pixels = self._reader.features(image.tiles, base.device)["pixel_values"]
-        found = base.get_image_features(
+        features = base.get_image_features(
             pixel_values=pixels.to(base.dtype),
             vision_feature_layer=self._config.vision_feature_layer,
             vision_feature_select_strategy=self._config.vision_feature_select_strategy,
             return_dict=True,
         )
-        return torch.cat(list(found.pooler_output))[None]
+        return torch.cat(list(features.pooler_output))[None]

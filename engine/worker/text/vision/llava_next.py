@@ -41,14 +41,14 @@ class Inputs(VisionInputs):
 
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
         tiles = np.stack([scaled(tile, self._table) for tile in image.tiles])
-        found = base.get_image_features(
+        features = base.get_image_features(
             pixel_values=torch.from_numpy(tiles)[None].to(base.device, base.dtype),
             image_sizes=[image.size],
             vision_feature_layer=self._config.vision_feature_layer,
             vision_feature_select_strategy=self._config.vision_feature_select_strategy,
             return_dict=True,
         )
-        return torch.stack(list(found.pooler_output))
+        return torch.stack(list(features.pooler_output))
 
 
 def _check(processor: Any, config: Any, side: int, sizes: tuple[tuple[int, int], ...]) -> None:
@@ -59,7 +59,7 @@ def _check(processor: Any, config: Any, side: int, sizes: tuple[tuple[int, int],
     if set(made) != {side}:
         raise Refusal(f"its image processor makes squares of {made} pixels, and its model reads "
                       f"{side} × {side}")  # fmt: skip
-    if [list(one) for one in processor.image_grid_pinpoints] != [list(one) for one in sizes]:
+    if [list(pair) for pair in processor.image_grid_pinpoints] != [list(pair) for pair in sizes]:
         raise Refusal("its image processor has other image_grid_pinpoints than its config")
-    if not sizes or any(one <= 0 or one % side for size in sizes for one in size):
+    if not sizes or any(edge <= 0 or edge % side for size in sizes for edge in size):
         raise Refusal(f"its image_grid_pinpoints are not in whole squares of {side} pixels")

@@ -63,7 +63,7 @@ def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, An
     text = config.get_text_config()
     if vision.text:
         text = _as_text(text, SERVED[vision.text])
-    name = next((one.name for one in SERVED.values() if one.config == type(text).__name__), "")
+    name = next((x.name for x in SERVED.values() if x.config == type(text).__name__), "")
     kind = str(getattr(text, "model_type", "unnamed"))
     if not name:
         raise Refusal(f"the text model of this {vision.name} is of type {kind!r}, not served here")

@@ -26,7 +26,7 @@ def positions_of(images: Sequence[PromptImage], start: int, count: int) -> Ints:
     """Return the time, row and column of the ``count`` tokens from ``start`` on, [3, count] int64.
     ``images`` are the sequence's, in the order of their positions."""
     tokens = np.arange(start, start + count, dtype=np.int64)
-    found, shift = np.tile(tokens, (3, 1)), 0
+    positions, shift = np.tile(tokens, (3, 1)), 0
     for image in images:
         if image.start >= start + count:
             break
@@ -34,9 +34,9 @@ def positions_of(images: Sequence[PromptImage], start: int, count: int) -> Ints:
         rows, columns = content.grid
         own = slice(max(0, image.start - start), max(0, image.end - start))
         place = tokens[own] - image.start
-        found[:, own] = image.start + shift
-        found[1, own] += place // columns
-        found[2, own] += place % columns
+        positions[:, own] = image.start + shift
+        positions[1, own] += place // columns
+        positions[2, own] += place % columns
         shift += max(rows, columns) - image.count
-        found[:, own.stop :] = tokens[own.stop :] + shift
-    return found
+        positions[:, own.stop :] = tokens[own.stop :] + shift
+    return positions

@@ -54,13 +54,13 @@ class Inputs(VisionInputs):
     def features(self, base: Any, image: SeenImage) -> torch.Tensor:
         (tile,), (rows, columns) = image.tiles, image.grid
         grid = torch.tensor([[1, rows * self._merge, columns * self._merge]], device=base.device)
-        found = base.get_image_features(
+        features = base.get_image_features(
             pixel_values=torch.from_numpy(self._patches(tile)).to(base.device, base.dtype),
             image_grid_thw=grid,
             return_dict=True,
         )
-        deep = getattr(found, "deepstack_features", None) or ()
-        return torch.stack([found.pooler_output[0], *(own[0] for own in deep)])
+        deep = getattr(features, "deepstack_features", None) or ()
+        return torch.stack([features.pooler_output[0], *(own[0] for own in deep)])
 
     def _patches(self, tile: FittedImage) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return an image's patches, [patches, numbers] float32; the patches of one token follow

@@ -124,12 +124,12 @@ class VisionRunner(TorchRunner):
         self.has_grids = bool(vision.rotary)
         limit = info.max_model_len
         self.tower = tower = Tower(base, inputs, cache_bytes(config, preprocessor, limit, dtype))
-        found = tower.encode(preprocessor.blank())
-        if found.shape[2] != hidden or not bool(found.isfinite().all()):
+        features = tower.encode(preprocessor.blank())
+        if features.shape[2] != hidden or not bool(features.isfinite().all()):
             raise Refusal("its tower makes no finite embeddings of the text model's width")
         module: Any = self._model.module if self._model else None
-        if len(found) > 1 and not isinstance(module, NativeDecoder):
-            self.later = LaterRows(module.model.layers[: len(found) - 1])
+        if len(features) > 1 and not isinstance(module, NativeDecoder):
+            self.later = LaterRows(module.model.layers[: len(features) - 1])
         own = tower.num_bytes + self._working_bytes(config, preprocessor, limit, dtype, info.device)
         return replace(
             info,
@@ -183,7 +183,7 @@ class VisionRunner(TorchRunner):
     def _parts(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
         """Return the parts of images that rows compute."""
         assert self.tower is not None
-        token_id, first, found = self.tower.inputs.preprocessor.token_id, 0, []
+        token_id, first, parts = self.tower.inputs.preprocessor.token_id, 0, []
         for row in rows:
             state = self._sequences[row.sequence]
             for image in state.admission.images:
@@ -193,7 +193,7 @@ class VisionRunner(TorchRunner):
                 is_own = np.array(state.tokens[image.start : image.end]) == token_id
                 places = np.flatnonzero(is_own)
                 own = slice(*np.searchsorted(places, (start - image.start, end - image.start)))
-                found.append(
+                parts.append(
                     RowImage(
                         image,
                         places[own] + image.start - row.start + first,
@@ -201,7 +201,7 @@ class VisionRunner(TorchRunner):
                     )
                 )
             first += row.count
-        return tuple(found)
+        return tuple(parts)
 
     def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return a function that puts images' embeddings into a forward's inputs."""
@@ -233,13 +233,13 @@ class VisionRunner(TorchRunner):
         """Return the embeddings of ``parts``; None if there are no parts."""
         if not parts or self.tower is None:
             return None
-        embeddings = self.tower.embeddings(one.image for one in parts)
+        embeddings = self.tower.embeddings(part.image for part in parts)
         return ImageRows(
-            torch.from_numpy(np.concatenate([one.places for one in parts])).to(self._device),
+            torch.from_numpy(np.concatenate([part.places for part in parts])).to(self._device),
             joined(
                 [
-                    whole[:, torch.from_numpy(one.embeddings).to(whole.device)]
-                    for one, whole in zip(parts, embeddings, strict=True)
+                    whole[:, torch.from_numpy(part.embeddings).to(whole.device)]
+                    for part, whole in zip(parts, embeddings, strict=True)
                 ]
             ),
         )

@@ -64,7 +64,7 @@ class Tower:
     @property
     def num_bytes(self) -> int:
         """The bytes of the tower's weights."""
-        return sum(one.numel() * one.element_size() for one in self.base.parameters())
+        return sum(p.numel() * p.element_size() for p in self.base.parameters())
 
     def embeddings(self, images: Iterable[PromptImage]) -> list[torch.Tensor]:
         """Return the embeddings of images, [1 + num_deep, num_tokens, hidden] each, in the dtype of
@@ -74,16 +74,16 @@ class Tower:
             ValueError: The tower made another number of embeddings than an image has tokens.
         """
         wanted = list(images)
-        found = [self._embedding(image) for image in wanted]
+        embeddings = [self._embedding(image) for image in wanted]
         self._make_room({image.digest for image in wanted})
-        return found
+        return embeddings
 
     def encode(self, image: SeenImage) -> torch.Tensor:
         """Compute an image's embeddings, even if they are kept."""
-        found = self.inputs.features(self.base, image)
-        if found.shape[1] != image.num_tokens:
-            raise ValueError(f"{found.shape[1]} embeddings for {image.num_tokens} image tokens")
-        return found
+        features = self.inputs.features(self.base, image)
+        if features.shape[1] != image.num_tokens:
+            raise ValueError(f"{features.shape[1]} embeddings for {image.num_tokens} image tokens")
+        return features
 
     def _embedding(self, image: PromptImage) -> torch.Tensor:
         kept = self._kept.get(image.digest)
