@@ -30,7 +30,7 @@ class Reader:
     has_left: bool = False
     error: TrioletError | None = None
     attach_token: str = ""
-    is_lost: bool = False  # its connection was lost, so that its stream waits for it
+    lost_at: float | None = None  # when it lost its connection, after which its stream waits
 
     @property
     def num_seen(self) -> int:
@@ -295,9 +295,10 @@ class SimulatedCall:
     def leave(self) -> None:
         """Let the client reset the call, or lose its connection if it is to come again."""
         request = self.reader.client.request
-        self.reader.is_lost = getattr(request, "resume_window_s", None) is not None
-        if not self.reader.is_lost:
+        if getattr(request, "resume_window_s", None) is None:
             self.scope.cancel()
+        else:
+            self.reader.lost_at = trio.current_time()
         self.leaving.cancel(reason="the client leaves")
 
     async def end(self, *status: object) -> None:

@@ -509,14 +509,13 @@ class Simulation:
     ) -> TextReader:
         """Attach to a stream whose connection was lost, again and again if it is lost again. Return
         the last reader, which has left if the stream was given up."""
-        while reader.has_left and reader.is_lost:
-            lost_at = trio.current_time()
+        while reader.has_left and reader.lost_at is not None:
             await trio.sleep(reader.client.away_s)
             for token, holder in ((reader.attach_token, self._quota), ("x", self._holder)):
                 with suppress(RequestNotFound):
                     found = engine.detached.attachable(stream.request_id, token, holder)
                     raise Violation(f"{found}: anybody can attach")
-            away_s = trio.current_time() - lost_at
+            away_s = trio.current_time() - reader.lost_at
             taken = self._take_up(engine, backend, stream, reader)
             if taken is None:
                 self._check_given_up(stream, reader, away_s)
