@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Record = Callable[[Fields, Iterable[tuple[str, str | bytes]], str], None]
 
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
-# Methods whose calls a server that leaves waits for until their requests are in the engine.
+# A draining server waits for calls of these methods until the engine has their requests.
 SUBMITTING = (LIMITED, *policy.USES[1:])
 # Its request is counted while the stream waits for its client (`engine.requests.detached`).
 COUNTED_ALREADY = {"triolet.v1.Inference/Attach"}

@@ -6,7 +6,7 @@ connection names the last number that it got, and goes on from there if the chan
 still kept; if not, it gets OUT_OF_RANGE, and begins anew without a number.
 
 Rule: each subscription numbers its batches from its own origin, the time in nanoseconds, and
-a batch takes longer than one to make. So a number belongs to one subscription, of one process: a
+a batch takes more than one nanosecond. So a number belongs to one subscription, of one process: a
 gateway that reconnects after the server's restart, or whose snapshot broke off, gets OUT_OF_RANGE.
 """
 

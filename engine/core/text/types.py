@@ -290,7 +290,7 @@ class PrefixObserver(Protocol):
         was never `stored`."""
 
     def cleared(self) -> None:
-        """Take note that no block can be matched any more."""
+        """Take note that the prefix cache was emptied: no prompt finds a block in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
                 self._end_well(self._finished)
 
     async def _hand_over_first(self) -> None:
-        """Pass the first event that waits on to the reader, with its image as a file."""
+        """Encode the image of the oldest waiting event, and hand the event to the reader."""
         event = self._waiting[0]
         made: Progress | GeneratedImage
         if isinstance(event, Drawn):

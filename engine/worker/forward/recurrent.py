@@ -96,7 +96,7 @@ class LayerState:
 
 
 class RowsCache:
-    """Stands in for transformers' `Cache` in a stock layer: the states of the rows of one group."""
+    """Stands in for transformers' `Cache` in its own layers, for rows computed together."""
 
     def __init__(self, state: LayerState) -> None:
         self.state = state

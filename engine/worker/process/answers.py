@@ -32,8 +32,8 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """The answers to one request. With ``is_step``, a failure counts only once all ranks have
-    answered, because ranks that did not fail may have changed their state."""
+    """The ranks' answers to one message. With ``is_step``, a failure counts only once all ranks
+    have answered, because ranks that did not fail may have changed their state."""
 
     def __init__(self, size: int, *, is_step: bool) -> None:
         self._size = size

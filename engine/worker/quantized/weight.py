@@ -65,7 +65,8 @@ class QuantizedWeight:
         return 4 if self.table else 8
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
-        """Return the weight after ``change`` of every tensor, which may change outputs only."""
+        """Return the weight with every tensor replaced by ``change`` of it, such as a choice or
+        another order of rows (outputs); columns must stay."""
         offsets = None if self.offsets is None else change(self.offsets)
         return replace(
             self, numbers=change(self.numbers), scales=change(self.scales), offsets=offsets

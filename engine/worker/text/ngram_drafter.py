@@ -31,7 +31,7 @@ LONG, SHORT = 5, 3  # the lengths of the n-grams, in tokens; not tuned
 SHORT_DRAFT_MAX = 3  # tokens after a short n-gram, which predicts less well; not tuned
 SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # sizes of a table; 16,384 places are 64 KiB
 MISSES, REST_MAX = 4, 15  # not tuned; a text's repetition is found at most 16 tokens later
-IDLE_REST_MAX = 3  # not tuned; the core tries one draft in 64 tokens (`draft_lengths.TRY_EVERY`)
+IDLE_REST_MAX = 3  # tokens without a look-up behind a draft that did not help (rule 4); not tuned
 BULK = 64  # more new tokens than these are indexed by numpy at once; not tuned
 # Factors of the hashes: odd numbers below 2**31, whose products with token ids fit int64. Source:
 # the fractional parts of the golden ratio and of the square roots of 2, 3 and 5.
