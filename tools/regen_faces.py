@@ -187,8 +187,8 @@ for threads that block; made by `open_engine`. Every method may be called
                 "    return Engine(config, _launched(config, make_runner))",
             ),
             (
-                "`engine.api.handles`, for asyncio programs",
-                "`engine.api.handles`, for threads that block",
+                "(`engine.api.handles`), for asyncio programs",
+                "(`engine.api.handles`), for threads that block",
             ),
             ("End what any task has", "End what any thread has"),
             ("once the reader's loop\n    has it", "once the reader's\n    thread has it"),

@@ -332,7 +332,7 @@ H = TypeVar("H", bound=Handle)
 
 
 class _Handle(_Block, Generic[H]):
-    """A handle of `engine.api.handles`, for asyncio programs. Dropping one closes it."""
+    """A chat or an encoder (`engine.api.handles`), for asyncio programs. Dropping it closes it."""
 
     def __init__(self, engine: Engine, handle: H) -> None:
         self._handle = handle

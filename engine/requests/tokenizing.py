@@ -260,7 +260,7 @@ class Tokenizing:
     async def _run_jobs(
         self, jobs: Iterable[Callable[[], None]], turns: Turns, party: Hashable
     ) -> None:
-        """Run one job after another in a thread, all in one turn."""
+        """Run one job after another in a thread, with one turn of its party for all of them."""
         in_thread = _Jobs(map(guarded, jobs))
         self._tasks.start(in_thread.run, self._threads, turns, party)
         await in_thread.wait()

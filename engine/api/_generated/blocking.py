@@ -294,7 +294,7 @@ H = TypeVar("H", bound=Handle)
 
 
 class _Handle(_Block, Generic[H]):
-    """A handle of `engine.api.handles`, for threads that block. Dropping one closes it."""
+    """A chat or an encoder (`engine.api.handles`), for threads that block. Dropping it closes it."""
 
     def __init__(self, engine: Engine, handle: H) -> None:
         self._handle = handle

@@ -213,7 +213,7 @@ class Ledger:
                 observer.stored(keys[index], parent, seq.tokens(index * size, (index + 1) * size))
 
     def give_back_behind(self, seq: Sequence) -> None:
-        """Give back the blocks behind the sequence's computed positions."""
+        """Give back the sequence's blocks for positions that are not computed yet."""
         needed = blocks_for(seq.num_computed, self.config.block_size)
         behind = seq.blocks[needed:]
         del seq.blocks[needed:]

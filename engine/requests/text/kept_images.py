@@ -24,7 +24,7 @@ class KeptImages:
     """Reads images, each once while it is kept. Meant for threads."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES_MAX, decode: DecodeImage = decode_here) -> None:
-        """Keep up to ``max_bytes`` of pixels. ``decode`` calls the decoder."""
+        """Keep up to ``max_bytes`` of pixels. ``decode`` has the image decoder decode a file."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._decode = decode

@@ -53,7 +53,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         raise NotImplementedError
 
     def estimate(self) -> MemoryEstimate:
-        """Return the memory of the info."""
+        """Return the ``memory_bytes`` that the script's info names."""
         return MemoryEstimate(self.info.memory_bytes)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> Any:

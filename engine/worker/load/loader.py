@@ -414,7 +414,7 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
 
 
 def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:
-    """Allocate a part's buffers. Each of transformers' models in it computes its own."""
+    """Allocate a module's buffers. Models of transformers inside it compute their own."""
     init = getattr(module, "_init_weights", init)
     for child in module.children():
         _fill_buffers(child, init, device)
