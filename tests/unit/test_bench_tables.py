@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.support.programs import ROOT
-from tools.lab.bench import stale, tables
+from tools.lab.bench import tables
 from tools.lab.bench.__main__ import main
 from tools.lab.bench.catalog import FIGURES, names
 from tools.lab.bench.claims import FILES, Claim, File, Line
@@ -272,13 +272,3 @@ def test_each_file_of_figures_is_one_benchs_on_one_kind_of_machine():
         own = path.stem.removeprefix(bench).removeprefix("-memory")  # the memory is measured apart
         assert own == "" or own.removeprefix("-") in KINDS, path.stem
         assert bench in names()
-
-
-def test_stale_is_a_command(monkeypatch, capsys):
-    monkeypatch.setattr(stale, "stale", lambda root: iter(["step: there are no figures"]))
-    monkeypatch.setattr("sys.argv", ["python -m tools.lab.bench", "stale"])
-    assert main() == 1
-    assert capsys.readouterr().out == "step: there are no figures\n"
-    monkeypatch.setattr(stale, "stale", lambda root: iter([]))
-    assert main() == 0
-    assert capsys.readouterr().out == "all figures are of what is measured now\n"

@@ -1,5 +1,4 @@
-"""The benches themselves: what they measure, whether their figures are old, and the simulated
-devices that some of them use."""
+"""The benches themselves: what they measure, and the simulated devices that some of them use."""
 
 import json
 import re
@@ -12,7 +11,7 @@ import pytest
 import trio
 
 from tests.support.programs import ROOT
-from tools.lab.bench import coldstart, simulated, stale
+from tools.lab.bench import coldstart, simulated
 from tools.lab.bench.catalog import FIGURES, measured_paths, names
 from tools.lab.peers.process import memory_mb
 
@@ -23,7 +22,7 @@ BENCHES = ROOT / "tools" / "lab" / "bench"
 
 
 def test_every_bench_says_what_it_measures():
-    """`python -m tools.lab.bench stale` compares these paths with the history."""
+    """Figures name their commit, with a + if one of these paths had changes."""
     for path in BENCHES.glob("*.py"):
         has_run = re.search(r"^def run\(\)", path.read_text(), re.MULTILINE) is not None
         assert has_run == (path.stem.replace("_", "-") in names()), path.name
@@ -42,77 +41,6 @@ def test_a_committed_figure_has_a_commit_a_date_a_bench_and_unique_rows(path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found["machine"]["when"])
     rows = [row["name"] for row in found["rows"]]
     assert sorted(set(rows)) == sorted(rows)
-
-
-# ---- figures that are older than what they measure -------------------------------------------
-
-
-@pytest.fixture
-def repository(tmp_path):
-    """Return a function that commits files in a repository with one bench, and returns the
-    commit."""
-
-    def git(*args):
-        done = subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
-
-    def commit(message, **files):
-        for name, text in files.items():
-            (tmp_path / name.replace("__", "/")).write_text(text)
-        git("add", "-A")
-        git("commit", "-qm", message)
-        return git("rev-parse", "--short", "HEAD")
-
-    for folder in ("tools/lab/figures", "tools/lab/bench", "engine", "rest"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "file").write_text("")
-    (tmp_path / "tools" / "lab" / "bench" / "step.py").write_text('MEASURES = ("engine",)\n')
-    git("init", "-q")
-    return commit
-
-
-def figures_at(tmp_path, commit):
-    """Write a bench's figures as if they had been measured at a commit."""
-    found = {"bench": "step", "commit": commit, "machine": {"when": "2026-01-02 03:04 UTC"}}
-    (tmp_path / "tools" / "lab" / "figures" / "step.json").write_text(json.dumps(found))
-
-
-def test_figures_are_old_when_what_they_measure_has_changed(tmp_path, repository):
-    measured = repository("First")
-    assert list(stale.stale(tmp_path)) == ["step: there are no figures"]
-    figures_at(tmp_path, measured)
-    repository("Something else", rest__file="1")
-    assert list(stale.stale(tmp_path)) == []
-    (tmp_path / "engine" / "file").write_text("1")
-    head = f"step (step.json, {measured}, 2026-01-02 03:04 UTC): "
-    assert list(stale.stale(tmp_path)) == [head + "changes that are not committed"]
-    changed = repository("A faster step")
-    [line] = stale.stale(tmp_path)
-    assert line == f"{head}1 later commit, the last {changed} A faster step"
-
-
-def test_figures_are_old_when_their_bench_has_changed(tmp_path, repository):
-    figures_at(tmp_path, repository("First"))
-    bench = {"tools__lab__bench__step.py": 'MEASURES = ("engine",)\nROW = 1\n'}
-    changed = repository("Another row", **bench)
-    [line] = stale.stale(tmp_path)
-    assert line.endswith(f"1 later commit, the last {changed} Another row")
-
-
-def test_figures_of_a_dirty_tree_or_an_unknown_commit_are_old(tmp_path, repository):
-    measured = repository("First")
-    figures_at(tmp_path, f"{measured}+")
-    [line] = stale.stale(tmp_path)
-    assert line.endswith("it was measured with changes that were not committed")
-    figures_at(tmp_path, "abcdef1")
-    [line] = stale.stale(tmp_path)
-    assert line.endswith("the commit abcdef1 is not in this repository")
 
 
 # ---- simulated devices, and memory that is sampled -------------------------------------------

@@ -1,7 +1,6 @@
 """`python -m tools.lab.bench NAME [--json FILE]` runs a bench.
 
-`python -m tools.lab.bench list` says what each one measures, and `python -m tools.lab.bench stale`
-whose figures are older than what they measure.
+`python -m tools.lab.bench list` says what each one measures.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import importlib
 import os
 import sys
 
-from tools.lab.bench import stale
 from tools.lab.bench.catalog import measured_paths, names, purpose
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -23,16 +21,14 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.lab.bench",
-        description="Run a bench. 'list' says what each measures, 'stale' whose figures are old.",
+        description="Run a bench. 'list' says what each measures.",
     )
-    parser.add_argument("name", choices=[*names(), "list", "stale"])
+    parser.add_argument("name", choices=[*names(), "list"])
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if args.name == "list":
         print("\n".join(f"{name}: {purpose(name)}" for name in names()))
         return 0
-    if args.name == "stale":
-        return stale.report()
     try:
         bench = importlib.import_module(f"tools.lab.bench.{args.name.replace('-', '_')}")
         rows = bench.run()

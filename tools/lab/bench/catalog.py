@@ -1,8 +1,9 @@
 """Which benches there are, and what each one measures.
 
 A bench is a module beside this file that assigns ``MEASURES``: the files and folders of the
-repository whose change may change its figures. They are read from the text of the module, because
-importing a bench takes seconds and needs the development tools.
+repository that it measures. Figures say whether one of these had changes that were not committed.
+``MEASURES`` is read from the module's text, because importing a bench takes seconds and needs the
+development tools.
 """
 
 from __future__ import annotations
