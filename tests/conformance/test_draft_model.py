@@ -168,10 +168,12 @@ CACHE_FAULTS = (
     Mutant(
         "the draft is of another position's noise",
         DraftModel._take,
-        "one.ahead.push(token)",
-        "one.ahead.push(token) and not setattr(one.ahead, 'position', 0)",
+        "writing.ahead.push(token)",
+        "writing.ahead.push(token) and not setattr(writing.ahead, 'position', 0)",
     ),
-    Mutant("a token is not read", DraftModel._take, "one.unread = [token]", "one.unread = [0]"),
+    Mutant(
+        "a token is not read", DraftModel._take, "writing.unread = [token]", "writing.unread = [0]"
+    ),
 )
 
 

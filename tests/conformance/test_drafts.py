@@ -153,8 +153,8 @@ MUTANTS = (
     Mutant(
         "a token behind a wrong one is kept",
         TorchRunner._choose,
-        "if one.drafts and token == one.drafts[0]:",
-        "if one.drafts:",
+        "if state.drafts and token == state.drafts[0]:",
+        "if state.drafts:",
     ),
     Mutant(
         "all log-probabilities are of the first position",

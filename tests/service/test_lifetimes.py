@@ -386,7 +386,7 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
         # one more costs the oldest one of its connection
         silent_calls(own, stack, 1)
         wait_until(
-            lambda: stats(channel).unread_calls == 64 and silent[0].call.done(), 5, "its end"
+            lambda: stats(channel).unread_calls == 64 and silent[0].call.done(), 60, "its end"
         )
         assert silent[0].finish().error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert generate(channel, max_tokens=1).error is None

@@ -243,7 +243,7 @@ def test_the_models_most_tokens_count_where_the_request_names_none():
 
     assert most() == 4
     assert most(6) == 6
-    assert most(own=99_999) == FakeRunner()._info.max_model_len - 1  # what the context has room for
+    assert most(own=99_999) == FakeRunner().info.max_model_len - 1  # what the context has room for
     assert most(min_tokens=9) == 9  # the request's own field counts more than the model's default
 
 

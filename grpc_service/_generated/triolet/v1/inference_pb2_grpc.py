@@ -110,7 +110,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Takes up a Generate stream whose call was lost, if its request had a resume_window. The stream
+        """Continues a Generate stream whose call was lost, if its request had a resume_window. The stream
         begins with Started again (without prompt_logprobs, if a token was received) and then goes on
         behind what was received; no token is generated twice. The call's deadline is the request's from
         now on, if it is earlier. NOT_FOUND: the window has ended, the server drains, or the request is
