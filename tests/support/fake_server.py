@@ -396,7 +396,11 @@ def answer_questions(counter):
         command = line.strip()
         if command and command not in counter.questions:
             getattr(counter.faults, command)()
-        print(json.dumps(counter.answer(command)), flush=True)
+        try:
+            answer = counter.answer(command)
+        except trio.RunFinishedError:
+            return  # the server has ended before the question
+        print(json.dumps(answer), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
