@@ -43,9 +43,9 @@ PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
-        *("backoff", "drafts", "encode_scheduler", "image_scheduler", "invariants"),
+        *("backoff", "drafts", "encode_scheduler", "invariants"),
         *("lifecycle", "moving", "prefix", "prompt_images", "routing", "scheduler"),
-        *("states", "step_times", "types", "vocabulary"),
+        *("image_generation_scheduler", "states", "step_times", "types", "vocabulary"),
     )
 ]
 COMMANDS = (

@@ -1,4 +1,5 @@
-"""tools/test ends with the status that its tests and its static checks have."""
+"""tools/test ends with the status that its tests and its static checks have, and tools.mutate has
+its tests."""
 
 import shutil
 import subprocess
@@ -6,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.support.programs import ROOT
+from tools import mutate
 
 # Stands for Python: a call of pytest ends with the status in a file.
 PYTHON = """#!/bin/sh
@@ -38,3 +40,7 @@ def test_the_status_is_that_of_tests_and_checks(tmp_path, pytest_ends, ruff_ends
     )
     assert run.returncode == bool(pytest_ends or ruff_ends), run.stdout + run.stderr
     assert "== static checks" in run.stdout
+
+
+def test_the_tests_that_mutants_run_are_there():
+    assert [one for one in mutate.UNIT if not (ROOT / one).is_file()] == []
