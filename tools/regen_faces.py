@@ -191,7 +191,7 @@ for threads that block; made by `open_engine`. Every method may be called
                 "(`engine.api.handles`), for threads that block",
             ),
             ("End what any task has", "End what any thread has"),
-            ("once the reader's loop\n    has it", "once the reader's\n    thread has it"),
+            ("once the reader's loop\n", "once the reader's thread\n"),
             (
                 "; it begins at once. What `engine.api.handles.Chat.ask` raises is raised\n"
                 "        at the first event.",

@@ -36,7 +36,7 @@ SMALL_BYTES = 2**10
 LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
 DECODED_BYTES = 2**20  # guess: enough to keep the tokenizer busy
 ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: two owners have room
-DECODED_S = 5.0  # a request counts no longer. Guess: 1 MiB of text is tokenised in a second
+DECODED_S = 5.0  # the longest that a request counts. Guess: 1 MiB of text is tokenised in a second
 
 
 class Decoding:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Seconds of the bucket that one owner gets before the next one, so that an owner that needs few
 # does not wait for one that needs many. Guess.
 TURN_S = 1e-3
-WAIT_MIN_S = 1e-4  # of a sleep: a shorter one may be no step of a clock
+WAIT_MIN_S = 1e-4  # the shortest sleep: a clock may not show a shorter one
 
 
 class _Turns:

@@ -271,13 +271,13 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
     monkeypatch,
 ):
     """Red if each token is looked up: that cost eight plain stories 1.6 % of their time."""
-    num_found, real = [], NgramDrafter._lookup
-    monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: num_found.append(1) or real(*args))
+    lookups, real = [], NgramDrafter._lookup
+    monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: lookups.append(1) or real(*args))
     one, tokens = NgramDrafter(), []
     for token in range(1000):
         tokens.append(token)
         assert one.draft(tokens, [], 8) == []
-    assert len(num_found) < 120
+    assert len(lookups) < 120
     for token in range(900, 903 + REST_MAX):
         tokens.append(token)
         if draft := one.draft(tokens, [], 8):
@@ -290,13 +290,13 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
 def test_drafts_that_nobody_takes_are_looked_up_at_each_fourth_token(monkeypatch):
     """Red if what is found counts, although it is not tried or not accepted. As soon as a draft is
     accepted, there is one behind each token again."""
-    num_found, real = [], NgramDrafter._lookup
-    monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: num_found.append(1) or real(*args))
+    lookups, real = [], NgramDrafter._lookup
+    monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: lookups.append(1) or real(*args))
     one, tokens = NgramDrafter(), [*range(10)]
     for index in range(400):
         tokens.append(index % 10)
         one.draft(tokens, [], 8)
-    assert 100 < len(num_found) < 120
+    assert 100 < len(lookups) < 120
     while not one.draft(tokens, [], 8):
         tokens.append(len(tokens) % 10)
     for _ in range(3):

@@ -318,8 +318,8 @@ class _Handle(_Block, Generic[H]):
 
 
 class Chat(_Handle[handles.Chat]):
-    """A conversation (`engine.api.handles.Chat`). An event counts as read once the reader's
-    thread has it, even if nobody takes it from the stream; a stream that is closed or dropped is stopped.
+    """A conversation (`engine.api.handles.Chat`). An event counts as read once the reader's thread
+    has it, even if nobody takes it from the stream; a stream that is closed or dropped is stopped.
     Its first event says which messages were left out to make room (`Started.dropped`)."""
 
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream[StreamEvent]:

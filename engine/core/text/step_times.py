@@ -59,7 +59,7 @@ class StepTimes:
         self._drafts = [_expected(ratio) for ratio in self._ratios]
         self.pass_ratio = PASS_COST
         self._passes = _expected(PASS_COST)
-        self._num_asked = 0
+        self._num_draftable = 0  # steps in which a draft model might draft
         # Refusals divide the least time by `_prompts[:k]` by [k], until a step of such a size.
         self._discounts: dict[int, float] = {}
 
@@ -207,8 +207,8 @@ class StepTimes:
         measured against steps without drafts: some must come before, and some between."""
         if num_rows >= DRAFTING_STEP_MAX or len(self._decodes[num_rows]) < PLAIN_FIRST:
             return False
-        self._num_asked += 1
-        return self._num_asked % PLAIN_EVERY > 0
+        self._num_draftable += 1
+        return self._num_draftable % PLAIN_EVERY > 0
 
 
 def _place(num_rows: int) -> int:

@@ -116,10 +116,10 @@ class Drafts:
         room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used
         if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
-        num_found = sum(offer.count > 0 for offer in offers.values())
+        num_drafted = sum(offer.count > 0 for offer in offers.values())
         has_model = self._budget.is_open and any(offer.has_model for offer in offers.values())
         may_model = has_model and self._times.may_draft(num_rows)
-        left = len(offers) if may_model else num_found
+        left = len(offers) if may_model else num_drafted
         for index, seq in enumerate(step.sequences):
             if not left:
                 return
@@ -128,7 +128,7 @@ class Drafts:
                 continue
             most, left = -(-room // left), left - 1  # an equal part of what is left
             by_model = most if offer.has_model and may_model else 0
-            counts = (offer.count, num_found), (by_model, len(offers))
+            counts = (offer.count, num_drafted), (by_model, len(offers))
             length, is_models = self._pick(seq, rows[index], most, counts, num_rows)
             if length:
                 rows[index] = self._widened(step, seq, rows[index], length, by_model=is_models)
