@@ -43,7 +43,7 @@ PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
-        *("backoff", "drafts", "encode_scheduler", "invariants"),
+        *("backoff", "drafts", "encode_scheduler", "guests", "invariants"),
         *("lifecycle", "moving", "prefix", "prompt_images", "routing", "scheduler"),
         *("image_generation_scheduler", "states", "step_times", "types", "vocabulary"),
     )

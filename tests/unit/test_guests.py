@@ -262,6 +262,25 @@ def test_a_guest_whose_stream_is_full_makes_way_for_the_next():
     assert line.answers("second") == [30]
 
 
+def test_a_guest_goes_on_to_the_last_free_place_of_its_stream():
+    line = Line()
+    line.send("other", max_tokens=40, first=50)
+    line.send("guest", max_tokens=30, buffer=4)
+    line.away.add("guest")
+    while line.unread["guest"] < 3:
+        line.step()
+    line.leave("guest")
+    line.step()
+    line.cancel("other")
+    assert not line.step()
+    line.now = line.scheduler.next_wakeup(line.now)
+    assert line.step()
+    assert line.unread["guest"] == 4
+    line.come("guest")
+    line.run()
+    assert line.answers("guest") == [30]
+
+
 def test_guests_that_are_alone_have_a_share_of_the_seats():
     line = Line(num_blocks=256)
     names = [f"g{number}" for number in range(9)]

@@ -11,7 +11,7 @@ from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFa
 from engine.core.common.phases import Phase
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason
+from engine.core.common.types import EndReason, RequestId
 from engine.core.text import admission
 from engine.core.text.admission import _has_tokens_left
 from engine.core.text.plan import SCORED_TOKENS_MAX, RowResult, StepResult
@@ -243,6 +243,21 @@ def test_phases_add_up_to_a_choices_life(driver):
     assert driver.finished["r", 0].phase is Phase.DECODE
 
 
+def test_a_start_that_was_prepared_and_discarded_counts_as_waiting():
+    driver = Driver(block_size=4, max_num_seqs=2, max_num_batched_tokens=4)
+    for name, first in (("running", 1), ("waiting", 11)):
+        driver.submit(make_request(name, range(first, first + 4), max_tokens=4))
+    driver.begin_step()
+    assert driver.scheduler._prepared.started
+    driver.apply(Pause(PauseMode.KEEP))
+    driver.end_step()
+    assert driver.begin_step() is None
+    driver.tick(2.0)
+    driver.apply(Resume())
+    driver.run()
+    assert driver.finished["waiting", 0].timings.queue_s >= 2.0
+
+
 # ---- who gives way to the first of the queue -------------------------------------------------
 
 
@@ -291,6 +306,19 @@ def test_no_more_give_way_than_the_first_of_the_queue_needs():
     assert preempted(driver) == ["b"]
     assert driver.scheduler.statistics().preemptions == 1
     driver.end_step()
+
+
+def test_no_more_give_way_than_a_running_sequence_needs():
+    """Some blocks are free; the last request holds what is missing."""
+    driver = crowded(16)
+    for name, arrival in (("older", 0.0), ("a", 1.0), ("b", 2.0)):
+        driver.submit(make_request(name, (1, 2, 3), max_tokens=9, arrival=arrival))
+    driver.step()
+    ledger = driver.scheduler._ledger
+    assert ledger.pool.num_free
+    older, last = (ledger.requests[RequestId(name)].parent for name in ("older", "b"))
+    count = ledger.pool.num_free + len(last.blocks)
+    assert admission.victims_for_running(ledger, older, count) == [last]
 
 
 def test_nobody_gives_way_if_the_first_of_the_queue_still_could_not_start():
