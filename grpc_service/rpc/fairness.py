@@ -198,8 +198,8 @@ class OverheadLimiter:
                     self._give_turn()
 
     def _give_turn(self) -> None:
-        """Let the first owner's first waiter take up to `TURN_S` of its seconds; the owner's next
-        turn comes after those of all others."""
+        """Give the first waiter of the first owner up to `TURN_S` of the seconds that it waits for;
+        the owner's next turn comes after those of all others."""
         owner = next(iter(self._waiting))
         waiters = self._waiting.pop(owner)
         if waiters:  # every waiter may have been cancelled

@@ -62,8 +62,8 @@ class GenerateEncoder:
         self._chunk = vllm_engine_pb2.GenerateResponse()  # filled anew for each event
 
     def encode_short(self, event: StreamEvent) -> bytes | None:
-        """Return the message's bytes of a Tokens event that fits one message: b"" if there is
-        nothing to send, None if `encode` has to do it."""
+        """Encode a Tokens event that fits into one message. Return the message's bytes, b"" if
+        there is nothing to send, or None if the event is one for `encode`."""
         if event.__class__ is not Tokens or len(event.token_ids) > self._tokens_max:
             return None
         if not self._is_stream:

@@ -20,7 +20,8 @@ class Engine:
 
 
 def rows(*seconds):
-    """Return the rows of our own build, one variant and the peer, by the ends of their names."""
+    """Return the rows that compare three engines (our own build, one variant of it and the peer),
+    in a dict by the ends of the rows' names."""
     found = variants.compare(CASE, "int4", ["x86-64-v3"], [Engine(one) for one in seconds])
     return {row.name.partition(" int4: ")[2]: row for row in found}
 

@@ -156,7 +156,8 @@ class Shared:
 
 @cache
 def share():
-    """Return the interpreters. What is forked after the first call has the same."""
+    """Return the interpreters. A process that is forked after the first call uses these, and starts
+    none of its own."""
     return Shared()
 
 

@@ -84,7 +84,8 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         return None if phase is None else RowFailure(sequence, RowPhase(phase), "drawn")
 
     def _fail(self, plan: PlanT, fault_of: Callable[[PlanT], BaseException | None] | None) -> None:
-        """Raise the script's fault of the last step that `_spend` counted, or of the plan."""
+        """Raise the error that the script has for the number of this step, or else the one that
+        ``fault_of`` returns for the plan. Return if there is neither."""
         fault = self.script.step_faults.get(self.steps - 1)
         if fault is None and fault_of is not None:
             fault = fault_of(plan)

@@ -219,8 +219,8 @@ def of_stories(
     bar: float | None,
 ) -> Iterator[Row]:
     """Yield the rows of groups of requests to the story model, and that of all of them. Two engines
-    of the same config differ by up to 4 % for as long as they live. So several are opened, and
-    each kind is the first to be opened in turn."""
+    of the same config differ by up to 4 % for as long as they live. So several
+    are opened with drafts and several without, and the two take turns at being opened first."""
     seen = [Pairs() for _ in groups]
     for opening in range(OPENINGS):
         with engines(opening % 2 == 1) as both_engines:

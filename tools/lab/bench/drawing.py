@@ -136,7 +136,7 @@ def their_pipeline(directory: Path, arch: str, runner: PipelineRunner) -> Any:
 
 
 def measure(directory: Path, arch: str) -> list[Row]:
-    """Return the rows of one kind of pipeline."""
+    """Measure pipelines of one architecture, and return the rows."""
     from engine.worker.image_generation.runner import PipelineRunner
     from engine.worker.interface import RunnerSpec
 

@@ -155,7 +155,7 @@ class Measured:
         return float(case.batch * tokens / answer["seconds"])
 
     def same_share(self, other: Measured) -> float:
-        """Return the share of first tokens that are the same as another engine's."""
+        """Return for what share of the prompts this engine's first token is the other engine's."""
         pairs = [
             one == theirs
             for mine, their in zip(self.answers, other.answers, strict=True)

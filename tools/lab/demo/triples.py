@@ -63,7 +63,8 @@ class Triple:
 
 
 def training_triple(seed: int, index: int) -> Triple:
-    """Return the training triple of an index: sentences, passages, or a question and its answer."""
+    """Return the training triple with this number: three sentences, three passages, or a question,
+    its answer and a wrong one."""
     rng = random.Random(f"triple/{seed}/{index}")
     draw = rng.random()
     if draw < PASSAGE_SHARE:
