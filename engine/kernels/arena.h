@@ -14,7 +14,7 @@ struct Arena {
 
     bool reserve(size_t wanted) {
         if (wanted <= size) return true;
-        wanted = (wanted + 63) / 64 * 64;  // `aligned_alloc` takes no other sizes
+        wanted = (wanted + 63) / 64 * 64;  // `aligned_alloc` takes multiples of the alignment
         free(memory);
         memory = (char *)aligned_alloc(64, wanted);
         size = memory ? wanted : 0;

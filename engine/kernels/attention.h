@@ -14,12 +14,12 @@
 
 namespace triolet {
 
-constexpr long TASKS_OF_THREAD = 4;  // guess: with as many for each, threads end about together
-constexpr long PACKED_BYTES_MOST = 32 << 20;  // guess: what packed keys and values may take
+constexpr long TASKS_OF_THREAD = 4;  // guess: then all threads end at about the same time
+constexpr long PACKED_BYTES_MOST = 32 << 20;  // guess: bytes for packed keys and values
 
 // The part of a decode that one task computes.
 struct DecodeTask {
-    long row, part, num_parts, place;  // place: of the row's first part among all parts
+    long row, part, num_parts, place;  // place: index of the row's first part in `partials`
 };
 
 // A step's decodes, listed once for all layers, and memory that all threads share.
@@ -29,14 +29,14 @@ struct AttentionPlan {
     Partial *partials;          // [num_parts][heads]
     float *sums_;               // [num_parts][heads][width]
     void *packed;               // keys and values of a chunk's row, PACKED_BYTES_MOST or one head
-    long packed_size;           // of it, in bytes
+    long packed_size;           // in bytes
 };
 
 static inline bool is_decode(const Rows &rows, long row) {
     return rows.offsets[row + 1] - rows.offsets[row] == 1;
 }
 
-// Counts the tasks, and lists them where there is a list.
+// Counts the decodes' tasks and parts, and fills ``plan.tasks`` with the tasks if it is not null.
 static void list_decodes(const Rows &rows, AttentionPlan &plan) {
     plan.num_tasks = plan.num_parts = 0;
     for (long row = 0; row < rows.num_rows; row++) {
@@ -65,7 +65,7 @@ static long packed_bytes(const Attention &call, const Rows &rows) {
     return most;
 }
 
-// The positions of its part that a task sees: from ``begin`` on, none if ``end`` is not after it.
+// The positions ``begin`` to ``end`` - 1 of a task's part that its row sees. There may be none.
 struct Seen {
     long begin, end;
 

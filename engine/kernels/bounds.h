@@ -16,7 +16,7 @@
 //   codes of 4 bits         16, of a table of 16; scales: as many as groups (`QuantizedWeight.in_halves`)
 //   rotated dimensions of a head                 no more than it has (`_check_rotaries` in decoder.py)
 //   windows, heads that share keys               `paged_attention` in attention.py
-//   products of adapters, kinds of rotary embeddings, layers     made with the model, one of each
+//   products of adapters, kinds of rotary embeddings, layers     made with the model, as many as it has
 //   tokens of a draw                             found in the row itself (draw_rows.py)
 // What torch and numpy index (bias, bans, penalties, log-probabilities, positions, padding, types of
 // tokens) they look at themselves; an id is of the vocabulary by then.

@@ -306,7 +306,7 @@ static inline v16 activate(int64_t kind, v16 x) {
     return 0.5f * x * (1.0f + tanh16(inner));
 }
 
-// Returns what a gate lets through of an up.
+// Returns the activation of a gated MLP for the outputs ``gate`` and ``up`` of its first product.
 static inline v16 gated(const Model &model, v16 gate, v16 up) {
     if (model.activation != CLAMPED_SWIGLU) return activate(model.activation, gate) * up;
     const v16 limit = splat(model.gate_limit);
@@ -333,7 +333,7 @@ static inline void store_part(float *to, v16 value, long count) {
     for (long i = 0; i < count; i++) to[i] = own[i];
 }
 
-// The adapters of a step, or null if it has none: `of` those of one product.
+// The adapters of a step. `of` returns those of one product, or null if the step has none.
 template <class T>
 struct StepAdapters {
     const Step &step;
@@ -416,8 +416,8 @@ static void end_branch(const Model &model, long rows, const Linear &layer, const
     add_branch(model, rows, after, has);
 }
 
-// Returns a function that takes the sums of gates and ups, whose panels alternate, and stores what
-// they become in ``to``, [rows][depth], of which the first ``width`` are in use.
+// Returns a function that takes the sums of gates and ups, whose panels alternate, and stores their
+// activations in ``to`` [rows][depth], of which the first ``width`` columns are in use.
 template <class T>
 static inline auto store_gated(const Model &model, long width, T *to, long depth) {
     return [=, &model](long row, long count, long panel, long panels, const float *sums_) {

@@ -12,8 +12,8 @@
 
 namespace triolet {
 
-constexpr long DRAW_BLOCK = 128;  // tokens whose weights are summed first, by an unseeded draw
-// e^3e-4: by this factor a weight in float32 may be too small without excluding the winner.
+constexpr long DRAW_BLOCK = 128;  // an unseeded draw draws one block of tokens, then a token
+// e^3e-4. A weight computed in float32 may be too small by this factor: the winner still passes.
 constexpr float SLACK = 1.0003f;
 
 // A row of logits as a draw sees it: divided by ``heat``, with the ``best`` of the quotients. A token
@@ -43,7 +43,7 @@ struct Scores {
 static inline long inverse_cdf(const float *numbers, long count, double uniform) {
     double total = 0.0, running = 0.0;
     for (long i = 0; i < count; i++) total += numbers[i];
-    long last = 0;  // the last number that is not 0, where rounding leads beyond the end
+    long last = 0;  // the last index of a number above 0: the result where rounding ends the loop
     for (long i = 0; i < count; i++) {
         if (numbers[i] > 0.0f) last = i;
         running += numbers[i];

@@ -96,7 +96,7 @@ static void place_rows(const Experts &experts, long rows, const Routing<T> &has)
         has.places[i] = place;
         has.sources[place] = (int32_t)(i / experts.chosen);
     }
-    // Each start has moved to the expert's end, which is the next one's start.
+    // The loop has moved each expert's start to its end, which is the start of the next expert.
     for (long expert = experts.count; expert > 0; expert--)
         has.starts[expert] = has.starts[expert - 1];
     has.starts[0] = 0;

@@ -8,8 +8,8 @@
 namespace triolet {
 
 constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
-constexpr long ROWS_OF_LONG_TASKS = 4;  // measured on Zen 3: a fifth faster, and slower from 8 rows on
-constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
+constexpr long ROWS_OF_LONG_TASKS = 4;  // long tasks are a fifth faster; slower from 8 rows on (Zen 3)
+constexpr long DEPTH_AT_ONCE = 640;  // inputs of a pass: two panels of so many fit a core's L1
 constexpr long SMALL_AT_ONCE = 512;  // inputs of weights of 4 bits that are unpacked at once
 
 // A thread's memory: a task's sums, [ROWS_AT_ONCE][PANELS_MOST x 16], and an unpacked pair of
@@ -66,7 +66,7 @@ static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long
     const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
     const long step = rows <= ROW_PAD ? depth : even_step(depth);
     const T *weight = (const T *)linear.weight + panel * stride;
-    // The threads take tasks in turn, so that a thread's next one is probably so far behind this.
+    // As threads take tasks in turn, this thread's next task probably begins at panel ``behind``.
     const long behind = panel + panels * num_members();
     const bool is_last = (behind + 1) * PANEL >= linear.outputs;
     const T *next = is_last ? nullptr : (const T *)linear.weight + behind * stride;

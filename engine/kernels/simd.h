@@ -131,7 +131,7 @@ TRIOLET_INLINE void store_narrow(void *to, u16v value) {
 }
 
 TRIOLET_INLINE void store_bytes(int8_t *to, i16v value) {
-    // By way of 16 bits, which every processor packs with one instruction.
+    // The numbers become 16 bits first, because every processor halves a width with one instruction.
 #pragma GCC unroll 4
     for (int i = 0; i < i16v::PARTS; i++) {
         const auto half = __builtin_convertvector((u16v::Part)value.part[i], Halves);

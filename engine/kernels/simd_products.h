@@ -47,13 +47,13 @@ namespace triolet {
 #endif
 }
 
-// How many rows a block of products computes with one or two panels, of bfloat16 and of float32; how
-// many rows are few, so that four panels are computed together; and how many rows still wait for
-// memory.
+// MOST_ROWS: the rows of a block with one or two panels in bfloat16; MOST_FLOAT_ROWS: in float32.
+// FEW_ROWS: up to so many rows, a block has four panels. FETCHING_ROWS: up to so many rows, a block
+// also fetches the next panels.
 #if defined(__AVX512F__)
 // With 12 rows 24 of 32 registers hold sums, and with four panels of 4 rows 16.
 constexpr int MOST_ROWS = 12, MOST_FLOAT_ROWS = 12, FEW_ROWS = 4;
-constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
+constexpr long FETCHING_ROWS = 64;  // measured: with more rows, a block does not wait for memory
 // A block of integers has 6 rows and 2 panels: 12 sums of integers and 12 of floats in registers.
 constexpr int SMALL_ROWS = 6, SMALL_PANELS = 2;
 #else
@@ -120,7 +120,7 @@ TRIOLET_INLINE v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 #endif
 }
 
-// Returns the pair at ``from`` 16 times.
+// Returns a vector of 16 copies of the pair at ``from``.
 TRIOLET_INLINE u16v splat_pair(const bf16 *from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     // Otherwise GCC takes the pair apart in general registers, by eight instructions instead of
@@ -136,7 +136,7 @@ TRIOLET_INLINE u16v pair_up(const bf16 *first, const bf16 *second) {
     return widen(first) | widen(second) << 16;
 }
 
-// Does the same for VECTORS vectors of each.
+// Pairs up VECTORS vectors of ``first`` with as many of ``second``.
 template <int VECTORS>
 TRIOLET_INLINE void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
 #if defined(__AVX512BW__)
@@ -227,7 +227,7 @@ TRIOLET_INLINE i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
 #endif
 }
 
-// What is added to numbers from -8 to 7 of 4 bits, instead of ZERO. Their codes are the bytes then.
+// What is added to weights' numbers of -8 to 7, instead of ZERO: then the bytes are their 4-bit codes.
 constexpr int CENTRE = 8;
 
 // One vector of sums over a block of inputs, which begins with ``start``: minus what was added to each
@@ -313,8 +313,8 @@ struct QuadSums {
 #if defined(TRIOLET_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool HAS_ROW_PAIRS = true;
 
-// Such sums by products of matrices, of two rows and two outputs. They begin with 0, and each row's
-// start is added at the end.
+// The sums of `QuadSums` by ARM's matrix product of two rows and two outputs. They begin with 0, and
+// each row's start is added at the end.
 template <int ROWS, int PANELS>
 struct PairSums {
     int32x4_t of[ROWS / 2][PANELS][LANES / 2];  // two outputs of one row, then of the other
@@ -370,7 +370,7 @@ template <int ROWS, int PANELS>
 struct PairSums;
 #endif
 
-// The sums of a block in the way of this processor. ``IS_CENTRED``: CENTRE was added, not ZERO.
+// The type for a block's sums on this processor. ``IS_CENTRED``: weights have CENTRE added, not ZERO.
 template <int ROWS, int PANELS, bool IS_CENTRED>
 using BlockSums = std::conditional_t<
     HAS_ROW_PAIRS && ROWS % 2 == 0, PairSums<ROWS, PANELS>,

@@ -139,7 +139,7 @@ static inline b64 low_quads(b64 codes, b64 table) {
     return IS_CENTRED ? codes & 15 : look_up(codes & 15, table);
 }
 
-// Returns those of the other four. In 8 bits they are the 64 bytes behind.
+// Returns the numbers of the other four inputs. In 8 bits they are the 64 bytes from ``from`` + 64 on.
 template <int BITS, bool IS_CENTRED>
 static inline b64 high_quads(const uint8_t *from, b64 codes, b64 table) {
     if constexpr (BITS == 8) return load_as<b64>(from + 64);
@@ -174,7 +174,7 @@ struct SumsInMemory {
     inline void end(float *, long) const {}
 };
 
-// With one or two rows, or where there are registers enough, sums are in registers.
+// The sums of a block: in registers if these hold them beside the sums of integers, else in memory.
 template <int ROWS, int PANELS>
 using SmallSums = std::conditional_t<(SMALL_PANELS > 1 || ROWS * PANELS <= 2), Sums<ROWS, PANELS>,
                                      SumsInMemory<ROWS, PANELS>>;
@@ -292,7 +292,7 @@ static void multiply_small(const Rounded &x, long row, long rows, const SmallPan
     take(std::integral_constant<int, 1>{});
 }
 
-// Does the same, in the way that a layer's numbers allow.
+// Calls the function above for the layer's kind of codes: centred, or with a table.
 template <int BITS>
 static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
                            long begin, long end, float *out, long ldo, bool is_more) {

@@ -26,7 +26,7 @@
 
 namespace triolet {
 
-// Measured on Zen 3: about 0.2 ms at most, longer than tasks differ. Fewer cost time on a quiet machine.
+// Spins before a sleep. SPINS_MOST take about 0.2 ms on Zen 3, longer than tasks of a loop differ.
 constexpr int SPINS_MOST = 10000, SPINS_LEAST = 50;
 
 // A number that threads wait for to change. It is the upper half of ``value``, as futexes have 32 bits.
@@ -43,7 +43,7 @@ struct alignas(64) Signal {
         if (sleepers.load()) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
     }
 
-    // Changes the number if it is ``from``; nobody waits for that. Returns whether it was.
+    // Changes the number if it is ``from``, and wakes nobody. Returns whether it was ``from``.
     bool replace(uint32_t from, uint32_t to) {
         uint64_t before = (uint64_t)from << 32;
         return value.compare_exchange_strong(before, (uint64_t)to << 32);
@@ -92,7 +92,7 @@ class Team {
     struct Expelled {};  // thrown in a helper whose step has ended while it waited
 
     struct Helper {
-        Signal ticket;  // odd: a step that the helper may join
+        Signal ticket;  // odd: there is a step, which the helper may join
         Signal place;
         Team *team = nullptr;
         int index = 0;
@@ -107,7 +107,7 @@ class Team {
 
     static constexpr int HELPERS_MOST = 1023;
     Signal phase_;  // the number of the current phase; the lower half counts its tasks that are taken
-    alignas(64) std::atomic<uint32_t> done_{0};  // its tasks that are done
+    alignas(64) std::atomic<uint32_t> done_{0};  // how many tasks of the current phase are done
     Job job_{};
     Helper *helpers_[HELPERS_MOST];
     int num_helpers_ = 0;
@@ -229,9 +229,9 @@ public:
         member = Member{nullptr, 0, 1, 0, member.spins};
     }
 
-    // Calls ``each(task)`` for a part of the tasks from 0 to ``count``; the members of the team take
-    // the others. Returns when all tasks are done. With ``is_for_caller``, only the thread that called
-    // the step takes some.
+    // Divides the tasks 0 to ``count`` - 1 among the members of the team, which all call this: calls
+    // ``each(task)`` for the tasks that this member takes, and returns when all tasks are done. With
+    // ``is_for_caller``, only the thread that called the step takes tasks.
     template <class Each>
     void share(uint32_t count, bool is_for_caller, Each each) {
         const uint32_t phase = member.phase++, tasks = count ? count : 1;
@@ -268,20 +268,20 @@ static inline void share_tasks(long count, long at_once, Each each) {
     });
 }
 
-// As `share_tasks`, for many tasks that take equally long: each member takes about two parts of them.
+// Divides many tasks that take equally long: each member takes about two runs of adjacent tasks.
 template <class Each>
 static inline void share_evenly(long count, Each each) {
     const long parts = 2 * num_members();
     share_tasks(count, (count + parts - 1) / parts + !count, each);
 }
 
-// As `share_tasks`, for one task, which any member runs.
+// Called by all members of a team. Has one of them call ``run``; returns when that is done.
 template <class Run>
 static inline void run_once(Run run) {
     share_tasks(1, 1, [&](long) { run(); });
 }
 
-// As `run_once`, for the thread that called the step.
+// Called by all members of a team. Has the thread that called the step call ``run``, as `run_once`.
 template <class Run>
 static inline void run_in_caller(Run run) {
     if (!member.team) {
