@@ -1,8 +1,8 @@
 """``python -m grpc_service`` is the command ``triolet``.
 
-Rule: ``python -m`` imports from the working directory first. Unless this package lies there, that
-place is taken out of the path before anything else of ours is imported, so that a file called
-engine.py there is not taken for ours.
+Rule: ``python -m`` imports from the working directory first. Unless this package lies there, the
+working directory is taken out of the path before any other module of Triolet is imported, so that a
+file engine.py in it is not imported as `engine`.
 """
 
 import os.path

@@ -35,7 +35,7 @@ def write(rpc: Rpc, fields: Mapping[str, str | int | float]) -> None:
 
 
 def fields_of(rpc: Rpc, code: str, seconds: float) -> dict[str, str | int | float]:
-    """Return the fields of the line, by name, with times in seconds.
+    """Return the fields of a call's log line, by name, with times in seconds.
 
     A request that reached the engine has the times of its phases: of all phases if it finished, and
     otherwise how long it waited and how long it ran.

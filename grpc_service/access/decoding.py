@@ -1,12 +1,12 @@
 """Decodes requests: all but small ones in threads, beside the loop that serves every stream.
 
-Rule 1: more than `SMALL_BYTES` are judged, parsed, translated and checked in a thread. Rule 2: at a
-time, one request of up to `LARGE_BYTES` and one larger one are decoded, since threads share
-Python's lock; in both lanes, holders of keys, and addresses without keys, take turns. Rule 3: a
-request that waits for its turn stays in its call's body, where its bytes are counted, and it leaves
-the queue when its call ends. Rule 4: between decoding and the calls' first answers, the larger
-requests of an owner have at most `DECODED_BYTES`, those of all owners `ALL_DECODED_BYTES`, unless
-it is one request: texts that wait for the tokenizer take memory, too.
+Rule 1: a request of more than `SMALL_BYTES` is parsed and checked in a thread. Rule 2: only two
+threads decode, one the requests of up to `LARGE_BYTES` and one the larger ones, since threads share
+Python's lock; each serves holders of keys, and addresses without keys, in turn. Rule 3: a request
+that waits for its turn stays in its call's body, where its bytes are counted, and it leaves the
+queue when its call ends. Rule 4: requests above `LARGE_BYTES` that are decoded and not yet answered
+have at most `DECODED_BYTES` per owner and `ALL_DECODED_BYTES` together, because texts that wait for
+the tokenizer take memory, too. A single request may have more.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
 
 # The worst request of this size, five hundred empty messages of a chat, takes the loop 4 ms; a
-# hop to a thread and back takes 0.2 ms. tests/unit/test_value_counts.py measures the first.
+# hop to a thread and back takes 0.2 ms. tests/unit/test_value_counts.py measures the 4 ms.
 SMALL_BYTES = 2**10
-LARGE_BYTES = 2**16  # guess: few honest requests are larger, and shorter ones do not wait for them
+LARGE_BYTES = 2**16  # guess: honest requests are seldom larger; shorter ones do not wait for larger
 DECODED_BYTES = 2**20  # guess: enough to keep the tokenizer busy
-ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: two owners have room
-DECODED_S = 5.0  # the longest that a request counts. Guess: 1 MiB of text is tokenised in a second
+ALL_DECODED_BYTES = 2 * DECODED_BYTES  # guess: room for two owners
+DECODED_S = 5.0  # how long a request counts at most. Guess: a second tokenises 1 MiB of text
 
 
 class Decoding:
@@ -47,8 +47,8 @@ class Decoding:
         self._room = _Room()
 
     async def request_of(self, method: Method, rpc: Rpc) -> Any:
-        """Wait for the one request of a call, and return what its handler takes. Its
-        timeout counts from when it is complete (`Rpc.arrived_at`).
+        """Wait for the one request of a call, and return what its handler takes. The call's timeout
+        counts from the request's last byte (`Rpc.arrived_at`).
 
         Raises:
             DeadlineExceeded: the deadline passed while the request waited for its turn.
@@ -75,14 +75,14 @@ class Decoding:
 
 
 class _Share:
-    """The bytes of requests between decoding and answer: at most ``most``, or one request's. A
-    request counts for at most `DECODED_S`, so that one whose model is loaded or paused does not
-    hold up others. Tasks hold ``turns`` while they wait for room. ``num_users`` counts the
-    requests that wait or are counted."""
+    """The bytes of requests that are decoded and not yet answered: at most ``most``, or a single
+    request's. A request counts for at most `DECODED_S`, so that others do not wait for its model's
+    load or pause. Tasks hold ``turns`` while they wait for room. ``num_users`` counts the requests
+    that wait or are counted."""
 
     def __init__(self, most: int) -> None:
         self.turns = FairLock()
-        self.taken: dict[object, tuple[int, float]] = {}  # bytes and time, the first request first
+        self.taken: dict[object, tuple[int, float]] = {}  # bytes, and since when; in order of time
         self.num_users = 0
         self._most = most
         self._freed = trio.Event()
@@ -102,7 +102,7 @@ class _Share:
 
 
 class _Room:
-    """Bounds what large requests take that are decoded and not answered (Rule 4)."""
+    """Bounds the bytes of large requests that are decoded and not yet answered (Rule 4)."""
 
     def __init__(self) -> None:
         self._all = _Share(ALL_DECODED_BYTES)
@@ -110,7 +110,7 @@ class _Room:
 
     async def take(self, owner: Hashable, num_bytes: int) -> Callable[[], None]:
         """Wait for room for a request, after its owner's earlier requests and in turn with other
-        owners, and return a function that gives it back. Calling it again changes nothing.
+        owners, and return a function that gives the room back. Calling it again changes nothing.
 
         Cancellation: safe; the task leaves the queue.
         """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
 # A draining server waits for calls of these methods until the engine has their requests.
 SUBMITTING = (LIMITED, *policy.USES[1:])
-# Its request is counted while the stream waits for its client (`engine.requests.detached`).
+# An Attach joins a request that the key's limits count already (`engine.requests.detached`).
 COUNTED_ALREADY = {"triolet.v1.Inference/Attach"}
 
 
@@ -77,12 +77,12 @@ class Interceptor(Dispatcher):
             with self._accounting(rpc) if is_counted else contextlib.nullcontext():
                 await super().serve(call)
         finally:
-            # Else call, record and request would refer in a circle, and wait for the collector.
+            # Otherwise call, record and request would be a cycle for the garbage collector.
             call.record = None
 
     @contextlib.contextmanager
     def _accounting(self, rpc: Rpc) -> Iterator[None]:
-        """Count the call and write its line when it ends."""
+        """Count the call, and write its line of the access log, when it ends."""
         started_at = time.monotonic()
         call = rpc.call
         try:
@@ -113,8 +113,8 @@ class Interceptor(Dispatcher):
 
 
 def _begin(method: Method, request: Any, rpc: Rpc) -> Awaitable[Any]:
-    """Count the request, and return the handler's work on it. The handler alone keeps the request
-    from now on."""
+    """Count the request against its key's limits, and return the handler's coroutine, which alone
+    keeps a reference to the request."""
     rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
     logs.request_id.set(logs.printable(rpc.request_id))
     method_name = rpc.call.method

@@ -46,8 +46,8 @@ class KeyLimits:
 class KeyRing:
     """The keys of a file, which is read at creation and by `reload`.
 
-    Any thread may call `find`, also during `reload`. A holder keeps its `Quota`, and what it counts
-    there, when the file is read again.
+    Any thread may call `find`, also during `reload`. A holder keeps its `Quota` with its counts
+    when the file is read again.
 
     Raises:
         ConfigError: the file cannot be read, or one of its lines is wrong. The message has the

@@ -24,7 +24,7 @@ class Rpc:
     """One RPC, as its handler sees it.
 
     ``call`` is the gRPC call: what a handler reads and writes. ``request_id`` is the client's own
-    or one made for it. ``arrived_at`` is when the request had come whole, on Trio's clock.
+    or one made for it. ``arrived_at`` is when the request's last byte had come, on Trio's clock.
     ``quota`` is the key holder's, None for a call without a key; ``leave_quota`` is called when the
     call has ended. ``stream`` is set by the code that submits a request to the engine for this RPC.
     """

@@ -3,9 +3,10 @@
 Rule 1: a request that succeeded is answered in full, however late its client reads, while its
 connection has no more than `UNREAD_CALLS_PER_CONNECTION_MAX` unread calls (D1); a call that
 failed ends soon (`grpc_service.services.call_writer`). An unread call keeps no memory of the
-engine. Rule 2: beyond that, unless the client reads slowly, or beyond `UNREAD_CALLS_MAX` in all,
-the oldest unread call of the connection with most is reset. No other client is affected. Rule 3:
-everything here takes constant time on average, while `UNREAD_CALLS_MAX` is not reached.
+engine. Rule 2: a connection with more unread calls loses its oldest, unless its client reads
+slowly; with more than `UNREAD_CALLS_MAX` in all, so does the connection that has most. No other
+client is affected. Rule 3: everything here takes constant time on average, while `UNREAD_CALLS_MAX`
+is not reached.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-UNREAD_AGE_S = 1.0  # guess: a client that reads has read by then, on any usable network
+UNREAD_AGE_S = 1.0  # guess: on any usable network, a client that reads has read its answer by then
 UNREAD_CALLS_MAX = 1024
 UNREAD_CALLS_PER_CONNECTION_MAX = 64
 
@@ -33,8 +34,8 @@ class EndedCall(Protocol):
 
 class UnreadCalls:
     """Counts calls between `ended` and `gone`; a call that stays longer than `UNREAD_AGE_S` is
-    unread. ``clock`` returns seconds and never goes back. ``most`` and ``most_in_all`` are the
-    bounds of the unread calls of a connection and of all."""
+    unread. ``clock`` returns seconds and never goes back. ``most`` bounds the unread calls of a
+    connection, ``most_in_all`` those of all connections."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class UnreadCalls:
         return len(self._connections)
 
     def _reset_excess(self) -> None:
-        """Move the calls that became unread, and reset those beyond the bounds."""
+        """Note the calls that became unread, and reset the oldest ones beyond the bounds."""
         limit = self._clock() - UNREAD_AGE_S
         while self._ended:
             call = next(iter(self._ended))

@@ -76,8 +76,8 @@ LASTING = tuple(f"/{name}".encode() for name in LASTING_NAMES)
 EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
-LEAVE_PATIENCE_S = 3.0  # guess: for a load that runs, although no request waits for it any more
-LOADING_PATIENCE_S = 0.5  # guess: the same for a server that was never ready, which had no clients
+LEAVE_PATIENCE_S = 3.0  # guess: for a load that still runs when no request waits for it any more
+LOADING_PATIENCE_S = 0.5  # guess: the same for a load in a server that was never ready (no clients)
 CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S` and a step of ordinary length
 
 
@@ -127,8 +127,8 @@ class _Ending:
                 self.second.set()
 
     def leave(self) -> None:
-        """Limit what remains after all connections have ended: joining threads. A server that
-        could not even listen has no limit, because its error message would be lost."""
+        """Limit how long the end may still join threads, now that all connections have ended. A
+        server that could not even listen has no limit, because its error message would be lost."""
         if self.is_serving and self.cut_by is None:
             patience_s = LEAVE_PATIENCE_S if self.was_ready else LOADING_PATIENCE_S
             self.watchdog.leave(self.code, patience_s=patience_s, waits_for_steps=True)
@@ -175,7 +175,7 @@ async def serve(
     ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
     with trio.open_signal_receiver(*SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ending.watch, signals)  # also while the engine ends
+            nursery.start_soon(ending.watch, signals)  # signals count also while the engine ends
             await _serve(
                 engine_config,
                 server_config,
@@ -287,7 +287,7 @@ async def _serving_calls(
         try:
             yield listeners[0].port
         finally:
-            with trio.CancelScope(shield=True):  # bounded by the grace
+            with trio.CancelScope(shield=True):  # at most `STOP_GRACE_S`
                 async with trio.open_nursery() as stopping:
                     stopping.start_soon(server.stop, STOP_GRACE_S)
                     stopping.start_soon(gateways.stop, STOP_GRACE_S)
@@ -314,8 +314,8 @@ def _limits_of(config: ServerConfig) -> Limits:
 
 
 async def _wait_loaded(engine: Engine, reasons: HeldBack) -> None:
-    """Wait until every preloaded model that the start waits for is READY or FAILED; if all of
-    these FAILED, also for the others. Then release the ``reasons`` of those that FAILED.
+    """Wait until every preloaded model that the start waits for is READY or FAILED; if all of these
+    FAILED, wait for the encoders, too. Then log the ``reasons`` why models FAILED.
 
     Raises:
         ConfigError: every model FAILED.
@@ -344,15 +344,15 @@ def _failure(engine: Engine) -> str:
 
 
 def _where(engine: Engine) -> str:
-    """Return the directory in which the only model was looked for. Clients never see it."""
+    """Return where the only model was looked for, if it is a path. Clients never see this."""
     model = next(iter(engine.registry.entries.values())).config.model
     is_path = model.startswith((".", "/", "~"))
     return f" [{Path(os.path.expanduser(model)).absolute()}]" if is_path else ""
 
 
 async def _wait_settled(entries: Collection[Entry]) -> bool:
-    """Wait until every preloaded model of ``entries`` is READY or FAILED. Return whether one was
-    not at first.
+    """Wait until every preloaded model of ``entries`` is READY or FAILED. Return whether a model
+    was not settled when the wait began.
 
     Cancellation: safe; the loads go on.
     """

@@ -114,7 +114,7 @@ class GatewayPorts:
         self.refresh()
 
     def refresh(self) -> None:
-        """Act on a change of the engine's models, or on its drain."""
+        """Set the ports' health by the engine's models; in a drain, ask clients to leave."""
         for gateway in self._open.values():
             gateway.service.refresh()
             is_healthy = gateway.service.is_healthy

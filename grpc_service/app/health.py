@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
 
 SERVICE_NAME = "grpc.health.v1.Health"
-# Guess: as many as unread calls in total. Beyond it, the address with the most loses its oldest.
+# Guess: as `UNREAD_CALLS_MAX`. Beyond it, the address with most watchers loses its oldest.
 WATCHERS_MAX = 1024
 
 Response = health_pb2.HealthCheckResponse
@@ -77,7 +77,7 @@ class HealthServicer:
         Raises:
             Overloaded: there are more than `WATCHERS_MAX` watchers, most of them of this address.
 
-        Cancellation: safe; every watch ends by it.
+        Cancellation: safe; it is how every watch ends.
         """
         with self._watchers.hold(rpc.call.connection.address):
             await self._watch(request.service, rpc)
@@ -86,7 +86,7 @@ class HealthServicer:
     async def _watch(self, name: str, rpc: Rpc) -> None:
         last = None
         while True:
-            changed = self._changed  # taken before the look, so that no change is missed
+            changed = self._changed  # taken before the state is read, so that no change is missed
             response = self._response(name)
             if response != last:
                 await rpc.call.write(response)

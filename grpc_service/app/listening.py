@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# File descriptors for all that is no connection of a port: the reserve of a full one, workers,
-# models' files. Guess: four times the reserve.
+# File descriptors beside those of a port's `--max-connections`: for connections in its reserve
+# (`Limits.reserved_max`), workers and models' files. Guess: four times the reserve.
 OTHER_FILES = 256
 
 
 def num_connections(wanted: int, num_ports: int = 1) -> int:
     """Return how many of the ``wanted`` connections each of the process's ports may have open, and
-    let the process have a file descriptor for each as far as the system allows. Without
-    a free descriptor it could accept no connection, not even a probe's."""
+    let the process have a file descriptor for each as far as the system allows. Without a free
+    descriptor the process could accept no connection, not even a probe's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_ports * (wanted + OTHER_FILES)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFIX = "triolet:"
-SCRAPE_TIMEOUT_S = 5.0  # that the end waits for a scrape. Guess: half of Prometheus' usual limit
+SCRAPE_TIMEOUT_S = 5.0  # the end waits so long for a scrape. Guess: half of Prometheus' limit
 REPLICA = ("model_name", "replica")
 
 
@@ -244,7 +244,7 @@ class Collector:
         self._ask = ask
 
     def describe(self) -> list[Any]:
-        """Return nothing, so that registering does not collect."""
+        """Return nothing, so that registering this object does not call `collect`."""
         return []
 
     def collect(self) -> Iterator[Any]:

@@ -32,7 +32,7 @@ LOAD_ERRORS = "engine.pool.load_errors"  # the logger of failed loads
 
 
 class HeldBack(logging.Filter):
-    """Keeps the reasons of failed loads out of the log until `release`; none if not ``begins``."""
+    """Keeps the reasons of failed loads out of the log until `release`, if ``begins`` is set."""
 
     def __init__(self, *, begins: bool) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class HeldBack(logging.Filter):
         return False
 
     def release(self, failure: str = "") -> None:
-        """Log the kept records, and keep none from now on. Of a reason that is in ``told``, which
-        the start itself prints, log only the details that the start leaves out. Idempotent."""
+        """Log the kept records, and keep none from now on. Where the start prints ``failure``
+        itself, log only the details that are not in it. Idempotent."""
         records, self._records = self._records, None
         for record in records or ():
             detail = getattr(record, "detail", "")
