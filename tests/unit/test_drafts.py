@@ -609,9 +609,11 @@ def test_a_draft_model_saves_steps_and_changes_no_token():
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_a_draft_model_may_draft_fewer_tokens_than_are_wanted(most):
     """Only what was drafted counts, and blocks for the others are given back."""
-    driver = with_model(lambda *given: always_right(*given)[:most])
+    driver = with_model(lambda *given: always_right(*given)[:most], draft_s=0.001)
     driver.submit(make_request("a", range(1, 6), max_tokens=100))
+    before = list(driver.scheduler._times._passes)
     finish(driver)
+    assert (list(driver.scheduler._times._passes) != before) == (most > 0)
     usage = driver.finished["a", 0].usage
     assert (usage.drafted_tokens, usage.accepted_tokens) == totals_of(driver)[1:]
     assert usage.drafted_tokens == usage.accepted_tokens

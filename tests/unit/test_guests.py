@@ -281,6 +281,16 @@ def test_a_guest_goes_on_to_the_last_free_place_of_its_stream():
     assert line.answers("guest") == [30]
 
 
+def test_a_guest_that_comes_back_before_its_start_has_waited_in_the_queue():
+    line = Line()
+    queued(line, 1)
+    line.step()
+    line.come("guest")
+    line.tick(2.0)
+    line.run()
+    assert line.finished["guest", 0].timings.queue_s >= 2.0
+
+
 def test_guests_that_are_alone_have_a_share_of_the_seats():
     line = Line(num_blocks=256)
     names = [f"g{number}" for number in range(9)]
@@ -293,6 +303,21 @@ def test_guests_that_are_alone_have_a_share_of_the_seats():
         line.end_step()
     assert all(line.answers(name) == [ANSWER] for name in names)
     line.check_idle()
+
+
+def test_guests_that_are_not_parked_yet_go_on_up_to_their_share_of_the_seats():
+    line = Line(num_blocks=256)
+    parked_as_a_guest(line, 1)
+    line.cancel("other")
+    names = ("g1", "g2", "g3")
+    for name in names:
+        line.send(name)
+    line.leave(*names)
+    plan = line.begin_step()
+    assert len(plan.rows) == line.config.max_num_seqs // 8
+    line.end_step()
+    line.come("guest", *names)
+    line.run()
 
 
 def test_guests_that_hold_no_block_are_not_looked_at():
@@ -325,6 +350,12 @@ def test_a_guest_loses_its_blocks_before_a_reader_that_is_slow():
         "guest",
         "slow",
     ]
+    line.send("long", 100, first=100)
+    line.send("longer", 120, first=300)
+    guest = line.scheduler._ledger.requests[RequestId("guest")]
+    while guest.num_blocks:
+        assert line.step()
+    assert not line.scheduler._ledger.parked.holders
 
 
 def test_a_queue_of_guests_refuses_nobody():

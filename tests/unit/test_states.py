@@ -117,6 +117,22 @@ def test_a_row_that_is_dropped_gives_back_its_snapshot_alone():
     step.keep()
 
 
+@pytest.mark.parametrize("ended", ["running", "waiting"])
+def test_a_request_that_ends_behind_a_prepared_step_gives_back_its_own_slot(ended):
+    driver = Driver(
+        num_blocks=64, block_size=4, max_num_seqs=3, num_states=3, max_num_batched_tokens=8
+    )
+    for name, first in (("running", 1), ("other", 11), ("waiting", 21)):
+        driver.submit(make_request(name, range(first, first + 4), max_tokens=4))
+    driver.begin_step()
+    assert [seq.request_id for seq in driver.scheduler._prepared.started] == ["waiting"]
+    driver.cancel(ended)
+    driver.end_step()
+    driver.run()
+    driver.check_tokens()
+    driver.check_idle()
+
+
 def test_each_sequence_that_may_run_has_a_slot():
     with pytest.raises(ConfigError, match="3 slots, but --max-num-seqs is 4"):
         SchedulerConfig(num_blocks=8, max_model_len=64, max_num_seqs=4, num_states=3)
