@@ -157,7 +157,7 @@ class Conversation:
         return list(without_messages(turns, self._search(search, count)))
 
     def _note_kept(self) -> None:
-        """Print how many messages are left of the conversation after one was not answered."""
+        """Print how many messages the conversation still has, as the last one got no answer."""
         count = sum(turn["role"] != "system" for turn in self._turns)
         before = f"; the conversation before it was, with {count} messages" if count else ""
         _note(f"This message was not kept{before}.")

@@ -78,8 +78,8 @@ def run_client(args: argparse.Namespace, job: Callable[[Client], None]) -> int:
 
 
 def message_from(kind: type[MessageT], args: argparse.Namespace, **others: Any) -> MessageT:
-    """Return a message with the arguments whose names are those of its fields, and with ``others``.
-    A flag that is not given leaves its field unset, so that the model's own value applies."""
+    """Return a message whose fields are the arguments of the same names, and ``others``. A flag
+    that is not given leaves its field unset, so that the model's own value applies."""
     names = {field.name for field in kind.DESCRIPTOR.fields}
     return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
 
@@ -88,7 +88,7 @@ def break_note(args: argparse.Namespace) -> OnBreak:
     """Return a function that prints a line when an answer breaks off and is about to go on."""
 
     def note(error: CallError, delay_s: float) -> None:
-        begin = "\n" if sys.stdout.isatty() else ""  # the answer's last line may be open
+        begin = "\n" if sys.stdout.isatty() else ""  # the answer's last line may lack its newline
         why = explain(error, args.server, args.timeout)
         print(f"{begin}triolet: {why}; going on in {delay_s:.1f} s", file=sys.stderr, flush=True)
 

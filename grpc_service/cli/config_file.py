@@ -65,7 +65,7 @@ def read_table(
 
 
 def _given(config: type[Any], table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the fields of ``config`` that a table has."""
+    """Return the values that a table of the file has for the fields of ``config``."""
     extra = [field.name for field in fields(config) if field.name in ("aliases", *NESTED)]
     values: dict[str, Any] = {}
     for key in extra:

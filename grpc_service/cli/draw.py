@@ -96,8 +96,8 @@ def save_all(
     events: Events, paths: list[Path | None], update: Callable[..., Any], *, as_json: bool
 ) -> Iterator[str]:
     """Write each image to its file as soon as it is complete. Yield the lines to print: one for
-    each file or, with ``as_json``, one for each event, but none for progress, and one for all parts
-    of an image, with the file's name.
+    each file. With ``as_json``: one for each event but progress; the parts of an image are one
+    line, with the file's name.
 
     Raises:
         CallError: the call failed. ConfigError: a file cannot be written.

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         def ask(part: Sequence[Input], timeout_s: float | None) -> Stream[Response]:
             return client.embed(request_of(args, part), timeout=timeout_s)
 
-        is_quiet = args.json and sys.stdout.isatty()  # the bar would be printed among the lines
+        is_quiet = args.json and sys.stdout.isatty()  # a progress bar would stand among the lines
         with progress("embedding", len(inputs), is_quiet=is_quiet) as advance:
             responses: Iterator[Response] = in_order(
                 named(results_of(inputs, ask, args.timeout, advance))
@@ -150,5 +150,5 @@ def _product(vector: Iterable[float], other: Iterable[float]) -> float:
 
 
 def _cosine(number: float) -> str:
-    """Return the rounded number, without the sign of a zero."""
+    """Return a cosine as a text with three decimals, never "-0.000"."""
     return f"{round(number, 3) + 0.0:.3f}"

@@ -137,7 +137,7 @@ def _models(
         table["name"] = name
     models = tuple(ModelConfig(**common | table) for table in tables)
     models = _with_adapters(models, getattr(args, "adapter", []))
-    if "model" not in args and not names:  # the names are from the file
+    if "model" not in args and not names:  # the file alone names the models
         _check_names(args.config, models)
     return models
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Events = Iterable[messages.GenerateResponse]
 
-PARALLEL = 16  # calls for a file's prompts; guess: fills a step, and a queue has room for others
+PARALLEL = 16  # calls for a file's prompts. Guess: they fill a step, and leave room in the queue
 
 
 def run(args: argparse.Namespace) -> int:

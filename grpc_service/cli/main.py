@@ -447,8 +447,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
-    """Let flags after the action override those before it: a flag that is not given after it keeps
-    the value from before it."""
+    """Let flags after the action (as ``load`` in ``triolet models load``) override those before it:
+    a flag that is not repeated keeps its value."""
     for action in parser._actions:
         if action.option_strings and action.default is not argparse.SUPPRESS:
             action.help = (action.help or "") % {"default": action.default}

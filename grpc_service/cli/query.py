@@ -105,7 +105,7 @@ def _ask(
 
 
 def show(args: argparse.Namespace, answer: Message, shown: Callable[[Any], None] | str) -> None:
-    """Print an answer as JSON with --json; otherwise call ``shown`` with it, or print that text."""
+    """Print an answer: as JSON with --json, else by the function ``shown``, or as that text."""
     if args.json:
         print_json(answer)
     elif isinstance(shown, str):
@@ -124,7 +124,7 @@ def duration_of(seconds: float | None) -> Duration | None:
 
 
 def print_explanation(answer: messages.ExplainResponse) -> None:
-    """Print a line for each fact."""
+    """Print a line for each fact in the answer of Explain."""
     rows = [("state", answer.state.lower())]
     if answer.waiting_for:
         rows.append(("waits for", answer.waiting_for))

@@ -61,7 +61,7 @@ def open_client(args: argparse.Namespace) -> Client:
 
 
 def _key(args: argparse.Namespace) -> str:
-    """Return the key to show, "" for none."""
+    """Return the API key that calls send, "" for none."""
     if not args.api_key_file:
         return os.environ.get(KEY_VARIABLE, "").strip()
     try:

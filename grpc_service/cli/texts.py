@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from grpc_service.client import Stream
 
 BYTES_MAX = 2 * 2**20  # bytes of the texts of a call: half of a server's --max-message-bytes
-IMAGES_MAX = 64  # of a call: a server bounds the memory of decoded images
-IMAGE_BYTES_MAX = 6 * 2**20  # of a call: half of a server's --max-image-bytes
+IMAGES_MAX = 64  # images of a call: a server bounds the memory of decoded images
+IMAGE_BYTES_MAX = 6 * 2**20  # bytes of a call's images: half of a server's --max-image-bytes
 BAR_MIN = 100  # texts for which a bar is shown. Guess: fewer take no time
 TEXT_WIDTH_MIN = 20  # columns. Guess: a shorter beginning of a text is of no use
 

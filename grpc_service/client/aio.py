@@ -117,7 +117,7 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
         Raises:
             StopAsyncIteration: all choices have ended. CallError: the stream cannot go on.
 
-        Cancellation: nothing was called.
+        Cancellation: no call was made.
         """
         if self._resumption.is_whole and self._resumption.is_resumable(error):
             raise StopAsyncIteration
@@ -399,7 +399,7 @@ class AsyncControlClient:
 
 
 class _AsyncCalls:
-    """Makes the calls of a service by its ``stub``. They show the key and raise `CallError`."""
+    """Makes the calls of a service by its ``stub``. Calls send the API key."""
 
     def __init__(self, stub: Any, api_key: str) -> None:
         self._stub = stub

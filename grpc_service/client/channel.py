@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-RECONNECT_MAX_MS = 2000  # between tries. Guess: a connection takes less, people wait longer
+RECONNECT_MAX_MS = 2000  # between attempts. Guess: to connect takes less, people wait longer
 
 
 @dataclass(frozen=True, slots=True)

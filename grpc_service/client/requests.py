@@ -25,7 +25,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 Given: TypeAlias = MessageT | Mapping[str, Any]  # the forms of a message in arguments
 Conversation: TypeAlias = str | Iterable[messages.Message | Mapping[str, Any]]
 
-SHOWN_CHARS_MAX = 60  # of a wrong value in a message
+SHOWN_CHARS_MAX = 60  # of a wrong value, in an error message
 # The field that gets a text which is given in place of a request.
 TEXT_FIELDS = {
     messages.GenerateRequest: "text",
@@ -183,7 +183,7 @@ def message_of(made: type[MessageT], name: str, fields: Mapping[str, Any]) -> Me
 
 
 def _value(field: Any, name: str, given: Any) -> Any:
-    """Return what the constructor of the field's message takes for it."""
+    """Return the value of a field, after checks, as the message's constructor takes it."""
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         pairs = checked(name, given, Mapping, "a mapping").items()

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     OnBreak = Callable[[CallError, float], None]
 
 RESUME_S = 60.0  # the default. Guess: a server's restart with a model of a few GB
-FIRST_DELAY_S = 0.25  # before the first try. Guess: a proxy has another server by then
-DELAY_MAX_S = 5.0  # between tries: the server's own advice for a restart
+FIRST_DELAY_S = 0.25  # before the first continuation. Guess: a proxy has another server by then
+DELAY_MAX_S = 5.0  # between continuations: as a server that restarts advises
 
 
 class NextCall(NamedTuple):
@@ -80,7 +80,7 @@ class Resumption:
         self._on_break = on_break
         self._deadline = None if timeout is None else now() + timeout
         self._seed: int | None = None
-        self._attach_token = ""  # while the server may keep the stream
+        self._attach_token = ""  # "" if the server keeps no stream to attach to
         self._is_attaching = False
         self._request_id = request.request_id
         self._choices: defaultdict[int, messages.ContinuedChoice]
@@ -92,7 +92,7 @@ class Resumption:
         self._begun: dict[int, messages.GenerateResponse] = {}
         self._has_grown = False  # a Delta or Finished has come, in any stream
         self._is_resumed = False  # this stream is not the first
-        self._broken_at: float | None = None  # since then, nothing new has come
+        self._broken_at: float | None = None  # when the stream broke; None after a new event
         self._num_tries = 0
 
     @property
@@ -154,10 +154,10 @@ class Resumption:
         if not self._is_on or self._seed is None or not self.is_resumable(error):
             return None
         if not self._has_grown and self.request.output.HasField("prompt_logprobs"):
-            return None  # Started may have come in part
+            return None  # a part of Started, with some of the log probabilities, may have come
         now = self._now()
         if self._is_attaching and not isinstance(error, Unavailable):
-            self._attach_token = ""  # the window has ended, or the server was restarted
+            self._attach_token = ""  # the resume window has ended, or the server was restarted
         self._broken_at = now if self._broken_at is None else self._broken_at
         backoff = min(DELAY_MAX_S, FIRST_DELAY_S * 2**self._num_tries)
         delay_s = max(backoff, error.retry_after_s or 0.0) * random.uniform(1.0, 1.5)

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
 
-NAME = "Inference"  # of the deployment, in the file
+NAME = "Inference"  # of the deployment, in the Serve config file
 
 
 def _streaming(answer: Callable[..., AsyncIterator[Message]], kind: type[Message]) -> Any:
-    """Return the method of Inference that yields what one of `Answers` does. Cancellation of the
-    method: ends the request."""
+    """Return the method of Inference that yields what a method of `Answers` yields. Cancellation of
+    the method: ends the request."""
 
     async def method(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Message]:
         try:
@@ -47,7 +47,7 @@ def _streaming(answer: Callable[..., AsyncIterator[Message]], kind: type[Message
 
 
 def _unary(answer: Callable[..., Awaitable[Message]], kind: type[Message]) -> Any:
-    """Return the method of Inference that returns what one of `Answers` does, as `_streaming`."""
+    """Return the method of Inference that returns what a method of `Answers` returns."""
 
     async def method(self: Replica, request: Any, grpc_context: Any) -> Message:
         try:
@@ -62,8 +62,8 @@ def _unary(answer: Callable[..., Awaitable[Message]], kind: type[Message]) -> An
 class Replica:
     """One replica: an engine, and the methods of Inference by their names.
 
-    The status of a failure is set on the context that Serve passes. A last, empty message takes
-    it to the proxy (`grpc_service.ray.ingress`).
+    The status of a failure is set on the context that Serve passes. A last, empty message takes the
+    status to the proxy (`grpc_service.ray.ingress`).
     """
 
     async def __init__(  # type: ignore[misc, unused-ignore]  # Serve awaits it
@@ -141,7 +141,7 @@ def application(config: EngineConfig, kind: type[Replica] = Replica, **options: 
     deployment = serve.deployment(
         kind,
         name=NAME,
-        max_ongoing_requests=2 * config.max_num_seqs,  # as many wait as run: steps are full
+        max_ongoing_requests=2 * config.max_num_seqs,  # half of them wait, so that steps are full
         graceful_shutdown_timeout_s=config.drain_timeout_s + config.step_timeout_s,
         health_check_period_s=5,
         request_router_config=RequestRouterConfig(

@@ -13,7 +13,7 @@ SEQUENCES = "sequences"  # what a replica reports: how many run, wait or are par
 
 def by_queue_depth(context: Any) -> tuple[int, dict[str, Any]]:
     """Return how many replicas would have ``target_ongoing_requests`` sequences each: a policy for
-    ``autoscaling_config`` of a file. Serve applies the file's delays and bounds.
+    ``autoscaling_config`` of a Serve config file. Serve applies the delays and bounds of that file.
 
     Requests that wait for a replica count as one sequence each.
     """

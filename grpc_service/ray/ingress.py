@@ -11,8 +11,8 @@ message; one that comes while a message is written would leave the replica worki
 task of its own reads each stream. It only waits for messages, and is cancelled when the call ends.
 
 The values of a request's lists and maps are counted in its bytes, as by the server, before objects
-are made of them: a message of millions would stop the proxy for every client. Rule: a request over
-`SMALL_BYTES` is read in a thread, one after another, which touches nothing else.
+are made of them: a message of millions would stop the proxy for every client. Rule: requests over
+`SMALL_BYTES` are parsed in a thread, one at a time; the thread shares no objects.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _Call:
         return self._context.code() not in (None, 0, grpc.StatusCode.OK)
 
     def explain(self) -> None:
-        """Give details to a failure without any, which is Serve's own."""
+        """Add Triolet's details to a failure that has none, because its status is Serve's own."""
         code = self._context.code()
         code = CODES.get(code, code)
         sent = self._context.trailing_metadata() or ()

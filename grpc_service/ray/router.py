@@ -23,7 +23,7 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignor
     """A router of Serve's (`RequestRouterConfig.request_router_class`)."""
 
     def initialize_state(self, imbalance_max: int = IMBALANCE_MAX) -> None:
-        """Take the file's ``request_router_kwargs``; `Places` explains them."""
+        """Take ``request_router_kwargs`` of the Serve config file; `Places` explains them."""
         self._places: Places[Any] = Places(imbalance_max)
 
     def update_replicas(self, replicas: list[Any]) -> None:

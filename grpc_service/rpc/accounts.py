@@ -25,7 +25,7 @@ NO_OP_FRAME = 1.0  # a frame without any effect, which h2 never gets
 WINDOW_UPDATE = 1.0
 PING = 4.0
 H2_FRAME = 4.0  # a frame without much effect that h2 sees
-FRAGMENT = 3.0  # received bytes that complete nothing: owed time only
+FRAGMENT = 3.0  # received bytes that complete no frame: owed time only
 SETTING = 0.5  # for each entry of SETTINGS
 SETTINGS_MAX = 100  # entries that a SETTINGS frame may have; clients send up to seven. Guess.
 VISIT = 0.1  # for each stream that waits when the connection's window opens: owed time only
@@ -33,26 +33,26 @@ SETTINGS_FRAME = 10.0
 SETTINGS_STREAM = 0.1  # for each open stream when SETTINGS arrives
 SMALL_DATA = 4.0  # a DATA frame of fewer than `SMALL_DATA_BYTES`
 RESET_CALL = 10.0
-LOST_CALL = 25.0  # ended by its client before the first answer: owed time only
-WAITING_CALL = 20.0  # its request has not come: owed time only, given back when it comes
-WINDOWLESS_CALL = 20.0  # begun while the client's window is closed: owed time only
-EVICTED_CALL = 500.0  # ended because the server kept too many bytes (`grpc_service.rpc.held_bytes`)
-BROKEN_CONNECTION = 300.0  # ended for an error, or with an empty budget: owed time only
-FAILED_CALL = 40.0  # refused, malformed, or ended with an error
-HEADER_BYTE = 0.01  # of a header list, beyond `HEADER_BYTES_FREE`
+LOST_CALL = 25.0  # a call that its client ended before the first answer: owed time only
+WAITING_CALL = 20.0  # a call whose request has not come; only owed time, given back when it comes
+WINDOWLESS_CALL = 20.0  # a call begun while the client's window is closed: owed time only
+EVICTED_CALL = 500.0  # a call ended because the server keeps too many bytes (`HeldBytes`)
+BROKEN_CONNECTION = 300.0  # a connection that ended by an error, or without budget: owed time only
+FAILED_CALL = 40.0  # a call that was refused or malformed, or ended with an error
+HEADER_BYTE = 0.01  # each byte of a header list beyond `HEADER_BYTES_FREE`
 HEADER_BYTES_FREE = 1024
-INFLATED_BYTE = 4e-4  # of a message, beyond `framing.INFLATION_FREE` times its compressed size
-FAILED_BYTE = 1.6e-4  # of a failed call's request, for reading and parsing it: owed time only
+INFLATED_BYTE = 4e-4  # a message's byte beyond `framing.INFLATION_FREE` times its compressed size
+FAILED_BYTE = 1.6e-4  # a byte of a failed call's request, for reading and parsing: owed time only
 GOOD_CALL = 30.0  # given back for a call that ended with OK
 SENT_DATA = 6.0  # given back per DATA frame sent: clients answer by two window updates and a ping
-OPENING = 30.0  # owed for a new connection; with its first frames less than `OWED_MIN`
+OPENING = 30.0  # owed for a new connection; with the costs of its first frames below `OWED_MIN`
 SERVING = 90.0  # owed at a connection's end, beside the costs of its frames and calls
 CONNECTION = OPENING + SERVING
-LEFT_CONNECTION = 20.0  # owed for one whose client has left before anything is done for it
+LEFT_CONNECTION = 20.0  # owed for a connection whose client leaves before anything is done for it
 SMALL_DATA_BYTES = 64
-USEFUL_DATA_BYTES = 1024  # smaller parts of a message earn no `SENT_DATA`, but the last one
+USEFUL_DATA_BYTES = 1024  # smaller parts of a message, except the last, earn no `SENT_DATA`
 POINT_S = 1e-5  # seconds of the loop for one point
-OWED_MIN = 50.0  # fewer owed points are kept for the next payment
+OWED_MIN = 50.0  # while it owes fewer points, a connection does not wait
 # Upper bound of an address's debt, in seconds of the loop: at the default share, a wait of 2 s if
 # no other address waits. Guess.
 DEBT_MAX_S = 0.2
@@ -82,7 +82,7 @@ class Account:
         self._owed += points
 
     def earn(self, points: float) -> None:
-        """Give points for something useful."""
+        """Give points back for something useful."""
         self._left = min(self._max, self._left + points)
         self._owed = max(-self._max, self._owed - points)
 

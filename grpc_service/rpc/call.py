@@ -110,7 +110,7 @@ class Call(StreamListener):
         self.encoding = encoding.decode("latin-1") if encoding in COMPRESSIONS else ""
         self._accepted = {*headers.get(b"grpc-accept-encoding", b"").replace(b" ", b"").split(b",")}
         self._accepted.add(encoding)
-        self._used_encoding = ""  # by the answer, from its first message on
+        self._used_encoding = ""  # the answer's encoding, once its first message is made
         self.initial_metadata: Metadata = ()
         self.trailing_metadata: Metadata = ()
         self.deadline = math.inf
@@ -121,7 +121,7 @@ class Call(StreamListener):
                 limit = limits.header_list_bytes
                 raise HeadersTooLarge(f"the headers have {size} bytes, of at most {limit}")
             for name, value in stream.headers:
-                if name == b"grpc-timeout":  # of several, the last one counts
+                if name == b"grpc-timeout":  # of several such headers the last one counts
                     self.deadline = trio.current_time() + timeout_of(value)
             self.metadata = metadata_of(stream.headers)
         except RpcError as fault:
@@ -154,13 +154,13 @@ class Call(StreamListener):
         Cancellation: safe; no message is lost.
         """
         reader = self.request.reader
-        if self._has_begun:  # other tasks run between thousands of messages
+        if self._has_begun:  # so that other tasks run between thousands of messages
             await trio.lowlevel.checkpoint()
         while not reader.messages:
             if reader.error is not None:
                 raise reader.error
             if self._stream.has_ended and not reader.is_decompressing:
-                if self._stream.is_over:  # by a reset that came with the request's end
+                if self._stream.is_over:  # a reset came together with the request's end
                     await trio.lowlevel.checkpoint_if_cancelled()
                 if reader.is_amid_message:
                     raise InvalidMessage("the request's message breaks off")
@@ -202,11 +202,11 @@ class Call(StreamListener):
 
     async def write(self, message: Message | bytes, *, compress: bool = True) -> None:
         """Send a message, and wait until the client's window had room for all of it. ``compress``
-        allows that it is compressed.
+        allows the message to be compressed.
 
         Raises:
             Disconnected: the client has ended the call.
-        Cancellation: part of the message may have been sent, and then only a reset can follow.
+        Cancellation: part of the message may have been sent; then the call can only be reset.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         await self._send(message, compress=compress)
@@ -393,7 +393,7 @@ class Call(StreamListener):
         self.scope.cancel(reason="the client ended the call")
 
     def on_sent(self) -> None:
-        """Count the bytes that still wait, and wake the task if there are none."""
+        """Count the answer's bytes that still wait, and wake the task if there are none."""
         self._held.set_bytes(self._answer, self._stream.num_waiting)
         if not self._stream.is_blocked:
             self._wake()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     ServeCall = Callable[[Call], Awaitable[None]]
 
-# Statuses of faulty requests, and of calls for whose answers their clients did not wait.
+# Statuses of faulty requests, and of calls that clients ended before the answer.
 CLIENTS_FAULTS = {
     *(StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.PERMISSION_DENIED),
     *(StatusCode.OUT_OF_RANGE, StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED),
@@ -43,7 +43,7 @@ class CallTasks:
     _serve_call: ServeCall
     _on_end: Callable[[], None]
     _num_useless: int = 0  # tasks that wait to refuse their calls
-    _has_room: trio.Event = field(default_factory=trio.Event)  # a call has ended or started
+    _has_room: trio.Event = field(default_factory=trio.Event)  # set when a call ends or starts
     num_running: int = 0
 
     def start(self, call: Call) -> None:
@@ -74,8 +74,8 @@ class CallTasks:
                     await call.end(*call.fault.status)
                 elif not call.is_late:
                     await self._serve_call(call)
-            # Cancelled by the deadline, before or after the call's start; or by a reset, after
-            # which `end` does nothing.
+            # The deadline cancelled the scope, before or after the call's start, or a reset did;
+            # after a reset `end` does nothing.
             if call.scope.cancelled_caught or call.is_late:
                 await call.end(StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
         finally:

@@ -61,7 +61,7 @@ FIRST_PART_BYTES = 2**12
 class Shared:
     """What the connections of one server share.
 
-    ``decompressing`` is held by the connection that decompresses a large message. ``serve_call``
+    A connection holds ``decompressing`` while it decompresses a large message. ``serve_call``
     serves a call from start to end. ``on_progress`` is called when a call has ended, and when
     waiting output was sent.
     """
@@ -92,7 +92,7 @@ class Connection:
         self.limits = shared.limits
         self.flusher = shared.flusher
         self._transport = transport
-        self._unsent = b""  # output that the transport did not accept at once
+        self._unsent = b""  # output that the transport has not accepted yet
         self._is_writing = False  # the transport did not accept or send everything at once
         self._may_write = trio.Event()  # `_is_writing` is set
         self._has_written = trio.Event()  # `_is_writing` has become False
@@ -101,12 +101,12 @@ class Connection:
         self._nursery: trio.Nursery
         self._calls: CallTasks
         self._must_leave = trio.Event()
-        self._is_to_close = trio.Event()  # the connection, after its last call
-        self._is_over = False  # what the client still sends is dropped
-        self._frame_left_s = math.inf  # for the rest of an incomplete frame
+        self._is_to_close = trio.Event()  # set: to close the connection after its last call
+        self._is_over = False  # all that the client still sends is dropped
+        self._frame_left_s = math.inf  # left for the rest of an incomplete frame
         self._scope = trio.CancelScope()
-        self._to_end: list[StreamListener] = []  # calls of cut streams, still to be cancelled
-        self._idle_since = trio.current_time()  # while there are no calls
+        self._to_end: list[StreamListener] = []  # calls whose streams have ended, to be cancelled
+        self._idle_since = trio.current_time()  # since when there are no calls, if there are none
         self._change = trio.Event()  # a call has ended, or output was sent, or no calls may come
         self.peer = peer
         self.address = address_of(peer)
@@ -139,7 +139,7 @@ class Connection:
                     await self._end_calls()
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
-            # What belongs to this object drops its references to it, so that no cycle is left.
+            # The parts of this object drop their references to it, so that no cycle is left.
             self.http2.close()
             self.held.close(self._output)
             del self._calls
@@ -180,8 +180,8 @@ class Connection:
         return self.is_quiet and (self.http2.is_ending or self._is_over)
 
     async def _leave(self) -> None:
-        """Once the client is asked to leave: take no more calls after it knows that, and close the
-        connection after the last call, if the connection need not stay (`drain`)."""
+        """Wait until the client is asked to leave. Then take no more calls once the client knows
+        that, and close the connection after the last call, unless it stays open (`drain`)."""
         await self._must_leave.wait()
         with trio.move_on_after(self.limits.leave_patience_s):
             while not self.http2.is_ending:
@@ -192,7 +192,7 @@ class Connection:
         await self._is_to_close.wait()
         while not self.is_quiet:
             await self._wait_for_change()
-        self.http2.send_goaway()  # calls that are on their way can be repeated elsewhere
+        self.http2.send_goaway()  # so that clients repeat elsewhere what they have just sent
         self.flush()
         self._is_over = True
         await self._linger()
@@ -236,7 +236,7 @@ class Connection:
     # ---- in
 
     async def _read(self) -> None:
-        """Read until the client closes or is lost, or sends too much after the end."""
+        """Read until the client closes or is lost, or sends `Limits.linger_bytes` after the end."""
         num_dropped = 0
         try:
             while num_dropped < self.limits.linger_bytes:
@@ -268,7 +268,7 @@ class Connection:
         return data
 
     def _break_off(self, error: ProtocolError) -> None:
-        """Send why the client has broken the protocol, and end the connection."""
+        """Send which rule of the protocol the client broke, and end the connection."""
         log.debug("%s: %s", self.peer, error)
         if isinstance(error, TooCostlyError):
             self._shared.addresses.note_offence(self.address)
@@ -338,8 +338,8 @@ class Connection:
                 await trio.lowlevel.checkpoint()
 
     def _limit_frame(self, num_before: int) -> None:
-        """Begin the time of an incomplete frame. If no frame has become complete since there were
-        ``num_before``, it is the same one, and its time runs already."""
+        """Begin the time of an incomplete frame. If the number of complete frames is still
+        ``num_before``, it is the same frame, whose time runs already."""
         splitter = self.http2.splitter
         if not splitter.is_amid:
             self._frame_left_s = math.inf
@@ -423,9 +423,9 @@ class Connection:
     # ---- calls
 
     def note_taken(self, call: Call) -> None:
-        """Take note that a call's handler has all that it needs, so that the call would be served
-        now if no more calls were; or that the call has ended. A server that leaves waits until it
-        is so of every call (`RpcServer.settle`). Idempotent."""
+        """Note that a call's handler has its request, so that the server would finish the call even
+        if it refused new ones; or that the call has ended. A server that leaves waits until each
+        call is noted (`RpcServer.settle`). Idempotent."""
         if call in self.arrivals:
             self.arrivals.remove(call)
             if not self.arrivals:

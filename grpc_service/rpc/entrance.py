@@ -1,9 +1,9 @@
 """Decides which connections are taken, as they are accepted, before anything is done for them.
 
-Rule 1: one address cannot keep others out: its connections that are being opened are bounded, and
-more narrowly while it owes time (`grpc_service.rpc.accounts`). Rule 2: connections beyond
+Rule 1: one address cannot keep others out: few of its connections may be opening at once, fewer
+while it owes time (`grpc_service.rpc.accounts`). Rule 2: connections beyond
 `Limits.connections_max` come into a reserve, which serves `Limits.lasting_methods` alone, so that a
-probe tells a server that is full from one that hangs. New connections push out old ones (`Places`).
+probe tells a full server from a hanging one. New connections push out old ones (`Places`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Entrance:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._open: Counter[str] = Counter()  # without the reserve
-        self._num_open = 0  # of all addresses, of which there may be thousands
-        self._opening: Counter[str] = Counter()  # with TLS: during the handshake
-        self._paying: Counter[str] = Counter()  # waiting until their address's debt is paid
+        self._open: Counter[str] = Counter()  # connections by address, without those of the reserve
+        self._num_open = 0  # the sum of `_open`, which may have thousands of addresses
+        self._opening: Counter[str] = Counter()  # connections by address that are being opened
+        self._paying: Counter[str] = Counter()  # connections that wait until their debt is paid
         self._reserve = Places(limits.reserved_max)
         self.num_refused = 0
 

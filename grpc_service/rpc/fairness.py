@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Hashable
 
 
-# Seconds of the bucket that one owner gets before the next one, so that an owner that needs few
-# does not wait for one that needs many. Guess.
+# Seconds of the loop's time that `OverheadLimiter` grants one owner before the next one, so that
+# small needs do not wait for large ones. Guess.
 TURN_S = 1e-3
 WAIT_MIN_S = 1e-4  # the shortest sleep: a clock may not show a shorter one
 
@@ -47,7 +47,7 @@ class _Turns:
         while self._waiting and num_woken < count:
             owner = next(iter(self._waiting))
             tasks = self._waiting.pop(owner)
-            num_woken += len(tasks.unpark())  # none, if all were cancelled
+            num_woken += len(tasks.unpark())  # no task, if all were cancelled
             if tasks:
                 self._waiting[owner] = tasks
         return num_woken
@@ -141,7 +141,7 @@ class FairShareLimiter:
 
 
 class _Waiter:
-    """A task that waits in an `OverheadLimiter`, and the seconds that it has still to take."""
+    """A task that waits in an `OverheadLimiter`, and the seconds that it still needs."""
 
     __slots__ = ("is_done", "seconds")
 
@@ -158,7 +158,7 @@ class OverheadLimiter:
 
     def __init__(self, share: float, burst_s: float) -> None:
         self._share, self._burst_s = share, burst_s
-        self._level_s = burst_s  # negative: more was taken than there was
+        self._level_s = burst_s  # seconds in the bucket; negative if more were taken
         self._filled_at = trio.current_time()
         self._waiting: dict[Hashable, deque[_Waiter]] = {}
         self._has_waiting = trio.Event()

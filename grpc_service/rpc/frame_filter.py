@@ -1,8 +1,8 @@
 """Acts on the frames of a client that h2 need not see.
 
 h2 makes objects of every frame, some 30 µs of work. Here a frame costs a tenth of that or less, if
-it changes nothing but a window, or nothing at all: most frames of a client that reads, and nearly
-all of a hostile one, are of these kinds. What they cost is charged to the client's account.
+it changes nothing but a window, or nothing at all. Such are most frames of a client that reads, and
+nearly all of a hostile one. The client's account is charged for each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PING_HEAD = bytes([0, 0, 8, frames.PING, frames.ACK, 0, 0, 0, 0])
 _SETTING_BYTES = 6
 _PING_BYTES, _PRIORITY_BYTES, _NUMBER_BYTES = 8, 5, 4
 _WINDOW_MAX = 2**31 - 1  # Source: RFC 9113, section 6.9.1.
-_GIVE_BACK_BYTES = 2**15  # skipped before the window reopens. Guess: half of the smallest one
+_GIVE_BACK_BYTES = 2**15  # skipped before the window reopens. Guess: half of the smallest window
 
 
 def _window_update(size: int) -> bytes:
@@ -41,7 +41,7 @@ class FrameFilter:
         self._connection = connection
         self._account = connection.account
         self._left: dict[int, None] = {}  # streams that ended while their clients were sending
-        self._dropped_bytes = 0  # skipped, and still missing in the connection's window
+        self._dropped_bytes = 0  # of skipped DATA, not yet given back to the connection's window
 
     def take(self, frame: Frame) -> bool:
         """Act on a frame, and return True; return False for a frame that h2 has to see.

@@ -26,8 +26,8 @@ _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}  # zlib's numbers for the two forma
 COMPRESSIONS = frozenset(_WINDOW_BITS)
 # Decompressed bytes for each compressed one that are counted as usual. Text has three to ten.
 INFLATION_FREE = 16
-DECOMPRESSED_PART_BYTES = 2**16  # takes about a quarter of a millisecond
-_COMPRESSED_PART_BYTES = 2**14  # passed to zlib at once: it copies what it leaves unused
+DECOMPRESSED_PART_BYTES = 2**16  # decompressing them takes about a quarter of a millisecond
+_COMPRESSED_PART_BYTES = 2**14  # passed to zlib at once, as it copies bytes that it does not use
 # The buffer of a body is emptied into a block of the heap when it has this many bytes, and blocks
 # into a segment, which is a memory mapping of its own. Buffers that grow side by side, and blocks
 # that are freed, leave holes in the heap, which nothing fills (`python -m tools.lab.bench abuse`).
@@ -104,12 +104,12 @@ class MessageReader:
         self._limit = limit
         self._encoding = encoding
         self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
-        self._num_compressed = 0  # bytes of that message before decompression
-        self._free_bytes = 0  # decompressed bytes before more count as inflated
+        self._num_compressed = 0  # compressed bytes of the message that is being decompressed
+        self._free_bytes = 0  # decompressed bytes that are left before more count as inflated
         self.inflated_bytes = 0
         self._buffer = bytearray()  # the last bytes received
-        self._missing: int | None = None  # bytes of the message whose prefix has come
-        # Of the message whose prefix has come, or of the one that is being decompressed.
+        self._missing: int | None = None  # bytes of the current message still to come
+        # The bytes so far of the message whose prefix has come, or of the one being decompressed.
         self._pieces = _Pieces()
         self._is_compressed = False
         self._waiting_bytes = 0

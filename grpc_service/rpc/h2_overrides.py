@@ -202,8 +202,8 @@ class ServerH2(H2Connection):
         encoder = self.encoder
         if encoder.header_table_size > self._header_table_bytes:
             encoder.header_table_size = self._header_table_bytes
-        # Of several sizes in a row we announce the smallest and the last; the client surely allows
-        # both. hpack would announce all of them, or none if the last one came twice.
+        # When a client has changed the table's size several times, we announce the smallest and the
+        # last size. hpack would announce all of them, or none if the last one came twice.
         # Source: RFC 7541, section 4.2.
         if changes := encoder.table_size_changes:
             changes[:] = [min(changes), changes[-1]]

@@ -8,9 +8,9 @@ all connections. Beyond `Limits.held_bytes`
    address with the most bytes, and of these those of the connection with the most, so that
    other connections behind the same proxy keep theirs. A call whose request waits for the server
    is not ended. Calls are also ended while a request waits for room;
-2. incomplete requests get no larger window, and wait for room in order. Two exceptions get it: the
-   request that asked first, so that one can always be completed; and requests whose addresses hold
-   less than their share even with the whole request, so that slow senders keep no others waiting.
+2. incomplete requests get no larger window, and wait for room in order. Two kinds never wait: the
+   first request, so that one can always be completed; and requests of addresses that hold less than
+   their share even with the whole request, so that slow senders do not delay others.
 
 A request asks for room for all of its missing bytes, so that many large requests do not fill the
 room while none of them can be completed.
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from grpc_service.rpc.limits import Limits
 
 
-# Seconds before stalled calls are looked for again, and how many end then: an end takes about
-# 0.2 ms, and thousands may have to end. Guesses.
+# Seconds between searches for stalled calls, and how many calls a search ends: to end a call takes
+# about 0.2 ms, and there may be thousands. Guesses.
 LOOK_S = 0.05
 ENDS_MAX = 32
-LOOKS_MAX = 32  # requests that are looked at when there may be room for one. Guess.
-PROGRESS_BYTES = 2**12  # less than that in `Limits.held_stall_s` is no progress. Guess.
+LOOKS_MAX = 32  # waiting requests that are examined when there may be room. Guess.
+PROGRESS_BYTES = 2**12  # fewer bytes in `Limits.held_stall_s` are no progress. Guess.
 CALL_BYTES = 2**14  # a call's memory without its messages, about. Measured with 1,000 calls.
 
 
@@ -51,7 +51,7 @@ class Holder:
         self.address = address
         self.num_bytes = 0
         self.progressed_at = -math.inf
-        self._num_moved = 0  # bytes delivered or taken since then
+        self._num_moved = 0  # bytes delivered or taken since `progressed_at`
 
     def note_progress(self, num_bytes: int, now: float, *, is_whole: bool) -> None:
         """Note that bytes have moved; ``is_whole``: they ended an answer."""
@@ -114,7 +114,7 @@ class HeldBytes:
         if not change or holding.is_closed:
             return
         now = self._clock()
-        if (change > 0) == (holding.grow is not None):  # a request grows, or an answer shrinks
+        if (change > 0) == (holding.grow is not None):  # requests grow by progress; answers shrink
             holding.holder.note_progress(abs(change), now, is_whole=not num_bytes)
         self._count(holding, num_bytes)
         if num_bytes:
@@ -209,7 +209,7 @@ class HeldBytes:
 
     def _let_grow(self) -> None:
         """Of the first `LOOKS_MAX` requests that wait, let those grow that may."""
-        first = next(iter(self._growing))  # it may stand far behind in `_waiting`
+        first = next(iter(self._growing))  # may stand behind the first `LOOKS_MAX` of `_waiting`
         for holding in [first, *itertools.islice(self._waiting, LOOKS_MAX)]:
             if holding in self._waiting and self._may_grow(holding):
                 self._grow(holding)

@@ -1,9 +1,9 @@
 """One HTTP/2 connection of a gRPC server without its socket: bytes in, streams and bytes out.
 
 h2 implements the protocol: states, settings, header compression, windows, errors. Messages bypass
-it (`grpc_service.rpc.streams`). So do frames of the client that change a window or nothing at all:
-most frames of a client that only reads are of these kinds, and most of a hostile client's. What
-they change is h2's own count of the windows (`h2_overrides.Window`).
+it (`grpc_service.rpc.streams`). So do frames that change a window or nothing at all, which are most
+frames of a client that only reads, and of a hostile client. The windows that such frames change are
+h2's own (`h2_overrides.Window`).
 
 Rule 1: nothing here waits, and nothing knows Trio. Rule 2: whatever is sent goes to the output in
 the order of the calls; the owner of the connection sends it (`Output.take`).
@@ -49,17 +49,18 @@ __all__ = ["ErrorCodes", "Http2Connection", "ProtocolError", "TooCostlyError"]
 # No shorter message is split. grpc's clients allow windows of 1 KiB, four times this, and more.
 WHOLE_BYTES_MAX = 256
 # A message of a quarter of the client's windows has room at some time: clients open a window again
-# when three quarters of it are used, or earlier. Guess: no client waits longer than those measured.
+# when three quarters of it are used, or earlier. Guess: no client does so later than those
+# measured.
 _WHOLE_SHARE = 4
-_PING = b"trio-rpc"  # any eight bytes, but not `frame_filter.DRAIN_PING`
+_PING = b"trio-rpc"  # any eight bytes except `frame_filter.DRAIN_PING`
 _WINDOW = 65_535  # of a new connection. Source: RFC 9113, section 6.9.2.
 _STREAM_MAX = 2**31 - 1
 # Frames whose meaning depends on the states of streams or of the connection.
 _FOR_H2 = {
     *(frames.UNCUT, frames.HEADERS, frames.SETTINGS, frames.PUSH_PROMISE, frames.GOAWAY),
 }
-# The others whose meaning depends on the frames before them. A reset is not among them: h2 takes it
-# together with the headers of its stream, whose call then is not begun at all.
+# Other frames whose meaning depends on the frames before them. RST_STREAM is not among them: h2
+# takes it together with its stream's headers, and the call then is not begun at all.
 _IN_ORDER = {
     *(frames.DATA, frames.PRIORITY, frames.PING, frames.WINDOW_UPDATE, frames.CONTINUATION),
 }
@@ -75,11 +76,11 @@ class Http2Connection:
     ``on_stream`` is called for each new stream and returns its listener. ``account`` counts the
     client's work. ``output``, ``blocked_by_stream`` and ``blocked_by_connection`` (streams that
     wait for a window), ``marks`` and ``h2`` are for `Stream` and `FrameFilter`. ``streams`` are
-    those that are not over. ``splitter`` knows what has come whole and what is incomplete. The
-    owner sends the ``output``, and sets ``is_clogged`` while the transport accepts nothing:
-    messages then wait as they do for a window, until `unclog`. ``is_ending``: client or server has
-    announced that no more streams will be opened. ``is_reserved``: it serves only health checks
-    and the like (`Limits.lasting_methods`); its owner sets it.
+    those that are not over. ``splitter`` counts complete frames, and knows whether one is
+    incomplete. The owner sends the ``output``, and sets ``is_clogged`` while the transport accepts
+    nothing: messages then wait as they do for a window, until `unclog`. ``is_ending``: client or
+    server has announced that no more streams will be opened. ``is_reserved``: it serves only health
+    checks and the like (`Limits.lasting_methods`); its owner sets it.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class Http2Connection:
         self.account = account
         self.h2 = ServerH2(limits)
         self.output = Output()
-        self.blocked_by_stream: dict[int, Stream] = {}  # streams that wait for their own windows
-        self.blocked_by_connection: dict[int, Stream] = {}  # those that wait for the connection's
+        self.blocked_by_stream: dict[int, Stream] = {}  # streams that wait for their own window
+        self.blocked_by_connection: dict[int, Stream] = {}  # streams that wait for the connection's
         self.is_clogged = False
         self.is_ending = False
         self._has_named_last = False
         self.is_reserved = False
         self.streams: dict[int, Stream] = {}
-        self.marks: dict[bytes, Callable[[], None]] = {}  # by the bodies of pings
+        self.marks: dict[bytes, Callable[[], None]] = {}  # called by ping answers, by body
         self._num_marks = 0
         self._has_settings = False  # of the client
         self._is_window_open = False  # more may be sent on the connection than before
@@ -167,7 +168,7 @@ class Http2Connection:
     def _take(self, event: Any) -> None:
         kind = event.__class__
         if kind is RemoteSettingsChanged:
-            if self._has_settings:  # a client's first ones belong to the connection's opening
+            if self._has_settings:  # a client's first settings belong to the connection's opening
                 self.account.charge(accounts.SETTINGS_FRAME)
             self._has_settings = True
             self.account.charge(accounts.SETTINGS_STREAM * len(self.streams))
@@ -277,8 +278,8 @@ class Http2Connection:
         self.collect()
 
     def mark(self, on_received: Callable[[], None]) -> bytes:
-        """Call ``on_received`` once the client's machine has all that was output before. Return the
-        key of that in ``marks``, from which the caller removes it in the end."""
+        """Call ``on_received`` once the client's machine has all the output so far. Return its key
+        in ``marks``, from which the caller must remove it."""
         self._num_marks += 1
         key = self._num_marks.to_bytes(8, "big")  # the body of no other ping
         self.marks[key] = on_received
@@ -287,8 +288,8 @@ class Http2Connection:
         return key
 
     def drain(self) -> None:
-        """Announce that the connection will take no more streams. Those on their way are still
-        served, until the client has answered the ping that follows. Source: RFC 9113, 6.8."""
+        """Announce that the connection will take no more streams. New streams are still served
+        until the client has answered the ping that follows. Source: RFC 9113, 6.8."""
         self.output.append(self.h2.goaway(_STREAM_MAX))
         self.h2.ping(DRAIN_PING)
         self.collect()
@@ -320,8 +321,8 @@ class Http2Connection:
         return left
 
     def close(self) -> None:
-        """End every stream, and take nothing more. What referred to this object does so no more, so
-        that it is freed without Python's garbage collector."""
+        """End every stream, and take nothing more. References to this object are dropped, so that
+        it is freed without Python's garbage collector."""
         self.cut()
         self.h2.close()
         self.marks.clear()

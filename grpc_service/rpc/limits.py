@@ -21,7 +21,7 @@ class Limits:
 
     # Largest request, in bytes, after decompression. 4 MiB is the default of every gRPC server.
     max_message_bytes: int = 4 * 2**20
-    # Bytes that requests of some methods may have beyond that, by the method's full name.
+    # Bytes beyond ``max_message_bytes`` that requests of some methods may have, by full name.
     extra_bytes_by_method: Mapping[str, int] = field(default_factory=dict)
     # Messages of this size and more are compressed where the client asks for it. Guess.
     compressed_bytes_min: int = 1024
@@ -36,7 +36,7 @@ class Limits:
     # Bytes that a client may send on a stream before we acknowledge any. Guess: a request of usual
     # size arrives without waiting for a window update.
     stream_window_bytes: int = 2**16
-    # The same for all streams of a connection. Guess: sixteen stream windows.
+    # The same for a whole connection. Guess: sixteen stream windows.
     connection_window_bytes: int = 2**20
     # Upper bound of our HPACK encoder's dynamic table, in bytes, even if the client allows more.
     # 4096 is HTTP/2's default.
@@ -47,8 +47,7 @@ class Limits:
 
     # ---- clients that are slow or gone
 
-    # A connection that was silent for this long is pinged. With the timeout, a dead client is found
-    # within 45 s.
+    # A connection that was silent for this long is pinged. A dead client is found within 45 s.
     keepalive_time_s: float = 30.0
     # A client that does not answer a ping for this long loses its connection.
     keepalive_timeout_s: float = 15.0
@@ -56,7 +55,7 @@ class Limits:
     handshake_timeout_s: float = 20.0
     # A connection with this many unsent bytes accepts no message and is not read from. Guess.
     clogged_bytes: int = 2**16
-    # Time for the rest of a frame, or of a block of headers. Guess: as for a handshake.
+    # Time for the rest of an incomplete frame or block of headers. Guess: as for a handshake.
     frame_timeout_s: float = 20.0
     # Time for a request of a method that takes one. Guess: 4 MiB over a slow mobile network.
     request_timeout_s: float = 60.0
@@ -64,16 +63,16 @@ class Limits:
     connection_age_s: float = math.inf
     # Time without a call after which a client is asked to leave. Guess.
     connection_idle_s: float = 1800.0
-    # Connections in all and of one address. Guess: a quarter of the descriptors that a process may
-    # have at most on most systems; and the pool of a proxy.
+    # Connections of all clients: a quarter of the file descriptors that most systems allow a
+    # process. Connections of one address: the pool of a proxy. Guesses.
     connections_max: int = 16_384
     connections_per_address_max: int = 4096
-    # Connections beyond that, which are served `lasting_methods` alone (`Entrance`), and after how
-    # many seconds their clients are asked to connect anew. Guess: the probes of a server, twice.
+    # Connections beyond ``connections_max``, in the reserve (`Entrance`), and after how many
+    # seconds their clients are asked to connect anew. Guess: twice the probes of a server.
     reserved_max: int = 64
     reserved_s: float = 5.0
-    # Connections of one address that are being opened, and those of them that wait for what the
-    # address owes. More are closed as they come. Guess: crowds behind a proxy.
+    # Connections of one address that are being opened, and how many while the address owes time.
+    # More are closed as they come. Guess: crowds behind a proxy.
     openings_per_address_max: int = 1024
     openings_in_debt_max: int = 256
     # Time that a client gets to answer that its connection will end. Guess: a slow round trip.
@@ -81,8 +80,8 @@ class Limits:
     # Prefixes of paths. A full server serves these methods alone on the connections of its reserve,
     # a leaving server on connections that are still open, to clients that do not obey GOAWAY.
     lasting_methods: tuple[bytes, ...] = ()
-    # Time that a server which leaves gives the calls that are on their way. Guess: 4 MiB over a
-    # usual network.
+    # Time in which a server that shuts down still accepts calls that clients had sent before they
+    # knew. Guess: 4 MiB over a usual network.
     settle_patience_s: float = 5.0
     # Time, and bytes, that a client may still send after its connection has ended. Guess.
     linger_s: float = 1.0
@@ -92,10 +91,9 @@ class Limits:
 
     # ---- bytes that the server keeps (`grpc_service.rpc.held_bytes`)
 
-    # Bytes of requests and of answers that are not read, for all clients.
-    # Guess: four requests of ``max_message_bytes``. It must hold one request of the largest size
-    # (``max_message_bytes``, and what its method may have beyond); others then wait for their
-    # windows in their order.
+    # Bytes of all clients' incomplete requests and unread answers. Guess: four requests of
+    # ``max_message_bytes``. A request of the largest size (with ``extra_bytes_by_method``) must
+    # fit.
     held_bytes: int = 16 * 2**20
     # Time after which a request or an answer whose bytes do not change makes no progress. Guess.
     held_stall_s: float = 1.0
@@ -120,8 +118,8 @@ class Limits:
 
     # Time for which the received bytes of one client may keep all other tasks waiting. Guess.
     part_s: float = 0.002
-    # Bounds of the size of such a part, which adapts to `part_s`: 16 KiB may be a page of a prompt,
-    # or 1,800 SETTINGS frames that take some 25 ms.
+    # Bounds of the bytes that are handled in `part_s`: 16 KiB may be a page of a prompt, or 1,800
+    # SETTINGS frames that take some 25 ms.
     part_bytes_min: int = 2**8
     part_bytes_max: int = 2**14
     # Time that the received bytes of all clients may take of one turn of Trio's loop. Guess.

@@ -112,14 +112,14 @@ class RpcServer:
         run, or are on their way, are served, and so are `Limits.lasting_methods` on connections
         that their clients keep open. Idempotent."""
         self._listening.cancel(reason="the server leaves")
-        for listener in self._listeners:  # before clients are asked to leave, as they connect anew
+        for listener in self._listeners:  # before clients are asked to leave and connect anew
             listener.close()
         for connection in self.connections:
             connection.drain(stays=True)
 
     async def settle(self) -> None:
-        """After `leave`: wait until every client knows of it, and every call on its way has been
-        taken by its handler (`Connection.note_taken`); at most for `Limits.settle_patience_s`.
+        """After `leave`: wait until all clients know of it, and handlers have all requests sent
+        before (`Connection.note_taken`); at most for `Limits.settle_patience_s`.
 
         Cancellation: safe.
         """
@@ -142,7 +142,7 @@ class RpcServer:
 
     async def _wait_for_all(self, is_so: Callable[[Connection], bool]) -> None:
         while not all(map(is_so, self._connections)):
-            if self._progress.is_set():  # another task may wait for the old event
+            if self._progress.is_set():  # another task may still wait for an event that is not set
                 self._progress = trio.Event()
             await self._progress.wait()
 
@@ -171,13 +171,13 @@ class RpcServer:
                     nursery.start_soon(self._serve, transport, peer, given)
 
     async def _refuse(self, transport: PlainTransport, peer: str) -> None:
-        """Close a connection before it is opened; log that every `WARNING_PAUSE_S` at most."""
+        """Close a connection before it is opened; warn once in `WARNING_PAUSE_S` at most."""
         now = trio.current_time()
         if now >= self._warned_at + WARNING_PAUSE_S:
             self._warned_at = now
             count = self._entrance.num_refused
             log.warning("%s: refused, as there are too many connections (%d so far)", peer, count)
-        with trio.CancelScope(shield=True):  # never waits, and the rest of the batch is served
+        with trio.CancelScope(shield=True):  # never waits; the other accepted clients are served
             await transport.close()
 
     async def _serve(self, transport: PlainTransport, peer: str, given: Pass) -> None:
@@ -206,7 +206,7 @@ class RpcServer:
 
     def _level_of(self, error: OSError) -> int:
         """Return WARNING for the first failed handshake of each reason, and DEBUG otherwise. There
-        are few reasons; that a client has left is none."""
+        are few reasons. A client that has left is never a WARNING."""
         is_tls = isinstance(error, ssl.SSLError)
         has_left = isinstance(error, ssl.SSLEOFError) or not (is_tls or error.errno is None)
         reason = getattr(error, "reason", None) or str(error)
@@ -244,8 +244,8 @@ class RpcServer:
                 await transport.close()
 
     async def _pay(self, transport: PlainTransport, address: str) -> bool:
-        """Wait until the time is paid that the address owes. Return whether the client is still
-        there: clients that have left take little time, so that one behind them is served soon.
+        """Wait until the address's owed time is paid. Return whether the client is still there:
+        clients that have left take little time, so that one behind them is served soon.
 
         Cancellation: safe; the address owes what it owed.
         """

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECORD_BYTES = 2**14  # of TLS, at most. OpenSSL sends records one by one. RFC 8446, section 5.1.
+RECORD_BYTES = 2**14  # of a TLS record, at most; OpenSSL sends one by one. RFC 8446, section 5.1.
 RECEIVE_BYTES = 2**16  # upper bound of one read. Guess.
 # Connections that wait to be accepted: as many as Linux allows by default. Beyond them, clients try
 # again after a second and more.
 BACKLOG = 4096
-BUSY_PAUSE_S = 0.01  # while a writer waits for room in the socket's buffer. Guess.
+BUSY_PAUSE_S = 0.01  # reading pauses while a writer waits for room in the socket. Guess.
 HANDSHAKE_S = 1.2e-3  # processor time of a TLS handshake, with RSA and 2048 bits, on an AMD EPYC
 ACCEPTS_MAX = 64  # connections that are taken in one turn of the loop: some 2 ms
-ACCEPT_PAUSE_S = 0.1  # until a file descriptor may be free again. Guess.
+ACCEPT_PAUSE_S = 0.1  # after which a file descriptor may be free again. Guess.
 _CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client
 HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux has it
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -188,7 +188,7 @@ def _peer_of(client: socket.socket, address: object) -> str:
         _, user, _ = _CREDENTIALS.unpack(credentials)
         return f"unix:uid={user}"
     host, port = str(address[0]), address[1]
-    if host.startswith("::ffff:") and "." in host:  # IPv4, on a socket that takes both
+    if host.startswith("::ffff:") and "." in host:  # an IPv4 address, on a socket that takes both
         return f"ipv4:{host.removeprefix('::ffff:')}:{port}"
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
@@ -343,8 +343,8 @@ class TlsTransport(PlainTransport):
                 return self._tls.recv(RECEIVE_BYTES)
             except (ssl.SSLWantReadError, BlockingIOError, InterruptedError):
                 continue
-            except ssl.SSLWantWriteError:  # OpenSSL answers the client by itself
-                with contextlib.suppress(trio.BusyResourceError):  # a writer waits, too
+            except ssl.SSLWantWriteError:  # OpenSSL wants to answer the client by itself
+                with contextlib.suppress(trio.BusyResourceError):  # another task waits to write
                     await self.wait_writable()
                     continue
                 await trio.sleep(BUSY_PAUSE_S)

@@ -37,8 +37,8 @@ _PREFIX = Struct(">BI")
 
 
 class StreamListener:
-    """The server's side of one stream. This one does nothing: it is that of streams that are over
-    (`NOBODY`)."""
+    """What acts on the events of one stream. This class ignores them, as listener of streams that
+    are over (`NOBODY`)."""
 
     @property
     def has_request(self) -> bool:
@@ -103,10 +103,10 @@ class Stream:
         length: int | None,
     ) -> None:
         self._connection = connection
-        self._missing = length  # bytes of the request's body, if their number was announced
+        self._missing = length  # bytes of the request's body to come, if their number is known
         self._rest: bytes | memoryview = b""  # of the message that waits for the client's window
         self._is_begun = False  # whether part of that message has been sent
-        self._taken_bytes = 0  # of the stream's window, not given back yet
+        self._taken_bytes = 0  # bytes of the stream's window that are used and not given back yet
         self.id = stream_id
         self.window = window
         self.headers = headers
@@ -260,7 +260,7 @@ class Stream:
         """End the stream without a status, unless it is over."""
         if not self.is_over:
             self.cut()
-            if self._connection.h2.is_open(self.id):  # not by a reset that came with the fault
+            if self._connection.h2.is_open(self.id):  # false if a reset came with the fault
                 self._connection.h2.reset_stream(self.id, code)
                 self._connection.collect()
             self._connection.forget(self)

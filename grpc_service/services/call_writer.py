@@ -1,8 +1,8 @@
 """Writes the events of one engine request to its gRPC call.
 
-The engine pushes an event while it delivers a step. While the call's task waits for events, a
-short one is written from there, and the task sleeps on: waking it for each token would cost 20 µs.
-Everything else waits for the task. What was written goes out when the delivery ends, in one system
+The engine pushes an event while it delivers a step. While the call's task waits for events, the
+engine's delivery writes a short event, and the task sleeps on: waking it for each token would cost
+20 µs. Everything else waits for the task. The bytes are sent when the delivery ends, by one system
 call for each connection (`grpc_service.rpc`).
 
 Rule 1: `CallWriter.push` waits for nothing and raises nothing. A bug in it ends its own call, and
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 # app's `STOP_GRACE_S`, so that the requests which a drain ends get their status.
 FAILURE_PATIENCE_S = 0.5
 
-_limiter = trio.CapacityLimiter(2)  # guess: large answers encoded at once, beside the models' steps
+_limiter = trio.CapacityLimiter(2)  # guess: threads that encode large answers
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ async def encode_in_thread(job: Callable[[], T]) -> T:
 
 
 class CallWriter:
-    """The `Reader` of one request's stream, and the call's task that writes what it could not.
+    """The `Reader` of one request's stream: writes events in `push`, or else in the call's task.
 
     ``encode`` makes messages of events that are ready together. ``encode_short`` makes the bytes
     of one credited event: b"" if there is nothing to send, None if `encode` has to do it.
@@ -87,9 +87,9 @@ class CallWriter:
         self._pending: list[Any] = []  # events for the task
         self._waiter: trio.Event | None = None  # set while the task waits for events
         self._has_ended = False
-        self._error: TrioletError | None = None  # of the request, once it has ended
+        self._error: TrioletError | None = None  # the failed request's error
         self._bug: Exception | None = None  # raised in `push` or `end`
-        self.has_left = False  # the call's task writes nothing more
+        self.has_left = False  # the call's task has stopped writing
         self._is_done = False  # the client has everything, or the call got its status
         self._num_written = 0
         self._writing = trio.CancelScope()  # gets a deadline when the request fails
@@ -117,8 +117,8 @@ class CallWriter:
         self._pending.append(event)
 
     def end(self, error: TrioletError | None) -> None:
-        """Let the task end the call, once it has written what is left or, if the request failed,
-        after `FAILURE_PATIENCE_S`."""
+        """Let the task end the call once it has written the events that wait or, if the request
+        failed, after `FAILURE_PATIENCE_S`."""
         self._has_ended, self._error = True, error
         if error is not None:
             self._writing.deadline = trio.current_time() + FAILURE_PATIENCE_S
@@ -145,7 +145,7 @@ class CallWriter:
         if log.isEnabledFor(logging.DEBUG):
             request_id = logs.printable(stream.request_id)
             log.debug("results sent: %d", self._num_written, extra={"request_id": request_id})
-        # After an error, the request is over, or another call has taken the stream up.
+        # After an error the request is over, or another call has taken the stream over.
         if self._error is None and stream.credit.release(num_events):
             stream.report_drained()
 

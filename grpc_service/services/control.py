@@ -43,7 +43,7 @@ class Control:
 
         Raises:
             Overloaded: there are `WATCHERS_MAX` watchers already.
-        Cancellation: safe; every watch ends by it.
+        Cancellation: safe; it is how every watch ends.
         """
         if self._num_watchers >= WATCHERS_MAX:
             raise Overloaded(f"{WATCHERS_MAX} clients watch already", retry_after_s=5.0)

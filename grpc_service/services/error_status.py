@@ -1,9 +1,9 @@
 """The one table from errors to the status that a client gets.
 
-Rule 1: the table has one row per class of `engine.errors`; a test compares both with a list of its
-own. The RPC library's errors about messages are translated into the engine's. Any other `RpcError`
-has its own status. Rule 2: any other exception becomes an `EngineBug`: its traceback is logged and
-not sent. Rule 3: a status always fits in a client's limit on metadata, whatever a message quotes.
+Rule 1: the table has one row per class of `engine.errors`; a test compares both with a list. The
+RPC library's errors about messages are translated into the engine's. Any other `RpcError` has its
+own status. Rule 2: any other exception becomes an `EngineBug`: its traceback is logged and not
+sent. Rule 3: a status always fits in a client's limit on metadata, whatever a message quotes.
 
 Details are sent as a google.rpc.Status with an ErrorInfo of domain ``triolet``, a BadRequest if
 fields are wrong, and a RetryInfo if waiting helps.
@@ -60,7 +60,7 @@ class Row:
 # The codes on which clients usually retry: only these statuses have `PUSHBACK_KEY`.
 PUSHED_BACK = {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED}
 
-# The waiting times are guesses, except that of a dead worker: its first restart comes after 1 s.
+# The waiting times are guesses, except for a dead worker, whose first restart comes after 1 s.
 TABLE: dict[type[errors.TrioletError], Row] = {
     errors.InvalidRequest: Row(StatusCode.INVALID_ARGUMENT),
     errors.RequestTooLarge: Row(StatusCode.INVALID_ARGUMENT),
@@ -102,7 +102,8 @@ TRANSLATED: dict[type[RpcError], Callable[[str], errors.TrioletError]] = {
 
 
 def status_of(error: BaseException) -> Status:
-    """Return the status of a call that ``error`` ended; log what the client does not get."""
+    """Return the status of a call that ``error`` ended; log details that the client does not
+    get."""
     if isinstance(error, RpcError) and type(error) not in TRANSLATED:
         return error.status
     known = _known(error)
@@ -157,8 +158,8 @@ def _metadata(error: errors.TrioletError) -> Iterator[tuple[str, str]]:
 
 
 def _bad_request(violations: Sequence[errors.FieldViolation]) -> error_details_pb2.BadRequest:
-    """Return the violations that fit. A last entry says how many do not. No message is made
-    of these, as 20,000 would take the loop 0.1 s."""
+    """Return the violations that fit into the status. A last entry says how many do not; for those
+    no message is made, as 20,000 would take the loop 0.1 s."""
     request = error_details_pb2.BadRequest()
     for number, violation in enumerate(violations):
         entry = error_details_pb2.BadRequest.FieldViolation(
@@ -180,7 +181,7 @@ def _packed(messages: Iterable[Message]) -> Iterator[Any]:
 
 
 def _cut(text: str, bytes_max: int) -> str:
-    """Return the beginning of ``text`` that fits, with an ellipsis if something is missing."""
+    """Return ``text``, cut to ``bytes_max`` bytes with an ellipsis if it is longer."""
     encoded = text.encode("utf-8", "replace")
     if len(encoded) <= bytes_max:
         return encoded.decode()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-FIELDS_MAX = 2 * MAX_INPUTS  # that are looked at in a request; images beyond them are not counted
+FIELDS_MAX = 2 * MAX_INPUTS  # fields examined in a request; images beyond them do not count
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
 
@@ -85,7 +85,7 @@ class _Count:
                     continue
                 length, start = varint(data, at)
                 if kind != LENGTH_DELIMITED:
-                    if kind:  # a group: no request has one
+                    if kind:  # a group, which no request has
                         break
                     at = start
                     continue

@@ -53,7 +53,7 @@ class Inference:
 
         Raises:
             RequestNotFound: the caller has no such stream.
-            InvalidRequest: what the client lacks is not kept any more.
+            InvalidRequest: events that the client lacks are not kept any more.
             Disconnected: the client has ended the call.
         Cancellation: ends the request, unless the connection is lost again.
         """
@@ -122,7 +122,7 @@ class Inference:
         Cancellation: safe; the tokens are dropped.
         """
         spans, max_model_len = await self._backend.engine.tokenize(**request, origin=rpc.origin)
-        # off the loop: 100,000 tokens take a third of a second to encode
+        # in a thread: 100,000 tokens take a third of a second to encode
         return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
 
     async def Detokenize(self, request: dict[str, Any], rpc: Rpc) -> common_pb2.DetokenizeResponse:
@@ -147,8 +147,8 @@ def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
 
 
 def _timed(decode: Callable[[Any, float | None], Any]) -> Callable[[Call], Callable[[Any], Any]]:
-    """Return a translator that passes ``decode`` the message, and the seconds that the client's
-    timeout has left when the call's request has come."""
+    """Return a translator that passes ``decode`` the message and the seconds of the client's
+    timeout that are left when the request has come."""
 
     def translate(call: Call) -> Callable[[Any], Any]:
         timeout_s = clients_timeout(call.time_remaining())

@@ -25,7 +25,7 @@ CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
 # The methods whose requests may have images, and the fields that lead to these.
 IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "GenerateImage": DRAW, "Tokenize": TOKENIZE}
-# What connected clients may call while the server drains, and clients of a full server's reserve.
+# Methods for connected clients while the server drains, and for clients that a full server takes.
 LASTING_METHODS = (f"{CONTROL.full_name}/", f"{INFERENCE.full_name}/Attach")
 TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)
 

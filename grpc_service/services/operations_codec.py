@@ -66,7 +66,7 @@ def encode_aborts(
 
 
 def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
-    """Return the message that says what a request is doing."""
+    """Return the message that describes what a request does and waits for."""
     estimate = explained.estimate_s
     others = {
         "estimate": None if estimate is None else encode_duration(estimate),

@@ -50,7 +50,7 @@ def _encode_replica(status: ReplicaStatus) -> models_pb2.Replica:
 
 
 def _state(state: ModelState) -> str:
-    """Return the name of a replica's state: UNSPECIFIED for UNLOADED, which none listed is."""
+    """Return the name of a replica's state: UNSPECIFIED for UNLOADED, as no listed replica is."""
     return f"REPLICA_STATE_{'UNSPECIFIED' if state is ModelState.UNLOADED else state.name}"
 
 
@@ -72,7 +72,7 @@ def encode_statistics(statistics: EngineStatistics) -> control_pb2.GetStatsRespo
 
 
 def _encode_counts(counts: Counts, message: type[Message]) -> dict[str, Any]:
-    """Return the counters that ``message`` has."""
+    """Return the counters for which ``message`` has a field."""
     ends = shared_fields(counts.requests_total, control_pb2.RequestsTotal)
     return shared_fields(counts, message) | {"requests_total": control_pb2.RequestsTotal(**ends)}
 

@@ -151,7 +151,7 @@ def _content_of(message: inference_pb2.Message) -> str | list[dict[str, Any]]:
 
 
 def _part_violations(message: inference_pb2.Chat) -> Iterator[FieldViolation]:
-    """Yield the fields that are broken in messages with parts."""
+    """Yield the violations in a chat's messages whose content has parts."""
     for index, turn in enumerate(message.messages):
         path = f"chat.messages[{index}]"
         if turn.parts and turn.content:
@@ -192,8 +192,8 @@ def _decode_tool(message: inference_pb2.Tool) -> dict[str, Any]:
 
 
 def _decode_struct(struct: Struct) -> dict[str, Any]:
-    """Return the fields as a dict, sorted by name: protobuf's maps have another order in every
-    process, and templates would write the fields in that order."""
+    """Return a JSON object's fields as a dict, sorted by name: the order of protobuf's maps differs
+    between processes, and chat templates write fields in the dict's order."""
     return {name: _decode_value(struct.fields[name]) for name in sorted(struct.fields)}
 
 
@@ -221,7 +221,7 @@ def _decode_constraint(message: inference_pb2.Constraint) -> Constraint | None:
 
 
 def _constraint_violations(message: inference_pb2.Constraint) -> Iterator[FieldViolation]:
-    """Yield what `Constraint` cannot represent."""
+    """Yield the violations of a constraint that `Constraint` cannot represent."""
     kind = message.WhichOneof("kind")
     if kind is None:
         yield FieldViolation("constraint", "set exactly one kind")

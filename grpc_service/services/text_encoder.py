@@ -65,9 +65,8 @@ def encode_events(
 
 
 class ShortDelta:
-    """Encodes what nearly every step gives nearly every stream: one Tokens event that fits one
-    message. The bytes are those of `encode_events`, in a fifth of the time, for one stream and one
-    thread.
+    """Encodes the usual answer of a step to a stream: one Tokens event that fits one message. It
+    makes the same bytes as `encode_events` in a fifth of the time, for one stream and one thread.
 
     ``token_ids``: the client asked for them.
     """
@@ -163,8 +162,8 @@ def _halves(parts: Sequence[Tokens]) -> tuple[Sequence[Tokens], Sequence[Tokens]
 def _halves_of_calls(
     calls: tuple[ToolCallDelta, ...],
 ) -> tuple[tuple[ToolCallDelta, ...], tuple[ToolCallDelta, ...]]:
-    """Split the calls in two, in order. A single call is split within its arguments; the second
-    half is then the call's next part."""
+    """Split the calls in two, in order. A single tool call is split within its arguments; the
+    second half is then its next part."""
     if len(calls) != 1 or len(calls[0].arguments_json) < 2:
         return calls[: len(calls) // 2], calls[len(calls) // 2 :]
     [call] = calls
@@ -180,7 +179,7 @@ def _encode_started(event: Started) -> Iterator[inference_pb2.GenerateResponse]:
     size = message.ByteSize()
     for entry in event.prompt_logprobs:
         encoded = _encode_logprob(entry)
-        own = encoded.ByteSize() + 6  # with its tag and length; the message's own are in the slack
+        own = encoded.ByteSize() + 6  # with its tag and length; those of Started are in the slack
         if size + own > MESSAGE_BYTES_MAX:
             yield message
             message = _bare_started(event)
@@ -217,7 +216,7 @@ def _encode_finished(event: Finished) -> inference_pb2.GenerateResponse:
 
 
 def durations_of(timings: Timings, **names: str) -> dict[str, Duration]:
-    """Return the time of each phase by the phase's name, or by the other one in ``names``."""
+    """Return the time of each phase, by the phase's name or its replacement in ``names``."""
     phases = {name.removesuffix("_s"): seconds for name, seconds in asdict(timings).items()}
     return {names.get(phase, phase): encode_duration(phases[phase]) for phase in phases}
 
@@ -251,7 +250,7 @@ def encode_tokens(spans: Sequence[TokenSpan], max_model_len: int) -> common_pb2.
         RequestTooLarge: they do not fit in one message.
     """
     answer = common_pb2.TokenizeResponse(max_model_len=max_model_len)
-    for span in spans:  # a message of its own for each would take ten times the memory
+    for span in spans:  # one message for each token would take ten times the memory
         answer.tokens.add(id=span.token_id, text=span.text, start=span.start, end=span.end)
     return _fitting(answer, "input")
 

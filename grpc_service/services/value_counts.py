@@ -1,6 +1,6 @@
 """Counts the values of a request in its bytes, before any object is made of them.
 
-An empty value takes two bytes of a message and some hundred of memory, and to make it takes a
+An empty value takes two bytes on the wire and some hundred in memory, and to parse it takes a
 thousand times as long as to skip it. Rule 1: every repeated field and every map of a request has a
 limit, which the comment of the field in the proto says; a field is counted over the whole request.
 Rule 2: the walk ends at the first limit that is exceeded, and after `VALUES_MAX` values, so that
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
-    # A limit by the full name of its field: values, and levels of a tree of JSON values.
+    # By a field's full name: the most values, and the most levels of a tree of JSON values.
     Limits = Mapping[str, tuple[int, int | None]]
 
-# Upper bound of a request's values: the fields on the wire, those of its messages, unknown and
-# repeated ones included, and packed numbers. The longest prompt of ids has 2**18, and two trees of
-# JSON values have as many (an object's value takes four); 2**16 are left for other fields.
+# Upper bound of a request's values: all fields on the wire, also unknown and nested ones, and
+# packed numbers. The longest prompt of ids has 2**18 values, and two trees of JSON values have as
+# many (an object's value takes four); 2**16 are left for other fields.
 VALUES_MAX = 2**18 + 2**16
 VARINT_BYTES_MAX = 10
-COUNTED_BYTES = 2**20  # of packed numbers, counted in one call: about a millisecond
+COUNTED_BYTES = 2**20  # bytes of packed numbers that are counted at once, in about a millisecond
 CONTINUED = bytes(range(0x80, 0x100))  # every byte of a number but its last one
 VARINT, FIXED64, LENGTH_DELIMITED, GROUP, GROUP_END, FIXED32 = range(6)  # protobuf's wire types
 KINDS = {
@@ -43,7 +43,7 @@ KINDS = {
     **dict.fromkeys((FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_GROUP), LENGTH_DELIMITED),
 }
 TREES = {m.DESCRIPTOR.full_name for m in (Struct, ListValue, Value)}
-LEVELS = {m.DESCRIPTOR.full_name for m in (Struct, ListValue)}  # those that open a level
+LEVELS = {m.DESCRIPTOR.full_name for m in (Struct, ListValue)}  # message types that open a level
 
 
 class Counted(NamedTuple):
@@ -65,8 +65,8 @@ class _Field(NamedTuple):
 
 
 class _Plan:
-    """The fields of a message that the walk acts on, by their tags. ``counter`` is the index of the
-    `Counted` of the tree of which the message is a level; None elsewhere."""
+    """The fields of a message that the walk acts on, by their tags. ``counter`` is the index of a
+    JSON tree's `Counted`, if the message is a level of the tree; otherwise None."""
 
     __slots__ = ("counter", "fields")
 
@@ -121,7 +121,7 @@ class CountJudge:
             plan.fields[field.number << 3 | kind] = planned
 
     def _tree(self, message: Descriptor, counter: int, made: dict[str, _Plan]) -> _Plan:
-        """Return the plan of a tree of JSON values, all of which have one counter."""
+        """Return the plan of a tree of JSON values, whose values share one counter."""
         if message.full_name in made:
             return made[message.full_name]
         plan = _Plan(counter if message.full_name in LEVELS else None)
@@ -173,7 +173,7 @@ class _Walk:
                 at += 4
             elif kind == FIXED64:
                 at += 8
-            elif kind == GROUP:  # no request has groups, so all in it is unknown
+            elif kind == GROUP:  # no request has groups, so all fields in one are unknown
                 num_groups += 1
             elif kind == GROUP_END:
                 num_groups -= 1

@@ -59,11 +59,11 @@ class GenerateEncoder:
         self._input_logprobs: Any = None
         self._parts: dict[int, Any] = {}  # by choice: the message with its tokens so far
         self._counts: dict[int, int] = {}  # by choice: tokens so far
-        self._chunk = vllm_engine_pb2.GenerateResponse()  # filled anew for each event
+        self._chunk = vllm_engine_pb2.GenerateResponse()  # reused for each event
 
     def encode_short(self, event: StreamEvent) -> bytes | None:
         """Encode a Tokens event that fits into one message. Return the message's bytes, b"" if
-        there is nothing to send, or None if the event is one for `encode`."""
+        there is nothing to send, or None if only `encode` can encode the event."""
         if event.__class__ is not Tokens or len(event.token_ids) > self._tokens_max:
             return None
         if not self._is_stream:

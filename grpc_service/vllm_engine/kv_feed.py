@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 SUBSCRIBERS_MAX = 64  # guess: gateways of one fleet
 BATCHES_MAX = 1024  # kept for gateways that reconnect. Guess: a minute of a busy server
-KEPT_BYTES_MAX = 2**24  # of these batches, whose sizes differ by a factor of a thousand
+KEPT_BYTES_MAX = 2**24  # of kept batches, whose sizes differ by a factor of a thousand
 CHANGES_MAX = 4096  # blocks of one batch; changes without a subscriber become one batch. Guess.
-SNAPSHOT_BLOCKS_MAX = 1024  # of one batch, encoded in about 4 ms; other tasks run between batches
-SNAPSHOT_BYTES_MAX = 2**21  # of one batch; the gateway takes 4 MiB
+SNAPSHOT_BLOCKS_MAX = 1024  # blocks of a batch take about 4 ms; other tasks run between batches
+SNAPSHOT_BYTES_MAX = 2**21  # of a snapshot's batch; the gateway takes 4 MiB
 
 
 class _Origin(NamedTuple):
@@ -94,7 +94,7 @@ class KvFeed:
                 client reads too slowly.
             ShuttingDown: the server ends.
             Disconnected: the client has ended the call.
-        Cancellation: safe; every subscription ends by it.
+        Cancellation: safe; it is how every subscription ends.
         """
         if self._num_subscribers >= SUBSCRIBERS_MAX:
             raise Overloaded(f"{SUBSCRIBERS_MAX} subscriptions are open", retry_after_s=5.0)
@@ -102,10 +102,10 @@ class KvFeed:
         try:
             self._collect()
             origin, last = self._resume(start) if start else await self._begin(call)
-            if start:  # the gateway waits for headers, and skips a batch that it has
+            if start:  # so the gateway gets headers at once; it skips a batch that it has
                 await call.write(common_pb2.KvEventBatch(sequence_number=start))
             while not self._is_closed:
-                changed = self._changed  # taken before the look, so that no change is missed
+                changed = self._changed  # taken before `_collect`, so that no change is missed
                 self._collect()
                 while last < self._last:
                     if last < self._last - len(self._kept):
@@ -126,7 +126,7 @@ class KvFeed:
     def _collect(self) -> None:
         """Make one change of all blocks that came or went since the last change."""
         changes = self._prefixes.take_changes()
-        if changes is None:  # there were too many to be kept
+        if changes is None:  # too many changes to be kept
             self._kept.clear()
             self._kept_bytes = 0
             self._last += 1
@@ -189,7 +189,7 @@ def _chunk_size(blocks: Sequence[Block]) -> int:
 
 def _encode(changes: Sequence[Block | bytes]) -> bytes:
     """Return the bytes of a batch with these changes, without its number. Blocks that follow one
-    another in a prompt make one event, as do keys that go one after another."""
+    another in a prompt make one event, as do keys that are removed one after another."""
     batch = common_pb2.KvEventBatch()
     last: Block | bytes | None = None
     for change in changes:

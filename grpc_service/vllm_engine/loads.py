@@ -63,8 +63,8 @@ class Loads:
         )
 
     def _tokens_per_s(self, generated: int) -> float:
-        """Return the rate since it was last computed; within `RATE_INTERVAL_S` of that, return the
-        same rate again. The total falls when a replica dies, and the rate is 0 then."""
+        """Return the tokens per second since this was last computed; within `RATE_INTERVAL_S`,
+        return the same rate again. When a replica dies, the total falls, and the rate is 0."""
         now = trio.current_time()
         if now - self._counted_at >= RATE_INTERVAL_S:
             made = max(0, generated - self._counted)

@@ -3,7 +3,7 @@
 A cache may hold blocks that no request can find, because a block before them, which belonged to
 another sequence, was dropped first. The gateway places a block whose parent it does not know at the
 beginning of a prompt, and would send requests to the wrong server. So a mirror announces a block
-when all blocks before it are there, and withdraws it as soon as one of them is not.
+when all blocks before it are cached, and withdraws it as soon as one of them is gone.
 """
 
 from __future__ import annotations
@@ -115,6 +115,6 @@ class ReplicaPrefixes:
     def _descendants(self, key: bytes) -> list[bytes]:
         """Return the key and those of all blocks after it, every block after its parent."""
         keys = [key]
-        for block_key in keys:  # grows meanwhile
+        for block_key in keys:  # the list grows in the loop
             keys += self._children.get(block_key, ())
         return keys

@@ -71,7 +71,7 @@ class VllmEngine:
         self._started_at = trio.current_time()
         self._last_receive = 0.0
 
-    # ---- beside the calls
+    # ---- the engine's changes
 
     full_name = SERVICE.full_name
 
@@ -227,7 +227,7 @@ class VllmEngine:
 
         Raises:
             Unsupported: the model has no prefix cache. A gateway then never subscribes again.
-        Cancellation: safe; every subscription ends by it.
+        Cancellation: safe; it is how every subscription ends.
         """
         if not self._has_prefixes:
             raise Unsupported(f"{self._name} has no prefix cache")

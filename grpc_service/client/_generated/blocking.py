@@ -375,7 +375,7 @@ class ControlClient:
 
 
 class _Calls:
-    """Makes the calls of a service by its ``stub``. They show the key and raise `CallError`."""
+    """Makes the calls of a service by its ``stub``. Calls send the API key."""
 
     def __init__(self, stub: Any, api_key: str) -> None:
         self._stub = stub
