@@ -1,7 +1,8 @@
 """The base of the schedulers of all kinds of work: input events in, output events and plans out.
 
 A kind of work (text, encoders, drawing) is a request, a plan and a result. The loop, the replica
-and the supervisor know its scheduler as a `Core`. Its runner turns a plan into a result.
+and the supervisor know each kind's scheduler as a `Core`. The kind's runner turns a plan into a
+result.
 
 Rule 1: two methods drive a core. `apply(event, now)` takes everything that happens and returns the
 events that it caused, in order; `plan(now)` returns the next step, whose `StepDone` or `StepFailed`
@@ -73,38 +74,38 @@ class Step(Protocol):
 
     @property
     def plan(self) -> Any:
-        """The plan that the worker executes, of the kind's class."""
+        """The plan that the worker executes; each kind of work has a class of plans."""
 
 
 StepT = TypeVar("StepT", bound=Step)
 
 
 class PrefixLookup(Protocol):
-    """The prefix cache of a core, as the pool asks it to choose among replicas."""
+    """What the pool asks a core's prefix cache when it chooses among replicas."""
 
     def keys_of(self, request: Any) -> list[bytes]:
-        """Return the keys of the parts of a request's prompt that may be cached. The request need
-        not be submitted."""
+        """Return the keys of the parts of a prompt that may be cached. The request need not be
+        submitted."""
 
     def cached_tokens(self, keys: list[bytes]) -> int:
-        """Return how many tokens of the prefix with these keys need not be computed here."""
+        """Return how many tokens of the prefix with these keys this core need not compute."""
 
 
 class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT]):
     """One replica's scheduler: synchronous, not thread-safe, and never waits.
 
-    A kind's subclass decides which requests it refuses, what the next step computes, what a row's
-    result means, and what a request holds.
+    Each kind of work has a subclass, which decides which requests it refuses, what the next step
+    computes, what a row's result means, and which memory a request holds.
     """
 
     prefixes: PrefixLookup | None = None  # set by a kind that has a prefix cache
-    token_word = "tokens"  # what a refusal calls `CoreRequest.num_tokens`
+    token_word = "tokens"  # the word of error messages for `CoreRequest.num_tokens`
 
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
-        self._events: list[OutputEvent] = []  # of the call in progress; all of its parts append
+        self._events: list[OutputEvent] = []  # those of the call in progress, so far
         self._step: StepT | None = None
-        self._rate = RecentRate()  # of what `CoreRequest.num_tokens` counts
+        self._rate = RecentRate()  # in the unit of `CoreRequest.num_tokens`
 
     # ---- the two verbs
 
@@ -204,7 +205,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         )
 
     def _end_due(self, now: float) -> None:
-        """End what has to end by now: the requests that have stalled."""
+        """End the requests that have stalled. A kind may have others to end."""
         for live in self._stalled(now):
             self._end(live, EndReason.STALLED, now)
 
@@ -243,8 +244,8 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
 
     @abstractmethod
     def _next_step(self, plan_id: PlanId, now: float) -> StepT | None:
-        """Return the next step, with its plan and message slots; None if nothing is to be
-        computed."""
+        """Return the next step, with its plan and message slots; None if there is nothing to
+        compute."""
 
     @abstractmethod
     def _commit(self, step: StepT, result: ResultT, now: float) -> None:

@@ -24,7 +24,7 @@ class Credit:
     one exception: the two loops over a step's decodes reserve and fill a slot in place, to save the
     cost of a call. `mark_starved` sets ``starved`` when a reservation failed; the first `release`
     after that clears it and returns True. ``waits_until``, on the engine's clock, is set by the
-    reader's side: the request does not stall before.
+    reader's side: before this time the request is not ended as stalled.
     """
 
     __slots__ = ("again", "capacity", "free", "reserved", "starved", "waits_until")
@@ -35,7 +35,7 @@ class Credit:
         self.capacity = capacity
         self.free = capacity  # slots that neither hold a message nor are promised to a plan
         self.reserved = 0  # slots promised to plans in flight
-        self.again = 0  # messages sent again whose slots are free already; they come first
+        self.again = 0  # messages sent again without slots; released first
         self.starved = False
         self.waits_until = -math.inf  # until when a reader that has left may come back
 
@@ -59,8 +59,7 @@ class Credit:
         """Let a new reader take ``count`` messages that were delivered to the former one. After
         them it gets ``num_undelivered`` messages that were made and not delivered to any reader
         yet. The former reader may have freed slots of the ``count`` messages, or may have taken
-        further messages without freeing their slots, which are freed now. Return as `release`
-        does."""
+        further messages without freeing their slots: these are freed now. Return as `release`."""
         delivered = self.filled - num_undelivered
         self.again = max(0, count - delivered)
         return self.release(max(0, delivered - count))

@@ -65,7 +65,7 @@ class CoreRequest(Journaled, Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of what the client sent, for the usage."""
+        """Tokens of the prompt or the inputs, as the request's usage reports them."""
 
     @property
     def num_tokens_ahead(self) -> int:

@@ -60,8 +60,7 @@ class LiveRequest(ABC, Generic[RequestT]):
 
     def stalls_at(self, timeout_s: float) -> float:
         """Return when a parked request stalls, if it may be parked for ``timeout_s`` seconds.
-        Infinity if it is not parked, or if its reader has taken a message since: `ReaderDrained` is
-        coming."""
+        Infinity if it is not parked, or if its reader has taken a message since then."""
         if self.parked_since is None or not self.credit.starved:
             return math.inf
         return max(self.parked_since, self.credit.waits_until) + timeout_s

@@ -298,7 +298,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, ChoiceT, OneChoiceStep]):
         return ""
 
     def _why_waiting(self, ahead: int) -> str:
-        """Return what a request waits for that has ``ahead`` tokens before it."""
+        """Return what a request waits for that has ``ahead`` tokens before it in the queue."""
         return "a step"
 
     # ---- views

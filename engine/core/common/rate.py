@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RATE_SMOOTHING = 0.2  # the newest step's weight; an estimate: the last five have two thirds
+RATE_SMOOTHING = 0.2  # weight of the newest step; estimate: the last five together weigh two thirds
 
 
 class RecentRate:
@@ -15,6 +15,6 @@ class RecentRate:
         self.tokens_per_s = 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Count a step; one that took 0 seconds or less says nothing."""
+        """Count a step, unless it took 0 seconds or less: then no rate follows from it."""
         if seconds > 0.0:
             self.tokens_per_s += RATE_SMOOTHING * (num_tokens / seconds - self.tokens_per_s)

@@ -1,11 +1,11 @@
 """Seats and turns, for the kinds of work whose requests take turns, one step each.
 
 Rule 1: requests take turns in the order of their ranks (priority, arrival), one step each. A
-request that cannot go on is passed over. So between two steps of a request that could go on all the
-time, no other request gets two steps. Rule 2: a request keeps its seat until its end, because the
-worker keeps its state. Requests that are parked, or late and about to be cancelled, do not count
-against ``max_seats``, so that clients which do not read hold up no others; but at most `HELD_SHARE`
-times ``max_seats`` requests have seats.
+request that cannot go on misses its turn. So between two steps of a request that could go on all
+the time, no other request gets two steps. Rule 2: a request keeps its seat until its end, because
+the worker keeps its state. Requests that are parked, or late and about to be cancelled, do not
+count against ``max_seats``, so that clients which do not read hold up no others; but at most
+`HELD_SHARE` times ``max_seats`` requests have seats.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ TurnT = TypeVar("TurnT", bound=InTurn[Any])
 
 
 class Seats:
-    """Lets at most ``max_seats`` requests take turns. ``park`` parks a request without a free
-    message slot."""
+    """Lets at most ``max_seats`` requests take turns. ``park`` parks a request that has no slot."""
 
     def __init__(self, max_seats: int, park: Callable[[Any, float], None]) -> None:
         self._max_seats = max_seats
         self._park = park
         self._seated: list[Any] = []  # sorted by rank
-        self._last_rank: tuple[float, ...] = ()  # of the request that took the last step
+        self._last_rank: tuple[float, ...] = ()  # the rank of the request that took the last step
         self._sequence_ids = count(1)
 
     def __len__(self) -> int:
@@ -93,7 +92,7 @@ class Seats:
 
     def next_in_turn(self, now: float, *, only_begun: bool = False) -> Any | None:
         """Return the request whose turn it is, with the slot of its step's message reserved. Park
-        requests whose streams have no slot. ``only_begun`` passes over requests not begun."""
+        requests whose streams have no slot. With ``only_begun``, skip requests not begun."""
         after = [live for live in self._seated if live.rank > self._last_rank]
         before = [live for live in self._seated if live.rank <= self._last_rank]
         for live in (*after, *before):
@@ -107,7 +106,7 @@ class Seats:
         return None
 
     def remove(self, live: InTurn[Any]) -> None:
-        """Take the seat of a request that has ended."""
+        """Take away the seat of a request that has ended."""
         self._seated.remove(live)
 
     def check(self) -> None:

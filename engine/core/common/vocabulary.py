@@ -1,7 +1,7 @@
-"""Checks that token ids are in a model's vocabulary: an id for each row of the model's embedding.
+"""Checks that token ids are in a model's vocabulary, which has an id for each row of the embedding.
 
-A tokenizer may have more tokens: fine-tunes add some without a row for them. Rule: every id is
-checked here, once, where it enters the engine; the code that computes relies on it.
+A tokenizer may have more tokens than that: some fine-tunes add tokens without rows. Rule: every id
+is checked here, once, where it enters the engine; the code that computes relies on it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from engine.errors import FieldViolation, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TOKEN_CHARS = 60  # most of a token's text that a message shows, a guess: added tokens are shorter
+TOKEN_CHARS = 60  # most characters of a token in an error message; a guess: added tokens have fewer
 
 
 class Decoder(Protocol):
-    """The method of a tokenizer with which a violation shows a token."""
+    """The method of a tokenizer that makes a token readable in an error message."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -33,8 +33,8 @@ def first_outside(ids: Sequence[int], vocab_size: int) -> int | None:
 def violation_of_ids(
     field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0
 ) -> FieldViolation | None:
-    """Return the violation of a field of ids that has one outside the vocabulary; None if all are
-    inside. ``first`` is the index in the field of ``ids[0]``."""
+    """Return the violation of a field of token ids if one of them is outside the vocabulary; None
+    if all are inside. ``first`` is the index that ``ids[0]`` has in the field."""
     index = first_outside(ids, vocab_size)
     if index is None:
         return None
@@ -45,8 +45,8 @@ def violation_of_ids(
 def violation_of_text(
     field: str, ids: Sequence[int], vocab_size: int, tokenizer: Decoder
 ) -> FieldViolation | None:
-    """Return the violation of a text whose tokens ``ids`` are not all inside the vocabulary; None
-    if they are."""
+    """Return the violation of a text with a token of ``ids`` outside the vocabulary; None
+    without."""
     index = first_outside(ids, vocab_size)
     if index is None:
         return None

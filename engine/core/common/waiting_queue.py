@@ -43,9 +43,9 @@ def aged_priority(request: CoreRequest, now: float, aging_s: float) -> int:
 class WaitingQueue(Generic[QueuedT]):
     """The items that wait, sorted by `Queued.key_in_queue`. Not thread-safe.
 
-    Aging is applied at most ``late_s`` seconds late. ``items`` is sorted by the keys of the last
-    time that it was applied; ``num_tokens`` is the sum of the items' tokens; ``peak`` is the most
-    items that there have been. All are read-only outside.
+    Aging is applied at most ``late_s`` seconds late. ``items`` is sorted by the keys that the items
+    had when aging was last applied; ``num_tokens`` is the sum of the items' tokens; ``peak`` is the
+    most items that there have been. All are read-only outside.
     """
 
     def __init__(self, aging_s: float, late_s: float = 0.0) -> None:

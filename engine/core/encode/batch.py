@@ -70,14 +70,14 @@ class BatchBuilder:
         return (live.started_at is not None or not self._only_begun) and not live.is_late(self._now)
 
     def _take(self, live: LiveEncode, kind: InputKind) -> bool:
-        """Choose inputs of a kind of a request while they fit and it has message slots. Return
-        False if the step is full."""
+        """Choose inputs of one kind of a request while they fit into the step and the request's
+        stream has message slots. Return False if the step is full."""
         while kind in live.left:
             index = live.left[kind][0]
             if not self._fits(live.length(index)):
                 return False
             if not live.credit.try_reserve():
-                # otherwise this step holds all its slots
+                # if no message waits for the reader, this step holds all slots of the stream
                 if live.credit.filled and live not in self.starved:
                     self.starved.append(live)
                 return True

@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 
 class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, LiveEncode]):
-    """One encoder's scheduler. A part is an input, by its index."""
+    """One encoder's scheduler. The parts of a request are the indices of its inputs."""
 
     config: EncoderConfig
     live_type = LiveEncode
-    aging_late_s = 1.0  # a guess: a priority rises every 10 s
+    aging_late_s = 1.0  # seconds; a guess: small beside the 10 s in which a priority rises
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
         self._inputs = WaitingInputs(self._waiting)
-        self._last_kind: InputKind | None = None  # of the inputs of the last step
-        self._suspects: deque[tuple[LiveEncode, int]] = deque()  # rows of a failed step, run alone
+        self._last_kind: InputKind | None = None  # the kind of the last step's inputs
+        self._suspects: deque[tuple[LiveEncode, int]] = deque()  # to run alone
         self._sequence_ids = count(1)
         self._budget = StepBudget(config.max_num_batched_tokens)
 
@@ -143,7 +143,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         worth a step: for half the stream, or for all inputs that are left. Otherwise only restart
         its stall timeout, because the reader has taken something. A request whose stream holds no
         message goes back at once: if the step that has its slots fails, its reader will not report
-        room again."""
+        room."""
         credit = live.credit
         live.unpark(now)
         if credit.filled and credit.free < min(live.num_left, (credit.capacity + 1) // 2):
@@ -165,8 +165,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def _step_failed(self, step: OneChoiceStep, failure: StepFailure, now: float) -> None:
         """Put the inputs of a failed step back. They run again: after running out of memory in
-        batches of half the size, otherwise each alone. A row that was alone fails, and its request
-        with it."""
+        batches of half the size, otherwise each alone. A row alone fails with its request."""
         super()._step_failed(step, failure, now)
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._budget.halve(step.plan.num_tokens)

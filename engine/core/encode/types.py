@@ -67,7 +67,7 @@ AnyInput: TypeAlias = EncodeInput | ImageInput
 
 
 class TokenizedInput(NamedTuple):
-    """An input after the cut to what the model takes; ``full_tokens`` is its length before that."""
+    """An input, cut to what the model takes; ``full_tokens`` is its length before the cut."""
 
     input: EncodeInput
     full_tokens: int
@@ -75,7 +75,7 @@ class TokenizedInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """How a result is finished. If ``dimensions`` or ``normalize`` is None, the model's own
+    """What becomes of a model's output. If ``dimensions`` or ``normalize`` is None, the model's own
     configuration decides. ``raw_scores`` leaves out a cross-encoder's activation function."""
 
     dimensions: int | None = None

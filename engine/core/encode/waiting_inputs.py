@@ -42,8 +42,7 @@ class WaitingInputs:
             self._count(live, index, -1)
 
     def put_back(self, live: LiveEncode, index: int, now: float) -> None:
-        """Move an input out of a step that failed. Its request is then in the queue again, unless
-        it is parked."""
+        """Move an input out of a step that failed. Its request is then queued, unless parked."""
         was_queued = live.is_queued
         live.put_back(index)
         if was_queued:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.image_generation.types import ImageGenerationRequest
     from engine.errors import TrioletError
 
-LATE_S = 1e-6  # added to the latest start: far less than a step, more than rounding
+LATE_S = 1e-6  # added to the latest time to start: far less than a step, more than rounding
 
 
 class Deadlines:
@@ -47,8 +47,7 @@ class Deadlines:
         return max(now, min(latest) + LATE_S) if latest else None
 
     def infeasible(self, request: ImageGenerationRequest, now: float) -> DeadlineInfeasible | None:
-        """Return the error of a drawing that cannot be done by its deadline, whatever else runs
-        (D18)."""
+        """Return the error of a drawing that cannot be done by its deadline (D18), or None."""
         if request.deadline is None or request.deadline <= now:
             return None  # the deadline has passed, and the request's scope is about to end it
         if now <= self._latest_start(request, request.deadline):

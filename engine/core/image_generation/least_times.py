@@ -14,8 +14,8 @@ from engine.core.image_generation.types import Verb
 if TYPE_CHECKING:
     from engine.core.image_generation.types import ImageGenerationRequest
 
-DISCOUNT = 1.1  # divides an estimate at each refusal; a guess: eight refusals halve it
-SHAPES_MAX = 64  # kept shapes; a guess: far more than clients of one model ask for
+DISCOUNT = 1.1  # each refusal divides an estimate by this; a guess: eight refusals halve it
+SHAPES_MAX = 64  # most shapes that are kept; a guess: far more than clients of one model ask for
 
 
 class Shape(NamedTuple):
@@ -44,16 +44,16 @@ def shape_of(request: ImageGenerationRequest, verb: Verb) -> Shape:
 class LeastTimes:
     """The shortest time of each shape of step, of at most `SHAPES_MAX` shapes.
 
-    A step takes at least as long as a smaller one. So the estimate of a shape is the longest among
-    the shortest times of the shapes that it covers. One measurement may have been slow by chance,
-    and a refused drawing is not measured. So each refusal (`note_refusal`) lowers the estimates of
-    this shape a little, until a step of this shape is measured.
+    A step takes at least as long as one of a smaller shape. So the estimate of a shape is the
+    longest among the shortest times of the shapes that it covers. One measurement may have been
+    slow by chance, and a refused drawing is not measured. So each refusal (`note_refusal`) lowers
+    the estimates of this shape a little, until a step of this shape is measured.
     """
 
     def __init__(self) -> None:
         self._shortest: dict[Shape, float] = {}
         self._discounts: dict[Shape, float] = {}
-        self._estimates: dict[Shape, float] = {}  # derived from the two above
+        self._estimates: dict[Shape, float] = {}  # follow from the shortest times and the discounts
 
     def note(self, shape: Shape, seconds: float) -> None:
         """Count a step that took ``seconds``."""
@@ -61,7 +61,7 @@ class LeastTimes:
         self._shortest[shape] = seconds if known is None else min(known, seconds)
         is_new = self._shortest[shape] != known or self._discounts.pop(shape, None) is not None
         if len(self._shortest) > SHAPES_MAX:
-            del self._shortest[next(iter(self._shortest))]  # measured longest ago
+            del self._shortest[next(iter(self._shortest))]  # the shape measured longest ago
         if is_new:
             self._estimates.clear()
 

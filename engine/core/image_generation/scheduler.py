@@ -47,7 +47,7 @@ class ImageGenerationScheduler(
 
     def __init__(self, config: ImageGenerationConfig) -> None:
         super().__init__(config, config.max_drawings)
-        self._ended: list[SequenceId] = []  # since the last plan; the next plan names them
+        self._ended: list[SequenceId] = []  # requests that ended since the last plan
         self._times = LeastTimes()
         self._deadlines = Deadlines(self._waiting, self._times)
 
@@ -60,8 +60,7 @@ class ImageGenerationScheduler(
         return self._deadlines.infeasible(request, now)
 
     def _end_due(self, now: float) -> None:
-        """End the requests that have stalled, and those in the queue that cannot be done in time
-        any more."""
+        """End the requests that have stalled, and those in the queue that will be late."""
         super()._end_due(now)
         for live, error in self._deadlines.too_late(now):
             self._end(live, EndReason.DEADLINE, now, str(error))

@@ -2,7 +2,7 @@
 effects (D5, D6).
 
 Rule: every function reads the ledger and returns an answer; the step builder acts on it. (A
-sequence's prefix-cache keys are computed here when they are first needed, and kept by it.)
+sequence's prefix-cache keys are computed here when first needed, and the sequence keeps them.)
 
 ``matched`` is what `match` returned for the sequence: the cached blocks of its prefix.
 ``prompt_limit`` is how many prompt tokens the step may compute beside its decodes.
@@ -113,7 +113,7 @@ def _promised(ledger: Ledger, first: Sequence) -> int:
     """Return how many blocks the running sequences still need beside ``first``. Where no step is in
     flight, the number is the same before their rows are planned and after. A sequence before
     ``first`` in rank counts with its next token, for which it would preempt ``first``; a later
-    sequence can wait for that."""
+    sequence can wait for the block of its next token."""
     size, needed = ledger.config.block_size, 0
     # This runs for each sequence that may start, so sequences with all their blocks are skipped.
     for seq in ledger.running:
@@ -127,23 +127,22 @@ def _promised(ledger: Ledger, first: Sequence) -> int:
 
 
 def states_over(ledger: Ledger, seq: Sequence) -> int:
-    """Return how many state slots are lacking for a sequence and its choices to start; 0 or less if
-    none are."""
+    """Return how many state slots a sequence and its choices lack to start; 0 or less if none."""
     if ledger.states is None:
         return 0
     return ledger.seats_of(seq) + promised_states(ledger) - ledger.states.pool.num_free
 
 
 def promised_states(ledger: Ledger) -> int:
-    """Return how many state slots are promised to choices that have still to fork from sequences
-    with blocks."""
+    """Return how many state slots are promised to choices that are to fork from sequences with
+    blocks."""
     residents = (*ledger.running, *ledger.parked.residents())
     return sum([ledger.seats_of(seq) - 1 for seq in residents if seq.state_slot is not None])
 
 
 def states_of_next(ledger: Ledger) -> int:
-    """Return how many state slots the first sequence in the queue needs, if it has seats: those are
-    not for snapshots, which only save work."""
+    """Return how many state slots the first sequence in the queue needs, 0 if there are no seats
+    for it. Snapshots, which only save work, must not take these slots."""
     first = next(iter(ledger.waiting.items), None)
     return ledger.seats_of(first) if first is not None and ledger.seats_over(first) <= 0 else 0
 
@@ -158,8 +157,8 @@ def has_seats(ledger: Ledger, seq: Sequence) -> bool:
 
 
 def has_slots(ledger: Ledger, seq: Sequence, prompt_limit: int) -> bool:
-    """Return whether the sequence's stream has room for the messages of its start, beside those of
-    its request's running choices: without room for these, all of them would be parked."""
+    """Return whether the sequence's stream has room for the messages of its start, and for one
+    message of each running choice of its request: else all choices would be parked."""
     free = seq.credit.free
     free -= sum(other.state is State.RUNNING for other in seq.live.sequences)
     if free >= 1 + (len(seq.live.attached) if seq.choice == 0 else 0):
@@ -191,7 +190,8 @@ def order_victims(
 
 def victims_for_running(ledger: Ledger, seq: Sequence, count: int) -> list[Sequence]:
     """Return which sequences to preempt so that ``count`` blocks are free for a running sequence.
-    The list is empty if all that may give way hold too few blocks: they would start again at once.
+    The list is empty if those that may give way hold too few blocks: they would start again at
+    once.
     """
     running = [other for other in ledger.running if not other.in_step]
     lacking = count - ledger.pool.num_free
@@ -208,8 +208,7 @@ def victims_for_running(ledger: Ledger, seq: Sequence, count: int) -> list[Seque
 def victims_for_first(
     ledger: Ledger, first: Sequence, now: float, prompt_limit: int
 ) -> list[Sequence]:
-    """Return which sequences to preempt so that ``first``, the first of the waiting queue, can
-    start.
+    """Return which sequences to preempt so that ``first``, the head of the queue, can start.
 
     The list is empty if ``first`` can start already; if all sequences after it hold too few blocks;
     or if it would not start even then, because of its reader, its deadline, the step's budget, or a
@@ -217,8 +216,8 @@ def victims_for_first(
 
     A running sequence gives way only if it comes after ``first`` in the admission order, too:
     otherwise, because of its age, it would stand before ``first`` in the queue and start again at
-    once. The key of ``first`` is the one it has in the queue, up to a second old, because this key
-    decides which of the two would stand before the other.
+    once. The key of ``first`` is the one by which the queue sorted it, up to a second ago, because
+    that key decides which of the two would stand before the other.
     """
     if first.is_late(now) or not has_slots(ledger, first, prompt_limit):
         return []
@@ -255,13 +254,13 @@ def victims_for_first(
 
 def _has_tokens_left(ledger: Ledger, victims: list[Sequence], prompt_limit: int) -> bool:
     """Return whether the running prompts leave some of the step's tokens once the victims are gone.
-    If they do not, it is too early to preempt."""
+    If no tokens are left, it is too early to preempt."""
     room, wanted, score_left = ledger.config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
     for seq in ledger.running:
         if seq in victims:
             continue
         count = seq.num_tokens - seq.num_computed
-        if seq.is_scoring:  # as `StepBuilder._chunk_of` counts
+        if seq.is_scoring:  # counted as by `StepBuilder._chunk_of`
             count = min(count, max(1, score_left))
             score_left -= count
         if count == 1:

@@ -113,7 +113,7 @@ class Committer:
         if has_slot:
             seq.num_pending -= 1
             seq.num_tokens -= 1
-        if seq.state is not State.RUNNING:  # it ended while the step ran
+        if seq.state is not State.RUNNING:  # the sequence ended while the step ran
             if has_slot:
                 seq.credit.cancel()
             self._counters.late_results += 1
@@ -126,7 +126,7 @@ class Committer:
             cause, violation = result.cause, result.violation
             self._endings.end_request(seq.live, EndReason.FAILED, now, cause, violation)
             return
-        if result.finish is not None and not result.tokens:  # it had ended before it was continued
+        if result.finish is not None and not result.tokens:  # the continued choice had ended
             if has_slot:
                 seq.credit.cancel()
             self._endings.end(seq, result.finish, now, matched=result.matched)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from engine.core.text.sequence import LiveText, Sequence
     from engine.errors import FieldViolation
 
-RUN_SMOOTHING = 0.05  # the newest end's weight in `run_s`; an estimate: the last 20 have 2/3
+RUN_SMOOTHING = 0.05  # weight of the newest end in `run_s`; estimate: the last 20 ends weigh 2/3
 
 
 class Endings:
     """Ends sequences and requests; appends their events to ``events``.
 
-    ``run_s`` is the running average of how long sequences ran until they ended, in seconds; 0 while
+    ``run_s`` is the running average of the seconds that sequences ran until they ended; 0 while
     none has ended.
     """
 

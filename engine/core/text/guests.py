@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveText, Sequence
 
-# Estimates: enough for the few guests whose clients come back after a second, little for others.
+# Estimates: enough for the few guests whose clients return after a second, at little cost to
+# others.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
 BLOCKS_SHARE = 16  # 1/16 of the blocks
 # For how long no other request has been computed before parked guests go on: a client that sends
@@ -36,7 +37,7 @@ class Guests:
         self._ledger = ledger
         self._num_seats = max(1, ledger.config.max_num_seqs // SEATS_SHARE)
         self._num_blocks = ledger.config.num_blocks // BLOCKS_SHARE
-        # Guests that were not parked when `settle` looked, or have become guests since.
+        # Guests that `settle` let run or wait, and requests that became guests after its last call.
         self._admitted: dict[RequestId, LiveText] = {}
         self._quiet_from = -math.inf
 
@@ -91,7 +92,8 @@ class Guests:
     # ---- decisions
 
     def must_settle(self) -> bool:
-        """Return whether guests are to be parked, or have been, with too many blocks."""
+        """Return whether `settle` must park guests, or check the blocks of guests parked
+        meanwhile."""
         admitted = self._admitted.values()
         if not admitted:
             return False
@@ -102,8 +104,8 @@ class Guests:
         )
 
     def settle(self, now: float) -> None:
-        """Park the guests that should not be computed, take blocks from those that hold too many,
-        and let parked ones go on if no other request runs or waits. No plan is in flight."""
+        """While no step is in flight: park guests that should not be computed, take blocks from
+        those that hold too many, and let parked ones go on if no other request runs or waits."""
         if self.must_settle():
             self._park(now)
             self._evict(now)

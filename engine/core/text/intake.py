@@ -47,8 +47,8 @@ class Intake:
         return None
 
     def infeasible(self, request: Request, now: float) -> DeadlineInfeasible | None:
-        """Refuse a prompt that cannot be computed by its deadline, whatever else runs (D18). Only
-        the cached prefix need not be computed; it is looked up only if it can make a difference."""
+        """Refuse a prompt that cannot be computed by its deadline, whatever else runs (D18). A
+        cached prefix takes no time; it is looked up only if that can change the decision."""
         if request.deadline is None or request.deadline <= now:
             return None  # the deadline has passed, and the request's scope is about to end it
         left, length = request.deadline - now, len(request.prompt)

@@ -65,7 +65,7 @@ class Ledger:
     def admit(self, request: Request, credit: Credit, now: float) -> LiveText:
         """Put a new request into the queue, all its choices WAITING, and return its record."""
         live = LiveText(request, credit, self.keys.root_of(request))
-        since = min(now, request.arrival)  # it has been waiting since it arrived
+        since = min(now, request.arrival)  # the request has been waiting since it arrived
         for choice in request.choices:
             live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
             self._next_id += 1
@@ -100,15 +100,14 @@ class Ledger:
 
     def unfork(self, child: Sequence, now: float) -> None:
         """Undo a fork whose step failed: the choice is attached to its parent again."""
-        assert not child.blocks, child  # the step's reservation gave them back
+        assert not child.blocks, child  # its blocks were given back with the step's reservation
         child.advance(Event.PREEMPT)
         self.running.remove(child)
         child.is_attached = True
         child.enter(Phase.QUEUED, now)
 
     def park(self, live: LiveText, now: float) -> None:
-        """Park every choice of a request whose stream is full, or whose client is away: no step
-        computes them."""
+        """Park every choice of a request whose stream is full or whose client is away."""
         live.parked_since = now
         self.parked.add(live)
         for seq in live.sequences:
@@ -169,13 +168,12 @@ class Ledger:
         live = seq.live
         if all(other.state is State.FINISHED for other in live.sequences):
             del self.requests[live.request.request_id]
-            live.sequences.clear()  # a reference cycle would keep them all in memory
+            live.sequences.clear()  # a reference cycle would keep the sequences in memory
 
     # ---- blocks
 
     def take(self, reservation: Reservation, count: int) -> tuple[BlockId, ...] | None:
-        """Return fresh blocks, after the cache has forgotten their contents; None if too few are
-        free."""
+        """Return fresh blocks, whose contents the cache has forgotten; None if too few are free."""
         taken = self.pool.take(reservation, count)
         self.cache.forget(self.pool.drain_reused())
         return taken
@@ -278,7 +276,7 @@ class Ledger:
             assert not seq.blocks, seq
         needed = blocks_for(seq.num_computed, self.config.block_size)
         assert len(seq.blocks) >= needed, seq
-        # Only a step in flight may hold blocks for more: for drafts, until they are verified.
+        # More blocks than its computed tokens need are held only in a step, for unverified drafts.
         assert seq.in_step or len(seq.blocks) == needed, seq
         assert seq.num_computed <= seq.num_tokens, seq
         assert seq.num_tokens == seq.num_prompt + len(seq.output) + seq.num_pending, seq

@@ -178,7 +178,7 @@ def _take_back_blocks(seq: Sequence, row: Row) -> list[BlockId]:
 
 def _admission(seq: Sequence) -> AdmittedSequence:
     request, sampling = seq.live.request, seq.live.request.sampling
-    if seq.choice:  # of a continued request, whose choices do not fork
+    if seq.choice:  # continued choices do not fork, so each is admitted
         sampling = replace(sampling, choice=seq.choice)
     return AdmittedSequence(
         seq.sequence_id,

@@ -56,7 +56,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     """One text model replica's scheduler."""
 
     config: SchedulerConfig
-    aging_late_s = 1.0  # estimate: a priority rises every 10 s
+    aging_late_s = 1.0  # seconds; estimate: small beside the 10 s in which a priority rises
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -106,7 +106,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
 
     def prepare(self, now: float) -> None:
         """Make the next plan while a step runs, so that `plan` only has to return it (D9). Do
-        nothing if no step is in flight, or if the next step cannot be known yet."""
+        nothing if no step is in flight, or if its result decides what the next step computes."""
         if self._step is None or self._prepared is not None or not self.config.prepared_plans:
             return
         if self._guests.must_settle():
@@ -165,7 +165,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         return self._intake.misfit(request, credit.capacity)
 
     def _queued(self) -> tuple[int, int]:
-        guests = self._guests.waiting()  # the next plan parks them if others run or wait
+        guests = self._guests.waiting()  # parked by the next plan if others run or wait
         tokens = sum([seq.num_tokens for seq in guests])
         return len(self._waiting) - len(guests), self._waiting.num_tokens - tokens
 
@@ -247,14 +247,12 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         )
 
     def _places(self) -> Places:
-        """Count sequences."""
         ledger = self._ledger
         states = Counter(seq.state for seq in ledger.live_sequences())
         running, waiting = len(ledger.running), len(ledger.waiting)
         return Places(running, waiting, states[State.PARKED], states[State.ENDING])
 
     def _planned_steps(self) -> tuple[PlannedStep, ...]:
-        """Return the step in flight and the prepared one."""
         return tuple([step for step in (self._step, self._prepared) if step is not None])
 
     def check(self) -> None:

@@ -36,8 +36,8 @@ class StepBuilder:
     """Builds one `PlannedStep`, by one call of `build`, `build_alone` or `build_ahead`.
 
     ``prompt_limit`` returns how many prompt tokens a step may have beside a number of decodes.
-    ``on_preempt`` is called with every running sequence that lost its blocks. ``only_begun``: only
-    waiting sequences that have been in a step before start.
+    ``on_preempt`` is called with every running sequence that lost its blocks. With ``only_begun``,
+    no waiting sequence starts that has never been in a step.
     """
 
     __slots__ = (
@@ -77,14 +77,14 @@ class StepBuilder:
         self._step = PlannedStep(ledger)
         self._chunk_left: int | None = None  # computed when the first prompt needs it
         self._score_left = SCORED_TOKENS_MAX
-        self._has_chunk = False  # the step computes a part of a prompt
-        self._image_cost = 0  # of the chunk that `_chunk_of` returned last
-        self._executing_keys: Set[bytes] = frozenset()  # of blocks that the executing step computes
+        self._has_chunk = False  # whether the step computes a part of a prompt
+        self._image_cost = 0  # what the images of `_chunk_of`'s last chunk cost
+        self._executing_keys: Set[bytes] = frozenset()  # keys of the executing step's blocks
 
     # ---- building: one call of one of these
 
     def build(self) -> PlannedStep | None:
-        """Return the next step, or None if nothing can be computed. No plan is in flight."""
+        """Return the next step, or None if nothing can be computed, while no plan is in flight."""
         may_start = bool(self._ledger.waiting.items)
         if may_start:
             self._make_room_for_first()
@@ -138,7 +138,7 @@ class StepBuilder:
     def _chunk_of(self, seq: Sequence, remaining: int) -> int:
         """Return how many of a prompt's ``remaining`` tokens this step can take."""
         count, self._image_cost = min(remaining, self._chunk_room()), 0
-        # At least one token, so that a prompt that is scored does not hold up another one.
+        # Each scored prompt gets at least one token, so that none holds up another.
         count = min(count, max(1, self._score_left)) if seq.is_scoring else count
         images = seq.live.request.images
         if images:
@@ -173,11 +173,11 @@ class StepBuilder:
         make, last = tuple.__new__, Logits.LAST
         for seq in self._ledger.running.copy():
             if seq.state is not is_running:
-                continue  # it lost its blocks or was parked earlier in this pass
+                continue  # the sequence lost its blocks or was parked earlier in this pass
             start, known = seq.num_computed, seq.num_tokens
             num_decoded = known - seq.num_prompt
             if num_decoded >= seq.max_tokens:
-                continue  # the token that the step in flight samples is its last
+                continue  # the step in flight samples the sequence's last token
             is_decode = num_decoded > 0 and known - start == 1
             credit = seq.credit
             if is_decode and credit.free:
@@ -290,8 +290,8 @@ class StepBuilder:
         seq.count_ahead(end, samples=logits.samples)
 
     def _take(self, seq: Sequence, count: int, *, may_preempt: bool) -> tuple[BlockId, ...] | None:
-        """Return ``count`` blocks, preempting sequences after ``seq`` if allowed; None if there are
-        not enough."""
+        """Return ``count`` blocks, preempting sequences after ``seq`` if allowed; None if too
+        few."""
         if count == 0:
             return ()
         ledger, reservation = self._ledger, self._step.reservation
@@ -339,7 +339,6 @@ class StepBuilder:
         return seq.is_known_to_worker or not self._only_begun
 
     def _victims_for_first(self) -> list[Sequence]:
-        """Return which sequences to preempt so that the first of the waiting queue can start."""
         if (first := self._first_waiting()) is None:
             return []
         return admission.victims_for_first(
@@ -354,9 +353,9 @@ class StepBuilder:
             self._ledger, first, self._prompt_limit(_num_decodes(self._ledger))
         ):
             if any(other.state is State.RUNNING for other in first.live.sequences):
-                return  # the running choice needs the slots, or parks them both
+                return  # the request's running choice needs the slots, or has both parked
             first.credit.mark_starved()
-            self._ledger.park(first.live, self._now)  # none of its rows is in flight: no plan is
+            self._ledger.park(first.live, self._now)  # allowed, as no step is in flight
         for victim in self._victims_for_first():
             self._preempt(victim)
 
@@ -372,19 +371,19 @@ class StepBuilder:
             if not self._may_start(seq):
                 continue
             if seq.state is not State.WAITING:
-                continue  # it was parked a moment ago, with a choice of its request
+                continue  # the sequence was just parked, with a choice of its request
             if not admission.has_seats(ledger, seq):
                 return
             if seq.is_late(self._now):
-                continue  # its deadline is about to end it, so it is never started (D18)
+                continue  # its deadline is about to end the sequence, so it is never started (D18)
             matched = admission.match(ledger, seq)
             if self._is_next_block_pending(seq, matched):
-                continue  # it waits for one step, and then the block is a cache hit
+                continue  # the sequence waits for one step; then the block is a cache hit
             if admission.shortfall(ledger, seq, matched) > 0:
                 return
             self._start(seq, matched)
             if seq.state is State.WAITING:
-                return  # the step has no room for its next image
+                return  # the step has no room for the sequence's next image
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """Return whether a row of this plan, or of the executing one, computes the first block that
@@ -435,7 +434,7 @@ def _num_decodes(ledger: Ledger) -> int:
 
 
 def _ends_in_an_image(seq: Sequence) -> bool:
-    """Return whether an image begins with the next token of a prompt. If that is the last token, it
-    is planned like a chunk, because it costs the image's encoding."""
+    """Return whether an image begins with the next token of a prompt. If it is the prompt's last
+    token, it is planned like a chunk, because the image must be encoded."""
     start = seq.num_computed
     return start < seq.num_prompt and any(image.start == start for image in seq.live.request.images)

@@ -1,11 +1,13 @@
 """Estimates how long steps take. From this follow how many prompt tokens a step may have (D4),
 which prompts cannot be computed in time (D18), and how many tokens to draft (D27).
 
-Rule 1: the last `KEPT` times of each size of step are kept: of decodes by their number; of prompts
-by halvings of the step budget, as the time that a token added to the decodes; of drafts by
-doublings, in units of a step without drafts. Rule 2: the usual time is the median of these. So a
-step that waited for something else does not count, and a change of the machine's speed shows after
-five steps. Rule 3: a prompt's least time follows from the smallest of these; without one it is 0.
+Rule 1: the last `KEPT` times of each size of step are kept. The size of a step of decodes is their
+number. A step with prompts is sized by its prompt tokens, in halvings of the step budget, and what
+is kept is the time that a prompt token added to the decodes. A step with drafts is sized by their
+number, in doublings, and what is kept is how many times as long as without drafts it took. Rule 2:
+the usual time is the median of the kept times. So a step that waited for something else does not
+count, and a change of the machine's speed shows after five steps. Rule 3: a prompt's least time
+follows from the smallest kept times; without any it is 0.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ if TYPE_CHECKING:
     from engine.config import SchedulerConfig
     from engine.core.text.planned_step import PlannedStep
 
-KEPT = 9  # times of each size; estimate: more would adapt later, fewer be less exact
-PROMPTS_SHARE_MIN = 0.1  # estimate: the least share of a step's time that its prompts count
-TOKENS_EACH = 2  # per sequence; measured with 8 and 32 clients by `tools.lab.bench pace`, `serve`
-CHUNK_MIN = 16  # tokens; estimate: fewer hardly take less time
-LARGE_SHARE = 8  # estimate: a step of an eighth of the budget shows how fast prompts are
-SHORTEST_STEPS = 4  # estimate: the fixed cost of a step is at most a quarter of one with prompts
-DISCOUNT = 1.1  # estimate: eight refusals halve a prompt's least time
-TOKEN_COST = 0.05  # of one more position, in steps, until it is measured
-PASS_COST = 0.25  # of a draft model's token, in steps, until it is measured
-PLAIN_FIRST = 3  # steps; estimate: the median of three is none that waited for something else
+KEPT = 9  # times per size of step; estimate: more would adapt later, fewer be less exact
+PROMPTS_SHARE_MIN = 0.1  # estimate: prompts count as at least this share of their step's time
+TOKENS_EACH = 2  # prompt tokens of a step per sequence; by `tools.lab.bench pace` and `serve`
+CHUNK_MIN = 16  # prompt tokens of a step; estimate: fewer hardly take less time
+LARGE_SHARE = 8  # estimate: a step of 1/8 of the budget shows how fast prompts are computed
+SHORTEST_STEPS = 4  # shortest steps; estimate: the fixed cost is then at most a quarter of the step
+DISCOUNT = 1.1  # each refusal divides a prompt's least time by this; estimate: eight halve it
+TOKEN_COST = 0.05  # what one more position costs, in steps, until that is measured
+PASS_COST = 0.25  # what a draft model's token costs, in steps, until that is measured
+PLAIN_FIRST = 3  # steps without drafts to begin with; estimate: their median leaves out a slow one
 PLAIN_EVERY = 32  # estimate: one step in 32 goes without the draft model, to be measured
 
 
@@ -46,13 +48,14 @@ class StepTimes:
         self._config = config
         self._budget = budget = config.max_num_batched_tokens
         sizes = range(budget.bit_length() + 1)
-        # Seconds of steps with one row, two …, and from `DRAFTING_STEP_MAX` on in doublings.
+        # Seconds of steps of decodes alone, by their number; from `DRAFTING_STEP_MAX` on in
+        # doublings.
         self._decodes = [deque[float](maxlen=KEPT) for _ in range(DRAFTING_STEP_MAX + len(sizes))]
-        # [k]: seconds of a prompt token in steps with at least budget / 2**k of them, and with less
-        # than those of [k - 1].
+        # [k]: seconds of a prompt token in steps with at least budget / 2**k prompt tokens, and
+        # fewer than budget / 2**(k - 1).
         self._prompts = [deque[float](maxlen=KEPT) for _ in sizes]
-        self._shortest_prompts_s = math.inf  # the shortest step with prompts
-        # [k]: what steps with 2**k … 2**(k + 1) - 1 drafts took, and usually take.
+        self._shortest_prompts_s = math.inf  # no step with prompts was measured yet
+        # [k]: how many times as long steps with 2**k … 2**(k + 1) - 1 drafts take, and took.
         self._ratios = [
             1.0 + TOKEN_COST * ((2 << k) - 1) for k in range(DRAFTING_STEP_MAX.bit_length() - 1)
         ]
@@ -60,18 +63,18 @@ class StepTimes:
         self.pass_ratio = PASS_COST
         self._passes = _expected(PASS_COST)
         self._num_draftable = 0  # steps in which a draft model might draft
-        # Refusals divide the least time by `_prompts[:k]` by [k], until a step of such a size.
+        # [k]: what the least time by `_prompts[:k]` is divided by, until such a step is measured.
         self._discounts: dict[int, float] = {}
 
     def note(self, step: PlannedStep, num_tokens: int, seconds: float) -> None:
-        """Count a committed step: its ``num_tokens`` without drafts, and its ``seconds`` without a
-        draft model's; 0 or less give no estimate."""
+        """Count a committed step of ``num_tokens``, its drafts not counted, and of ``seconds``, the
+        draft model's not counted. A step of 0 seconds or less gives no estimate."""
         num_rows, num_drafts = len(step.rows), step.num_drafts
         last = self._decodes[_place(num_rows)]
         if num_tokens == num_rows and not num_drafts:
             last.append(max(0.0, seconds))
         elif seconds <= 0.0 or step.image_cost:
-            return  # its images cost nothing if they are kept, and else much
+            return  # its images take no time if their encodings are kept, and much otherwise
         elif num_tokens > num_rows:
             self._note_prompts(step, seconds)
         elif plain_s := _usual(last):
@@ -90,9 +93,8 @@ class StepTimes:
         k = self._size_of(num_tokens)
         self._prompts[k].append(token_s)
         if num_tokens == self._budget >> k:
-            # The smallest step of a size counts for the next smaller size, too, whose largest step
-            # takes as long. Otherwise an old, shorter time of that size would choose this step
-            # again and again.
+            # The smallest step of a size counts for the next smaller size, too. Otherwise an old,
+            # shorter time of the smaller size would have this step chosen again and again.
             self._prompts[min(k + 1, len(self._prompts) - 1)].append(token_s)
         if self._discounts:
             self._discounts = {n: value for n, value in self._discounts.items() if n <= k}
@@ -110,10 +112,10 @@ class StepTimes:
         ``num_sequences`` run or wait, the decodes included.
 
         The step takes ``step_time_target_s``. Beside decodes it takes ``inter_token_target_s``, if
-        that is less, but prompts get as much of its time as decodes, and `TOKENS_EACH` tokens for
-        each sequence. So with few sequences a prompt delays readers little. With many, a step
-        computes more prompt tokens, because more answers end meanwhile and other prompts take their
-        places.
+        that is less, but prompts get at least as much of its time as decodes, and at least
+        `TOKENS_EACH` tokens for each sequence. So with few sequences a prompt delays readers
+        little. With many, a step computes more prompt tokens, because more answers end meanwhile
+        and other prompts take their places.
         """
         limit = min(limit, self.tokens_in_step(self._shortest_s()))
         beside_s = self._config.inter_token_target_s
@@ -124,13 +126,13 @@ class StepTimes:
         return min(limit, max(in_time, CHUNK_MIN, TOKENS_EACH * num_sequences))
 
     def tokens_in_step(self, shortest_s: float) -> int:
-        """Return how many prompt tokens a step may have whatever is beside them, if the shortest
-        step takes ``shortest_s``.
+        """Return how many prompt tokens a step may have, whatever decodes are beside them, if the
+        shortest step takes ``shortest_s``.
 
         Where every step has a high fixed cost, as with a large model on a CPU, small steps would
-        pay it for each part of a prompt. So a step may take four times the shortest one, and have
-        an eighth of the budget. Smaller steps do not show how fast large ones are; before a large
-        step, only the budget is a bound.
+        pay it for each part of a prompt. So a step may always take four times the shortest step's
+        time, and always have an eighth of the budget. As smaller steps do not show how fast large
+        ones are, only the budget is a bound until a step of an eighth of it was measured.
         """
         target_s, large = self._config.step_time_target_s, self._prompts[: LARGE_SHARE.bit_length()]
         if not (target_s and any(large)):
@@ -139,10 +141,10 @@ class StepTimes:
         return max(in_time, -(-self._budget // LARGE_SHARE))
 
     def tokens_in(self, seconds: float, *, doubles: bool = True) -> int:
-        """Return how many prompt tokens usually take ``seconds``, by steps of about that size. A
-        size without a measurement is as fast as the next larger size with one. Beyond the largest
-        size with one, the answer is at most double that size or, without ``doubles``,
-        extrapolated."""
+        """Return how many prompt tokens usually take ``seconds``, by the measured steps of about
+        that size. A size that was not measured is taken to be as fast as the next larger measured
+        size. Beyond the largest measured size, the answer is at most double that size or, without
+        ``doubles``, extrapolated."""
         token_s, limit = 0.0, self._budget
         for k, last in enumerate(self._prompts):
             token_s = _usual(last) or token_s
@@ -154,34 +156,34 @@ class StepTimes:
         return 0 if token_s else self._budget
 
     def _shortest_s(self) -> float:
-        """Return how long the shortest step usually takes: that with the fewest decodes alone, or
-        before the first of these the shortest with prompts."""
+        """Return how long the shortest step usually takes: a step of the fewest decodes and no
+        prompt or, before there was any, the shortest step with prompts."""
         return next(filter(None, map(_usual, self._decodes)), self._shortest_prompts_s)
 
     def least_s(self, num_tokens: int) -> float:
-        """Return the least time that a prompt takes, in seconds; 0.0 while no step was as large as
-        its largest part."""
+        """Return the least time that a prompt takes, in seconds; 0.0 before a step was as large as
+        the prompt's largest chunk."""
         count = self._num_sizes(num_tokens)
         known = [min(last) for last in self._prompts[:count] if last]
         return num_tokens * min(known) / self._discounts.get(count, 1.0) if known else 0.0
 
     def note_refusal(self, num_tokens: int) -> None:
-        """Count a prompt that was refused because of `least_s`. It is not measured, and the earlier
-        steps may all have been slow by accident. So the next estimate is a little shorter."""
+        """Count a prompt that was refused because of `least_s`. A refused prompt is not measured,
+        and all earlier steps may have been slow by accident. So the next estimate is shorter."""
         count = self._num_sizes(num_tokens)
         self._discounts[count] = self._discounts.get(count, 1.0) * DISCOUNT
 
     def _num_sizes(self, num_tokens: int) -> int:
-        """Return how many of ``_prompts`` a prompt is compared with: steps at least as large as it,
-        or of the size of its largest part. A small step is dominated by its fixed cost and does not
-        show how fast large ones are."""
+        """Return with how many sizes of step, the largest first, a prompt is compared: those as
+        large as the prompt, or as its largest chunk. A small step is dominated by its fixed cost
+        and does not show how fast large steps are."""
         most = self.tokens_in_step(self._shortest_s())
         if num_tokens >= most:
             return self._size_of(most) + 1
         return (self._budget // max(1, num_tokens)).bit_length()
 
     def _size_of(self, num_tokens: int) -> int:
-        """Return the index in ``_prompts`` of steps with ``num_tokens`` prompt tokens."""
+        """Return the index of the size of steps with ``num_tokens`` prompt tokens."""
         return (-(-self._budget // num_tokens) - 1).bit_length()
 
     # ---- drafts
@@ -191,7 +193,8 @@ class StepTimes:
         return self._ratios[min(num_drafts.bit_length(), len(self._ratios)) - 1]
 
     def in_steps(self, num_rows: int, seconds: float) -> float:
-        """Return a time in steps of ``num_rows`` decodes without drafts; 0 if none was seen."""
+        """Return how many steps of ``num_rows`` decodes take ``seconds``; 0 if none was
+        measured."""
         plain_s = _usual(self._decodes[_place(num_rows)])
         return seconds / plain_s if plain_s else 0.0
 
@@ -204,7 +207,7 @@ class StepTimes:
 
     def may_draft(self, num_rows: int) -> bool:
         """Return whether a draft model may draft in a step of ``num_rows`` decodes. Its cost is
-        measured against steps without drafts: some must come before, and some between."""
+        measured against steps without drafts, so some of these come first, and some between."""
         if num_rows >= DRAFTING_STEP_MAX or len(self._decodes[num_rows]) < PLAIN_FIRST:
             return False
         self._num_draftable += 1
@@ -212,13 +215,13 @@ class StepTimes:
 
 
 def _place(num_rows: int) -> int:
-    """Return the index in ``_decodes`` of steps of ``num_rows`` decodes."""
+    """Return at which index `StepTimes` keeps the times of steps of ``num_rows`` decodes."""
     doublings = num_rows.bit_length() - DRAFTING_STEP_MAX.bit_length()
     return num_rows if doublings < 0 else DRAFTING_STEP_MAX + doublings
 
 
 def _expected(value: float) -> deque[float]:
-    """Return the times before a measurement: the expected ``value``, as half of `KEPT` times."""
+    """Return the times before any measurement: the expected ``value``, half of `KEPT` times."""
     return deque([value] * (KEPT // 2), maxlen=KEPT)
 
 

@@ -31,14 +31,14 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None: faster draws, seeded by `drawn_seed`
-    drawn_seed: int | None = None  # None: from the runner's generator
+    seed: int | None = None  # None: faster draws, which `drawn_seed` seeds
+    drawn_seed: int | None = None  # None: the runner's generator draws
     choice: int = 0  # the choice's index, which is part of a seeded draw (D10)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
     banned_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never holds
-    logprobs: int | None = None  # alternatives per token; 0: only the chosen token's
+    logprobs: int | None = None  # alternatives with each token; 0: the chosen token alone
     prompt_logprobs: int | None = None
 
     @property
@@ -164,8 +164,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute before the first new one: the prompt's, and those of the outputs that
-        are continued."""
+        """Tokens to compute before the first new one: those of the prompt and of continued
+        outputs."""
         return len(self.prompt) + sum([len(output or ()) for output in self.outputs])
 
     @property

@@ -20,12 +20,12 @@ CONSTRAINT, NGRAM, MODEL = DRAFTERS = ("constraint", "lookup", "model")
 
 
 class DraftCounter(Counter[tuple[str, str | int]]):
-    """The drafts of one sequence, or of all: for each drafter its "drafts", its "drafted" tokens,
-    and its right tokens by their positions."""
+    """The drafts of one sequence, or of all sequences: for each drafter its "drafts", its "drafted"
+    tokens, and its right tokens by their positions."""
 
     def note(self, drafted: int, accepted: int, *, forced: int = 0, by_model: bool = False) -> None:
-        """Count a draft whose first ``accepted`` tokens were right. A constraint forced the first
-        ``forced`` ones."""
+        """Count a draft whose first ``accepted`` tokens were right. The first ``forced`` tokens of
+        the draft are those that a constraint forced."""
         drafter = MODEL if by_model else NGRAM
         self[drafter if drafted > forced else CONSTRAINT, "drafts"] += 1
         self[CONSTRAINT, "drafted"] += forced

@@ -3,17 +3,20 @@
 With a share p of accepted tokens, k drafts give 1 + p + … + p^k tokens on average. A step that
 verifies them takes `StepTimes.ratio` times as long as one without drafts, and a draft model makes
 it longer by `StepTimes.pass_ratio` for each token of its longest draft. The length is the k with
-the best quotient, and 0 if none is above `GAIN_LEAST`.
+the most tokens for the time, if they come more than `GAIN_LEAST` times as fast as without drafts,
+or else 0.
 
-Rule 1: the share of a sequence is the mean of its verified tokens, of which each new one weighs
-1 / (1 + what the others weigh), and at least `LEAST_WEIGHT`. It begins with an expected share that
-weighs `FIRST_WEIGHT` tokens, so that a few tokens do not decide. Rule 2: a drafter whose drafts do
-not pay tries one token now and then: an n-gram drafter in each sequence after `TRY_EVERY` offers,
-because a text may begin to repeat itself; a draft model, of all sequences, after twice as many each
-time. In a step of several rows, both numbers are multiplied by its rows, which all wait for it.
-Rule 3: all drafts of a draft model together may cost `BUDGET_STEPS` steps and the share `EARNED` of
-the time of the others (`DraftBudget`), or half as much each time that these are spent, down to
-`EARNED_LEAST`: whatever the estimate says, a model that does not pay switches itself off.
+Rule 1: the share of a sequence is the mean over its verified tokens, an accepted one counting 1 and
+a rejected one 0. The newest token's part of the mean is never below `LEAST_WEIGHT`, so that old
+tokens are forgotten. The mean begins with an expected share that counts as `FIRST_WEIGHT` tokens,
+so that a few tokens do not decide. Rule 2: a drafter whose drafts do not pay tries one token now
+and then: an n-gram drafter in each sequence after `TRY_EVERY` offers, because a text may begin to
+repeat itself; a draft model after the same number of offers to all sequences together, twice as
+many each time. Both numbers are multiplied by the rows of the step, which all wait for the try.
+Rule 3: a draft model has a budget (`DraftBudget`): it may cost the time of `BUDGET_STEPS` steps,
+and each step in which it does not draft adds the time of `EARNED` steps. Each time that the budget
+is spent, this addition is halved, down to `EARNED_LEAST`: whatever the estimate says, a model that
+does not pay switches itself off.
 """
 
 from __future__ import annotations
@@ -24,20 +27,20 @@ if TYPE_CHECKING:
     from engine.core.text.drafting.draft_counts import DraftCounter
     from engine.core.text.step_times import StepTimes
 
-GAIN_LEAST = 1.03  # estimate: below this, drafts may cost more than they gain
-FIRST_SHARE = 0.5  # estimate: the expected share of a sequence's first drafts
-FIRST_WEIGHT = 2.0  # estimate: of that share, in tokens
-LEAST_WEIGHT = 0.1  # estimate: of a sequence's new token; the mean is that of the last ten or so
-LEAST_WEIGHT_OF_ALL = 0.01  # estimate: of a new token in the mean of all sequences
-TRY_EVERY, TRY_EVERY_MAX = 16, 256  # offers; estimates
-EARNED = 0.01  # estimate: steps that a step without a draft model earns for it
+GAIN_LEAST = 1.03  # estimate: with less gain than this factor, drafts may cost more than they gain
+FIRST_SHARE = 0.5  # estimate: the share of accepted tokens that a sequence begins with
+FIRST_WEIGHT = 2.0  # estimate: the expected share counts as this many tokens of the mean
+LEAST_WEIGHT = 0.1  # estimate: so a sequence's mean is that of about its last ten tokens
+LEAST_WEIGHT_OF_ALL = 0.01  # estimate: so the mean of all sequences is that of about 100 tokens
+TRY_EVERY, TRY_EVERY_MAX = 16, 256  # offers before a try, at first and at most; estimates
+EARNED = 0.01  # estimate: what a step without the draft model adds to its budget, in steps
 EARNED_LEAST = EARNED / 4  # estimate
 BUDGET_STEPS = 20.0  # estimate: catching up with a prompt of some thousand tokens costs as much
 
 
 class Trials:
-    """When drafts that do not pay are tried in spite of that (Rule 2). With ``slows``, each try
-    needs twice as many offers as the last."""
+    """When drafts are tried although they do not pay (Rule 2). With ``slows``, each try needs twice
+    as many offers as the try before."""
 
     __slots__ = ("_num_declined", "_slows", "_wait")
 
@@ -47,8 +50,7 @@ class Trials:
         self._wait = TRY_EVERY
 
     def is_due(self, num_rows: int = 1) -> bool:
-        """Count an offer that does not pay, in a step of ``num_rows``, and return whether to try
-        it."""
+        """Count an offer that does not pay, in a step of ``num_rows``. Return whether to try it."""
         self._num_declined += 1
         if self._num_declined < self._wait * num_rows:
             return False
@@ -90,9 +92,8 @@ class Lengths:
     def best(
         self, most: int, times: StepTimes, drafting: int = 1, num_rows: int = 1
     ) -> tuple[int, float]:
-        """Return how many tokens to draft, at most ``most``, and the factor by which tokens come
-        faster; 0 if it does not pay. Of ``num_rows`` sequences, ``drafting`` draft with this
-        drafter."""
+        """Return how many tokens to draft, at most ``most``, and by what factor tokens come faster;
+        0 and 0.0 if drafts do not pay. ``drafting`` of ``num_rows`` rows use the drafter."""
         best, best_rate = 0, GAIN_LEAST
         chance, gained, share = 1.0, 1.0, self.share
         pass_ratio, ratio = times.pass_ratio if self.is_model else 0.0, times.ratio
@@ -122,8 +123,8 @@ class DraftBudget:
         return self.left > 0.0
 
     def note(self, gained: float, spent: float) -> None:
-        """Count a step in which the model drafted: how many steps its accepted tokens saved, and
-        how much longer it took."""
+        """Count a step in which the model drafted: its accepted tokens saved ``gained`` steps, and
+        drafting and verifying took the time of ``spent`` steps."""
         self.left = min(BUDGET_STEPS, self.left + gained - spent)
         if gained > spent:
             self._earned = EARNED
@@ -131,7 +132,7 @@ class DraftBudget:
             self._earned = max(EARNED_LEAST, self._earned / 2)
 
     def note_other(self) -> None:
-        """Count a step in which the model did not draft."""
+        """Count a step in which the draft model did not draft; the n-gram drafter may have."""
         self.left = min(BUDGET_STEPS, self.left + self._earned)
 
 

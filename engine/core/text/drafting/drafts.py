@@ -2,11 +2,12 @@
 
 The worker offers drafts with a sequence's result. The rows of the next step, planned as if there
 were none, are then widened: a row of one position becomes one of ``1 + drafts``, if that is likely
-to pay. Rule 1: drafts take only what is left over: blocks that are free, tokens of the step's
-budget, and positions of a step with few rows and no prompt, which should take no longer. No
-sequence is preempted for them, and none waits. Rule 2: an offer is for the next plan alone. Rule 3:
-drafts change no token. The rest of the core reads only how many a step has: to count its work, to
-plan nothing behind it, and to run it again without them.
+to pay. Rule 1: drafts take only what is left over: free blocks, and tokens that the step's budget
+still has. Only steps with few rows and no prompt have drafts, because there a few more positions
+should hardly take longer. No sequence gives way or waits for them. Rule 2: an offer is for the next
+plan alone. Rule 3: drafts change no token. The other parts of the core read only how many drafts a
+step has: to count its work, to prepare no plan while it runs, and to run it again without drafts if
+it failed.
 
 A worker has up to two drafters: an n-gram drafter, whose tokens come with the offer, and a draft
 model, which drafts in the step that verifies (`Row.by_model`). Each row takes the drafter and the
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 
 
 class Offer(NamedTuple):
-    """The drafts that a sequence may get: ``count`` tokens of the n-gram drafter and, with
-    ``has_model``, as many of the draft model as are wanted."""
+    """The drafts that a sequence may get: ``count`` tokens of the n-gram drafter or, with
+    ``has_model``, any number of tokens of the draft model."""
 
     count: int  # type: ignore[assignment]  # the domain word, over tuple.count
     has_model: bool
@@ -64,7 +65,7 @@ class Drafts:
         self._all = Lengths(model_trials=self._model_trials, least=LEAST_WEIGHT_OF_ALL)
         self._offers: dict[SequenceId, Offer] = {}  # for the next plan
         self._counter = DraftCounter()
-        self._by_model = (0, 0)  # drafted and accepted since the last `note_step`
+        self._by_model = (0, 0)  # the draft model's drafted and accepted tokens since `note_step`
 
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
@@ -75,7 +76,7 @@ class Drafts:
     def note(
         self, seq: Sequence, drafted: int, accepted: int, *, forced: int, by_model: bool
     ) -> None:
-        """Count a row that was committed, of whose drafts a constraint forced the first
+        """Count a committed row, of whose drafted tokens a constraint forced the first
         ``forced``."""
         assert seq.drafting is not None
         counter, by_ngram, of_model = seq.drafting
@@ -126,7 +127,7 @@ class Drafts:
             offer = offers.get(seq.sequence_id)
             if offer is None or not (may_model or offer.count):
                 continue
-            most, left = -(-room // left), left - 1  # an equal part of what is left
+            most, left = -(-room // left), left - 1  # an equal part of the free positions
             by_model = most if offer.has_model and may_model else 0
             counts = (offer.count, num_drafted), (by_model, len(offers))
             length, is_models = self._pick(seq, rows[index], most, counts, num_rows)
@@ -143,13 +144,13 @@ class Drafts:
         counts: tuple[tuple[int, int], tuple[int, int]],
         num_rows: int,
     ) -> tuple[int, bool]:
-        """Return how many tokens a row should draft, and whether by a draft model: none if it is no
-        decode, and never so many that the sequence could become longer than it may. ``counts`` are
-        the tokens that the n-gram drafter and a model may draft, and in how many of the step's
-        rows."""
+        """Return how many tokens a row should draft, and whether by a draft model: none if the row
+        is no decode, and never so many that the sequence could become longer than it may.
+        ``counts`` has a pair for the n-gram drafter and one for a draft model: how many tokens it
+        may draft for this row, and in how many of the step's rows it may draft."""
         if row.children or row.logits is not Logits.LAST:
             return 0, False
-        # The planned token is counted as known, so this is how many may still follow it.
+        # The planned token is counted as known, so this is how many tokens may still follow it.
         most = min(most, seq.max_tokens - (seq.num_tokens - seq.num_prompt), DRAFTED_TOKENS_MAX)
         if most <= 0:
             return 0, False

@@ -42,11 +42,11 @@ def extend_keys(
     content_of: Callable[[int], bytes] | None = None,
 ) -> None:
     """Append the keys of the full blocks of ``tokens``, which begin at the sequence's token number
-    ``len(keys) * block_size``. ``content_of`` returns further content of the key of the block that
-    begins at a position of the sequence: tokens do not identify the images that they stand for."""
+    ``len(keys) * block_size``. ``content_of`` returns, for the position at which a block begins,
+    what the block's key hashes besides tokens: tokens do not identify an image."""
     key, ids = keys[-1] if keys else root, array("I", tokens)
     for start in range(0, len(ids) - block_size + 1, block_size):
-        hasher = FRESH.copy()  # takes half the time of making a new one
+        hasher = FRESH.copy()  # copying a hasher takes half the time of making one
         hasher.update(key)
         hasher.update(ids[start : start + block_size])
         if content_of is not None:
@@ -112,7 +112,7 @@ class PrefixCache:
             self.observer.cleared()
 
     def check(self) -> None:
-        """Check that both directions agree and that exactly the published blocks are marked cached.
+        """Check that keys and blocks map to each other, and that the pool marks as many as cached.
 
         Raises:
             AssertionError: One of these does not hold.

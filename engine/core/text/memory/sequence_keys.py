@@ -45,7 +45,7 @@ class SequenceKeys:
         size, keys = self._block_size, seq.keys
         if len(keys) < num_tokens // size:
             assert num_tokens <= seq.num_known, f"{seq}: a block's key needs all of its tokens"
-            # Tokens that have a key are not read again, so a block costs the same at any length.
+            # Tokens that have a key are not read again, so each block's key costs the same.
             extend_keys(
                 keys,
                 seq.live.root,

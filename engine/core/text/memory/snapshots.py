@@ -67,8 +67,8 @@ def add(
     logits: Logits,
     delta: StateDelta | None,
 ) -> StateDelta | None:
-    """Return a row's ``delta`` with a snapshot of the state at its ``end``, if that is a block's
-    border inside of a prompt, there is none yet, and a slot is left."""
+    """Return ``delta``, a row's `StateDelta`, with a snapshot of the state at the row's ``end``, if
+    that is a block's border inside of a prompt, has no snapshot yet, and a slot is left."""
     size = ledger.config.block_size
     if logits.samples or end % size or not ledger.keys.uses_cache(seq.live.request):
         return delta

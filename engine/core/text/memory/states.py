@@ -54,8 +54,8 @@ class States:
         return taken[0]
 
     def end_snapshot(self, slot: BlockId, key: bytes | None) -> None:
-        """Release the slot of a snapshot whose step is over, and publish it under ``key``. None: it
-        is of no use."""
+        """Release the slot of a snapshot whose step is over, and publish the snapshot under
+        ``key``; with None, drop it."""
         if key is not None:
             self.snapshots.publish(key, slot)
         self.pool.release((slot,))
