@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class AdapterVersion:
     """An adapter of the model ``base``. `Replica.adapters` has the versions that a replica has
-    loaded. ``error`` is why the replica that loaded last has not got this one, or None."""
+    loaded. ``error`` is why the newest replica could not load this version, or None."""
 
     base: str
     config: AdapterConfig
     error: Exception | None = None
     last_used: float = 0.0  # seconds since the epoch
-    counts: AdapterCounts = field(default_factory=AdapterCounts)  # of all versions under its name
+    counts: AdapterCounts = field(default_factory=AdapterCounts)  # over all versions of the name
     _holders: dict[object, Callable[[], None]] = field(default_factory=dict)
     _went_free: trio.Event = field(default_factory=trio.Event)
 
     @property
     def name(self) -> str:
-        """The name by which clients ask for it."""
+        """The name by which clients ask for the adapter."""
         return f"{self.base}:{self.config.name}"
 
     @property
     def num_leases(self) -> int:
-        """How many requests hold it."""
+        """How many requests hold the version."""
         return len(self._holders)
 
     @contextmanager

@@ -2,9 +2,10 @@
 
 Rule 1: an adapter's name stands for one version of it. A reload makes a new version, which gets the
 name once every replica has loaded it; running requests keep the old version
-(`AdapterVersion.leased`), which is unloaded when the last of them has ended. Rule 2: nothing is
-awaited between the check that all replicas have a version, and that its names are free, and the
-change of the names. Rule 3: the reservation of each replica that has an adapter includes its bytes.
+(`AdapterVersion.leased`), which is unloaded when the last of them has ended. Rule 2: a version gets
+its names once all replicas have loaded it and the names are free. Nothing is awaited between these
+checks and the change of the names. Rule 3: the reservation of each replica that has an adapter
+includes its bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5.0  # retry-after of NoWorkers; a guess: the base's unload has ended then
+RETRY_AFTER_S = 5.0  # retry-after of NoWorkers; a guess: by then the base's unload has ended
 
 
 @dataclass(eq=False)
@@ -94,7 +95,7 @@ class Adapters:
     async def unload(self, name: str, drain_s: float | None = None) -> None:
         """Forget an adapter, and wait until its memory is free. Requests that run on it have
         ``drain_s`` seconds to finish (None: the configured drain timeout); then they are cancelled.
-        A replica that is loading drops the adapter before it serves; nothing waits for it.
+        A replica that is loading drops the adapter before it serves, which this does not wait for.
 
         Raises:
             ModelNotFound: no model has this name. InvalidRequest: it is not an adapter.
@@ -138,14 +139,14 @@ class Adapters:
             raise
         reservation.change(info.num_bytes - need)
         replica.adapters[version] = info
-        if info.num_bytes > need:  # the governor has not granted the difference
+        if info.num_bytes > need:  # the governor has not granted the extra bytes
             raise SpawnFailed(
                 f"{version.name}: it takes more memory than its files showed before; they changed "
                 "while it was loaded"
             )
 
     async def _run(self, entry: Entry, version: AdapterVersion, job: Callable[[], Any]) -> Any:
-        """Run a job of a load, with the adapter's name in its error."""
+        """Run one job of an adapter's load. Its error is logged, and gets the adapter's name."""
         try:
             return await self._jobs.run_for_load(job)
         except Exception as error:
@@ -175,8 +176,7 @@ class Adapters:
         drain_s: float | None = None,
         done: trio.Event | None = None,
     ) -> None:
-        """Drop a version once no request holds it; cancel its requests after ``drain_s``
-        seconds."""
+        """Drop a version once no request holds it. Cancel its requests after ``drain_s``."""
         try:
             if drain_s is not None:
                 with trio.move_on_after(drain_s):
@@ -199,7 +199,7 @@ class Adapters:
             reservation: Any = replica.reservation
             try:
                 await self._jobs.run_for_load(partial(store.unload, info.digest))
-            except Exception as error:  # its worker died, and the adapter with it
+            except Exception as error:  # the worker died, and its memory is free
                 log.debug("%s was not unloaded: %r", version.name, error)
             reservation.change(-info.num_bytes)
             self._governor.notify_freed()

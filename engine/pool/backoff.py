@@ -2,13 +2,13 @@
 
 Rule: pure; the caller passes the time, in seconds of any one clock.
 
-`CircuitBreaker`, of a model's loads. Closed: after the k-th failure in a row the next try may come
-`FIRST_DELAY_S` · 2^(k-1) seconds later. Open, from the `FAILURES_TO_OPEN`-th failure on: `OPEN_S`
-seconds later, one try at a time, until `SUCCESSES_TO_CLOSE` tries have succeeded in a row.
+A `CircuitBreaker` counts a model's loads. While it is closed, the next try may come `FIRST_DELAY_S`
+· 2^(k-1) seconds after the k-th failure in a row. The `FAILURES_TO_OPEN`-th failure opens it: then
+tries come `OPEN_S` seconds after a failure, until `SUCCESSES_TO_CLOSE` tries in a row succeed.
 
-`RestartBackoff`, of one replica's deaths. The k-th death within `WINDOW_S` is followed by a restart
-`FIRST_DELAY_S` · 2^(k-1) seconds later, at most `LONGEST_DELAY_S`; after the last death that is
-allowed no restart follows.
+A `RestartBackoff` counts one replica's deaths. The k-th death within `WINDOW_S` is followed by a
+restart `FIRST_DELAY_S` · 2^(k-1) seconds later, at most `LONGEST_DELAY_S`; after the last death
+that is allowed no restart follows.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class CircuitBreaker:
     """Counts the failed loads of one model and says when the next may begin."""
 
     def __init__(self) -> None:
-        self.num_failures = 0  # since successes last closed the breaker
+        self.num_failures = 0  # since the breaker was last closed
         self._num_successes = 0
         self._retry_at = -math.inf
 
     @property
     def is_open(self) -> bool:
-        """Whether one success no longer suffices to forget the failures."""
+        """Whether so many tries have failed that one success does not reset the count."""
         return self.num_failures >= FAILURES_TO_OPEN
 
     def wait_s(self, now: float) -> float:

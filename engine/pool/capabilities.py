@@ -14,11 +14,11 @@ from engine.status import Capability
 class ModelTraits:
     """How the pool treats the models of one capability.
 
-    ``description`` completes the sentence "a model that …". ``also`` is what such models can do
-    besides. ``loads_alone``: no two such models load at the same time in the server's process.
-    ``loads_last``: when the server starts, such a model loads after all others have loaded.
-    ``has_kv_cache``: the model's memory includes a KV pool, whose size the operator can set and
-    which may hold a request's prefix.
+    ``description`` completes the sentence "a model that …". ``also`` has other capabilities that
+    such models have. ``loads_alone``: no two such models load at the same time in the server's
+    process. ``loads_last``: when the server starts, such a model loads after all others have
+    loaded. ``has_kv_cache``: the model's memory includes a KV pool, whose size the operator can set
+    and which may hold a request's prefix.
     """
 
     description: str
@@ -48,5 +48,5 @@ TRAITS = {
 
 
 def can(own: Capability, needed: Capability | None) -> bool:
-    """Return whether a model of the capability ``own`` can do ``needed``; None needs nothing."""
+    """Return whether a model of the capability ``own`` has ``needed``; None is any capability."""
     return needed is None or needed is own or needed in TRAITS[own].also

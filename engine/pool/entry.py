@@ -1,7 +1,8 @@
 """A configured model: its replicas, the load under way, and its last error.
 
-Rule 1: a model's state is computed from these and stored nowhere, so that it cannot contradict
-them. Rule 2: at most one load of a model is under way; any number of requests wait for it.
+Rule 1: a model's state is computed from its replicas, load and error, and stored nowhere, so that
+it cannot contradict them. Rule 2: at most one load of a model is under way; any number of requests
+wait for it.
 
     UNLOADED ── ensure ──▶ LOADING ── first replica ──▶ READY ── unload, eviction ──▶ DRAINING
        ▲                      │                            │                             │
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from engine.replica.replica import AnyReplica
     from engine.worker.interface import LoadProgress
 
-# What a model's status has of the info of its replicas.
+# Fields of `WorkerInfo` that a model's status shows.
 OF_INFO = ("dtype", "quantization", "architecture", "max_model_len", "context_note", "is_demo")
 
 
@@ -45,12 +46,12 @@ OF_INFO = ("dtype", "quantization", "architecture", "max_model_len", "context_no
 class Load:
     """One load of ``wanted`` replicas of a model.
 
-    ``settled`` is set when one of them serves or none will; ``cause`` is then the error for the
+    ``settled`` is set when one replica serves or none will; ``cause`` is then the error for the
     waiting requests, or None if a replica serves or a restart follows by itself. ``done`` is set
     when the load is over; ``failure`` is then the first error of a replica that did not load.
     ``granted`` is how many replicas found memory. ``may_evict``: the load may take memory from
-    other models. ``is_preload``: the server's start asked for it. ``is_restart``: it replaces a
-    replica that died, and begins at the deadline of ``backoff``, on Trio's clock, or as soon as
+    other models. ``is_preload``: the server's start asked for it. ``is_restart``: the load replaces
+    a replica that died; it begins at the deadline of ``backoff``, on Trio's clock, or as soon as
     ``start_now`` is set. ``room`` is the scope of the wait for memory.
     """
 
@@ -68,8 +69,8 @@ class Load:
     granted: int = 0
 
     def give_up(self) -> None:
-        """End the wait for the backoff and the wait for memory, because the model must not be
-        loaded any more."""
+        """End the waits for the backoff and for memory, because the model must not load any
+        more."""
         self.start_now.set()
         self.room.cancel(reason="nothing is to be loaded")
 
@@ -84,19 +85,19 @@ class Entry:
     settled: trio.Event = field(default_factory=trio.Event)
     replicas: list[AnyReplica] = field(default_factory=list)
     load: Load | None = None
-    cause: BaseException | None = None  # the last failure's error, until a replica has loaded
+    cause: BaseException | None = None  # of the last failure, until a replica has loaded
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     deaths: dict[int, RestartBackoff] = field(default_factory=dict)  # by replica id
-    missing: list[float] = field(default_factory=list)  # when dead replicas restart, Trio's clock
-    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica id, until an unload
-    num_waiting: int = 0  # requests that wait for its load
+    missing: list[float] = field(default_factory=list)  # restarts due, on Trio's clock
+    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica id; an unload resets it
+    num_waiting: int = 0  # requests waiting for the model's load
     num_unloads: int = 0  # unloads by the operator that are under way
-    num_deaths: int = 0  # of its replicas, since the start
+    num_deaths: int = 0  # deaths of replicas, since the start
     was_loaded: bool = False
     last_used: float = 0.0  # seconds since the epoch
     progress: LoadProgress | None = None
     pause: Pause | None = None
-    adapters: dict[str, AdapterVersion] = field(default_factory=dict)  # by full name
+    adapters: dict[str, AdapterVersion] = field(default_factory=dict)  # by BASE:NAME
     adapters_lock: trio.Lock = field(default_factory=trio.Lock)  # held by a load of an adapter
     _turn: int = 0
 
@@ -153,7 +154,7 @@ class Entry:
 
     def pick(self, routing: str, version: AdapterVersion | None = None) -> AnyReplica | None:
         """Return the ready replica for a request whose prompt is not known yet; None if no ready
-        replica has its adapter."""
+        replica has the request's adapter."""
         ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
@@ -165,9 +166,9 @@ class Entry:
     def pick_by_prefix(
         self, request: Any, version: AdapterVersion | None = None
     ) -> AnyReplica | None:
-        """Return the ready replica for a request whose tokens are known, by how many of them each
-        replica has cached; None if no replica is ready that has its adapter. ``request`` is the
-        core's request. ``version`` is the adapter that it holds: a replica that has the same
+        """Return the ready replica for a request whose tokens are known, by how many of the tokens
+        each replica has cached; None if no ready replica has the request's adapter. ``request`` is
+        a `CoreRequest`. ``version`` is the adapter that it holds: a replica that has the same
         content under another name may drop that content at any time."""
         ready = self.ready_with(version)
         if len(ready) <= 1:
@@ -189,7 +190,7 @@ class Entry:
 
     def adapter_status(self, version: AdapterVersion) -> ModelStatus:
         """Return the snapshot of one of the model's adapters. An adapter has the state of the
-        model, unless it did not load."""
+        model, or FAILED if it did not load."""
         infos = [r.adapters[version] for r in self.replicas if version in r.adapters]
         own = self.status()
         has_failed = version.error is not None and not infos

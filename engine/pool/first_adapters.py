@@ -23,7 +23,7 @@ NO_TEXT_MODEL = "only models that generate text take adapters"
 
 def measure(entry: Entry, runner: AnyRunner) -> int:
     """Return how many bytes the model's adapters will take on a replica. Called in a thread. An
-    adapter that cannot be measured counts 0; its load will fail."""
+    adapter that cannot be measured counts as 0 bytes; its load will fail."""
     total = 0
     for version in list(entry.adapters.values()):
         try:
@@ -37,8 +37,8 @@ async def load_all(
     entry: Entry, runner: AnyRunner, jobs: RunnerJobs
 ) -> dict[AdapterVersion, AdapterInfo]:
     """Load the model's adapters. If an adapter does not load, its error is logged and shown by
-    ListModels, and the others load. An adapter that was unloaded meanwhile is unloaded here, too.
-    Nothing is awaited between the last look at the model's adapters and the return.
+    ListModels, and the others load. An adapter that the operator unloads meanwhile is unloaded
+    here, too. Nothing is awaited between the last check of the model's adapters and the return.
 
     Cancellation: before and between adapters; the replica is closed then.
     """
@@ -64,10 +64,10 @@ async def load_all(
 async def _load(
     entry: Entry, version: AdapterVersion, runner: AnyRunner, jobs: RunnerJobs
 ) -> AdapterInfo:
-    """Load a version.
+    """Load a version of an adapter.
 
     Raises:
-        SpawnFailed: other replicas have loaded another content.
+        SpawnFailed: other replicas have loaded other contents under its name.
     """
 
     def load() -> AdapterInfo:

@@ -1,9 +1,9 @@
 """Which load gets memory, and which replica leaves to make room (D16).
 
 Rule 1: nothing is awaited between reading what is free and reserving it, so that several cold
-starts together never pass the limit. Rule 2: room is made only for a model that no replica
-serves. Idle replicas leave first, the least recently used one before the others, then the spare
-replicas of busy models. The only replica of a model never leaves while requests run on it.
+starts together never pass the limit. Rule 2: room is made only for a model that no replica serves.
+Idle replicas leave first, the least recently used first of all, then the spare replicas of busy
+models. The only replica of a model never leaves while requests run on it.
 Rule 3: memory that is being freed for one load is pledged to it, and no other load may take it.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 5.0  # retry-after of MemoryExhausted; a guess: a busy replica may be idle then
+ROOM_RETRY_S = 5.0  # retry-after of MemoryExhausted; a guess: by then a busy replica may be idle
 
 
 class Governor:
@@ -131,7 +131,7 @@ class Governor:
         reservation.change(num_bytes)
 
     def _has_room(self, need: MemoryEstimate, load: Load) -> bool:
-        """Return whether the bytes that are needed of one device are free."""
+        """Return whether a device has the bytes of ``need`` free for this load."""
         reserved = self._memory.reserved(need.device) + self._pledged(need.device, load)
         limit = self._memory.limit(need.device)
         return plan_workers(reserved, need.num_bytes, limit, wanted=1) == 1
@@ -210,8 +210,8 @@ class Governor:
     # ---- idling
 
     async def evict_idle(self, ttl_s: float) -> None:
-        """Retire replicas that had no lease for ``ttl_s`` seconds, until `close`. Wakes up when one
-        is due, and when the last lease of a replica ends.
+        """Retire replicas that had no lease for ``ttl_s`` seconds, until `close`. Wakes up when a
+        replica has been idle for so long, and when the last lease of a replica ends.
 
         Cancellation: ends the evictions.
         """
@@ -222,7 +222,7 @@ class Governor:
             self._went_idle = trio.Event()
 
     def _retire_idle(self, now: float, ttl_s: float) -> float:
-        """Retire the replicas that are due at ``now``. Return when the next one is due."""
+        """Retire replicas whose idle time is up at ``now``. Return when the next one's is up."""
         due = math.inf
         for entry in self._entries:
             for replica in entry.ready:
@@ -231,7 +231,7 @@ class Governor:
                 if replica.idle_since + ttl_s > now:
                     due = min(due, replica.idle_since + ttl_s)
                     continue
-                if entry.num_waiting:  # these requests are about to lease it
+                if entry.num_waiting:  # the waiting requests are about to lease a replica
                     continue
                 log.info("%s was idle for %g s", replica.model, ttl_s)
                 replica.retire()

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from engine.status import Capability
 
 
-TIMEOUT_RETRY_S = 5.0  # retry-after of SpawnTimeout; a guess: the load may have ended then
+TIMEOUT_RETRY_S = 5.0  # retry-after of SpawnTimeout; a guess: by then the load may have ended
 
 
 class Lease(NamedTuple):
     """A request's right to a replica, and to the adapter that it is computed with.
 
     ``cut`` cancels the holder's request. ``model`` is the name of the model or of its adapter.
-    ``adapter`` is the digest of the adapter, and ``version`` the adapter itself; "" and None
-    without one.
+    ``adapter`` is the digest of the adapter, and ``version`` the adapter itself; without an adapter
+    they are "" and None.
     """
 
     replica: AnyReplica
@@ -58,7 +58,7 @@ class Leases:
         cut: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AnyReplica]:
         """Hold a replica of a model while the block runs. A cold model is loaded first, once for
-        all waiting requests. ``cut`` is called if the model is unloaded, to end the use of it.
+        all waiting requests. ``cut`` is called if the model is unloaded; it must end the block.
 
         Raises:
             ModelNotFound, InvalidRequest, ShuttingDown, NoWorkers: `Loads.ensure` refuses the name.
@@ -79,9 +79,8 @@ class Leases:
         cut: Callable[[], None],
         tokens: Callable[[], int],
     ) -> AsyncIterator[Lease]:
-        """Hold a replica for a request while the block runs, and the adapter if ``name`` is that of
-        one. ``tokens`` returns how many tokens the request has got. Loading, errors and
-        cancellation are as in `acquire`."""
+        """Hold a replica for a request while the block runs, and the adapter if ``name`` names one.
+        ``tokens`` returns how many tokens the request has got. All else is as in `acquire`."""
         replica, version = await self._wait_for_replica(name, capability)
         with replica.leased(cut):
             if version is None:
@@ -93,9 +92,8 @@ class Leases:
 
     @contextmanager
     def reroute(self, lease: Lease, request: Any) -> Iterator[AnyReplica]:
-        """Hold the replica on which a request will run, now that its tokens are known: the one that
-        it has leased, or another one that has more of its prefix cached. ``request`` is the core's
-        request."""
+        """Hold the replica on which a request will run, now that its tokens are known: the leased
+        one, or another that has more of the prompt cached. ``request`` is a `CoreRequest`."""
         entry, better = self._registry.entries[lease.replica.model], None
         if self._routing == "prefix" and entry.traits.has_kv_cache:
             better = entry.pick_by_prefix(request, lease.version)
@@ -109,7 +107,7 @@ class Leases:
         self, name: str, capability: Capability | None
     ) -> tuple[AnyReplica, AdapterVersion | None]:
         """Return a ready replica and the adapter with this name, without a checkpoint if a replica
-        is ready. The caller must lease both before it awaits anything."""
+        is ready. The caller must lease the replica and the adapter before it awaits anything."""
         deadline = trio.current_time() + self._spawn_timeout_s
         while True:
             entry = self._loads.ensure(name, capability)

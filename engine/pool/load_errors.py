@@ -16,7 +16,7 @@ from engine.errors import (
 
 log = logging.getLogger(__name__)
 
-# Causes that a request receives as they are. Every other cause becomes SpawnFailed.
+# Errors of a load that a request gets by their own class. Every other error becomes SpawnFailed.
 _KEPT_CAUSES = (MemoryExhausted, ShuttingDown, NoWorkers, WorkerLost)
 
 
@@ -47,9 +47,9 @@ def reason(cause: BaseException | None) -> str:
 
 
 def log_failed_load(model: str, error: Exception) -> None:
-    """Log why a replica did not load, with the detail that only the operator may see, which is also
-    the log record's ``detail``. A load that was given up, because the model is being unloaded or
-    the server is ending, has not failed and is not logged."""
+    """Log why a replica did not load, with the detail that only the operator may see; the log
+    record has it in ``detail``, too. A load that was given up, because the model is being unloaded
+    or the server is ending, has not failed and is not logged."""
     _log(f"a worker of {model}", error)
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from engine.pool.loads import Loads
     from engine.status import ModelState
 
-# How often a watch looks at the progress, which the loading thread stores. The end of a load wakes
-# the watch at once.
+# Seconds between two reads of the progress, which the loading thread stores. The end of a load
+# wakes the watch at once.
 LOOK_INTERVAL_S = 0.1
 
 
@@ -31,8 +31,8 @@ class LoadStatus:
 class LoadWatch:
     """Watches a load that has begun (`Pool.watch_load`). The load goes on if the watch is dropped.
 
-    ``count`` is how many replicas the operator wants. ``is_own``: the load under way was begun for
-    this watch.
+    ``count`` is how many replicas the operator wants. ``is_own``: the load under way was begun by
+    this watch's `Pool.watch_load`.
     """
 
     def __init__(self, loads: Loads, entry: Entry, count: int, *, is_own: bool) -> None:
@@ -42,12 +42,12 @@ class LoadWatch:
         self._count = count
         self._load: Load | None = entry.load
         self._seen: LoadProgress | None = None
-        self._is_limited = False  # no further replicas are to load (`_look_at_end`)
+        self._is_limited = False  # whether to load no further replicas (`_look_at_end`)
         self._is_over = False
 
     async def next(self) -> LoadStatus | None:
         """Wait for the next stage and return it. The last stage has the state READY; after it,
-        return None. A stage that begins and ends between two looks is left out.
+        return None. A stage that begins and ends between two reads is left out.
 
         Raises:
             SpawnFailed, MemoryExhausted, ShuttingDown, NoWorkers: the load failed, or cannot begin
@@ -62,7 +62,7 @@ class LoadWatch:
             if load is None or load is not self._load:
                 if self._has_enough() and (load is None or self._entry.ready):
                     break
-                self._is_own = load is None  # a load that began for others may wait for its backoff
+                self._is_own = load is None  # a load for others may wait for its backoff
                 self._loads.ensure(self._entry.config.name, replicas=self._count)
                 self._load = self._entry.load
                 continue
@@ -83,7 +83,7 @@ class LoadWatch:
         """Take note of how the watched load ended, if it has ended.
 
         Raises:
-            TrioletError: the load failed. The watch does not try again; the operator decides.
+            TrioletError: the load failed. The watch begins no new load; the operator decides.
         """
         load = self._load
         if load is None or not load.done.is_set():
@@ -91,8 +91,8 @@ class LoadWatch:
         self._is_limited = False
         if load.failure is not None and not self._has_enough():
             raise error_for_request(self._entry.config.name, load.failure)
-        # Its replicas may have left again, because they were idle or another model needed their
-        # memory. They are not loaded a second time.
+        # The load's replicas may have left again, because they were idle or another model needed
+        # their memory. They are not loaded a second time.
         self._is_limited = self._is_own or load.granted < load.wanted
 
     def _has_enough(self) -> bool:

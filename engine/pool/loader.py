@@ -65,8 +65,8 @@ class ReplicaLoader:
         Raises:
             MemoryExhausted: no replica found memory, and none serves the model.
             ShuttingDown, NoWorkers: the model is not to be loaded any more.
-            Exception: no replica loaded, and none serves the model; the first one's error.
-        Cancellation: runners that are not serving yet are closed and their memory is released.
+            Exception: no replica loaded, and none serves the model. It is the first failure's
+        error. Cancellation: runners that do not serve yet are closed, and their memory is released.
         """
         if load.is_preload and entry.traits.loads_last:
             await self._wait_for_other_preloads()
@@ -139,7 +139,7 @@ class ReplicaLoader:
         runner = candidate.runner
 
         def load_it() -> WorkerInfo:
-            self._registry.require_open(entry)  # this job may have waited for its thread
+            self._registry.require_open(entry)  # waiting for a thread may have taken long
             info: WorkerInfo = runner.load(entry.note_progress)
             return info
 
@@ -160,7 +160,7 @@ class ReplicaLoader:
         if replica is not None:
             load.settled.set()
             entry.settled.set()
-            self._governor.notify_idle(replica)  # it is idle from now on, and may never be used
+            self._governor.notify_idle(replica)  # idle from now on, until a request comes
             log.debug("Workers ready for %s", entry.config.name)
             self._registry.on_change()
 
@@ -190,6 +190,6 @@ class ReplicaLoader:
 
 
 def _loads_alone(entry: Entry, config: ModelConfig) -> bool:
-    """Return whether a replica must not load while another one for which this is true does. A load
-    in a worker process of its own changes nothing for other models' threads."""
+    """Return whether a replica must load while no other replica of this sort loads. A load in a
+    worker process of its own changes nothing for other models' threads."""
     return entry.traits.loads_alone and config.runner != "process"

@@ -1,8 +1,8 @@
 """When a model loads: once for all waiting requests, and after a backoff if a load has failed.
 
 Rule 1: `Loads.ensure` is the only way to a load, beside `Loads.revive` for replicas that died.
-Nothing is awaited between a look at a model's state and its change. Rule 2: a load runs in a task
-of the pool, so it goes on if the request that began it ends.
+Nothing is awaited between reading a model's state and changing it. Rule 2: a load runs in a task of
+the pool, so it goes on if the request that began it ends.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Loads:
         is_given_up = isinstance(error, ShuttingDown | NoWorkers)
         if not isinstance(error, TrioletError):
             log.error("model %s failed", entry.config.name, exc_info=error)
-        elif load.failure is None and not is_given_up:  # else the replica's failure was logged
+        elif load.failure is None and not is_given_up:  # else that replica's failure was logged
             log_failed_load(entry.config.name, error)
         if is_given_up:
             load.cause = error

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def plan_workers(reserved: int, each: int, limit: int, wanted: int) -> int:
-    """Return how many of ``wanted`` replicas fit. A replica takes ``each`` bytes of a device
-    of which ``reserved`` of ``limit`` bytes are taken."""
+    """Return how many of ``wanted`` replicas fit on a device. A replica takes ``each`` bytes, and
+    ``reserved`` bytes of the device's ``limit`` are taken."""
     if each <= 0:
         return wanted
     return max(0, min(wanted, (limit - reserved) // each))
@@ -40,13 +40,13 @@ class Reservation:
         return sum(self.by_device.values())
 
     def on(self, device: str) -> int:
-        """Return how many bytes of a device are reserved here."""
+        """Return how many bytes of a device this reservation has."""
         return self.by_device.get(device, 0)
 
     def measured(self, num_bytes: int) -> None:
         """Replace the estimate by ``num_bytes``, which a load turned out to need; several devices
-        keep their shares. The bytes are in use already and may pass the limit; the next reservation
-        then fails."""
+        keep their shares. The bytes are in use already. They may pass the limit: then the next
+        `reserve` fails."""
         self._require_held()
         estimate, left = self.num_bytes, num_bytes
         *others, last = self.by_device
@@ -84,8 +84,8 @@ class Reservation:
 
 
 class MemoryLedger:
-    """Each device's limit and the bytes reserved of it. ``limit`` is the CPU's. Belongs to one
-    thread."""
+    """Each device's limit and the bytes reserved of it. ``limit`` is that of the CPU's memory.
+    Belongs to one thread."""
 
     def __init__(self, limit: int) -> None:
         self._limits = {CPU: limit}
@@ -93,7 +93,7 @@ class MemoryLedger:
         self._peaks = {CPU: 0}
 
     def add_device(self, device: str, limit: int | None) -> None:
-        """Add a device, unless it is known. Without a ``limit``, it has the CPU's limit."""
+        """Add a device, unless it is known. Without a ``limit``, it gets the CPU's."""
         if device not in self._limits:
             self._limits[device] = self._limits[CPU] if limit is None else limit
             self._reserved[device] = self._peaks[device] = 0

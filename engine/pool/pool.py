@@ -126,11 +126,11 @@ class Pool:
                     nursery.start_soon(task)
                 await self._closed.wait()
             finally:
-                self.registry.close()  # before the nursery closes, so that no load starts there
+                self.registry.close()  # no load may start while the nursery closes
 
     def close(self) -> None:
-        """Refuse new leases and end every replica once it is idle; `run` returns when all have
-        ended. Idempotent."""
+        """Refuse new leases and end every replica once it is idle; then `run` returns.
+        Idempotent."""
         if self.registry.is_closed:
             return
         self.registry.close()

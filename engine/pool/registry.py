@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     FindCapability = Callable[[ModelConfig], Capability | None]
 
-RETRY_AFTER_S = 5.0  # retry-after of refusals; a guess: an unload has ended then
+RETRY_AFTER_S = 5.0  # retry-after of refusals; a guess: by then an unload has ended
 
 
 class Registry:
@@ -47,7 +47,7 @@ class Registry:
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
         }
-        self._adapters: dict[str, tuple[Entry, AdapterVersion]] = {}  # by full name and alias
+        self._adapters: dict[str, tuple[Entry, AdapterVersion]] = {}  # by BASE:NAME and alias
         for entry in self.entries.values():
             for adapter in entry.config.adapters:
                 self.set_adapter(entry, AdapterVersion(entry.config.name, adapter))
@@ -81,7 +81,7 @@ class Registry:
         return entry
 
     def find_base(self, name: str, capability: Capability | None = None) -> Entry:
-        """Return the base of the adapter with this name; for other names, as `find`."""
+        """Return the base of the adapter with this name; other names are looked up as by `find`."""
         if name not in self._adapters:
             return self.find(name, capability)
         entry = self._adapters[name][0]
@@ -190,7 +190,7 @@ class Registry:
         raise ModelNotFound(f"no model that {TRAITS[capability].description} is configured")
 
     def _require_capability(self, entry: Entry, capability: Capability | None) -> None:
-        """Check that a model has a capability, unless its own is unknown.
+        """Check that a model has a capability, unless the model's capability is unknown yet.
 
         Raises:
             InvalidRequest: it has another capability.
@@ -205,7 +205,7 @@ class Registry:
         )
 
     def require_open(self, entry: Entry | None = None) -> None:
-        """Check that requests may use the pool's models and, if given, this one.
+        """Check that requests may use the pool's models and, if given, the model ``entry``.
 
         Raises:
             ShuttingDown: the pool is ending.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 10.0  # until a restart that found no memory is tried again; a guess
+ROOM_RETRY_S = 10.0  # after which a restart that found no memory is tried again; a guess
 
 
 class Revival:
@@ -53,7 +53,7 @@ class Revival:
         entry.missing.append(trio.current_time() + ROOM_RETRY_S)
 
     def next_load(self, entry: Entry) -> Load | None:
-        """Return the load of a restart, whose task waits for its backoff; None if none is due.
+        """Return a restart's load, whose task is to wait for the backoff; None if none is to begin.
 
         It does not matter which replica restarts first. So if a load is waiting for a later time
         than the earliest in ``entry.missing``, the two times are swapped.

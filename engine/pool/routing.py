@@ -3,8 +3,8 @@
 Rule: pure; `Work` is all that is known of a replica.
 
 There are three ways: the replica with the fewest tokens still to compute; each replica in turn; or
-the replica that has most of the prompt cached, unless it is so much busier that another one would
-have computed the prompt sooner.
+the replica that has most of the prompt cached, unless that replica is so much busier that another
+would have computed the prompt sooner.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def least_busy(works: Sequence[Work], turn: int) -> int:
 
 
 def by_prefix(works: Sequence[Work], cached: Sequence[int], turn: int) -> int:
-    """Return the index of the replica that will have done the request first: the one with the
-    fewest tokens ahead, less the ``cached`` tokens of the prompt. ``turn`` decides between
-    equals."""
+    """Return the index of the replica that will have done the request first: its tokens ahead less
+    its ``cached`` tokens of the prompt are the fewest. ``turn`` decides between equals."""
     count = len(works)
 
     def cost(index: int) -> tuple[float, int]:

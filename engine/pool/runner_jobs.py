@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LOADS_AT_ONCE = 16  # threads for loads, and as many for closes; a guess: loads mostly read files
+LOADS_AT_ONCE = 16  # threads for loads, and others for closes; a guess: loads mostly read files
 
 
 class RunnerJobs:
@@ -37,8 +37,8 @@ class RunnerJobs:
         self._close_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
 
     async def run_for_load(self, job: Callable[[], T], *, is_alone: bool = False) -> T:
-        """Return what ``job``, a part of a model's load, returns in a thread. ``is_alone``: no two
-        such jobs run at the same time.
+        """Run ``job``, a part of a model's load, in a thread, and return its result. ``is_alone``:
+        no two such jobs run at the same time.
 
         Raises:
             SpawnFailed: the job raised something that is not an `Exception`.

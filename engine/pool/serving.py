@@ -59,8 +59,8 @@ class Serving:
         reservation: Reservation,
     ) -> AnyReplica:
         """Make a replica of a runner that has loaded, add it to its model and run it. From then on
-        requests are routed to it, and it closes the runner and releases the reservation. Never
-        waits."""
+        requests are routed to the replica, whose task closes the runner and releases the
+        reservation at the end. Never waits."""
         replica: AnyReplica = self._maker.make(
             config,
             entry.free_id(),
@@ -103,8 +103,7 @@ class Serving:
             self._registry.on_change()
 
     async def _watch_process(self, replica: AnyReplica, process: ProcessWorker) -> None:
-        """End the loop when the worker process dies between two steps. During a step, the step
-        itself fails."""
+        """End the loop when the worker process dies between two steps. In a step, that fails."""
         await trio.lowlevel.wait_readable(process.sentinel)
         error = await self._jobs.cause_of_death(process)
         if isinstance(error, WorkerLost):
