@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-V1, V2 = "cgroup", "cgroup2"  # the types of the mounted file systems of both versions
+V1, V2 = "cgroup", "cgroup2"  # the types of the file systems of cgroups 1 and 2
 
 
 def folders_of(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]]:
-    """Yield the folder of the process's group in each version, and the folders of all groups above
-    it, each with its version, `V1` or `V2`. ``controller`` is the resource that the groups limit:
-    "memory" or "cpu". Tests pass another ``root`` of the files."""
+    """Yield the folder of the process's group in each version of cgroups, and the folders of all
+    groups above it, each with its version, `V1` or `V2`. ``controller`` is the resource that the
+    groups limit: "memory" or "cpu". Tests pass another ``root`` of the files."""
     groups = _groups(controller, root)
     for version, top, folder in _mounts(controller, root):
         group = groups.get(version, top)
-        # In a container, a mount whose top is not above the group has the container's own group.
+        # In a container, a top that is not above the group is the container's own group.
         below = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
         for place in (below, *below.parents):
             yield version, folder / place
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def _groups(controller: str, root: Path) -> dict[str, PurePosixPath]:
-    """Return the process's group in each version whose groups have the controller."""
+    """Return the process's group by version of cgroups, where that version limits the resource."""
     folders = {}
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)

@@ -30,8 +30,7 @@ class CpuLimit:
     @property
     def threads(self) -> int:
         """The number of threads that all steps of the process should use together, at least 1. A
-        quota is rounded up: a thread that it stops for a part of the time computes more than no
-        thread."""
+        quota is rounded up: a thread that runs only a part of the time computes more than none."""
         if self.quota is None:
             return self.cores
         return max(1, min(self.cores, math.ceil(self.quota)))

@@ -10,7 +10,7 @@ from engine.limits.control_groups import V1, V2, folders_of, read_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CPU = "cpu"  # the name of the device with this memory
+CPU = "cpu"  # the name of the device whose memory this is
 LIMIT_FRACTION = 0.80
 LIMIT_FILES = {V2: "memory.max", V1: "memory.limit_in_bytes"}  # the file with a group's limit
 

@@ -4,7 +4,7 @@ A message is a name and a value, pickled, behind a header.
 
 Rule 1: a message arrives whole, or `ChannelClosed` or `BadMessage` is raised; the channel is of no
 use after either. Rule 2: unpickling can run any code, so a channel is a socket pair that the server
-made and handed to its own process, one of the same program and user, and to nothing else. Rule 3:
+made and handed to its own process, of the same program and user, and to nothing else. Rule 3:
 imports no torch.
 
 Source: D3, D8.
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("<4sQ")  # the mark, and the number of bytes that follow
 MARK = b"tri1"
-# Bytes of one message; a header that says more is not ours. The largest known messages are the
-# log-probabilities of a prompt of 128,000 tokens with 20 alternatives each, 68 MB (measured).
+# The most bytes of one message; a header with a larger number is not ours. The largest known
+# messages are the log-probabilities of a prompt of 128,000 tokens with 20 alternatives each, 68 MB
+# (measured).
 MESSAGE_MAX = 1 << 30
 PROTOCOL = 5
 
@@ -119,7 +120,7 @@ class Channel:
 
     @contextmanager
     def watched(self) -> Iterator[int]:
-        """Lend the descriptor for waiting while the block runs, in place of `receive`.
+        """Lend the descriptor while the block runs, to wait on it in place of `receive`.
 
         Raises:
             ChannelClosed: the channel is closed.

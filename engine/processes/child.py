@@ -1,9 +1,9 @@
 """Starts a process of the server's own, and says how it ended.
 
-Its program begins with `engine.processes.inside.live_with_the_server`. Its standard input is never
-written to: the kernel kills the process when it is closed, and so whenever this process ends. What
-it writes, to standard output too, goes to this process's standard error. So nothing is lost when it
-crashes, and nobody has to read a pipe.
+The process's program begins with `engine.processes.inside.live_with_the_server`. Nothing is written
+to its standard input: the kernel kills the process when that is closed, and so whenever the server
+ends. What the process writes, to standard output too, goes to the server's standard error. So
+nothing is lost when the process crashes, and nobody has to read a pipe.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Rule 1: the process does not outlive its server, whatever either does. Standard input is a pipe that
 the server holds open; when it closes, the kernel sends a SIGKILL, which nothing can delay. (The
 parent's death signal of prctl would come when the *thread* ends that started this process.)
-Rule 2: the process ignores Ctrl-C and SIGTERM, which are for the server: it drains first.
+Rule 2: the process ignores Ctrl-C and SIGTERM, which are for the server: the server drains first.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self.core = core
         self.telemetry = settings.telemetry
         self.busy_s = 0.0
-        self._time = trio.lowlevel.current_clock().current_time  # as `trio.current_time`, faster
+        self._time = trio.lowlevel.current_clock().current_time  # faster than `trio.current_time`
         self._runner = runner
         self._threads = threads
         self._check_level = settings.check_level
@@ -145,7 +145,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._is_closing = False
         self._has_ended = False
         self._on_death = settings.on_death
-        # The error that ended `run`. With one, the core's state is not valid any more.
+        # The error that ended `run`, or None. After an error, the core's state is not valid.
         self.cause_of_death: TrioletError | None = None
         self._lost: WorkerLost | None = None  # the error that `lose` was given
 
@@ -220,7 +220,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is live, nothing is posted and no step is in flight."""
+        """Whether no request is live, no event waits to be applied, and no step is in flight."""
         return self.core.is_idle and not self._commands
 
     def num_undelivered(self, request_id: RequestId, kind: type[OutputEvent]) -> int:
@@ -229,7 +229,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         return sum(isinstance(e, kind) and e.request_id == request_id for e in self._outbox)
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is live, posted or in flight, or the loop has ended.
+        """Wait until the loop is idle (`is_idle`) or has ended.
 
         Cancellation: ends only the waiting.
         """
@@ -274,7 +274,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
 
     async def _turn(self, began: float) -> float | None:
         """Do one step, or wait once for something to do. Return the time afterwards; None once the
-        loop is closed and nothing is live. ``began`` is now."""
+        loop is closed and nothing is live. ``began`` is the present time."""
         if self._lost is not None:
             raise self._lost
         now = self._drain_commands(began)
@@ -319,8 +319,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
 
     async def _step(self, plan: PlanT, started: float) -> float:
         """Execute one plan in the worker's thread, commit its result, and return the time
-        afterwards. Meanwhile deliver the last step's events and prepare a plan. ``started`` is
-        now."""
+        afterwards. Meanwhile deliver the last events and prepare a plan. ``started`` is the present
+        time."""
         await trio.lowlevel.checkpoint_if_cancelled()
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
@@ -351,8 +351,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         return committed
 
     def _work_ahead(self, now: float) -> None:
-        """Do the work that needs no result: deliver the last step's events, prepare the next
-        plan."""
+        """Do what can be done while a step runs: deliver the last step's events, prepare a plan."""
         delivered = self._deliver(now)
         self.core.prepare(delivered)
         if self.telemetry is not None:
@@ -404,7 +403,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         try:
             for event in events:
                 stream = streams.get(event.request_id)
-                if stream is not None:  # None: the request was ended from outside
+                if stream is not None:  # None: `forget` was called for the request
                     stream.push(event)
         finally:
             self._batch.release()

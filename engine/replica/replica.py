@@ -93,15 +93,14 @@ class ReplicaKind(Protocol):
 
     @property
     def token_event(self) -> type[Any] | None:
-        """The class of the events that bring tokens, whose first and whose intervals are measured;
-        None for a kind without them. Such an event has a ``choice``."""
+        """The class of the events that bring tokens, of which the time to the first and the
+        intervals are measured; None for a kind without tokens. Such an event has a ``choice``."""
 
     def make_core(self, info: Any, config: EngineConfig, name: str) -> AnyCore:
-        """Return the scheduler of one replica of the model ``name``. ``info`` describes the
-        load."""
+        """Return the scheduler of a replica of the model ``name``. ``info`` describes the load."""
 
     def make_tools(self, runner: Any, threads: Threads) -> Any:
-        """Return the parts of a loaded runner, beside its tokenizer, that preparers use."""
+        """Return the parts of a loaded runner that prepare requests, except its tokenizer."""
 
 
 class Work(NamedTuple):
@@ -115,8 +114,8 @@ class Work(NamedTuple):
 class Replica(Generic[InfoT, ToolsT]):
     """A worker that serves. ``on_idle`` is called at the end of the last lease.
 
-    ``tools`` are the runner's parts for preparers (`ReplicaKind.make_tools`). ``process`` is set if
-    the runner has a process of its own.
+    ``tools`` are the runner's parts for preparing requests (`ReplicaKind.make_tools`). ``process``
+    is set if the runner has a process of its own.
     """
 
     model: str
@@ -129,10 +128,10 @@ class Replica(Generic[InfoT, ToolsT]):
     reservation: ReservedMemory
     on_idle: Callable[[Replica[Any, Any]], None]
     process: ProcessWorker | None = None
-    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded ones, by their versions
+    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # by `AdapterVersion`
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
-    outstanding_tokens: int = 0  # upper bound; without requests of absent clients
+    outstanding_tokens: int = 0  # still to be computed, at most; guests' do not count
     restarts: int = 0
     processed: int = 0
     failed: int = 0

@@ -1,12 +1,12 @@
 """Histograms and sums of the times and counts of replicas, filled by their loops.
 
 Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
-there. Rule 2: the loop calls once per step and per delivery, not per token, which costs a fraction
-of a microsecond per token (`python -m tools.lab.bench metrics`). Rule 3: no label comes from a
-client: the labels are models, replicas, phases and ends. Rule 4: the values of every step (its
-rows, its times, the intervals between tokens) are noted in lists and counted later, many entries at
-once, because the histograms are not in the processor's caches between two steps. The values of a
-request are counted at once.
+there. Rule 2: the loop calls once per step and once per delivery, not per token; that costs a
+fraction of a microsecond per token (`python -m tools.lab.bench metrics`). Rule 3: no label comes
+from a client: the labels are models, replicas, phases and ends. Rule 4: the values of every step
+(its rows, its times, the intervals between tokens) are noted in lists and counted later, many
+entries at once, because the histograms are not in the processor's caches between two steps. The
+values of a request are counted at once.
 
 `grpc_service.app.metrics` exports them.
 """
@@ -46,7 +46,8 @@ SHORT_BOUNDS = (
 )
 COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
 
-# Entries of a list before they are counted (rule 4); a guess. Counting more would delay a step.
+# How many entries a list may have before they are counted (rule 4); a guess: counting more at once
+# would delay a step.
 UNCOUNTED_MAX = 16
 
 
@@ -94,14 +95,15 @@ class _Live:
     def __init__(self, arrived_at: float, num_choices: int) -> None:
         self.arrived_at = arrived_at
         self.num_open = num_choices
-        self.last: float | None = None  # of choice 0
-        self.others: dict[int, float] = {}  # of every other choice
+        self.last: float | None = None  # when choice 0 last got a token
+        self.others: dict[int, float] = {}  # when every other choice last got a token
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySnapshot:
-    """One replica's distributions by name, the time from cancel to free by phase, the number of its
-    requests by end, and the seconds that its loop has spent in each phase of its turns."""
+    """One replica's distributions by name, the time from a request's cancel until its memory is
+    free by phase, the number of requests by end, and the seconds that its loop has spent in each
+    phase of its turns."""
 
     distributions: dict[str, Distribution]
     cancel_to_free: dict[str, Distribution]
@@ -128,7 +130,7 @@ class AdapterCounts:
 
     running: int = 0  # requests that hold it now
     requests: int = 0
-    tokens: int = 0  # that its ended requests have got
+    tokens: int = 0  # the tokens of requests that have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ class ReplicaTelemetry:
     """The histograms of one replica, filled by its loop. All times are of Trio's clock.
 
     ``token_event`` is `ReplicaKind.token_event`. ``loop_s`` are the seconds that the loop has spent
-    in each of the `PHASES` of its turns, which the loop adds itself. Steps have a histogram.
+    in each of the `PHASES` of its turns, which the loop itself adds to. The time in steps is not in
+    it, but in the histogram ``step``.
     """
 
     PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")
@@ -209,7 +212,7 @@ class ReplicaTelemetry:
     # ---- requests
 
     def submitted(self, event: Submit[Any]) -> None:
-        """Note that a request has come."""
+        """Note the arrival of a request."""
         request = event.request
         self._live[request.request_id] = _Live(request.arrival, request.num_choices)
 

@@ -5,9 +5,10 @@ watches when the running steps began. It reports a step that takes too long, onc
 of all threads. Once the process has nothing left to do but to join its threads (`Watchdog.leave`),
 the thread ends the process rather than letting it wait for ever.
 
-Rule 1: a step costs its loop a look at the clock and a few attributes, no lock and no wake-up: the
-thread sleeps until the oldest step reaches its limit and then looks again. It wakes once per limit
-while steps follow each other; an idle engine causes one last look and no further wake-ups.
+Rule 1: for a step, its loop reads the clock and sets a few attributes; it takes no lock, and wakes
+the thread only from its longest sleep. The thread sleeps until the oldest step reaches its limit
+and then checks again. It wakes once per limit while steps follow each other; an idle engine causes
+one last check and no further wake-ups.
 Rule 2: nothing here waits for locks that a hung thread may hold: a helper thread, waited for
 `WRITE_LIMIT_S` at most, writes the log lines, and the loop gets callbacks and is never queried.
 Rule 3: nothing here knows an event loop; ``call_soon`` runs a callback on the loop's thread.
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXIT_HUNG = 70  # exit code of a process whose step hangs (D17): EX_SOFTWARE of sysexits.h
-WRITE_LIMIT_S = 1.0  # for a log line, a guess: it takes microseconds, unless the pipe is full
-LEAVE_POLL_S = 0.05  # between two looks while the process ends; a guess
+WRITE_LIMIT_S = 1.0  # longest wait for a log line to be written; a guess: it takes microseconds
+LEAVE_POLL_S = 0.05  # seconds between two checks while the process ends; a guess
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class StepWatch:
     ) -> None:
         self.name = name
         self.step = 0
-        self.started_at: float | None = None  # read by the watchdog's thread
-        self.reported_at: float | None = None  # start of the last reported step; set by that thread
+        self.started_at: float | None = None  # the watchdog's thread reads it
+        self.reported_at: float | None = None  # start of the step last reported, by the watchdog
         self.is_hung = False
         self._watchdog = watchdog
         self._on_change = on_change
@@ -65,7 +66,7 @@ class StepWatch:
         self.step = step
         self.started_at = time.monotonic()
         watchdog = self._watchdog
-        # The order matters: either the thread sees the step before it sleeps, or we see it asleep.
+        # In this order: either the thread sees the step before it sleeps, or this sees it asleep.
         if watchdog is not None and watchdog.is_asleep:
             watchdog.wake()
 
@@ -84,8 +85,8 @@ class StepWatch:
             self._watchdog.forget(self)
 
     def note_hung(self, started_at: float) -> None:
-        """Note that the step that began at ``started_at`` was reported. If it is over by now, this
-        has no effect."""
+        """Note that the step that began at ``started_at`` was reported, unless it is over by
+        now."""
         if self.started_at == started_at:
             self.is_hung = True
             self._on_change()
@@ -105,13 +106,12 @@ class Watchdog:
     Life: 1. made; 2. `start`; 3. `leave`, perhaps more than once; 4. `stop`. The thread starts with
     the first step. It is a daemon, because it may be asleep for long when `stop` is called.
 
-    A step that runs for longer than ``limit_s`` seconds hangs. ``exit_process`` ends the process at
-    once.
+    A step that runs for longer than ``limit_s`` seconds hangs. ``exit_process`` ends the process.
     """
 
     def __init__(self, limit_s: float, *, exit_process: Callable[[int], object] = os._exit) -> None:
         self.limit_s = limit_s
-        self.is_asleep = True  # no step runs, as far as the thread knows
+        self.is_asleep = True  # whether the thread waits for `wake`
         self._exit_process = exit_process
         self._call_soon: Callable[[Callable[[], None]], None] = lambda callback: None
         self._watches: tuple[StepWatch, ...] = ()
@@ -142,8 +142,8 @@ class Watchdog:
             self._wake.set()
 
     def leave(self, code: int, *, patience_s: float, waits_for_steps: bool) -> None:
-        """Bound the process's end: from now on the process only joins its threads. If it still does
-        so after ``patience_s`` seconds, it ends with exit code ``code``.
+        """Bound how long the process takes to end. From now on it only joins its threads. If it
+        still does so after ``patience_s`` seconds, it ends with exit code ``code``.
 
         With ``waits_for_steps``, a step may first run up to its limit; if it hangs,
         the process ends with `EXIT_HUNG`. A later call replaces an earlier one; `stop` cancels it.
@@ -152,7 +152,7 @@ class Watchdog:
         self.wake()
 
     def wake(self) -> None:
-        """Have the thread look now. Called from the loops' thread."""
+        """Have the thread check the steps now. Called from the loops' thread."""
         self.is_asleep = False
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="triolet-watchdog", daemon=True)
@@ -163,7 +163,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._is_stopped:
-            self._wake.clear()  # before the look, so that a later `wake` is not lost
+            self._wake.clear()  # before the check, so that a later `wake` is not lost
             next_look = self._look(time.monotonic())
             if next_look == math.inf:
                 self.is_asleep = True
@@ -174,8 +174,8 @@ class Watchdog:
                 self._wake.wait(max(0.0, next_look - time.monotonic()))
 
     def _look(self, now: float) -> float:
-        """Report hung steps; end the process if due. Return when to look again; infinity: once
-        woken."""
+        """Report hung steps, and end the process if it is time. Return when to check again;
+        infinity means when woken."""
         next_look = math.inf
         for watch in self._watches:
             started_at = watch.started_at
