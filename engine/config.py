@@ -220,8 +220,9 @@ class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
     kv_cache_memory: int | None = setting(
         None,
         "size of the KV pool, of which the states of recurrent layers take at most half",
-        unset="what --max-num-seqs sequences need, at most 4 GiB and a quarter of the memory "
-        "limit; 128 MiB for a shipped model",
+        unset="as large as the model's weights or a 16th of the memory limit, up to 4 GiB, and at "
+        "least one sequence of full length; at most what --max-num-seqs sequences need, and a "
+        "quarter of the memory limit; 128 MiB for a shipped model",
         unit="BYTES",
         section="memory and steps",
     )

@@ -80,6 +80,7 @@ class ModelStatus:
     quantization: str = ""  # the form of the linear layers' weights; "": floats of dtype
     context_note: str = ""  # why max_model_len is less than the model's own length
     full_sequences: int = 0  # the sequences of max_model_len that the KV pools hold at once
+    kv_bytes: int = 0  # of the KV pools, part of memory_bytes
     is_demo: bool = False
     is_lazy: bool = False  # a request loads it: it is configured so, or was loaded before
     is_hung: bool = False  # a step takes longer than the step timeout (D17)

@@ -230,6 +230,7 @@ class Entry:
             last_used=self.last_used,
             device=", ".join(dict.fromkeys(replica.info.device for replica in self.replicas)),
             full_sequences=sum(replica.info.full_sequences for replica in self.replicas),
+            kv_bytes=sum(replica.info.kv_bytes for replica in self.replicas),
             **{name: getattr(info, name) for name in OF_INFO if info is not None},
             is_lazy=self.config.lazy or self.was_loaded,
             is_restarting=bool(self.degraded_ids) and not self.ready,

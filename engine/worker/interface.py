@@ -68,6 +68,65 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class KvInspection:
+    """A KV pool as it will be: the bytes that one token takes in all layers, the bytes of one state
+    (0 without recurrent layers), of which a sequence has ``states_per_sequence``, and the pool."""
+
+    bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    bytes_per_state: int = 0
+    states_per_sequence: int = 0
+    num_states: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole pool, state slots included."""
+        blocks = self.num_blocks * self.block_size * self.bytes_per_token
+        return blocks + self.num_states * self.bytes_per_state
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Return what a sequence of so many tokens takes of the pool."""
+        blocks = -(-num_tokens // self.block_size)
+        states = self.states_per_sequence * self.bytes_per_state
+        return blocks * self.block_size * self.bytes_per_token + states
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a model is, and the bytes that its parts will take on its device, by its small files and
+    the headers of its weights. ``estimate`` is their sum.
+
+    Resident after a load are the weights, the tokenizer and what has been written of the KV pool;
+    ``workspace_bytes`` are the most that a step takes beside them.
+    """
+
+    device: str
+    architecture: str
+    dtype: str  # of the computation, such as bfloat16
+    stored: str  # the format and the types of the weights in their files
+    file_bytes: int  # of the files of weights
+    weight_bytes: int
+    tokenizer_bytes: int
+    workspace_bytes: int
+    execution: str  # how it runs: compiled, or by which modules and why
+    max_model_len: int = 0  # tokens of one sequence; 0: not known before the load
+    kv: KvInspection | None = None
+    draft_bytes: int = 0  # of the draft model, its own KV pool included
+
+    @property
+    def load_bytes(self) -> int:
+        """What a load leaves in memory, with the whole KV pool written."""
+        pool = self.kv.num_bytes if self.kv else 0
+        return self.weight_bytes + self.tokenizer_bytes + pool + self.draft_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What a load reserves."""
+        return self.load_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class LoadProgress:
     """The progress of a load. ``phase`` is config, weights or warm-up; a total of 0 is not known
     yet."""
@@ -112,6 +171,11 @@ class WorkerInfo:
     def full_sequences(self) -> int:
         """The number of sequences of ``max_model_len`` that the KV pool holds at once; 0 if the
         runner has no KV pool."""
+        return 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """The size of the KV pool, of all ranks together; 0 if the runner has none."""
         return 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from engine.errors import EngineBug
-from engine.gc_tuning import collect_after_close
+from engine.gc_tuning import collect_after_close, return_freed_memory
 from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.load.devices import estimate_on
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
+    from engine.worker.interface import Inspection, LoadProgress, MemoryEstimate, RunnerSpec
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 PlanT = TypeVar("PlanT")
@@ -56,8 +56,13 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
         Raises:
             SpawnFailed: the model cannot be served, as far as these files show.
         """
+        found = self.inspect()
+        return estimate_on(torch.device(found.device), found.num_bytes)
+
+    def inspect(self) -> Inspection:
+        """Return what the model is and what its parts will need. Raises as `estimate`."""
         with self._load_failures():
-            return estimate_on(*self._measure())
+            return self._inspect()
 
     def load(self, progress: Callable[[LoadProgress], None]) -> InfoT:
         """Load the model and compute a first step.
@@ -66,7 +71,9 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
             SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
         """
         with self._load_failures(), thread_state(self._spec.threads, self._device):
-            return self._load(progress)
+            info = self._load(progress)
+        return_freed_memory()
+        return info
 
     def execute(self, plan: PlanT) -> ResultT:
         """Compute one step.
@@ -85,8 +92,7 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
             torch.cuda.empty_cache()
         collect_after_close()
 
-    def _measure(self) -> tuple[torch.device, int]:
-        """Return the device, and how many of its bytes the model will need."""
+    def _inspect(self) -> Inspection:
         raise NotImplementedError
 
     def _load(self, progress: Callable[[LoadProgress], None]) -> InfoT:

@@ -157,7 +157,10 @@ def _memory(model: ModelStatus) -> str:
     size, count = f"{model.memory_bytes / 2**20:.0f} MiB", model.full_sequences
     if not count:
         return size
-    return f"{size} with its KV pool for {count} sequence{'s' * (count != 1)} of full length"
+    return (
+        f"{size}, of which {model.kv_bytes / 2**20:.0f} MiB are its KV pool, for {count} "
+        f"sequence{'s' * (count != 1)} of full length (--kv-cache-memory)"
+    )
 
 
 def first_requests(engine: Engine, config: ServerConfig, port: int) -> Iterator[str]:

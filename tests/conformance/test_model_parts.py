@@ -69,13 +69,41 @@ def test_a_block_costs_the_sum_over_layers():
     assert pool.num_bytes == 19 * 512
 
 
-@pytest.mark.parametrize(
-    ("limit", "budget"), [(0, DEFAULT_KV_BYTES), (1 << 30, 1 << 28), (1 << 60, DEFAULT_KV_BYTES)]
-)
-def test_the_default_pool_is_a_quarter_of_the_limit_and_at_most_4_gib(limit, budget):
-    spec = RunnerSpec("m", memory_limit=limit, max_num_seqs=1 << 20)
-    pool = size_pool(spec, SHAPES, 2, 1 << 20)
-    assert pool.num_blocks == budget // pool.bytes_per_block
+DEFAULTS = {  # the memory limit, the weights, the context, the most sequences, and the pool
+    "as large as the weights": (8 << 30, 1 << 30, 4096, 1 << 20, 1 << 30),
+    "a 16th of the limit, if that is more": (32 << 30, 1 << 30, 4096, 1 << 20, 2 << 30),
+    "at most 4 GiB": (1 << 40, 64 << 30, 4096, 1 << 20, DEFAULT_KV_BYTES),
+    "more for one whole context": (1 << 40, 64 << 30, 1 << 26, 4, 8 << 30),
+    "but never more than a quarter of the limit": (8 << 30, 64 << 30, 1 << 26, 4, 2 << 30),
+    "and than all sequences need": (32 << 30, 1 << 30, 4096, 3, 3 * 4096 * 128),
+    "without a limit, the weights decide": (0, 1 << 20, 64, 1 << 20, 1 << 20),
+}
+
+
+@pytest.mark.parametrize("case", DEFAULTS.values(), ids=DEFAULTS)
+def test_the_default_pool_depends_on_the_weights_the_context_and_the_memory(case):
+    """A token takes 128 bytes of it."""
+    limit, weights, context, seqs, budget = case
+    spec = RunnerSpec("m", memory_limit=limit, max_num_seqs=seqs)
+    pool = size_pool(spec, SHAPES, 2, context, weight_bytes=weights)
+    assert pool.num_bytes == budget
+    assert pool.max_model_len == min(context, budget // 128)
+
+
+def test_the_default_pool_of_a_rank_is_its_part():
+    whole = size_pool(RunnerSpec("m", memory_limit=8 << 30), SHAPES, 2, 1 << 20, 0, 1 << 30)
+    half = (LayerShape(1, 8), LayerShape(1, 8))
+    rank = size_pool(RunnerSpec("m", memory_limit=8 << 30, tp=2), half, 2, 1 << 20, 0, 1 << 29)
+    assert (rank.num_blocks, 2 * rank.num_bytes) == (whole.num_blocks, whole.num_bytes)
+
+
+def test_the_default_pool_holds_one_context_beside_states():
+    """Of which up to half is for states."""
+    spec = RunnerSpec("m", memory_limit=1 << 20, max_num_seqs=64)
+    pool = size_pool(spec, SHAPES, 2, 1024, 600, 1)
+    assert pool.max_model_len == 1024
+    large = size_pool(spec, SHAPES, 2, 64, 50_000, 1)
+    assert (large.num_states, large.max_model_len) == (2, 64)
 
 
 def test_the_arithmetic_counts_a_partly_used_last_block():

@@ -32,7 +32,8 @@ def server():
 
 
 def test_the_shipped_model_takes_little_memory_and_the_summary_says_what_it_holds(server):
-    assert "with its KV pool for 32 sequences of full length" in server.out
+    holds = "of which 128 MiB are its KV pool, for 32 sequences of full length (--kv-cache-memory)"
+    assert holds in server.out
     assert list_models(server.channel)[0].memory_bytes < 200 * 2**20
 
 

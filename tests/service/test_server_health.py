@@ -192,8 +192,9 @@ def test_the_summary_says_which_models_are_missing():
     failures = "model bad failed|Traceback"
     with fake(models=[{"name": "good"}, bad], is_command=True, may_log=failures) as server:
         assert re.match(r"Triolet is ready on \S+ after [\d.]+ s, but without bad\.\n", server.out)
-        holds = "with its KV pool for 4 sequences of full length"  # 512 blocks of 16 tokens
-        assert f"  good: fake, none on cpu, context 2048, 0 MiB {holds}\n" in server.out
+        pool = "0 MiB are its KV pool, for 4 sequences of full length"  # 512 blocks of 16 tokens
+        holds = f"0 MiB, of which {pool} (--kv-cache-memory)"
+        assert f"  good: fake, none on cpu, context 2048, {holds}\n" in server.out
         assert f"\n  {cpu_limit()}\nTry:\n" in server.out
 
 

@@ -48,12 +48,12 @@ from engine.worker.encode.library import (
 )
 from engine.worker.encode.tokenizer import InputTokenizer
 from engine.worker.image_reader import ImageReader, text_width
-from engine.worker.interface import LoadProgress
+from engine.worker.interface import Inspection, LoadProgress
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.devices import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json, resolve
-from engine.worker.tokenizing.tokenizer import HfTokenizer
+from engine.worker.tokenizing.tokenizer import HfTokenizer, tokenizer_bytes
 from engine.worker.torch_runner import InProcessRunner
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             raise EngineBug("the tokenizer was asked for before the encoder was loaded")
         return self._input_tokenizer
 
-    def _measure(self) -> tuple[torch.device, int]:
+    def _inspect(self) -> Inspection:
         spec = self._spec
         device = pick_device(spec.device)
         directory = resolve(spec.model, spec.revision).directory
@@ -103,10 +103,22 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         with Checkpoint(folder) as checkpoint:
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
             num_bytes = checkpoint.num_values * dtype.itemsize
+            stored, file_bytes = checkpoint.stored, checkpoint.file_bytes
         config = read_json(folder, "config.json")
         length = int(config.get("max_position_embeddings") or 0)
-        num_bytes += _workspace(spec, config, length, dtype)
-        return device, num_bytes + self._decoding_bytes(device)
+        texts = config.get("text_config") or config
+        names = config.get("architectures") or [config.get("model_type")]
+        return Inspection(
+            device=str(device),
+            architecture=str(names[0]),
+            dtype=str(dtype).removeprefix("torch."),
+            stored=stored,
+            file_bytes=file_bytes,
+            weight_bytes=num_bytes,
+            tokenizer_bytes=tokenizer_bytes(int(texts.get("vocab_size") or 0), str(device)),
+            workspace_bytes=_workspace(spec, config, length, dtype) + self._decoding_bytes(device),
+            execution="sentence-transformers' modules",
+        )
 
     def _decoding_bytes(self, device: torch.device) -> int:
         """Return the memory of ``device`` that decoding one image takes, in bytes."""
@@ -162,7 +174,10 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             device=str(device),
             vocab_size=int(texts.vocab_size),
             max_model_len=max_tokens,
-            memory_bytes=num_bytes + workspace + self._decoding_bytes(device),
+            memory_bytes=num_bytes
+            + tokenizer_bytes(int(texts.vocab_size), str(device))
+            + workspace
+            + self._decoding_bytes(device),
             dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
             prompt_names=() if is_rerank else tuple(model.prompts),
             is_demo=source.is_demo,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.core.text.plan import DRAFTING_STEP_MAX, SCORED_TOKENS_MAX
 from engine.worker.forward import kernel_structs as structs
@@ -20,12 +20,16 @@ from engine.worker.forward.adapters import (
     linear_places,
     packed_places,
 )
+from engine.worker.forward.attention import AttentionCall
 from engine.worker.forward.decoder import NativeDecoder, pack_linears
 from engine.worker.forward.native_attention import NativeBackend
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
+from engine.worker.load.architectures import NO_KEYS
+from engine.worker.load.loader import build_empty
 from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.weight import expand_deferred
+from engine.worker.skeleton.config import SkeletonConfig
 from engine.worker.skeleton.families import LISTED
 
 if TYPE_CHECKING:
@@ -34,10 +38,10 @@ if TYPE_CHECKING:
     import torch
 
     from engine.worker.forward.adapters import AdapterHost
-    from engine.worker.forward.attention import AttentionBackend, AttentionCall
+    from engine.worker.forward.attention import AttentionBackend
     from engine.worker.forward.kv_cache import KvCache, PoolSize
     from engine.worker.interface import RunnerSpec
-    from engine.worker.load.architectures import LayerShape
+    from engine.worker.load.architectures import Architecture, LayerShape
     from engine.worker.load.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -105,12 +109,42 @@ def objection_to_kernels(
     return ""
 
 
-def runs_compiled(
-    architecture: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
-) -> bool:
-    """Return whether a model of this architecture runs as one compiled decoder here, if its modules
-    have the usual form of their class."""
-    return architecture in LISTED and not objection_to_kernels(device, dtype, shapes)
+def objection_to_decoder(
+    architecture: Architecture,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[LayerShape],
+) -> str:
+    """Return why a model does not run as one compiled decoder here; empty if it does. No weights
+    are read: transformers' module, if the config needs it, is taken apart on the meta device.
+
+    Raises:
+        Refusal: The config does not describe such a model.
+    """
+    if architecture.name not in LISTED:
+        return f"{architecture.name} has no compiled form"
+    if why := objection_to_kernels(device, dtype, shapes):
+        return why
+    if isinstance(config, SkeletonConfig):
+        return ""
+    calls = [AttentionCall(layer, 1.0) for layer, own in enumerate(shapes) if own != NO_KEYS]
+    try:
+        take_apart(build_empty(architecture, config), calls)
+    except NotRewritten as error:
+        return str(error)
+    return ""
+
+
+def how_it_runs(
+    objection: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+) -> str:
+    """Return in words how a model will run; ``objection`` is that to the compiled decoder."""
+    if not objection:
+        return f"compiled ({native.kind(native.load())})"
+    has_kernels = not objection_to_kernels(device, dtype, shapes)
+    attention = " with compiled attention and products" if has_kernels else ""
+    return f"transformers' modules{attention}: {objection}"
 
 
 def prepare(

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from engine.worker.interface import RunnerSpec
     from engine.worker.load.architectures import LayerShape
 
-# Upper limit of the pool's default size, which the help of --kv-cache-memory states; not tuned.
-DEFAULT_KV_BYTES = 4 << 30
+# The rule of the pool's default size, which the help of --kv-cache-memory states (D16); not tuned.
+DEFAULT_KV_BYTES = 4 << 30  # the most, unless one sequence of full length needs more
+MEMORY_PART = 16  # at least the memory limit divided by this
+MEMORY_PART_MOST = 4  # at most the memory limit divided by this
 STATES_PER_SEQUENCE = 2  # its state and a snapshot; one snapshot each is an untested guess
 
 
@@ -61,9 +63,11 @@ def size_pool(
     element_size: int,
     context_limit: int,
     bytes_per_state: int = 0,
+    weight_bytes: int = 0,
 ) -> PoolSize:
     """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number. A
-    rank of a divided model has its part of that memory.
+    rank of a divided model has its part of that memory. If ``spec`` sets no memory, the size of the
+    weights helps to choose it (`_default_budget`).
 
     If the model has states, of ``bytes_per_state`` for each sequence, up to half of the memory is
     for state slots: two for each sequence that may run, one for its state and one for a snapshot.
@@ -81,9 +85,14 @@ def size_pool(
     per_block = per_token * block_size
     wanted = spec.max_num_seqs * _ceil_div(context_limit, block_size) * per_block
     wanted_states = STATES_PER_SEQUENCE * spec.max_num_seqs
-    whole = (wanted + wanted_states * bytes_per_state) * spec.tp
-    budget = spec.kv_bytes if spec.kv_bytes is not None else _default_budget(spec, whole)
-    budget //= spec.tp
+    if spec.kv_bytes is not None:
+        budget = spec.kv_bytes // spec.tp
+    else:
+        one = _ceil_div(context_limit, block_size) * per_block
+        if bytes_per_state:  # of which states take half
+            one = 2 * max(one, STATES_PER_SEQUENCE * bytes_per_state)
+        most = wanted + wanted_states * bytes_per_state
+        budget = _default_budget(spec, weight_bytes, one, most)
     num_states = min(wanted_states, budget // 2 // bytes_per_state) if bytes_per_state else 0
     if bytes_per_state and not num_states:
         raise Refusal(
@@ -106,10 +115,13 @@ def size_pool(
     return PoolSize(num_blocks, block_size, length, per_block, num_states, bytes_per_state)
 
 
-def _default_budget(spec: RunnerSpec, wanted: int) -> int:
-    """Return the least of 4 GiB, a quarter of the memory limit if there is one, and ``wanted``."""
-    quarter = spec.memory_limit // 4 if spec.memory_limit else DEFAULT_KV_BYTES
-    return min(DEFAULT_KV_BYTES, quarter, wanted)
+def _default_budget(spec: RunnerSpec, weight_bytes: int, one: int, most: int) -> int:
+    """Return a rank's default memory: as much as its weights take or a 16th of the memory limit, up
+    to 4 GiB; at least ``one``, what a sequence of full length needs; but never more than a quarter
+    of the limit or than ``most``, what all sequences need."""
+    limit = spec.memory_limit // spec.tp
+    budget = min(max(weight_bytes, limit // MEMORY_PART), DEFAULT_KV_BYTES // spec.tp)
+    return min(max(budget, one), limit // MEMORY_PART_MOST if limit else most, most)
 
 
 def _ceil_div(number: int, divisor: int) -> int:

@@ -49,6 +49,13 @@ def stored_dtype(pipeline: Pipeline) -> str:
         return checkpoint.main_dtype
 
 
+def stored(pipeline: Pipeline) -> str:
+    """Return the format and the types of the unet's weights, for people."""
+    component = pipeline.components["unet"]
+    with Checkpoint(component.folder, component.files, component.index) as checkpoint:
+        return checkpoint.stored
+
+
 def memory_bytes(pipeline: Pipeline, dtype: torch.dtype, max_drawings: int) -> int:
     """Return an estimate of a model's memory on its device, in bytes."""
     return weight_bytes(pipeline, dtype) + workspace_bytes(pipeline, dtype, max_drawings)

@@ -24,7 +24,7 @@ from engine.worker.image_generation import pipelines
 from engine.worker.image_generation.interface import ImageGenerationInfo
 from engine.worker.image_generation.noise_names import CLASSES
 from engine.worker.import_lock import holds_import_lock
-from engine.worker.interface import LoadProgress
+from engine.worker.interface import Inspection, LoadProgress
 from engine.worker.load.devices import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
@@ -33,8 +33,6 @@ from engine.worker.torch_runner import InProcessRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from engine.core.image_generation.types import RawImage
     from engine.worker.image_generation.model import DiffusionModel
@@ -70,12 +68,22 @@ class PipelineRunner(
         self._info: ImageGenerationInfo | None = None
         self._states: dict[SequenceId, DrawingState] = {}
 
-    def _measure(self) -> tuple[torch.device, int]:
+    def _inspect(self) -> Inspection:
         loading, spec = _loading(), self._spec
         device = pick_device(spec.device)
         pipeline = pipelines.read(resolve(spec.model, spec.revision).directory)
         dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
-        return device, loading.memory_bytes(pipeline, dtype, spec.max_drawings)
+        return Inspection(
+            device=str(device),
+            architecture=pipeline.architecture,
+            dtype=str(dtype).removeprefix("torch."),
+            stored=loading.stored(pipeline),
+            file_bytes=loading.file_bytes(pipeline),
+            weight_bytes=loading.weight_bytes(pipeline, dtype),
+            tokenizer_bytes=0,  # few tokens beside such weights
+            workspace_bytes=loading.workspace_bytes(pipeline, dtype, spec.max_drawings),
+            execution="diffusers' modules",
+        )
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""

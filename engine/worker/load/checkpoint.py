@@ -73,6 +73,8 @@ class Checkpoint:
             or is not a safetensors file.
     """
 
+    FORMAT = "safetensors"
+
     def __init__(
         self,
         directory: Path,
@@ -177,6 +179,20 @@ class Checkpoint:
         for tensor in self.tensors.values():
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
         return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else "F32"
+
+    @property
+    def stored(self) -> str:
+        """The format, and the types of the tensors by their share of the bytes, for people."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+        return f"{self.FORMAT} ({', '.join(sorted(sizes, key=lambda dtype: -sizes[dtype]))})"
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the files that have the tensors."""
+        files = {tensor.file for tensor in self.tensors.values()}
+        return sum((self._directory / name).stat().st_size for name in files)
 
     def _open(self, name: str) -> None:
         path = self._directory / name

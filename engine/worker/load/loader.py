@@ -31,7 +31,14 @@ from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
 from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
-from engine.worker.quantized.weight import GROUP, ROUNDED, Form, RoundedLater, defer
+from engine.worker.quantized.weight import (
+    GROUP,
+    ROUNDED,
+    Form,
+    RoundedLater,
+    defer,
+    joined_form,
+)
 from engine.worker.skeleton.config import SkeletonConfig, Unusual, read_skeleton
 from engine.worker.skeleton.division_plans import is_one_expert
 from engine.worker.skeleton.modules import Skeleton
@@ -52,6 +59,9 @@ NOT_READ = {
     *("auto_map", "fusion_config", "transformers_weights", "kernel_config"),
     "quantization_config",
 }
+HEAD = "lm_head.weight"
+# The layers whose weights are packed into one: queries, keys and values; gates and ups.
+PACKED_TOGETHER = re.compile(r"(?<=\.)([qkv]_proj|(gate|up)_proj|w[13])(?=\.weight$)")
 GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm takes rows of a multiple of so many bytes
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
 # and layers that only draft. Source: `_keys_to_ignore_on_load_unexpected` in transformers.
@@ -132,17 +142,36 @@ def weight_bytes(
     *,
     is_compiled: bool = True,
 ) -> int:
-    """Return an estimate of the memory for a checkpoint's weights. Weights of 8 or 4 bits are
-    expanded in a model that does not run compiled, and in the joined experts of a stock module."""
-    is_skeleton, total = isinstance(config, SkeletonConfig), 0
+    """Return the memory for a checkpoint's weights by the headers, without padding. Weights of 8 or
+    4 bits are expanded in a model that does not run compiled, and in the joined experts of a stock
+    module; those that are packed into one weight get one form (`joined_form`). A head that the
+    config ties counts once, because such a copy is the embedding's in all but damaged files."""
+    is_skeleton = isinstance(config, SkeletonConfig)
+    sizes: dict[str, list[tuple[Form | None, tuple[int, ...]]]] = {}
     for tensor in checkpoint.tensors.values():
+        if UNREAD.search(tensor.name) or _is_tied_copy(tensor, checkpoint, config):
+            continue
         is_kept = is_compiled and (is_skeleton or not is_one_expert(tensor.name))
         form = checkpoint.form(tensor.name) if is_kept else None
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
             form = Form(8 if is_end else ROUNDED[quantization], GROUP)
-        total += form.num_bytes(tensor.shape) if form else prod(tensor.shape) * dtype.itemsize
+        whole = PACKED_TOGETHER.sub("joined", tensor.name)
+        sizes.setdefault(whole, []).append((form, tensor.shape))
+    total = 0
+    for parts in sizes.values():
+        form = joined_form([form for form, _ in parts])
+        total += sum(form.num_bytes(shape) if form else prod(shape) * dtype.itemsize
+                     for _, shape in parts)  # fmt: skip
     return total
+
+
+def _is_tied_copy(tensor: StoredTensor, checkpoint: Checkpoint, config: Any) -> bool:
+    """Return whether a tensor is a head that the config ties to a stored embedding."""
+    if tensor.name != HEAD or not getattr(config, "tie_word_embeddings", False):
+        return False
+    same = (x for x in checkpoint.tensors.values() if x.shape == tensor.shape)
+    return any(other.name != HEAD for other in same)
 
 
 def load_model(
@@ -212,6 +241,17 @@ def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
             continue
         raise Refusal(f"its tensor {tensor.name} is stored as {tensor.dtype}; plain float "
                       "weights are needed")  # fmt: skip
+
+
+def build_empty(architecture: Architecture, config: Any) -> Any:
+    """Return the model without weights, on the meta device but for its buffers.
+
+    Raises:
+        Refusal: The config does not describe such a model.
+    """
+    module = _build_empty(architecture, config)
+    _compute_buffers(module, torch.device("cpu"))
+    return module
 
 
 @holds_import_lock

@@ -120,6 +120,14 @@ class QuantizedWeight:
         return torch.tensor(self.table, dtype=torch.int8)[self.numbers.long()]
 
 
+def joined_form(forms: Sequence[Form | None]) -> Form | None:
+    """Return the form that weights of these forms have after `join`; None if one is a float weight,
+    with which the others are expanded."""
+    if None in forms or len(set(forms)) == 1:
+        return None if None in forms else forms[0]
+    return Form(8, gcd(*(form.group for form in forms if form)), has_offsets=True)
+
+
 def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return one weight with the outputs of all. If their forms differ, all are widened to 8 bits
     and the finest groups."""

@@ -258,6 +258,7 @@ def _size_pool(
     element_size: int,
     limit: int,
     bytes_per_state: int = 0,
+    weight_bytes: int = 0,
 ) -> PoolSize:
     """Return the size of the draft model's KV cache, where ``larger`` is that of the larger model.
     It holds at least one sequence of the longest length that both models have.
@@ -285,10 +286,11 @@ def measure_draft(spec: RunnerSpec, larger: PoolSize) -> int:
         Refusal: Its small files show that it cannot be served.
     """
     try:
-        estimate = measure(_spec_of(spec), Division(), partial(_size_pool, larger))
+        own = _spec_of(spec)
+        sizes = measure(own, Division(), partial(_size_pool, larger))
+        return sizes.inspection(own).num_bytes
     except Refusal as refusal:
         raise _as_draft(spec, refusal) from refusal
-    return estimate.num_bytes
 
 
 def open_draft_model(

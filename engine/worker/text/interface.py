@@ -40,6 +40,7 @@ class ModelInfo(WorkerInfo):
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     images: Preprocessor | None = None  # of its images; None: the model reads no images
     num_states: int = 0  # state slots, for snapshots too; 0: the model has no recurrent layers
+    pool_bytes: int = 0  # of one rank's KV pool
 
     @property
     def capability(self) -> Capability:
@@ -50,6 +51,11 @@ class ModelInfo(WorkerInfo):
     def full_sequences(self) -> int:
         """How many sequences of ``max_model_len`` the KV pool holds at once."""
         return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The size of the KV pool, of all ranks together."""
+        return self.pool_bytes * self.tp
 
 
 @dataclass(frozen=True, slots=True)

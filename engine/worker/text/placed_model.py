@@ -13,15 +13,16 @@ import torch
 
 from engine.worker.forward.attention import KEYWORD
 from engine.worker.forward.backends import (
+    how_it_runs,
+    objection_to_decoder,
     objection_to_kernels,
     pick_backend,
     prepare,
-    runs_compiled,
 )
-from engine.worker.forward.kv_cache import KvCache, size_pool
+from engine.worker.forward.kv_cache import STATES_PER_SEQUENCE, KvCache, size_pool
 from engine.worker.forward.recurrent import StateSlots, open_states
 from engine.worker.forward.transfer import send
-from engine.worker.interface import LoadProgress
+from engine.worker.interface import Inspection, KvInspection, LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
 from engine.worker.load.devices import pick_dtype
 from engine.worker.load.division import pick_rank_device
@@ -29,9 +30,10 @@ from engine.worker.load.generation_config import read_generation
 from engine.worker.load.loader import load_model, weight_bytes
 from engine.worker.load.probe import probe
 from engine.worker.load.recurrent import RECURRENT, state_shapes
+from engine.worker.load.refusal import Refusal
 from engine.worker.text.files import open_files
 from engine.worker.text.warmup import workspace_bytes
-from engine.worker.tokenizing.tokenizer import load_tokenizer
+from engine.worker.tokenizing.tokenizer import load_tokenizer, tokenizer_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,22 +46,58 @@ if TYPE_CHECKING:
     from engine.worker.forward.recurrent import States
     from engine.worker.interface import RunnerSpec
     from engine.worker.load.architectures import Architecture, LayerShape
+    from engine.worker.load.checkpoint import Checkpoint
     from engine.worker.load.division import Division
     from engine.worker.load.loader import LoadedModel
     from engine.worker.load.recurrent import Recurrence, StateShape
     from engine.worker.text.interface import SamplingDefaults
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
-    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int, int], PoolSize]
+    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int, int, int], PoolSize]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The memory that a model will need on a device by its small files, KV pool included."""
+class Sizes:
+    """What a load places on a device, by the model's config and the headers of its weights: the one
+    arithmetic of the reservation and of the load.
+
+    ``objection`` says why the model does not run compiled; empty if it does."""
 
     device: torch.device
-    num_bytes: int
+    architecture: Architecture
+    config: Any
+    dtype: torch.dtype
+    shapes: tuple[LayerShape, ...]
+    states: Mapping[int, StateShape]
+    objection: str
+    weight_bytes: int
     pool: PoolSize
+    stored: str
+    file_bytes: int
+
+    def inspection(self, spec: RunnerSpec) -> Inspection:
+        """Return what the model is and what its parts will need, for people and the reservation."""
+        pool = self.pool
+        return Inspection(
+            device=str(self.device),
+            architecture=self.architecture.name,
+            dtype=str(self.dtype).removeprefix("torch."),
+            stored=self.stored,
+            file_bytes=self.file_bytes,
+            weight_bytes=self.weight_bytes,
+            tokenizer_bytes=tokenizer_bytes(int(self.config.vocab_size), str(self.device)),
+            workspace_bytes=workspace_bytes(spec, self.config, self.dtype) + pool.new_state_bytes,
+            execution=how_it_runs(self.objection, self.device, self.dtype, self.shapes),
+            max_model_len=pool.max_model_len,
+            kv=KvInspection(
+                pool.bytes_per_block // pool.block_size,
+                pool.block_size,
+                pool.num_blocks,
+                pool.bytes_per_state,
+                STATES_PER_SEQUENCE if pool.bytes_per_state else 0,
+                pool.num_states,
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,39 +123,72 @@ class PlacedModel:
         return int(self.config.vocab_size)
 
     def num_bytes(self, spec: RunnerSpec) -> int:
-        """Return the bytes that the model takes: weights, pool, and a step's own memory."""
+        """Return the bytes that the model takes: weights, tokenizer, pool, and a step's own
+        memory."""
         activations = self.execution.activation_bytes(spec, self.pool)
         workspace = workspace_bytes(spec, self.config, self.dtype, activations)
         workspace += self.pool.new_state_bytes
+        workspace += tokenizer_bytes(self.vocab_size, str(self.device))
         return self.execution.model.num_bytes + self.pool.num_bytes + workspace
 
 
-def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) -> Measured:
-    """Return the memory that `place` will need, by the config and the headers of the weight files;
-    for a rank, the memory of its part.
+def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) -> Sizes:
+    """Return what `place` will place on the device; for a rank, its part.
 
     Raises:
-        Refusal: These files show that the model cannot be served.
+        Refusal: The config and the headers show that the model cannot be served.
     """
-    device = pick_rank_device(spec.device, division)
+    pick_rank_device(spec.device, division)  # refuse before a download
     with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
         architecture, config = division.read_config(files.source.directory)
-        limit = context_limit(config, spec.max_model_len)
+        context_limit(config, spec.max_model_len)  # refuse before the weights are opened
         with files.open_weights() as whole:
-            checkpoint = division.part_of(whole, architecture, config)
-            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            # Only quantised weights need the answer, for which the kernels may have to be compiled.
-            is_compiled = not checkpoint.quantization or runs_compiled(
-                architecture.name, device, dtype, layer_shapes(config)
-            )
-            num_bytes = weight_bytes(
-                checkpoint, config, dtype, spec.quantization, is_compiled=is_compiled
-            )
+            return _sizes(spec, division, (architecture, config), whole, sizing)[0]
+
+
+def _sizes(
+    spec: RunnerSpec,
+    division: Division,
+    found: tuple[Architecture, Any],
+    whole: Checkpoint,
+    sizing: Sizing,
+) -> tuple[Sizes, Checkpoint]:
+    """Return what a load of a found architecture and config places on its device, and the part of
+    the open weights that this rank reads.
+
+    Raises:
+        Refusal: The dtype or the form of the weights is not supported, or the pool cannot hold one
+            sequence.
+    """
+    architecture, config = found
+    device = pick_rank_device(spec.device, division)
+    checkpoint = division.part_of(whole, architecture, config)
+    dtype, shapes = pick_dtype(spec.dtype, checkpoint.main_dtype, device), layer_shapes(config)
     states = state_shapes(architecture.name, config)
-    pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit, state_bytes(states, dtype))
-    whole_bytes = num_bytes + pool.num_bytes + workspace_bytes(spec, config, dtype)
-    whole_bytes += pool.new_state_bytes
-    return Measured(device, whole_bytes, pool)
+    objection = division.objection_to_decoder(architecture) or objection_to_decoder(
+        architecture, config, device, dtype, shapes
+    )
+    if objection and spec.quantization != "none":
+        raise Refusal(f"{spec.quantization} weights need the compiled decoder, and {objection}")
+    num_bytes = weight_bytes(
+        checkpoint, config, dtype, spec.quantization, is_compiled=not objection
+    )
+    limit = context_limit(config, spec.max_model_len)
+    pool = sizing(spec, shapes, dtype.itemsize, limit, state_bytes(states, dtype), num_bytes)
+    sizes = Sizes(
+        device,
+        architecture,
+        config,
+        dtype,
+        shapes,
+        states,
+        objection,
+        num_bytes,
+        pool,
+        whole.stored,
+        whole.file_bytes,
+    )
+    return sizes, checkpoint
 
 
 def place(
@@ -139,13 +210,11 @@ def place(
     with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
         source = files.source
         architecture, config = division.read_config(source.directory)
-        limit = context_limit(config, spec.max_model_len)
-        shapes, states = layer_shapes(config), state_shapes(architecture.name, config)
+        context_limit(config, spec.max_model_len)
         defaults, ends = read_generation(source, config)
         with files.open_weights() as whole:
-            checkpoint = division.part_of(whole, architecture, config)
-            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            pool = sizing(spec, shapes, dtype.itemsize, limit, state_bytes(states, dtype))
+            sizes, checkpoint = _sizes(spec, division, (architecture, config), whole, sizing)
+            dtype, shapes, pool = sizes.dtype, sizes.shapes, sizes.pool
             tokenizer = load_tokenizer(source.directory)
             if (
                 chosen is not None
@@ -164,11 +233,11 @@ def place(
             )
         division.complete(model, source.directory)
     progress(LoadProgress("warm-up"))
-    recurrence = RECURRENT[architecture.name] if states else None
+    recurrence = RECURRENT[architecture.name] if sizes.states else None
     cache, execution = _prepared(spec, model, shapes, pool, chosen, division, recurrence)
     opened = None
     if recurrence is not None:
-        slots = StateSlots(recurrence, states, pool.num_states, dtype, device)
+        slots = StateSlots(recurrence, sizes.states, pool.num_states, dtype, device)
         opened = open_states(execution.model.module, slots)
     return PlacedModel(
         architecture,

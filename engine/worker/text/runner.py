@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.kv_cache import KvCache
     from engine.worker.forward.packing import Ints
     from engine.worker.forward.recurrent import RowState, States
-    from engine.worker.interface import LoadProgress, RunnerSpec
+    from engine.worker.interface import Inspection, LoadProgress, RunnerSpec
     from engine.worker.load.loader import LoadedModel
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
@@ -83,12 +83,13 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         self._drafter: DraftModel | None = None
         self._states: States | None = None
 
-    def _measure(self) -> tuple[torch.device, int]:
-        estimate = measure(self._spec, self._division)
-        num_bytes = estimate.num_bytes
-        if self._spec.draft_model:
-            num_bytes += measure_draft(self._spec, estimate.pool)
-        return estimate.device, num_bytes
+    def _inspect(self) -> Inspection:
+        spec = self._spec
+        sizes = measure(spec, self._division)
+        found = sizes.inspection(spec)
+        if not spec.draft_model:
+            return found
+        return replace(found, draft_bytes=measure_draft(spec, sizes.pool))
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint (`ConstraintCompiler.compile`).
@@ -153,6 +154,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             context_note=context_note(config, spec.max_model_len, pool.max_model_len),
             quantization=execution.model.quantization,
             num_states=pool.num_states,
+            pool_bytes=pool.num_bytes,
         )
 
     # Methods that other runners override: those of a divided model's ranks, and of models that read

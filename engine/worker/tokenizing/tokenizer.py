@@ -65,6 +65,9 @@ LONG_IDS = 2**10
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # The files of older kinds of tokenizers; one of the sets may replace tokenizer.json.
 _OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
+# Bytes of the CPU's memory for each token of a vocabulary: of the tokenizer, and of what samplers
+# and constraints know of its tokens. Measured: 240 to 400, with 49,152 and with 151,936 tokens.
+TOKEN_BYTES = 400
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 
 
@@ -228,6 +231,11 @@ def _with_end(content: object, end: str) -> object:
     if not isinstance(content, list):
         return f"{content}{end}"
     return [*content[:-1], {**content[-1], "text": f"{content[-1].get('text', '')}{end}"}]
+
+
+def tokenizer_bytes(vocab_size: int, device: str) -> int:
+    """Return an estimate of what a tokenizer takes of a device's memory: nothing but on the CPU."""
+    return TOKEN_BYTES * vocab_size if device == "cpu" else 0
 
 
 def load_tokenizer(path: str | Path) -> HfTokenizer:

@@ -66,6 +66,8 @@ class GgufFile(Checkpoint):
         Refusal: On entering: the file cannot be read, is damaged, or has an unsupported tensor.
     """
 
+    FORMAT = "GGUF"
+
     def __init__(self, path: Path, *, has_vocabulary: bool = True) -> None:
         super().__init__(path.parent)
         self._path = path

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import PromptImage
     from engine.images.preprocessor import Preprocessor
     from engine.worker.forward.attention import AttentionBackend
-    from engine.worker.interface import LoadProgress, RunnerSpec
+    from engine.worker.interface import Inspection, LoadProgress, RunnerSpec
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.text.interface import ModelInfo
     from engine.worker.text.step_batch import Batch
@@ -84,8 +84,8 @@ class VisionRunner(TorchRunner):
         super().__init__(spec, backend)
         self._division = TextPart()
 
-    def _measure(self) -> tuple[torch.device, int]:
-        device, num_bytes = super()._measure()
+    def _inspect(self) -> Inspection:
+        found = super()._inspect()
         spec = self._spec
         with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
             directory = files.source.directory
@@ -94,10 +94,15 @@ class VisionRunner(TorchRunner):
             with files.open_weights() as whole:
                 tower = PartOfCheckpoint(whole, tower_name)
                 dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
-                num_bytes += tower.num_values * dtype.itemsize
+                own = tower.num_values * dtype.itemsize
         limit = context_limit(config.get_text_config(), spec.max_model_len)
-        working = self._working_bytes(config, preprocessor, limit, dtype, str(device))
-        return device, num_bytes + working
+        working = self._working_bytes(config, preprocessor, limit, dtype, found.device)
+        return replace(
+            found,
+            architecture=vision.name,
+            weight_bytes=found.weight_bytes + own,
+            workspace_bytes=found.workspace_bytes + working,
+        )
 
     def close(self) -> None:
         """Free the tower and everything that `TorchRunner.close` frees."""
