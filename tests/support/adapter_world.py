@@ -14,7 +14,7 @@ CONTENTS = {"/sql": "sql", "/tales": "tales"}
 
 
 class World:
-    """An engine of fake runners in threads; ``runners`` are all that were made, in order."""
+    """An engine of fake runners in threads; ``runners`` has all runners made so far, in order."""
 
     def __init__(self, replicas=1, *, adapters=(), contents=None, runner=None, **config):
         self.runners = []
@@ -40,17 +40,17 @@ class World:
 
     @property
     def loaded(self):
-        """The digests that each runner has loaded, and how often."""
+        """For each runner: how often it has loaded an adapter, by the adapter's digest."""
         return [dict(runner.adapters.loaded) for runner in self.runners]
 
 
 def sql(**fields):
-    """Return the adapter of the configuration."""
+    """Return the configuration of the adapter "sql"."""
     return AdapterConfig("sql", "/sql", **fields)
 
 
 def asked(model="fake:sql", first=5, count=10, **fields):
-    """Return a request whose tokens follow from ``first`` and the model's content."""
+    """Return a request whose tokens follow from ``first`` and its adapter's content."""
     sampling = SamplingParams(max_tokens=count, ignore_eos=True, seed=fields.pop("seed", None))
     return GenerateRequest(token_ids=(first, 3), model=model, sampling=sampling, **fields)
 
@@ -72,5 +72,5 @@ async def tokens_of(engine, request):
 
 
 def reserved(engine):
-    """Return how many bytes are reserved."""
+    """Return how many bytes of memory the engine has reserved."""
     return engine.statistics().totals.memory_reserved

@@ -8,11 +8,11 @@ from typing import Any
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-SPREAD = 0.15  # of the random numbers: the adapters change the logits by about their own size
+SPREAD = 0.15  # of the random weights: the adapters change logits by about the logits' size
 
 
 def write_by_peft(directory: Path, base: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Have peft write an adapter of the model in ``base`` with random numbers, B's too."""
+    """Have peft write an adapter of the model in ``base`` with random matrices A and B."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -49,7 +49,7 @@ def peft_model(base: Path, directory: Path | None) -> Iterator[Any]:
 
 
 def places_of(base: Path, targets: Sequence[str] = LINEARS) -> dict[str, tuple[int, int]]:
-    """Return inputs and outputs of a checkpoint's linear layers with these names."""
+    """Return the numbers of inputs and outputs of a checkpoint's linear layers with these names."""
     from safetensors import safe_open
 
     found = {}

@@ -28,7 +28,7 @@ def lay_out(layout, rng):
 
 
 def fill(cache, rows):
-    """Write numbers wherever an earlier step wrote, and NaN elsewhere."""
+    """Fill the caches: numbers where earlier steps would have written, NaN elsewhere."""
     written = {
         int(slot)
         for row, start in enumerate(rows.starts.tolist())

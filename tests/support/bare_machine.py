@@ -14,9 +14,9 @@ from tests.support.programs import ROOT
 
 UID = 54321  # nobody has it
 SHM_BYTES = 64 * 1024
-# Runs as the root of a namespace: $1 is the folder for the new root, $2 the places that get an
-# empty file system of some bytes each (PLACE=BYTES), $3 the folders that lie in these and are kept,
-# and the rest the command.
+# Runs as the root user of a namespace. $1 is the folder for the new root, $2 the places that get an
+# empty file system of some bytes each (PLACE=BYTES), $3 the folders in these places that stay
+# visible. The command follows.
 MAKE = """
 set -e
 root=$1 places=$2 kept=$3; shift 3
@@ -40,7 +40,7 @@ exec unshare --user --map-user=$UID_INSIDE --map-group=$UID_INSIDE --root "$root
 
 
 def command(root, *argv, writable=("/tmp",), path="/nowhere", **variables):
-    """Return the command line that runs ``argv`` there.
+    """Return the command line that runs ``argv`` in such a namespace.
 
     ``root`` is an empty folder, at which the new root is mounted. ``writable`` are the folders
     that are empty and can be written; ``path`` is its PATH, which by default has no program.
@@ -66,7 +66,7 @@ ENTRY = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
 
 
 def run(root, *argv, timeout_s=120, **settings):
-    """Run a command there to its end, and return what `subprocess.run` does."""
+    """Run a command in such a namespace to its end, and return what `subprocess.run` does."""
     line = command(root, *argv, **settings)
     return subprocess.run(
         line, capture_output=True, text=True, timeout=timeout_s, env=dict(os.environ)

@@ -6,8 +6,8 @@ from functools import partial, wraps
 
 def run_by(run, *args, **settings):
     """Return a decorator that makes a test of an async function: ``run(function, *args,
-    **settings)`` calls it. Its keyword-only parameters are pytest's; those that ``run`` has, too,
-    go to both."""
+    **settings)`` calls it. The function's keyword-only parameters are pytest's; those that ``run``
+    also has go to both."""
     of_run = inspect.signature(run).parameters
 
     def make(body):

@@ -2,9 +2,9 @@
 chat template.
 
 A row names the template that it stands for and where it was read: the SHA-256 of its text, or the
-file of a public repository that says the same. ``template`` is ours, as short as it can be with the
-same markers. ``samples`` are answers of the model, each with its text, its reasoning and its number
-of calls.
+file of a public repository that says the same. ``template`` is a short template with the same
+markers. ``samples`` are answers of the model, each with its text, its reasoning and its number of
+calls.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
 
 def turns(*, assistant: str = "assistant", mentions: str = "", opens: str = "") -> str:
-    """Return a template with a line for each message. ``mentions`` is what it has in its code, and
-    ``opens`` what stands behind the opening of the assistant's turn."""
+    """Return a template with a line for each message. ``mentions`` is text in the template's code,
+    never in a prompt; ``opens`` follows the opening of the assistant's turn."""
     return (
         f"{{%- set of_the_model = '{mentions}' -%}}{{%- set called = tools -%}}"
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -40,7 +40,7 @@ def turns(*, assistant: str = "assistant", mentions: str = "", opens: str = "") 
 
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
-# What any model may write; where nothing marks reasoning, all of this is text.
+# Answers that any model may give; where no marker opens reasoning, all of each is text.
 PLAIN: tuple[Sample, ...] = (
     ("Hi.\n", ("Hi.\n", "", 0)),
     ("<think>a</think> b", ("<think>a</think> b", "", 0)),
@@ -66,7 +66,7 @@ def thought(pair: Pair = THINK, *, after: str = "\n\n") -> tuple[Sample, ...]:
 
 
 def going_on(pair: Pair = THINK) -> tuple[Sample, ...]:
-    """Return answers to a prompt that ends with the marker of reasoning."""
+    """Return answers to a prompt whose end has already opened the reasoning."""
     opening, closing, _ = pair
     return (
         (f"\nHm.\n{closing}\n\nHi.", ("Hi.", "Hm.", 0)),

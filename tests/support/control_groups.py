@@ -25,8 +25,8 @@ POD = "kubepods/burstable/pod7/triolet"
 
 
 class Tree(NamedTuple):
-    """The lines of /proc/self/cgroup, a line of mountinfo, each group's limit by the group's
-    folder, and the smallest limit that counts, or `MACHINE`."""
+    """A process's line of /proc/self/cgroup, a line of mountinfo, each group's limit by the group's
+    folder, and the smallest limit on the process, or `MACHINE`."""
 
     group: str
     mount: str
@@ -120,7 +120,7 @@ def _memory(limit: float | None, is_v1: bool) -> dict[str, str]:
 
 
 def _cpu(limit: float | None, is_v1: bool) -> dict[str, str]:
-    """Return the files of a quota; its period is not the usual one."""
+    """Return the files of a CPU quota, whose period is half the usual one."""
     period = 50_000
     if is_v1:
         quota = -1 if limit is None else int(limit * period)
@@ -140,7 +140,8 @@ def may_make_groups() -> bool:
 @contextmanager
 def cpu_group(quota: float) -> Iterator[Path]:
     """Make a control group with a quota of so many cores. A process joins it by writing its number
-    to the file cgroup.procs of the folder that the block gets. All have left when it ends."""
+    to the file cgroup.procs of the folder that the block gets. All must have left when the block
+    ends."""
     folder = CPU_GROUPS / f"triolet-test-{os.getpid()}"
     folder.mkdir()
     try:

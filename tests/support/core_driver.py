@@ -48,7 +48,7 @@ class Driver(StepDriver):
     """Drives a `Scheduler` with a fake text model. Ends are kept by request and choice."""
 
     fault = "plan_fault"
-    ticks_do_all = False  # a guest may be due whom only a plan moves
+    ticks_do_all = False  # after a Tick a guest may be due, which only a plan acts on
 
     def __init__(self, *, runner=None, **config):
         self.config = SchedulerConfig(
@@ -82,7 +82,7 @@ class Driver(StepDriver):
     # ---- outputs
 
     def key(self, event):
-        """Return the request and the choice."""
+        """Return the request and the choice of an event."""
         return getattr(event, "request_id", None), getattr(event, "choice", None)
 
     def take_result(self, event):
@@ -92,8 +92,8 @@ class Driver(StepDriver):
             self.unread[event.request_id] += 1
 
     def is_behind_draft(self, rows, index):
-        """Return whether the sample number ``index`` is missing in a row that has less than its
-        draft."""
+        """Return whether the failed sample ``index`` is missing in a row with fewer tokens than
+        were drafted."""
         if any(isinstance(row, RowFailure) for row in rows):
             return False
         ends = accumulate(len(row.tokens) for row in rows)
@@ -103,7 +103,7 @@ class Driver(StepDriver):
         )
 
     def check_explained(self, name, said):
-        """Check the state by those of the choices."""
+        """Check that the explained state is that of one of the request's choices."""
         live = self.scheduler._ledger.requests[name]
         assert said.state in {seq.state.name for seq in live.sequences}
         assert said.computed_tokens <= self.config.block_size * said.blocks
@@ -134,12 +134,12 @@ class Driver(StepDriver):
                 assert got[-1] == EOS
 
     def had(self, name, choice):
-        """Return the tokens with which a choice came."""
+        """Return the tokens that a choice had when it was submitted."""
         outputs = self.requests[name].outputs
         return list(outputs[choice]) if outputs else []
 
     def check_counts(self):
-        """Check also the tokens."""
+        """Check also every token that came out."""
         super().check_counts()
         self.check_tokens()
 

@@ -32,7 +32,7 @@ def translate(call):
 
 
 def register():
-    """Enter the kind and its method where the server takes them from."""
+    """Add the kind of work and its RPC to those that the server serves."""
     application.open_engine = partial(open_engine, kinds=(*KINDS, CountKind()))
     application.methods = lambda backend, *given, listed=application.methods, **more: [
         *listed(backend, *given, **more),

@@ -60,8 +60,8 @@ def crowd(address, **settings):
 
 
 async def listen(channel, first, tokens, reads):
-    """Send one client's request; return its call, the token ids that it received, and the seconds
-    until then."""
+    """Send one client's request, and read ``reads`` Deltas. Return the call, the token ids
+    received, and the seconds that this took."""
     began = time.monotonic()
     stub = stubs.InferenceStub(channel)
     request = generate_request(

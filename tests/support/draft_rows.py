@@ -31,7 +31,7 @@ class Replaying:
     random = random.Random(1)
 
     def draft(self, tokens, behind, most):
-        """Return what follows, if it is known."""
+        """Return the tokens that follow, if a known output begins like this."""
         begun = (*tokens, *behind)
         for whole in KNOWN:
             if whole[: len(begun)] == begun:
@@ -60,7 +60,7 @@ class Lying(draft_model.DraftModel):
         return [self._lied(one, token) for one, token in zip(ready, drawn, strict=True)]
 
     def _lied(self, one, token):
-        """Return the token, or another that the constraint allows."""
+        """Return the token, or with the probability 1 - ``acceptance`` another allowed one."""
         if token is None or self.random.random() < self.acceptance:
             return token
         lie, matching = 60 + token % 7, one.ahead.matching
@@ -68,12 +68,12 @@ class Lying(draft_model.DraftModel):
 
 
 def draft_by(patch, drafter):
-    """Have an engine draft by one drafter, which is right at random, wherever it can. Return the
-    drafter. How long steps take does not count: on a busy machine nothing would be drafted."""
+    """Have an engine draft wherever it can, by one drafter that is right at random. Return the
+    drafter's name. Measured step times are ignored: on a busy machine nothing would be drafted."""
     if drafter == "lookup":
         patch.setattr(sequences, "NgramDrafter", Replaying)
         patch.setattr(StepTimes, "note", lambda *_: None)
-    else:  # four tokens, however often they are right
+    else:  # a draft model: four tokens each time, however often they are right
         patch.setattr(sequences, "NgramDrafter", Resting)
         patch.setattr(Lengths, "best", lambda _, most, *costs: (min(most, 4), 2.0))
         patch.setattr(StepTimes, "may_draft", lambda *_: True)
@@ -83,13 +83,13 @@ def draft_by(patch, drafter):
 
 
 def know(requests, outputs, acceptance):
-    """Let the drafters draw tokens with this probability from the requests' right outputs."""
+    """Let the drafters know the right outputs, and draft by them with this probability."""
     KNOWN[:] = [(*r.token_ids, *ids) for r, ids in zip(requests, outputs, strict=True)]
     Replaying.acceptance = Lying.acceptance = acceptance
 
 
 def compare(plain, drafting, request, *, acceptance=0.8):
-    """Check that both engines answer alike, and return what was drafted."""
+    """Check that both engines answer alike; return the numbers of drafted and accepted tokens."""
     wanted, scores, _ = ask(plain, request)
     know([request] * len(wanted[0]), wanted[0].values(), acceptance)
     got, got_scores, drafted = ask(drafting, request)
@@ -153,7 +153,7 @@ def crowd():
 
 
 def ask_together(engine, requests):
-    """Return the tokens of each request, which all run at once, and how many were accepted."""
+    """Run the requests at once. Return the tokens of each, and how many drafts were accepted."""
     events = [list(stream) for stream in [engine.generate(request) for request in requests]]
     tokens = [
         [token for one in told if isinstance(one, Tokens) for token in one.token_ids]
@@ -212,7 +212,7 @@ CONSTRAINTS = [
     Constraint("lark", 'start: "<" /[a-e]+/ ">"'),
     Constraint("choice", "boat\0bottle\0lamp"),
 ]
-# Constraints need every byte.
+# A constraint's output may need any byte, so constraints go with requests that ban none.
 ROWS = st.fixed_dictionaries(
     {name: st.sampled_from(values) for name, values in SAMPLING.items()}
     | {
@@ -228,7 +228,7 @@ ROWS = st.fixed_dictionaries(
 def request_of(row):
     """Return the request of a row."""
     sampling = {name: row[name] for name in SAMPLING}
-    if row["constraint"] is not None:  # the form needs its letters, and an answer
+    if row["constraint"] is not None:  # the constraint's output needs its letters
         sampling |= {"banned_token_ids": (), "bad_words": ()}
     return GenerateRequest(
         token_ids=PROMPT,

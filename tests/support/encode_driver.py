@@ -49,7 +49,7 @@ class EncodeDriver(OneChoiceDriver):
     # ---- outputs
 
     def check_result(self, event, request, got):
-        """Check that values are those of their own input."""
+        """Check that a vector is the one of its own input."""
         assert event.index not in [one.index for one in got], f"{event} came twice"
         own = request.inputs[event.index]
         assert list(event.values) == vector_of(ids_of(own)), f"{event}: another's values"

@@ -37,7 +37,7 @@ class Encode(StreamingCall):
         super().__init__(method, request, timeout=timeout, server_timeout=server_timeout)
 
     def by_index(self):
-        """Return the messages in the order of their inputs, of which each has exactly one."""
+        """Return the messages in the order of their inputs. Each input must have one."""
         found = {message.index: message for message in self.messages}
         assert len(found) == len(self.messages)
         return [found[index] for index in sorted(found)]

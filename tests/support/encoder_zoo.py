@@ -18,7 +18,7 @@ GROUPED = {"num_key_value_heads": 2}
 DECODER = GROUPED | {"head_dim": 8}
 GPT2 = {"vocab_size": 600, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
 PROMPTS = {"query": "search the document: ", "document": ""}
-# As rerankers of Qwen3 have it, in short: the prompt, both texts, and where the answer begins.
+# Short form of the template of Qwen3's rerankers: prompt, both texts, begin of the answer.
 PAIRS_TEMPLATE = (
     "{%- set ns = namespace(i='find') -%}{%- for m in messages -%}"
     "{%- if m.role == 'system' -%}{%- set ns.i = m.content -%}{%- endif -%}{%- endfor -%}"
@@ -28,7 +28,7 @@ PAIRS_TEMPLATE = (
     " | first }}[SEP]"
     "{%- if add_generation_prompt %}\nanswer ?{% endif -%}"
 )
-# As instruct models have it: the turns between marks, and the mark of the answer.
+# Like an instruct model's template: turns between marks, then the mark of the answer.
 TURNS_TEMPLATE = (
     "{% for m in messages %}[CLS] {{ m.role }} : {{ m.content }} [SEP]\n{% endfor %}answer ! [SEP]"
 )

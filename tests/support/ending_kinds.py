@@ -1,8 +1,8 @@
 """The kinds of work for tests/service/test_endings.py: the phases of a request of each, and what a
 request must have given.
 
-A fake waits at the gate of its server (`tests.support.fake_server`) in the phases of which a
-``script`` is given. There it does what costs time in that script, after ``passes`` times.
+In a phase with a ``script``, the fake waits at the gate of its server (`tests.support.fake_server`)
+where the script says that work costs time, from the time after the first ``passes`` on.
 """
 
 import os
@@ -23,19 +23,19 @@ from tests.support import image_generation_wire as draw_wire
 from tests.support.core_driver import expected_tokens
 from tests.support.wire import SMALL_WINDOW, Generation
 
-COST_S = 1e-6  # of what a fake waits for
+COST_S = 1e-6  # the cost of work at which a fake waits
 LONG = 2000  # tokens, more than a stopped client's window and buffer take
 LATE = [f"late{number}" for number in range(12)]  # models that are not loaded, one for each test
 LONG_TEXT = "<" + "0" * 4092 + "12>"  # one token, made in a thread
-NEVER_S = 1e6  # of timeouts that must not be the first, though the tests skip time
+NEVER_S = 1e6  # a timeout that never comes first, though the tests skip time
 
 
 @dataclass(frozen=True)
 class Phase:
     """A way into a phase, for a request with ``fields``.
 
-    ``counted_as`` is the server's own name for the phase, if it is another one. ``waits_for`` is
-    part of what the request waits for there, in the words of Explain, and ``state`` its state.
+    ``counted_as`` is the server's own name for the phase, if it is another one. Explain's answer
+    for the request has ``state``, and ``waits_for`` in the field of that name.
     """
 
     fields: dict
@@ -56,9 +56,9 @@ def running(fields, passes=0, *, cost="step_s", state="RUNNING", **more):
 
 
 def phases(*, short, queued, blocked, parked, long_text=None, images=None, **more):
-    """Return the phases that requests of all kinds have, those before the queue if there are such
-    requests, and ``more``, by their names. ``blocked`` are the settings with which ``queued`` waits
-    in the queue, ``parked`` those with a few slots."""
+    """Return the phases of a kind of work by name: those of all kinds, ``more``, and those before
+    the queue that ``long_text`` and ``images`` take. With the settings ``blocked``, ``queued``
+    waits in the queue; ``parked`` is a request, and settings with a few message slots."""
     if images is not None:
         more = {"decode image": Phase(images, "images", holds_decoder=True), **more}
     if long_text is not None:
@@ -76,10 +76,10 @@ class Kind:
     """A kind of work.
 
     Requests are for ``model`` unless their fields say otherwise. ``after`` are the fields of a
-    request that works. ``blockers`` are those of the requests that take every seat, while another
-    one has ``num_waiting`` inputs in the queue. Of one whose reader stops, ``num_parked`` are
-    parked. ``runner`` are fields of the fake text model, and ``server`` others of
-    `tests.support.fake_server.start`.
+    request that must succeed after an end. ``blockers`` are the fields of requests that take every
+    seat, while ``num_waiting`` inputs of another request wait in the queue. When a request's reader
+    stops, ``num_parked`` of its choices or inputs are parked. ``runner`` are fields of the fake
+    text model, and ``server`` others of `tests.support.fake_server.start`.
     """
 
     name: str
@@ -97,15 +97,15 @@ class Kind:
         assert call.read() is not None
 
     def renewed(self, fields):
-        """Return the fields for another request."""
+        """Return these fields for one more request."""
         return fields
 
     def expected(self, fields):
-        """Return the values of a request's messages, if there is nothing else in them."""
+        """Return the values of a request's messages, if the kind's messages are plain values."""
         raise NotImplementedError
 
     def check_begun(self, call, fields):
-        """Check what has come."""
+        """Check the messages that have come."""
         values = [one.value for one in call.messages]
         assert values == self.expected(fields)[: len(values)]
 

@@ -11,8 +11,8 @@ LIMIT_S = 240
 
 def check_estimate(program: str, directory: Path) -> None:
     """Run a module of this folder on a model, in a process of its own that has imported what a
-    server imports; it ends with the estimate and what was taken, in bytes. Check that the estimate
-    holds that, and is at most four times as much."""
+    server imports. Its last line has the estimate and the memory taken, in bytes. Check that the
+    estimate is no less than the memory taken, and at most four times as much."""
     module, imports = f"tests.support.{program}", SERVING_IMPORTS
     with TemporaryFile() as out, TemporaryFile() as err:
         process = prestarted.start(module, [str(directory)], out, err, imports=imports)

@@ -94,7 +94,7 @@ def run_loop(main):
 
 
 class InThreads:
-    """An object of the blocking façade with the methods of asyncio's."""
+    """Wraps an object of the blocking façade: its methods run in threads, and can be awaited."""
 
     AT_ONCE = frozenset({"generate", "embed", "rerank", "chat", "encoder", "cross_encoder", "ask"})
 
@@ -126,7 +126,7 @@ class InThreads:
         if name == "stop" or (name == "close" and isinstance(one, blocking.Stream)):
             return value
         if name in self.AT_ONCE and not isinstance(one, blocking.Encoder | blocking.CrossEncoder):
-            if not isinstance(one, blocking.Engine | blocking.Chat):  # the question of a caller
+            if not isinstance(one, blocking.Engine | blocking.Chat):  # a `_caller` that tests ask
                 return lambda *args: asyncio.to_thread(value, *args)
             return lambda *args, **fields: InThreads(value(*args, **fields))
         return lambda *args, **fields: asyncio.to_thread(value, *args, **fields)
@@ -168,7 +168,7 @@ async def until(condition):
 
 
 async def has(is_true):
-    """Return what `until` waits for, of a state that any thread may read."""
+    """Return ``is_true``: a condition for `until` of a state that any thread may read."""
     return is_true
 
 
@@ -206,7 +206,7 @@ async def until_token(stream):
 
 
 async def ended(eng, **counts):
-    """Wait until nothing is live and requests have ended in these ways, this often."""
+    """Wait until no request is live, and ``counts`` requests have ended by each reason."""
 
     async def holds():
         now = await totals(eng)
@@ -219,7 +219,7 @@ async def ended(eng, **counts):
 
 
 async def park(eng):
-    """Return a full stream that nobody reads. Its buffer bounds the events anywhere."""
+    """Return a stream that nobody reads, once its buffer is full. No more events wait anywhere."""
     stream = eng.generate(request())
     await until(lambda: one_is_parked(eng))
     feed = stream._feed
@@ -251,7 +251,7 @@ def inner(one):
 
 
 def script_for(facade, text):
-    """Return a script for asyncio as one for a façade: as it is, or without what waits."""
+    """Return a script for asyncio as one for ``facade``: for threads without async and await."""
     if facade is in_asyncio:
         return text
     return without_waiting(text.replace("asyncio.run(", "(").replace("aio", "blocking"))

@@ -1,8 +1,8 @@
 """Run a Triolet server of fake models: ``python -m tests.support.fake_server JSON``.
 
 The server prints one line of JSON with its ports once they are bound. Every line on standard input
-is a command: the name of a method of `Faults`, a question of `Counter`, or an empty line. Each gets
-a line of JSON as its answer; that to a method or an empty line is how often tasks and threads ran.
+is a command: the name of a method of `Faults`, a question of `Counter`, or an empty line. Each is
+answered by a line of JSON; for a method or an empty line this says how often tasks and threads ran.
 A question wakes the server's loop. The server is killed when standard input ends, as it does when
 the test ends. For the fields of JSON see `start`.
 """
@@ -40,7 +40,7 @@ from tests.support.gate import GATE, SleepAtGate
 
 POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
 POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token
-HUNG_STEP = 903  # a step with a row of such a prompt hangs until `release`
+HUNG_STEP = 903  # a step with a row of a prompt that begins with this token hangs until `release`
 BROKEN_STEP = 904  # a step with a row of such a prompt returns another step's result
 OUT_OF_MEMORY_STEP = 905  # every step with a row of such a prompt runs out of memory
 EXITING_STEP = 906  # in a step with a row of such a prompt, a library raises SystemExit
@@ -67,7 +67,7 @@ class Clock(trio.abc.Clock):
         return deadline - self.current_time()
 
     def stand_at(self, moment):
-        """Let it be this moment until `go_on`."""
+        """Set the clock to ``moment``, and stop it until `go_on`."""
         self._stands_at = moment
 
     def go_on(self):
@@ -123,8 +123,8 @@ class EncodePoison(Poison):
 
 
 class ImagePoison:
-    """Make the steps of poisoned drawings fail: those whose prompts are these words. Steps of a
-    verb take so many seconds more."""
+    """Make the steps of drawings with poisoned prompts fail. ``verb_s`` has how many seconds more
+    the steps of a verb take."""
 
     def __init__(self, script, verb_s):
         self._script = script
@@ -153,8 +153,8 @@ class ImagePoison:
 
 
 class FaultyRunner(FakeRunner):
-    """A fake runner whose steps can return another step's result. It calls ``on_load`` first when
-    it is loaded."""
+    """A fake runner whose steps can return another step's result. Loading it calls ``on_load``
+    first."""
 
     def __init__(self, on_load, **fields):
         super().__init__(**fields)
@@ -171,8 +171,8 @@ class FaultyRunner(FakeRunner):
 
 
 class CountedRunner:
-    """A real runner, which counts the token positions that it computes. Of drafts those count that
-    were right."""
+    """A real runner that counts the token positions it computes; of a draft, only accepted tokens
+    count."""
 
     def __init__(self, runner):
         self._runner = runner
@@ -271,8 +271,8 @@ def make_script(
     **fields,
 ):
     """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k. With an
-    ``acceptance``, tokens are drafted, of which this share is right. ``verb_s`` has the seconds of
-    an image model's steps by their verbs. With ``passes`` the fake waits at the gate instead."""
+    ``acceptance``, the fake drafts tokens, of which this share is right. ``verb_s`` has the seconds
+    of an image model's steps by their verbs. With ``passes`` it waits at the gate."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     if passes is not None:
         fields["sleep"] = SleepAtGate(passes)
@@ -334,8 +334,8 @@ class Counter(trio.abc.Instrument):
 
 
 def skip(streams):
-    """Let it be the first deadline of a request until `Faults.let_go`, and so not yet that of its
-    RPC; or let it be an hour later, if no request has a deadline."""
+    """Stop the clock at the first deadline of a request until `Faults.let_go`, so that the RPC's
+    deadline does not pass. If no request has a deadline, advance it by an hour."""
     first = min((stream.scope.deadline for stream in streams), default=math.inf)
     if first < math.inf:
         CLOCK.stand_at(first)
@@ -427,10 +427,10 @@ def start(
     ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder, one with "vision"
     reads images in chats, and one with "text-to-image" draws; one with ``runner`` "process" is one
     of `process_fakes`; one whose ``model`` is a directory is a real model, in a `CountedRunner`.
-    ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and ``fails`` how many
-    of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields of
-    `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
-    counted. With ``is_command`` the server behaves as `triolet serve`. With ``toy`` what
+    ``replicas`` is a model's number of workers, ``memory_bytes`` the memory of each, and ``fails``
+    how many of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields
+    of `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
+    counted. With ``is_command`` the server behaves as `triolet serve`. With ``toy``, a model that
     would draw counts instead (`tests.support.counting_calls`).
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}

@@ -1,6 +1,6 @@
 """Schemas and regular expressions, drawn and bounded: what constraints are tested with.
 
-Rule 1: every text that one accepts is short, and `re` and `jsonschema` mean by it what llguidance
+Rule 1: every text that a form accepts is short, and `re` and `jsonschema` read it as llguidance
 does (no `\\d`, whose Unicode versions differ). Rule 2: the same seed draws the same forms.
 """
 
@@ -102,7 +102,7 @@ schemas = st.recursive(
 
 
 def drawn(strategy, count, *, number=0, times=8):
-    """Return ``count`` different values of a strategy, of ``times`` as many, always the same."""
+    """Return ``count`` different values out of ``times`` as many drawn ones, always the same."""
     found = {}
 
     @seed(number)
@@ -120,7 +120,7 @@ def drawn(strategy, count, *, number=0, times=8):
     collect()
     assert len(found) >= count
     every = list(found.values())
-    return every[:: len(every) // count][:count]  # the first are the simplest
+    return every[:: len(every) // count][:count]  # spread, as the first ones are the simplest
 
 
 def schema_constraint(schema):

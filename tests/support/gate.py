@@ -1,4 +1,4 @@
-"""Where the fakes of a test server wait in place of sleeping, for as long as the test says.
+"""The gate at which fakes of a test server wait, instead of sleeping, until the test opens it.
 
 Fakes are pickled with their ``sleep`` for the process that decodes images. So this file is no part
 of `tests.support.fake_server`, which runs as a program.
@@ -14,7 +14,7 @@ class Gate:
     def __init__(self):
         self._changed = threading.Condition()
         self._is_held = False
-        self._num_free = 0  # of those that may go on
+        self._num_free = 0  # how many waiting threads may go on
         self._num_passed = {}
         self._num_waiting = 0
 
@@ -30,19 +30,19 @@ class Gate:
             self._num_passed.clear()
 
     def let_one_go(self):
-        """Let one of those that wait go on."""
+        """Let one waiting thread go on."""
         with self._changed:
             self._num_free += 1
             self._changed.notify_all()
 
     def let_go(self):
-        """Let those that wait go on, and nobody wait any more."""
+        """Let all waiting threads go on, and let no fake wait any more."""
         with self._changed:
             self._is_held = False
             self._changed.notify_all()
 
     def wait(self, sleep):
-        """Wait for `let_go` or `let_one_go`, unless ``sleep`` may still pass."""
+        """Wait for `let_go` or `let_one_go`, unless ``sleep`` has not used up its ``passes``."""
         with self._changed:
             if not self._is_held:
                 return
@@ -61,7 +61,7 @@ GATE = Gate()
 
 @dataclass(frozen=True)
 class SleepAtGate:
-    """The ``sleep`` of a script: it waits at the gate, but for the first ``passes`` times."""
+    """The ``sleep`` of a script, which waits at the gate except for the first ``passes`` times."""
 
     passes: int
 

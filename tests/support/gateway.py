@@ -1,7 +1,7 @@
 """The gateway smg before servers of ours, and the `openai` client before the gateway.
 
-Both are installed into a virtual environment of their own, in the user's cache, so that the
-project's own needs neither. A gateway that cannot be installed fails the test.
+Both are installed into a virtual environment in the user's cache, so that the project's own needs
+neither. A gateway that cannot be installed fails the test.
 """
 
 import contextlib

@@ -64,7 +64,7 @@ class Asked:
     sampling: dict[str, Any]
     constraint: tuple[str, Any] | None = None
     skip_special: bool = True
-    room: int = 0  # tokens that the context leaves
+    room: int = 0  # tokens that fit behind the prompt
     choice: int = 0
     ends: frozenset[int] = field(default_factory=frozenset)
 
@@ -251,12 +251,12 @@ class GenerationOracle:
 
 
 def whole(text: str) -> str:
-    """Return the text without an end that may still become a character."""
+    """Return the text without an incomplete character at its end."""
     return text.rstrip("\ufffd")
 
 
 def _first_stop(stops: tuple[str, ...], before: str, text: str) -> tuple[int, str] | None:
-    """Return the stop string that ends first beyond ``before``, the longest of those, and where."""
+    """Return where a stop string ends first beyond ``before``, and the longest that ends there."""
     hits = [
         (end, stop)
         for stop in stops
@@ -278,7 +278,7 @@ def mix(value: int) -> int:
 
 
 def gumbel(seed: int, choice: int, position: int, vocab: int) -> torch.Tensor:
-    """Return the noise of every token of one draw, [vocab] float64."""
+    """Return the Gumbel noise of every token at one position, [vocab] float64."""
     key = mix(seed + GOLDEN)
     for part in (choice, position):
         key = mix(key + (part + 1) * GOLDEN)

@@ -53,7 +53,7 @@ OUTSIDE = {
 ARCHS = {
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
-}  # of transformers' model types, where they differ
+}  # llama.cpp's names of transformers' model types, where they differ
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -135,7 +135,7 @@ def quantise_q6_k(rows: np.ndarray) -> bytes:
     own = scale[:, None].astype(np.float32) * factors
     inverse = np.divide(1, own, out=np.zeros_like(own), where=own > 0)
     codes = (np.rint(groups * inverse[..., None]).clip(-32, 31) + 32).astype(np.uint8)
-    quarters = codes.reshape(-1, 2, 4, 32)  # of each half of a block
+    quarters = codes.reshape(-1, 2, 4, 32)  # quarters of each half of a block
     low = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).reshape(-1, 128)
     high = np.zeros((len(codes), 2, 32), np.uint8)
     for index in range(4):
@@ -148,8 +148,8 @@ def quantise_q6_k(rows: np.ndarray) -> bytes:
 QUANTISE = {
     Q4_0: quantise_q4_0, Q8_0: quantise_q8_0, Q4_K: quantise_q4_k, Q6_K: quantise_q6_k,
 }  # fmt: skip
-ENDS = {Q4_K: Q6_K}  # the type of embedding and head; of other types of blocks it is Q8_0
-FINER = ("attn_v.weight", "ffn_down.weight")  # in a file of Q4_K, they are Q6_K
+ENDS = {Q4_K: Q6_K}  # by a file's type: the type of embedding and head; for others Q8_0
+FINER = ("attn_v.weight", "ffn_down.weight")  # tensors that are Q6_K in a file of Q4_K
 
 
 def write_model(
@@ -160,8 +160,8 @@ def write_model(
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write the checkpoint as one GGUF file. Matrices have the type ``kind``, and if that is one of
-    blocks, embedding and head have that of `ENDS`. ``metadata`` and ``tensors`` are added."""
+    """Write the checkpoint as one GGUF file. Matrices have the type ``kind``; if that is a type of
+    blocks, embedding and head have the type of `ENDS`. ``metadata`` and ``tensors`` are added."""
     from safetensors.numpy import load_file  # not in llama.cpp's environment
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -289,7 +289,7 @@ def _value(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
-    if type(value[0]) is int:  # as llama.cpp's writer has them, and its tokenizer's reader
+    if type(value[0]) is int:  # int32, as llama.cpp writes them and its tokenizer reads them
         return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     items = [_value(item) for item in value]
     return (

@@ -66,12 +66,13 @@ SPACES = (
     " \n", "\n ", " \n\n  ", "\u00a0", "\u3000", " \u00a0", "\x0b", "\x85", "\u2009",
 )  # fmt: skip
 
-# What strips Phi-3's text behind a marker in another way: more spaces than ASCII's, and a marker of
-# spaces, which Phi-3 has not.
+# Spaces that llama.cpp strips otherwise behind Phi-3's markers: those beyond ASCII, and the marker
+# " ", which Phi-3 lacks.
 STRIPPED = ("\u00a0", "\u3000", " \u00a0", "\x85", "\u2009", "    ")
-# Where llama.cpp does not do what the models were trained with, texts are drawn without what shows
-# it. By its own comments, it has expressions for which every letter beside A to Z is small and
-# capital at once and a mark is no letter, and a space beside ASCII's lies in no range of letters.
+# By pre-tokenizer: words and spaces that llama.cpp splits otherwise than the models were trained
+# with, so that no text has them. By its own comments, in some expressions every letter beside A to
+# Z is small and capital at once and a mark is no letter, and a space beside ASCII's lies in no
+# range.
 WITHOUT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), CASED),
     "deepseek-llm": ("\u3000",),
@@ -148,7 +149,7 @@ def learn_merges(texts: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def merged(word: list[str], pairs: set[tuple[str, str]]) -> list[str]:
-    """Return a word in which neighbours that are one of the pairs are one, from the left."""
+    """Return the pieces of a word after joining neighbours that are a pair, from the left."""
     found: list[str] = []
     for letter in word:
         if found and (found[-1], letter) in pairs:
@@ -232,7 +233,7 @@ def cases() -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def digest(ids: Sequence[int]) -> str:
-    """Return six hexadecimal digits that other ids have one time in 16 million."""
+    """Return six hexadecimal digits; two lists of ids share them one time in 16 million."""
     return blake2s(json.dumps(list(ids)).encode(), digest_size=3).hexdigest()
 
 
@@ -242,7 +243,7 @@ def draw_ends(seed: int) -> dict[str, Any]:
     rng = Random(seed)
     letters = byte_letters()
     drawn = [text for text in ENDS_AND_OTHERS if rng.random() < 0.3]
-    for alike in FILL:  # llama.cpp takes any one of them
+    for alike in FILL:  # one marker of each row, as llama.cpp takes any one
         drawn += [alike[int(rng.random() * len(alike))]] if rng.random() < 0.3 else []
     tokens = [*letters, "ab", *drawn]
     fields = {
@@ -251,7 +252,7 @@ def draw_ends(seed: int) -> dict[str, Any]:
                      "fim_rep_token_id", "fim_sep_token_id")
         if rng.random() < (0.8 if name == "eos_token_id" else 0.2)
     }  # fmt: skip
-    # llama.cpp takes 11 for an end that is not named, which the product does not
+    # llama.cpp takes id 11 where a file names no end; Triolet takes none
     fields.setdefault("eos_token_id", 11)
     kinds = [(NORMAL, CONTROL, USER_DEFINED)[int(rng.random() * 3)] for _ in drawn]
     return metadata(

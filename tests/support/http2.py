@@ -1,4 +1,4 @@
-"""As much of HTTP/2 as is needed to send what no gRPC library would send.
+"""A small HTTP/2 client that can send what no gRPC library would send.
 
 Source: RFC 9113, sections 3.4, 4.1, 6.1 (DATA) to 6.10 (CONTINUATION); RFC 7541, section 6.2.2
 (literal header fields without indexing).

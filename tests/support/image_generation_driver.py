@@ -42,7 +42,7 @@ class ImageGenerationDriver(OneChoiceDriver):
     # ---- outputs
 
     def check_result(self, event, request, got):
-        """Check a step, or an image."""
+        """Check a progress event's step, or an image."""
         if isinstance(event, Drawn):
             index = sum(isinstance(one, Drawn) for one in got)
             expected = image_of(request.drawing, request.num_steps, index)
@@ -59,7 +59,7 @@ class ImageGenerationDriver(OneChoiceDriver):
         return request.num_steps + request.drawing.num_images
 
     def check_explained(self, name, said):
-        """Check also the place, by a plain sort."""
+        """Check also the explained place in the queue, by a plain sort."""
         super().check_explained(name, said)
         assert not said.position or said.position == self._place_of(name)
 
@@ -82,6 +82,6 @@ class ImageGenerationDriver(OneChoiceDriver):
         assert len(self.runner.drawings) == 1
 
     def check_ends(self):
-        """Check that each request was refused, or has ended, but for that of `check_idle`."""
+        """Check the end of each request, except of the one that `check_idle` adds."""
         self.requests.pop("last", None)
         super().check_ends()

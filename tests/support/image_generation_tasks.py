@@ -8,7 +8,7 @@ LONG_S = 20.0
 
 
 def end_by(number: int, data: bytes) -> bytes:
-    """Be killed by a signal; data that begins with a path is killed only once."""
+    """Kill this process by a signal; data that is a file's path does so only once."""
     path = Path(os.fsdecode(data))
     if path.exists() or not path.is_absolute():
         path.unlink(missing_ok=True)

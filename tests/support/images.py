@@ -103,7 +103,7 @@ def _make_bombs():
     white = encoded(Image.new("RGB", (1000, 1000)), "JPEG", progressive=True)
     scan = white[white.rindex(b"\xff\xda") : -2]
     (length,) = struct.unpack(">H", small[4:6])
-    without_jfif = small[:2] + small[4 + length :]  # without it, Pillow asks EXIF for the density
+    without_jfif = small[:2] + small[4 + length :]  # without JFIF, Pillow asks EXIF for the density
     entries = b"".join(struct.pack("<HHII", 1000 + i, 7, 59_000, 8) for i in range(5000))
     overlapping = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", 5000) + entries
     comments = b"!\xfe" + b"\x01x" * 60_000 + b"\0"

@@ -27,7 +27,7 @@ DRIVER = Path(__file__).with_name("kernel_replay.cpp")
 LIMIT_S = 300
 ROWS = (1, 1, 2, 3, 5, 9, 33, 130)
 GROUPS = (16, 32, 48, 128)
-WIDTHS = (1, 17, 33, 100, 200, 415)  # inputs: odd ones, and ones that no group divides
+WIDTHS = (1, 17, 33, 100, 200, 415)  # numbers of inputs: odd ones, and ones that no group divides
 LENGTHS = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (530, 40)]
 
 

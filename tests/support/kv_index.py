@@ -11,7 +11,7 @@ class Index:
         self.last = 0
 
     def apply(self, data):
-        """Apply a message, as the gateway does, but without its tolerance."""
+        """Apply a message as the gateway does, but fail on gaps and unknown blocks."""
         batch = common_pb2.KvEventBatch.FromString(data)
         if self.last and batch.sequence_number <= self.last:
             return

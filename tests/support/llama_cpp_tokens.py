@@ -1,4 +1,4 @@
-"""Asks llama.cpp for the tokens of drawn texts, and writes what it says as a file of the tests.
+"""Asks llama.cpp for the tokens of drawn texts, and writes them as a file of the tests.
 
     PYTHON -m tests.support.llama_cpp_tokens FILE     (in llama.cpp's environment)
 

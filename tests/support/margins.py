@@ -1,4 +1,4 @@
-"""By how much tokens were drawn: where a margin is small, a token may differ with the batch."""
+"""By how much sampled tokens won: where a margin is small, a token may differ with the batch."""
 
 import torch
 
@@ -9,8 +9,8 @@ def gumbel_margin(logits, rows):
     """Return by how much each row's token won: for seeded rows over the second best perturbed
     score, for greedy ones over the second best logit; inf if there is no second.
 
-    Where this exceeds 1e-4, the token does not depend on the batch (D10). A row without a seed is a
-    ValueError, as its draw cannot be repeated.
+    Where the margin exceeds 1e-4, the token does not depend on the batch (D10). A row without a
+    seed is a ValueError, as its draw cannot be repeated.
     """
     found = {}
     for kind, members, scores in draw_batch._groups(logits, rows):

@@ -37,8 +37,8 @@ class Planned:
     sampling: Sampling
     tokens: list[int]
     blocks: list[BlockId] = field(default_factory=list)
-    sent: int = 0  # blocks that the worker knows of
-    keep: int = 0  # how many of these the worker keeps with the next delta
+    sent: int = 0  # length of the block table that the worker has
+    keep: int = 0  # length of that table's part that stays valid in the next row
     computed: int = 0
     choices: int = 1
     images: tuple[PromptImage, ...] = ()
@@ -92,8 +92,7 @@ class MiniPlanner:
         """Add a sequence, which is admitted with the first step that has a row of it."""
         one = self._planned(tuple(prompt), num_new, sampling)
         one.choices, one.images = choices, tuple(images)
-        # The limit is one more than was asked for, so that the text side never ends the sequence
-        # first.
+        # One token more than asked for, so that the worker never ends the sequence first.
         stops = stops or Stops(max_tokens=num_new + 1)
         self._admitted.append(
             AdmittedSequence(one.id, one.prompt, sampling, stops, images=one.images)
@@ -116,7 +115,7 @@ class MiniPlanner:
         self.runner.execute(self._plan((), ()))
 
     def step(self, live: Sequence[Planned]) -> StepResult:
-        """Run one step over ``live``."""
+        """Run one step with a row for each sequence in ``live``."""
         copies: list[tuple[BlockId, BlockId]] = []
         forks: dict[SequenceId, list[Planned]] = {}
         rows = tuple(self._row(one, copies, forks) for one in live)
@@ -174,7 +173,7 @@ class MiniPlanner:
         return plan
 
     def _count(self, one: Planned, left: int) -> int:
-        """Draw how many tokens the next row computes. An image that is whole is never cut."""
+        """Draw how many tokens the next row computes; an image with `is_whole` stays whole."""
         if left == 1:
             return 1
         end = one.computed + min(left, self.random.randint(1, self.chunks))

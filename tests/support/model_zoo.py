@@ -35,7 +35,7 @@ def seeded_prompt(length: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the parity table: transformers' model type, and what its config has besides."""
+    """One row of the parity table: transformers' model type, and further fields of its config."""
 
     arch: str
     extra: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ LONG_ROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }  # fmt: skip
-# As Hunyuan's checkpoints have it: it is not dynamic.
+# As in Hunyuan's checkpoints, whose scaling is not dynamic in spite of the name.
 ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
 # Phi-3's config keeps the original length beside the rotary settings.
 LONG_PHI3 = {

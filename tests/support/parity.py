@@ -15,7 +15,7 @@ import torch
 from tests.support.mini_planner import Planned
 
 MARGIN = 1e-3  # another summation order changes logits by at most 1e-5; D11
-SKIPPED_SHARE_MAX = 0.02  # the bar; 0.0 to 0.8 % measured
+SKIPPED_SHARE_MAX = 0.02  # measured: 0.0 to 0.8 %
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Oracle:
     def next_logits(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of the next token at every position, [num_tokens, vocab].
 
-        The second result is the least margin by which a router decided there, [num_tokens].
+        The second result is the least margin by which a router chose its experts, [num_tokens].
         """
         margins = [torch.full((len(tokens),), torch.inf)]
         hooks = [router.register_forward_hook(_router_margin(margins)) for router in self._routers]

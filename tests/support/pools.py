@@ -32,7 +32,7 @@ class Model:
 
     Its loads raise ``load_errors`` in turn; None stands for a load that succeeds, as all later ones
     do. ``measured`` is the memory that a load turns out to need, if not ``num_bytes``. With
-    ``devices``, it needs ``num_bytes`` of each, as the ranks of a divided model do.
+    ``devices``, a load needs ``num_bytes`` on each, like the ranks of a divided model.
     """
 
     name: str
@@ -165,7 +165,7 @@ class World:
             ids = [replica.replica_id for replica in entry.replicas]
             assert len(set(ids)) == len(ids)
 
-    # ---- what tasks do
+    # ---- acts of tasks
 
     async def hold(self, name, seconds=0.0, cut=lambda: None):
         """Lease a model for ``seconds``.

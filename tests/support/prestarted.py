@@ -116,14 +116,14 @@ class Shared:
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="triolet-prestarted-"))
-        # The interpreters end when nobody has the pipe's other end any more.
+        # The interpreters end when no process has the pipe's other end open any more.
         self._stdin, self._life = os.pipe()
         self._processes = []
         atexit.register(self._end)
 
     def path_of(self, options, imports):
-        """Return the socket of an interpreter with these options and imports, and perhaps more
-        imports. Start one if need be."""
+        """Return the socket of an interpreter with these options and at least these imports. Start
+        one if there is none."""
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for one in self.folder.glob("*.json"):
@@ -156,8 +156,7 @@ class Shared:
 
 @cache
 def share():
-    """Return the interpreters. A process that is forked after the first call uses these, and starts
-    none of its own."""
+    """Return the interpreters. A process that is forked after the first call uses the same ones."""
     return Shared()
 
 
@@ -169,7 +168,7 @@ def _serve(path):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path + ".new")
     listener.listen(64)
-    os.rename(path + ".new", path)  # a client that sees the path can connect
+    os.rename(path + ".new", path)  # listens already when a client sees the path
     owned = {}  # a process's pidfd: its id and connection
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
@@ -230,7 +229,7 @@ def main():
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or each collection of a server would walk, and so copy, all that is imported
+    gc.freeze()  # else each garbage collection of a server would walk, and so copy, all modules
     gc.enable()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"cannot fork beside {len(threads) - 1} other threads"
@@ -239,7 +238,7 @@ def main():
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-    threading.current_thread()._set_native_id()  # Python 3.11 keeps the one of before the fork
+    threading.current_thread()._set_native_id()  # Python 3.11 keeps the parent's id
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
     os.environ.clear()

@@ -18,7 +18,7 @@ MAKE = "tests.support.worker_fakes:make"
 
 
 def spec_of(**asked):
-    """Return the spec of a fake with this behaviour."""
+    """Return the spec of a fake runner that behaves as ``asked`` (`tests.support.worker_fakes`)."""
     return RunnerSpec(model=json.dumps(asked))
 
 
@@ -29,7 +29,7 @@ def process_runner(**asked):
 
 def group_runner(folder, *, size=2, patience_s=30.0, **asked):
     """Return an unloaded runner of a group of processes with this behaviour. The ranks meet in
-    ``folder``; ``ranks`` says what single ones do besides, by their number as text."""
+    ``folder``; ``ranks`` says what single ranks do besides, by number as text."""
     spec = replace(spec_of(folder=str(folder), **asked), tp=size)
     return ProcessRunner(MAKE, spec, patience_s=patience_s)
 

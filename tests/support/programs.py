@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def output_of(code, *arguments, limit_s=120, is_silent=False, **options):
-    """Return what the code prints. It must succeed, and if it is silent write no complaint."""
+    """Return what the code prints. It must succeed, and with ``is_silent`` write no errors."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     options = {"cwd": ROOT, "text": True, "timeout": limit_s} | options
     done = subprocess.run(command, capture_output=True, **options)

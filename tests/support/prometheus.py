@@ -17,8 +17,8 @@ from tests.support.wire import wait_until
 
 INTERVAL_S = 0.5  # between two scrapes, and between two evaluations
 START_S = 20.0
-# Our rules look at minutes to a day. These are the durations in their place, in the same order: a
-# window has several scrapes, and a day is longer than the test's preparations.
+# The durations that replace those of our rules, in the same order: each has several scrapes, and
+# the one for a day is longer than the test's preparations.
 WINDOWS = {"1m": "4s", "2m": "4s", "5m": "5s", "10m": "5s", "15m": "5s", "1h": "20s", "1d": "30s"}
 FOR = "1s"
 
@@ -63,7 +63,7 @@ class Prometheus:
         return {one["labels"]["alertname"] for one in alerts if one["state"] == "firing"}
 
     def num_fired(self, name):
-        """Return how often the alert began to fire, of its label sets that which did most often."""
+        """Return how often the alert began to fire, by the label set that did most often."""
         found = self.query(f'ALERTS{{alertname="{name}", alertstate="firing"}}[10m]')
         times = [[at for at, _ in series["values"]] for series in found]
         return max(

@@ -39,7 +39,7 @@ class Proxy:
         for sock in self._upstreams:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with contextlib.suppress(OSError):
-                # close() alone would leave the closing to the thread that reads from the socket
+                # after close() alone, the thread that reads would keep the socket open
                 sock.shutdown(socket.SHUT_RD)
             sock.close()
 

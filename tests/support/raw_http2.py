@@ -90,7 +90,7 @@ class RawClient:
         self.encoder, self.decoder = Encoder(), Decoder()
         self.ends: dict[int, End] = {}
         self.goaway = ""
-        self.heard: list[tuple[int, int, int, bytes]] = []  # that came, without SETTINGS
+        self.heard: list[tuple[int, int, int, bytes]] = []  # frames that came, without SETTINGS
         self.answers_pings = True
         self.num_calls = 0
         self.pings: list[bytes] = []
@@ -123,7 +123,7 @@ class RawClient:
         return frame(HEADERS, flags, stream, block)
 
     def call(self, path: str, message: bytes) -> End:
-        """Begin a gRPC call with one message, on a new stream; return what will be its end."""
+        """Begin a gRPC call with one message, on a new stream; return its future `End`."""
         self.num_calls += 1
         stream = 2 * self.num_calls - 1
         fields = [(b":path", path.encode()), *CALL, (b"content-type", b"application/grpc")]
@@ -215,7 +215,7 @@ class RawClient:
 
 
 class Windows:
-    """What a client may still send: on the connection, and on each stream."""
+    """How many bytes a client may still send: on the connection, and on each stream."""
 
     def __init__(self) -> None:
         self._connection = self._initial = 65_535

@@ -1,7 +1,7 @@
 """Fleets behind Ray Serve, on a Ray cluster of their own on this machine.
 
-Ray is installed into a virtual environment of its own, in the user's cache, which also has
-everything that the running interpreter has. One that cannot be installed fails the test.
+Ray is installed into a virtual environment in the user's cache, which also has all packages of the
+running interpreter. If it cannot be installed, the test fails.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ class Fleet:
 @contextlib.contextmanager
 def cluster():
     """Yield the address of a Ray cluster on this machine, without a dashboard, and its folder."""
-    # Ray's sockets lie there, whose paths may not be long.
+    # Ray's sockets lie in this folder, and their paths may not be long.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as top:
         for _ in range(STARTS):
             [port] = free_ports(1)

@@ -8,8 +8,8 @@ from tests.support.server import fake
 from tests.support.wire import wait_serving, wait_until
 
 SLOW = {"script": {"step_s": 0.002}, "runner": {"max_model_len": 4096, "num_blocks": 8192}}
-# How long gRPC does not try an address again that has refused it: 1 s at first, with jitter; and
-# what a busy machine adds. Source: grpc, doc/connection-backoff.md.
+# How long gRPC waits before it tries a refused address again: 1 s at first, with jitter, and the
+# delays of a busy machine. Source: grpc, doc/connection-backoff.md.
 BACKOFF_S = 3.0
 SERVED = re.compile(r"Inference/\w+ OK .*peer=(\S+)")  # a line of the log of calls
 
@@ -29,8 +29,8 @@ class Servers:
         return server
 
     def restart(self, number, num_clients):
-        """End one server in order, and start it anew. Wait until it has served ``num_clients``
-        clients, which then need no other one, and the others would try it again."""
+        """End one server in order, and start it anew. Then wait until it has served ``num_clients``
+        clients, so that these need no other server, and all other clients would try it again."""
         back_at = time.monotonic() + BACKOFF_S
         assert self._servers[number].stop() == 0
         self._places[number].close()

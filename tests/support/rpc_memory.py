@@ -1,8 +1,8 @@
 """A transport in memory, and a client of the RPC library at its other end.
 
-Bytes travel through the same HTTP/2 as over a socket, and no socket is opened. After any act of a
-client, `Client.settle` returns when server and client have nothing left to do but wait. With Trio's
-`MockClock` deadlines and pings take no time. `serving` of `tests.support.rpc_calls` has the server.
+Bytes travel through the same HTTP/2 as over a socket, and no socket is opened. After an act of a
+client, `Client.settle` returns when server and client can only wait. With Trio's `MockClock`
+deadlines and pings take no time. `serving` of `tests.support.rpc_calls` has the server.
 """
 
 import math
@@ -46,7 +46,7 @@ class Wire:
         self.peer = peer  # the client's address
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.room = math.inf
-        self.is_closed = False  # by the server, which sends nothing more
+        self.is_closed = False  # the server has closed it, and sends nothing more
         self.has_left = False  # the client
         self.ready = trio.Event()
         self.ready.set()
@@ -137,7 +137,7 @@ class Answer(NamedTuple):
 class UnrulyH2(H2Connection):
     """h2's client, but one that goes on after GOAWAY, and opens more streams than allowed."""
 
-    open_outbound_streams = 0  # h2 compares this count with the server's limit
+    open_outbound_streams = 0  # never more than the server's limit, with which h2 compares it
 
     def _receive_goaway_frame(self, frame):
         event = ConnectionTerminated()
@@ -171,9 +171,9 @@ class Client:
         self.readers = {}
         self.headers = {}
         self.ends = {}
-        self.num_pings = 0  # answered by the server
-        self.has_goaway = False  # by the server
-        self.goaway_code = None  # the code with which the server did
+        self.num_pings = 0  # pings that the server has answered
+        self.has_goaway = False  # X
+        self.goaway_code = None  # the error code of the server's GOAWAY
         self.last_served = math.inf  # the server serves no call with a higher number
         self._flush()
 

@@ -1,4 +1,4 @@
-"""JSON schemas over every keyword that constraints support, with all that makes them differ.
+"""JSON schemas over every keyword that constraints support, with the values that break validators.
 
 Unlike `tests.support.forms`, the values are those of reports about other systems: integers beyond
 2^53, every format, bounds with equal integer parts, names that need escapes, references into
@@ -99,7 +99,7 @@ def arrays(inner):
 
 
 def without_both(schema):
-    """Return a schema without `additionalItems` beside a boolean, on which jsonschema fails."""
+    """Return a schema; drop `additionalItems` beside a boolean `items`: jsonschema fails on it."""
     if isinstance(schema.get("items"), bool):
         schema.pop("additionalItems", None)
     return schema
@@ -141,7 +141,7 @@ PLACES = {
 
 @st.composite
 def whole_schemas(draw):
-    """Draw a schema as a client sends it: perhaps with a draft, and with a part referred to."""
+    """Draw a schema as clients send it: perhaps with ``$schema`` and with a reference."""
     schema = dict(draw(parts))
     if draw(st.integers(0, 3)) == 0:
         where = draw(st.sampled_from(sorted(PLACES)))
@@ -160,7 +160,7 @@ def whole_schemas(draw):
 
 
 def is_valid(schema):
-    """Return whether the schema is one by its draft, also where the draft does not look."""
+    """Return whether the schema is valid by its draft, also in parts that drafts skip."""
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     hidden = schema.get("components", {}).get("schemas", {})
     return all(judge_of(kind).is_valid(part) for part in (schema, *hidden.values()))

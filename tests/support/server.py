@@ -34,7 +34,7 @@ SERVING_IMPORTS = (
 )
 DEMO = ROOT / "engine" / "demo" / "stories"
 START_LIMIT_S = 30.0
-MODEL_START_LIMIT_S = 120.0  # torch and transformers are imported, perhaps from a cold disk
+MODEL_START_LIMIT_S = 120.0  # the server imports torch and transformers, perhaps from a cold disk
 END_LIMIT_S = 20.0
 READY = re.compile(r"Triolet is ready on (\S+) after")
 TROUBLE = re.compile(
@@ -126,8 +126,8 @@ class Server:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def sentences(self):
-        """Return what standard error has for a person beside log and progress."""
-        stamp = re.compile(r"\d{4}-\d\d-\d\d |\{")  # a log line for a person, or one for a machine
+        """Return the sentences on standard error that belong to neither log nor progress."""
+        stamp = re.compile(r"\d{4}-\d\d-\d\d |\{")  # how a log line begins, as text or as JSON
         lines = self.log.splitlines()
         return [one for one in lines if not (stamp.match(one) or one.startswith("loading "))]
 

@@ -1,6 +1,5 @@
 """Drive a scheduler with a fake runner, synchronously, and check what comes out, beside a watcher.
-
-What the drivers of all kinds of work share: readers that read on command, a clock, steps, and the
+The drivers of all kinds of work share this: readers that read on command, a clock, steps, and the
 checks of answers and ends.
 """
 
@@ -29,11 +28,12 @@ class StepDriver:
 
     The driver of one kind of work passes the scheduler, the runner and a watcher of the scheduler
     (`tests.simulator`), and defines `take_result`, which judges a message for a reader. Messages
-    and ends are kept by their ``key``. ``fault`` is the name of the script's faults of its plans.
+    and ends are kept by their ``key``. ``fault`` is the field of the fake's script that fails plans
+    of the kind.
     """
 
     fault = ""
-    ticks_do_all = True  # nothing is due after a Tick
+    ticks_do_all = True  # after a Tick, no deadline is due that only a plan acts on
 
     def __init__(self, scheduler, runner, watch):
         self.scheduler = scheduler
@@ -116,7 +116,7 @@ class StepDriver:
         return event
 
     def fail_step(self, kind=FailureKind.ERROR):
-        """Let the step in flight fail. The worker has done what comes before computing."""
+        """Let the step in flight fail, after the worker has admitted and released its sequences."""
         plan, self.in_flight = self.in_flight, None
         script = self.runner.script
         former = getattr(script, self.fault)
@@ -128,9 +128,9 @@ class StepDriver:
         self.scheduler.check()
 
     def fail_row(self, index=0, phase="sample"):
-        """Execute the step in flight, in which sampling fails the time ``index``, counted from 0,
-        of parents and forked choices alike. Return the rows of the result, and whether one of them
-        must have failed."""
+        """Execute the step in flight, in which the sample number ``index`` fails, counted from 0
+        over parents and forked choices. Return the rows of the result, and whether one of them must
+        have failed."""
         numbers = itertools.count()
         script = self.runner.script
         script.sample_fault = lambda: phase if next(numbers) == index else None
@@ -167,7 +167,7 @@ class StepDriver:
     # ---- outputs
 
     def key(self, event):
-        """Return whose message or end an event is."""
+        """Return the key of the request, or choice, that an event belongs to."""
         return event.request_id
 
     def take_result(self, event):
@@ -197,7 +197,7 @@ class StepDriver:
         return self.scheduler.phase_of(name)
 
     def check_explained(self, name, said):
-        """Judge how a live request is explained."""
+        """Judge the Explanation of a live request."""
 
     def check_counts(self):
         """Check that the statistics agree with what the readers know."""
@@ -241,7 +241,7 @@ class OneChoiceDriver(StepDriver):
         super().add(request, buffer)
 
     def submit(self, name, *given, buffer=1000, arrival=None, **fields):
-        """Submit a request of what `request` takes."""
+        """Submit the request that ``request`` makes of the arguments."""
         fields |= {"request_id": name, "arrival": self.now if arrival is None else arrival}
         self.add(self.request(*given, **fields), buffer)
 
@@ -253,7 +253,7 @@ class OneChoiceDriver(StepDriver):
         self.unread[name] += 1
 
     def check_result(self, event, request, got):
-        """Judge an event by its request and what its reader has got before."""
+        """Judge an event by its request and the events that its reader has got before."""
         assert event.value == request.expected()[len(got)]
 
     def num_messages(self, request):
@@ -267,18 +267,18 @@ class OneChoiceDriver(StepDriver):
         assert is_whole == event.reason.is_success
 
     def check_explained(self, name, said):
-        """Check the state by the phase."""
+        """Check the explained state by the request's phase."""
         phase = self.phase_of(name)
         assert (said.state == "WAITING") == (phase is Phase.QUEUED) == bool(said.position)
         assert (said.state == "PARKED") == (phase is Phase.PARKED)
 
     def num_live(self):
-        """Return how many of what the statistics count have not ended."""
+        """Return how many of the requests that the statistics count have not ended."""
         ended = self.finished.keys() | self.refused.keys()
         return len(self.requests.keys() - ended)
 
     def check_counts(self):
-        """Check also how many are live."""
+        """Check also the number of live requests."""
         super().check_counts()
         stats = self.scheduler.statistics()
         assert stats.running + stats.waiting + stats.parked == self.num_live()

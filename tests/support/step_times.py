@@ -1,4 +1,4 @@
-"""Tells a `StepTimes` of steps."""
+"""Makes a `StepTimes`, and feeds it measured steps."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def step_times(budget=2048, *, step_s=0.0, beside_s=0.0):
 
 
 def note(times, seconds, *, prompt=0, decodes=0, drafts=0, image_cost=0):
-    """Tell it of a step with so many prompt tokens, decodes, and drafts of the first decode."""
+    """Note a step with so many prompt tokens, decodes, and draft tokens of the first decode."""
     counts = [1] * decodes + [prompt] * (prompt > 0)
     counts[0] += drafts
     rows = tuple(Row(SequenceId(i), 5, n, None, Logits.LAST) for i, n in enumerate(counts))

@@ -41,7 +41,7 @@ ARM_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
 GO_PACKAGES = ("golang-go", "golang-google-grpc-dev")
 GO_GRPC = Path("/usr/share/gocode/src/google.golang.org/grpc")
-PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # as root has it
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # the PATH of root
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
 PROTOS = ("triolet/v1/common.proto", "triolet/v1/images.proto", "triolet/v1/inference.proto")
@@ -59,8 +59,8 @@ def need_npm() -> None:
 
 
 def missing_npm_packages() -> list[str]:
-    """Return the packages that are not there in the version that package.json pins: all, if npm
-    was interrupted before it wrote its own list, its last file."""
+    """Return the packages that are not installed in the version that package.json pins: all, if npm
+    was interrupted before it wrote its last file, the list of its packages."""
     pinned = json.loads((INTEROP / "package.json").read_text())["devDependencies"]
     is_whole = (NODE_MODULES / ".package-lock.json").exists()
     return [
@@ -167,7 +167,7 @@ def _need_debian(
 
 
 def missing_for_ruby() -> list[str]:
-    """Return what is missing of Ruby, its libraries and protoc."""
+    """Return which of Ruby, its libraries and protoc are missing."""
     missing = [name for name in ("ruby", "protoc", RUBY_PLUGIN) if shutil.which(name) is None]
     if "ruby" not in missing:
         missing += [

@@ -91,7 +91,7 @@ def llama3_like() -> Tokenizer:
 
 @cache
 def llama_like() -> Tokenizer:
-    """Return Llama 2's kind: <s> before every text, byte tokens for what the vocabulary lacks."""
+    """Return Llama 2's kind: <s> before every text, byte tokens for missing characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(

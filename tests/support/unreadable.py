@@ -28,7 +28,7 @@ def _forbidden(path: Path) -> None:
     path.chmod(0)
 
 
-# What stands in the place of a file, and the error of reading it.
+# What a path can have in the place of a file, and the error when it is read.
 FAULTS: dict[str, tuple[Callable[[Path], None], int]] = {
     "a folder": (_folder, errno.EISDIR),
     "a link to itself": (_loop, errno.ELOOP),
@@ -38,7 +38,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int]] = {
 
 
 def reason(fault: str) -> str:
-    """Return what the system says of a fault."""
+    """Return the system's message for a fault."""
     return os.strerror(FAULTS[fault][1])
 
 

@@ -1,4 +1,4 @@
-"""Tiny models that read images, loaded here and by transformers, and prompts with images."""
+"""Tiny models that read images, loaded by us and by transformers, and prompts with images."""
 
 import io
 from collections.abc import Sequence

@@ -57,7 +57,7 @@ def main() -> None:
     info = runner.load(lambda progress: None)
     kept, number = KeptImages(), 0
     while kept.num_bytes < KEPT_BYTES_MAX - info.images.max_bytes and number < 2000:
-        # A RIFF file may be longer than it says.
+        # A RIFF file may be longer than its header says.
         kept.read(info.images, small[number % len(small)] + number.to_bytes(4, "little"))
         number += 1
     vision_model = VisionModel(Path(sys.argv[1]), runner, info, None, None)

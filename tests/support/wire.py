@@ -34,8 +34,8 @@ LENGTH = pb.FINISH_REASON_LENGTH
 def wait_until(condition, timeout_s=10.0, what=""):
     """Poll until ``condition()`` is true, and return its value.
 
-    One poll counts as at most `POLL_MOST_S`: a busy machine may give this process no time for
-    seconds, in which the server has none either.
+    One poll counts as at most `POLL_MOST_S`: on a busy machine, neither this process nor the server
+    may run for seconds.
     """
     waited, last = 0.0, time.monotonic()
     while not (found := condition()):

@@ -36,8 +36,8 @@ class CannotPickle(Exception):
 
 
 def make(spec, capability):
-    """Make a fake, in the worker process. A rank of a group also does what ``ranks`` says of it,
-    and its files have its number behind their names."""
+    """Make a fake, in the worker process. A rank of a group also behaves as ``ranks`` says, and the
+    names of its files end with its number."""
     asked = json.loads(spec.model)
     if spec.tp > 1:
         own = asked.get("ranks", {}).get(str(spec.rank), {})
@@ -57,8 +57,8 @@ class ScriptedRunner(FakeRunner):
 
     ``step_s``, ``load_s`` and ``compile_s`` are seconds, ``fault`` is what goes wrong in every
     step, and ``meets`` names a file that each step waits for. ``adapters`` are those of a
-    `FakeScript`. In a ``folder``, the load of one creates a file ``adapter`` with the process's id
-    behind it, and waits for the file ``free`` or ``free`` with that id.
+    `FakeScript`. In a ``folder``, the load of an adapter creates a file ``adapter`` with the
+    process's id behind it, and waits for the file ``free`` or ``free`` with that id.
     """
 
     def __init__(self, asked):
@@ -120,8 +120,8 @@ class ScriptedRunner(FakeRunner):
 
 class FakeRank(ScriptedRunner):
     """A rank of a group. Its collectives are files: each waits for those of the other ranks, as in
-    `engine.worker.forward.collectives`. ``alone`` is what goes wrong in a step of this rank before
-    its collective, and ``late`` after it."""
+    `engine.worker.forward.collectives`. ``alone`` names a fault in this rank's steps before the
+    collective, ``late`` one after it."""
 
     def __init__(self, asked, spec):
         super().__init__(asked)

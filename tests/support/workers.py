@@ -73,8 +73,8 @@ class Worker:
 
     pid: int
     pipe: Connection
-    file: int | None = None  # what it runs
-    reports: list = field(default_factory=list)  # of the file's tests
+    file: int | None = None  # the number of the file that it runs
+    reports: list = field(default_factory=list)  # of the tests of that file
 
 
 class Workers:
@@ -83,7 +83,7 @@ class Workers:
     def __init__(self, config):
         self._config = config
         self._files = []  # the tests of each file
-        self._seconds = {}  # of files that are reported, by their numbers
+        self._seconds = {}  # of the reported files, by their numbers
         self._shown = set()  # numbers of the files that are reported
 
     @pytest.hookimpl(tryfirst=True)
@@ -92,7 +92,7 @@ class Workers:
             return None  # the collection failed, which pytest's own loop says
         files = [list(items) for _, items in groupby(session.items, lambda one: one.path)]
         self._files = in_order(files, read_seconds(self._config.rootpath))
-        self._config._tmp_path_factory.getbasetemp()  # the workers' directories are in one
+        self._config._tmp_path_factory.getbasetemp()  # makes the directory that all workers use
         prestarted.share()
         left = Files(len(self._files))
         workers = {}  # those that have not ended, by their pipes
@@ -104,7 +104,7 @@ class Workers:
                 for pipe in wait(workers):
                     if not self._receive(workers[pipe]):
                         del workers[pipe]
-                if session.shouldfail:  # as -x has it
+                if session.shouldfail:  # -x ends the run
                     raise session.Failed(session.shouldfail)
         except BaseException:
             self._end(workers)
@@ -140,7 +140,7 @@ class Workers:
 
     def _be_worker(self, left, at_front, sender):
         """Run files until none is left, and exit."""
-        atexit._clear()  # what is registered is the parent's
+        atexit._clear()  # the registered functions are the parent's
         code = 1
         try:
             plugins = self._config.pluginmanager
@@ -152,7 +152,7 @@ class Workers:
                 items = self._files[number]
                 for item, following in pairwise(items):
                     self._run(item, following)
-                # The next file decides which fixtures the last test leaves as they are.
+                # The next file decides which fixtures stay after the last test.
                 number = left.take(at_front)
                 self._run(items[-1], None if number is None else self._files[number][0])
             sender.send(None)
@@ -179,8 +179,8 @@ class Workers:
             os.waitpid(worker.pid, 0)
 
     def _receive(self, worker):
-        """Take in a worker's message: the next file's number, a report, or None at its end. Return
-        whether others follow."""
+        """Act on a worker's message: the number of its next file, a report, or None at its end.
+        Return whether more messages follow."""
         try:
             message = worker.pipe.recv()
         except EOFError:
