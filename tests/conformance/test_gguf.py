@@ -1,11 +1,11 @@
 """GGUF files are read as llama.cpp means them: types, names, orders, norms, tokens, templates."""
 
-import sys
+from mmap import ACCESS_READ, mmap
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-import transformers.integrations.gguf
 from safetensors.torch import load_file, save_file
 from transformers.integrations.gguf import reader
 
@@ -14,9 +14,11 @@ from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.interface import RunnerSpec
 from engine.worker.load.generation_config import read_generation
 from engine.worker.load.gguf import file as gguf_file
+from engine.worker.load.gguf import header
 from engine.worker.load.gguf.file import GgufFile
+from engine.worker.load.gguf.header import read_header
 from engine.worker.load.gguf.models import LLAMA3_ROPE, MODELS
-from engine.worker.load.gguf.vocabulary import TOKENS
+from engine.worker.load.gguf.vocabulary import STRING_LISTS, TOKENS
 from engine.worker.load.loader import read_config
 from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode
@@ -24,7 +26,6 @@ from engine.worker.skeleton.config import SkeletonConfig
 from engine.worker.text import files as model_files
 from engine.worker.text.files import open_files
 from engine.worker.text.runner import TorchRunner
-from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tests.checkpoints.text import PRESETS, Shape, make
 from tests.conformance.test_rewrites import (
     Built,
@@ -157,12 +158,46 @@ def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path,
     assert distance(ours.logits(), stock.logits()) > 0.01
 
 
-def test_a_transformers_that_reads_gguf_otherwise_is_named(checkpoints, tmp_path, monkeypatch):
-    path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
-    monkeypatch.delattr(transformers.integrations.gguf, "reader", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.reader", None)
-    with pytest.raises(SpawnFailed, match=r"no reader of GGUF files .* install that version"):
-        load_gguf(path)
+@pytest.mark.parametrize("name", ["llama", "lfm2", "qwen3moe"])
+def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name):
+    """Planted faults that this finds: sizes not turned round, a list's type ignored, the places of
+    tensors counted from another one."""
+    more = {"a.flag": True, "a.text": "größer", "a.half": 0.5, "a.flags": [1, 2, 3]}
+    path = write_model(checkpoints(name), tmp_path / "model.gguf", Q8_0, metadata=more)
+    theirs, names = reader.read_gguf_metadata(str(path), STRING_LISTS)
+    entries = reader.GgufHeader.from_file(str(path))
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
+        ours = read_header(blob, STRING_LISTS)
+        without_texts = read_header(blob, ())
+    assert ours.metadata == theirs
+    assert tuple(entry.name for entry in ours.tensors) == names
+    assert [(e.name, e.shape, e.kind, e.offset) for e in ours.tensors] == [
+        (e.name, e.shape, e.ggml_type, e.offset) for e in entries.tensors
+    ]
+    assert -(-ours.end // 32) * 32 == entries.data_start
+    assert without_texts.tensors == ours.tensors
+    assert without_texts.metadata[TOKENS] == len(theirs[TOKENS])
+
+
+def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(checkpoints, tmp_path):
+    """No byte of a header makes the reader raise what is no refusal, or take long."""
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q8_0)
+    whole = path.read_bytes()
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
+        end = read_header(blob, STRING_LISTS).end
+    draw, refused = Random(59), 0
+    for _ in range(300):
+        place = draw.randrange(end)
+        altered = bytearray(whole)
+        altered[place : place + 4] = draw.randbytes(4)
+        path.write_bytes(draw.choice((altered, whole[:place])))
+        try:
+            with GgufFile(path) as file:
+                file.config()
+                file.vocabulary()
+        except Refusal:
+            refused += 1
+    assert refused > 150
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=["Q4_0", "Q8_0"])
@@ -422,17 +457,19 @@ def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, m
 def test_the_texts_of_a_vocabulary_are_read_once(checkpoints, tmp_path, monkeypatch):
     """They are most of what a file's metadata take."""
     path, read = write_model(checkpoints("llama"), tmp_path / "model.gguf"), []
-    read_value = reader._read_value
+    texts = header._texts
 
-    def count(blob, place, kind, has_texts=False):
-        read.extend([place] * has_texts)
-        return read_value(blob, place, kind, has_texts)
+    def count(blob, place, number):
+        read.extend([place] * (number > 1))
+        return texts(blob, place, number)
 
-    monkeypatch.setattr(reader, "_read_value", count)
+    monkeypatch.setattr(header, "_texts", count)
     with open_files(str(path), "", with_tokenizer=True) as files, files.open_weights() as weights:
         assert weights.tensors
-    assert read
-    assert len(read) == len(set(read))
+    assert len(read) == len(set(read)) == len(STRING_LISTS)
+    with open_files(str(path), "", with_tokenizer=False) as files, files.open_weights() as weights:
+        assert weights.tensors
+    assert len(read) == len(STRING_LISTS)
 
 
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [[1]], "x"], ids=str)
@@ -447,7 +484,7 @@ def test_no_value_of_another_kind_is_unexpected(checkpoints, tmp_path, value):
         try:
             with open_files(str(path), "", with_tokenizer=True) as files:
                 config = read_config(files.source.directory)[1]
-                load_tokenizer(files.source.directory)
+                files.tokenizer()
                 read_generation(files.source, config)
         except (SpawnFailed, Refusal):
             refused += 1

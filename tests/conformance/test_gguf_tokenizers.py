@@ -16,7 +16,7 @@ from engine.worker.load.gguf.vocabulary import read_vocabulary
 from engine.worker.load.refusal import Refusal
 from engine.worker.tokenizing import text_pieces
 from engine.worker.tokenizing.gguf_splits import SPLITS
-from engine.worker.tokenizing.gguf_tokenizer import write_tokenizer
+from engine.worker.tokenizing.gguf_tokenizer import build_tokenizer, write_tokenizer_config
 from engine.worker.tokenizing.tokenizer import load_tokenizer
 from tests.support.gguf_vocabularies import (
     MARKERS,
@@ -44,8 +44,9 @@ def load(tmp_path):
     """Return a function that makes a tokenizer of a file's metadata, as a load does."""
 
     def load(fields):
-        write_tokenizer(read_vocabulary(fields), tmp_path)
-        return load_tokenizer(tmp_path)
+        vocabulary = read_vocabulary(fields)
+        write_tokenizer_config(vocabulary, tmp_path)
+        return load_tokenizer(tmp_path, build_tokenizer(vocabulary))
 
     return load
 

@@ -120,7 +120,7 @@ def test_a_broken_named_template_ends_only_the_requests_that_need_it(tmp_path, c
         metadata = {key: plain, f"{key}.tool_use": broken, f"{key}.rag": broken}
         path = write_model(checkpoint, tmp_path / "made.gguf", metadata=metadata)
         with open_files(str(path), "", with_tokenizer=True) as files:
-            ours = load_tokenizer(files.source.directory)
+            ours = files.tokenizer()
     else:
         write(tmp_path, {"jinja"})
         (tmp_path / "chat_template.jinja").write_text(plain)
@@ -147,7 +147,7 @@ def test_the_templates_of_a_gguf_file_are_all_read(tmp_path, checkpoint, keys):
     metadata = {key: GGUF[key][1] for key in keys} | names
     path = write_model(checkpoint, tmp_path / "made.gguf", metadata=metadata)
     with open_files(str(path), "", with_tokenizer=True) as files:
-        ours = load_tokenizer(files.source.directory)
+        ours = files.tokenizer()
     expected = dict(GGUF[key] for key in keys)
     for has_tools in (True, False):
         chosen = expected.get("default", "")

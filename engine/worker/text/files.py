@@ -1,7 +1,8 @@
 """Opens the files of a text model: a directory with safetensors, or a GGUF file.
 
-All other code reads a checkpoint's directory. So the config and the tokenizer of a GGUF file are
-written into a temporary directory.
+All other code reads a checkpoint's directory. So the config and the chat templates of a GGUF file
+are written into a temporary directory. Its tokenizer is built in memory: writing and reading a
+tokenizer.json of 150,000 tokens takes a second.
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ from engine.worker.load.resolve import read_json, resolve
 from engine.worker.quantized.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
 from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_layout
 from engine.worker.tokenizing.gguf_templates import write_templates
-from engine.worker.tokenizing.gguf_tokenizer import write_tokenizer
+from engine.worker.tokenizing.gguf_tokenizer import (
+    build_tokenizer,
+    write_generation_config,
+    write_tokenizer_config,
+)
+from engine.worker.tokenizing.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.worker.load.resolve import Source
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's source, whose directory has its config and, if requested, its tokenizer."""
+    """A model's source, whose directory has its config. ``built`` is the tokenizer of a GGUF file,
+    if it was requested."""
 
     source: Source
     gguf: GgufFile | None
+    built: HfTokenizer | None = None
 
     def open_weights(self) -> Checkpoint:
         """Return the model's weights, to be entered.
@@ -50,10 +59,18 @@ class ModelFiles:
             return PackedCheckpoint(self.source.directory, layout)
         return Checkpoint(self.source.directory)
 
+    def tokenizer(self) -> HfTokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            SpawnFailed, Refusal: It is missing or damaged (`load_tokenizer`).
+        """
+        return self.built or load_tokenizer(self.source.directory)
+
 
 @contextmanager
 def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[ModelFiles]:
-    """Find a model's files.
+    """Find a model's files. Without a tokenizer, the texts of a GGUF file's tokens are not read.
 
     Raises:
         Refusal: There is no such model, its GGUF file is not supported, or no temporary directory
@@ -67,13 +84,20 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
     with ExitStack() as stack:
         with _needs_temporary_folder():
             written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
-        with GgufFile(source.gguf) as file, _needs_temporary_folder():
-            vocabulary = file.write_config(written)
+        tokenizer = None
+        with GgufFile(source.gguf, has_vocabulary=with_tokenizer) as file:
             if with_tokenizer:
-                write_tokenizer(vocabulary, written)
-                write_templates(file.metadata, written)
+                vocabulary = file.vocabulary()
+            with _needs_temporary_folder():
+                file.write_config(written)
+                if with_tokenizer:
+                    write_generation_config(vocabulary, written)
+                    write_tokenizer_config(vocabulary, written)
+                    write_templates(file.metadata, written)
+            if with_tokenizer:
+                tokenizer = load_tokenizer(written, build_tokenizer(vocabulary))
         weights = GgufFile(source.gguf, has_vocabulary=False)
-        yield ModelFiles(replace(source, directory=written), weights)
+        yield ModelFiles(replace(source, directory=written), weights, tokenizer)
 
 
 @contextmanager

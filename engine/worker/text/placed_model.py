@@ -33,7 +33,7 @@ from engine.worker.load.recurrent import RECURRENT, state_shapes
 from engine.worker.load.refusal import Refusal
 from engine.worker.text.files import open_files
 from engine.worker.text.warmup import workspace_bytes
-from engine.worker.tokenizing.tokenizer import load_tokenizer, tokenizer_bytes
+from engine.worker.tokenizing.tokenizer import tokenizer_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -215,7 +215,7 @@ def place(
         with files.open_weights() as whole:
             sizes, checkpoint = _sizes(spec, division, (architecture, config), whole, sizing)
             dtype, shapes, pool = sizes.dtype, sizes.shapes, sizes.pool
-            tokenizer = load_tokenizer(source.directory)
+            tokenizer = files.tokenizer()
             if (
                 chosen is not None
                 or objection_to_kernels(device, dtype, shapes)

@@ -1,4 +1,4 @@
-"""Writes the tokenizer inside a GGUF file into files, as in a checkpoint.
+"""Builds the tokenizer inside a GGUF file, and writes what is stored beside one in a checkpoint.
 
 It is a tokenizer of the `tokenizers` library, whose parts are chosen here. Rule: the vocabulary is
 exactly the file's tokens, with their ids and spelling. The tokens that a text begins and ends with
@@ -37,8 +37,8 @@ SPACE = "▁"  # sentencepiece's character for a space
 log = logging.getLogger(__name__)
 
 
-def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json of a GGUF file's vocabulary.
+def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """Return the tokenizer of a GGUF file's vocabulary.
 
     Raises:
         SpawnFailed: Its pre-tokenizer is not known, or its parts do not fit together.
@@ -59,7 +59,6 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
                 ]
             )
         _add_ends(backend, vocabulary)
-        backend.save(str(directory / "tokenizer.json"))
     except SpawnFailed:
         raise
     except Exception as error:  # for example, the file lacks a token of a merge
@@ -67,8 +66,19 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
             "the GGUF file has a tokenizer that cannot be built",
             log_detail=f"{type(error).__name__}: {error}",
         ) from error
+    return backend
+
+
+def write_tokenizer_config(vocabulary: Vocabulary, directory: Path) -> None:
+    """Write tokenizer_config.json, which names the special tokens."""
     content = json.dumps(vocabulary.special_tokens)
     (directory / "tokenizer_config.json").write_text(content, encoding="utf-8")
+
+
+def write_generation_config(vocabulary: Vocabulary, directory: Path) -> None:
+    """Write generation_config.json, which lists the ids at which an answer ends."""
+    content = json.dumps({"eos_token_id": sorted(vocabulary.ends)})
+    (directory / "generation_config.json").write_text(content, encoding="utf-8")
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:

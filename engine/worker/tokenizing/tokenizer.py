@@ -238,8 +238,8 @@ def tokenizer_bytes(vocab_size: int, device: str) -> int:
     return TOKEN_BYTES * vocab_size if device == "cpu" else 0
 
 
-def load_tokenizer(path: str | Path) -> HfTokenizer:
-    """Read the tokenizer of a model directory.
+def load_tokenizer(path: str | Path, backend: Backend | None = None) -> HfTokenizer:
+    """Read the tokenizer of a model directory. A ``backend`` stands for its tokenizer.json.
 
     Raises:
         SpawnFailed: tokenizer.json is missing or no tokenizer, a file beside it is not JSON, or the
@@ -248,14 +248,10 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
     """
     directory = Path(path)
     file = directory / "tokenizer.json"
-    if not has_file(file):
-        return _convert(directory)
-    check_readable(file)
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:
-        message = "the model's tokenizer.json is damaged, or of a newer kind"
-        raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
+    if backend is None:
+        if not has_file(file):
+            return _convert(directory)
+        backend = _read_backend(file)
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(directory / "special_tokens_map.json")
@@ -265,6 +261,15 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
         special_tokens={n: _content(config[n]) for n in _SPECIAL_NAMES if config.get(n)},
         chat_templates=_read_templates(directory, config),
     )
+
+
+def _read_backend(file: Path) -> Backend:
+    check_readable(file)
+    try:
+        return Backend.from_file(str(file))
+    except Exception as error:
+        message = "the model's tokenizer.json is damaged, or of a newer kind"
+        raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
 
 
 @holds_import_lock

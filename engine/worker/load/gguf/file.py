@@ -1,21 +1,21 @@
 """Reads a model's GGUF file as if it were a checkpoint's directory.
 
-Rule 1: transformers' reader parses the bytes; this file interprets the result. Rule 2: the header
-is read first, and every refusal is raised before any weights are read. Rule 3: a tensor in blocks
-stays in the mapped file until it is decoded.
+Rule 1: the header is read first, and every refusal is raised before any weights are read. Rule 2: a
+tensor in blocks stays in the mapped file until it is decoded.
 """
 
 from __future__ import annotations
 
 import json
 from functools import partial
+from math import prod
 from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
+from engine.worker.load.gguf.header import read_header
 from engine.worker.load.gguf.models import (
     CONVOLUTION,
     ROPE_FACTORS,
@@ -38,25 +38,6 @@ if TYPE_CHECKING:
     from engine.worker.quantized.weight import Form, QuantizedWeight
 
 
-@holds_import_lock
-def _reader() -> Any:
-    """Return transformers' reader of GGUF files: its public functions refuse files with Q5_0, which
-    llama.cpp writes.
-
-    Raises:
-        Refusal: The installed transformers has no such reader.
-    """
-    try:
-        from transformers.integrations.gguf import reader
-    except ImportError as error:
-        raise Refusal(
-            "the installed transformers has no reader of GGUF files as version 5.23 has it; "
-            "install that version",
-            detail=str(error),
-        ) from error
-    return reader
-
-
 class GgufFile(Checkpoint):
     """The tensors and the metadata of one GGUF file, as a context manager. Tensors have the names
     that transformers gives them. Without ``has_vocabulary``, the texts of tokens and merges are
@@ -73,33 +54,31 @@ class GgufFile(Checkpoint):
         self._path = path
         self._texts = STRING_LISTS if has_vocabulary else ()
         self.metadata: dict[str, Any] = {}
-        self._stored: dict[str, Any] = {}  # transformers' TensorInfo by checkpoint name
+        self._stored: dict[str, Any] = {}  # name in the file, place and type by checkpoint name
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._factors: torch.Tensor | None = None
 
     def __enter__(self) -> GgufFile:
-        reader = _reader()
         check_readable(self._path)
         try:
-            # Reading a string from a mapping takes a third of the time that a numpy array takes.
             with self._path.open("rb") as opened:
                 blob = mmap(opened.fileno(), 0, access=ACCESS_READ)
-            self.metadata, count, place = reader._read_metadata(blob, str(self._path), self._texts)
+            header = read_header(blob, self._texts)
+            self.metadata = header.metadata
             _refuse_parts(self.metadata)
-            entries, place = reader._read_tensor_table(blob, count, place)
             alignment = int(self.metadata.get("general.alignment", 32))
-            begin = -(-place // alignment) * alignment
+            begin = -(-header.end // alignment) * alignment
         except Refusal:
             raise
-        except Exception as error:  # a damaged file makes the reader raise several kinds
+        except Exception as error:  # a damaged file makes several kinds
             raise Refusal(
                 f"{self._path.name} is not a GGUF file that can be read",
                 detail=f"{type(error).__name__}: {error}",
             ) from error
         self._bytes = _as_tensor(blob)
         find_model(self.metadata)
-        for name, shape, kind, offset in entries:
-            self._add(name, shape, kind, begin + offset)
+        for entry in header.tensors:
+            self._add(entry.name, entry.shape, entry.kind, begin + entry.offset)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,17 +107,14 @@ class GgufFile(Checkpoint):
                           f"{rows} rows")  # fmt: skip
         return words
 
-    def write_config(self, directory: Path) -> Vocabulary:
-        """Write config.json and generation_config.json. Return the vocabulary.
+    def write_config(self, directory: Path) -> None:
+        """Write config.json.
 
         Raises:
-            Refusal: The metadata describe no served model, or no tokens that can be read.
+            Refusal: The metadata describe no served model.
         """
-        vocabulary = self.vocabulary()
-        ends = {"eos_token_id": sorted(vocabulary.ends)}
-        for name, content in (("config", self.config()), ("generation_config", ends)):
-            (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-        return vocabulary
+        content = json.dumps(self.config())
+        (directory / "config.json").write_text(content, encoding="utf-8")
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor; a tensor in blocks is expanded to float32."""
@@ -148,7 +124,7 @@ class GgufFile(Checkpoint):
         own, start, kind = self._stored[name]
         _, dtype = FLOAT_TYPES[kind]
         shape = self.tensors[name].shape
-        size = dtype.itemsize * torch.Size(shape).numel()
+        size = dtype.itemsize * prod(shape)
         tensor = self._bytes[start : start + size].view(dtype).view(shape)
         order = row_order(self._model, self.metadata, own)
         if order is not None:
@@ -192,10 +168,13 @@ class GgufFile(Checkpoint):
         """
         if kind in FLOAT_TYPES:
             label, dtype = FLOAT_TYPES[kind]
-            size = dtype.itemsize * torch.Size(shape).numel()
+            size = dtype.itemsize * prod(shape)
         elif kind in BLOCK_TYPES:
             label, block = BLOCK_TYPES[kind]
-            size = torch.Size(shape).numel() // block.inputs * block.num_bytes
+            if not shape or shape[-1] % block.inputs:
+                raise Refusal(f"its tensor {name} has the shape {list(shape)}, and rows of {label} "
+                              f"are multiples of {block.inputs}")  # fmt: skip
+            size = prod(shape) // block.inputs * block.num_bytes
         else:
             what = OTHER_TYPES.get(kind, f"number {kind}")
             known = ", ".join(name for name, _ in (*FLOAT_TYPES.values(), *BLOCK_TYPES.values()))
