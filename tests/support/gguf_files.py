@@ -7,7 +7,7 @@ import json
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -198,20 +198,30 @@ def write_file(
     path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]
 ) -> None:
     """Write metadata, and tensors as (type, shape, bytes), in GGUF's version 3."""
+    with path.open("wb") as file:
+        sizes = {name: (kind, shape, len(data)) for name, (kind, shape, data) in tensors.items()}
+        write_head(file, metadata, sizes)
+        for _, _, data in tensors.values():
+            file.write(data + b"\0" * (-len(data) % ALIGNMENT))
+
+
+def write_head(
+    file: BinaryIO,
+    metadata: dict[str, Any],
+    tensors: dict[str, tuple[int, tuple[int, ...], int]],
+) -> None:
+    """Write all that precedes the first tensor's data; tensors are (type, shape, bytes)."""
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
         head += [_text(key), _value(value)]
     offset = 0
-    for name, (kind, shape, data) in tensors.items():
+    for name, (kind, shape, size) in tensors.items():
         head += [_text(name), struct.pack("<I", len(shape))]
-        head += [struct.pack("<Q", size) for size in reversed(shape)]
+        head += [struct.pack("<Q", length) for length in reversed(shape)]
         head.append(struct.pack("<IQ", kind, offset))
-        offset += len(data) + -len(data) % ALIGNMENT
+        offset += size + -size % ALIGNMENT
     start = b"".join(head)
-    with path.open("wb") as file:
-        file.write(start + b"\0" * (-len(start) % ALIGNMENT))
-        for _, _, data in tensors.values():
-            file.write(data + b"\0" * (-len(data) % ALIGNMENT))
+    file.write(start + b"\0" * (-len(start) % ALIGNMENT))
 
 
 def _with_joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
