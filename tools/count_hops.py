@@ -8,9 +8,9 @@ A client reads a stream of a running server (`tools.watched_calls`). **A hop** i
 function of ours from another file of ours, or a change to another task. The way shown is the one
 that most tokens went, once the stream is steady.
 
-Between the commit and the send the core and the loop also do work for the step as a whole and not
-for a token: they account for the blocks that the step filled, decide the next step, and take times.
-These calls (`BESIDE`) are counted separately, with everything below them.
+Between the commit and the send, the core and the replica's loop also work for the step as a whole
+and not for a token: they account for the blocks that the step filled, decide the next step, and
+take times. These calls (`BESIDE`) are counted separately, with all calls that they make.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 
-COMMIT = ("engine/core/text/commit.py", "Committer.commit")  # the way of a token begins here
-BESIDE = {  # a function, or any function of a file
+COMMIT = ("engine/core/text/commit.py", "Committer.commit")  # where a token's way begins
+BESIDE = {  # by function or by file
     "Core.plan": "decide the next step",
     "Scheduler.prepare": "decide the next step",
     "Scheduler.next_wakeup": "look for what is due",
@@ -45,8 +45,8 @@ BESIDE = {  # a function, or any function of a file
     "engine/replica/watchdog.py": "watch for steps that hang",
     "engine/replica/threads.py": "start the next step",
 }
-STEP_S = 0.003  # long enough for the client to read the message before the next one comes
-TOKENS_BEFORE = 20  # until the stream is steady
+STEP_S = 0.003  # so long that the client reads a message before the next one comes
+TOKENS_BEFORE = 20
 TOKENS_SEEN = 40
 MAX_TOKENS = 2 * (TOKENS_BEFORE + TOKENS_SEEN)
 
@@ -58,12 +58,12 @@ class Hop:
     source: str
     target: str
     function: str
-    depth: int  # functions of ours that are under way, the called one not counted
+    depth: int  # how many functions of the product are on the stack below the called one
 
 
 @dataclass(frozen=True)
 class Way:
-    """The hops of one token, and how many hops beside it had which purpose."""
+    """The hops of one token, and the number of other hops of its step by their purpose."""
 
     hops: tuple[Hop, ...]
     start: str = ""
@@ -78,10 +78,10 @@ class Way:
 
 @dataclass(eq=False)
 class Recorder:
-    """Takes the profiler's events of one thread and keeps the ways of tokens among them."""
+    """A profiler of one thread (`sys.setprofile`) that keeps the way of each token."""
 
     ways: list[Way] = field(default_factory=list)
-    _hops: list[Hop] | None = None  # None: no token is under way
+    _hops: list[Hop] | None = None  # of the current token; None before a commit
     _beside: Counter[str] = field(default_factory=Counter)
     _task: object = None
 
@@ -158,7 +158,7 @@ def describe(way: Way) -> str:
 
 
 def draw() -> str:
-    """Return the part of the README."""
+    """Return the text that engine/README.md shows: a steady token's way."""
     return describe(count())
 
 

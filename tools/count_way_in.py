@@ -2,12 +2,13 @@
 
     python -m tools.count_way_in
 
-A client generates with a running server (`tools.watched_calls`), one request after another over one
-connection. **A change of file** is a step of the way into another file of ours, or back to one that
-goes on. A function that calls no other file only answers, and the way does not lead through it. All
-that the core does for one call is one stop: it decides for all requests, and not for this one. What
-is beside a token's way (`tools.count_hops`) is beside this one, too. The way shown is the shortest
-that a request went: on a busy machine, the loop reads later frames before it plans.
+A client sends requests to a running server (`tools.watched_calls`), one after another over one
+connection. **A change of file** is a call into another file of ours, or a return to a file that
+then calls a further one. A call whose function calls no other file is left out, since it only
+returns a value. A call into the core counts once with all that it calls there, because the core
+decides for all requests. Calls that are not for a token (`tools.count_hops.BESIDE`) are not for a
+request either. The way shown is the shortest one: on a busy machine, the loop reads later frames
+before it plans.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from tools.watched_calls import callers_of, file_of, is_resumed, watch
 if TYPE_CHECKING:
     from types import CodeType, FrameType
 
-FIRST = ("grpc_service/rpc/connection.py", "Connection._on_stream")  # a request has come
-LAST = "plan"  # of a core: the first one that is not empty
+# A way begins when a request has come, and ends with the first plan of a core that is not empty.
+FIRST = ("grpc_service/rpc/connection.py", "Connection._on_stream")
+LAST = "plan"
 CORE = "engine/core/"
 REQUESTS_SEEN = 20
-PAUSE_S = 0.02  # until the server is done with the request before
+PAUSE_S = 0.02  # before a request, so that the server is done with the last one
 STEP_S = 0.001
 
 
 @dataclass(eq=False)
 class Entry:
-    """A call of a function in another file. ``is_on_way``: that file called a further one."""
+    """A call of a function in another file. ``is_on_way``: the function called a further file."""
 
     source: str
     target: str
@@ -46,10 +48,10 @@ class Entry:
 
 @dataclass(eq=False)
 class Recorder:
-    """Takes the profiler's events of one thread and keeps the ways of requests among them."""
+    """A profiler of one thread (`sys.setprofile`) that keeps the way of each request."""
 
     ways: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
-    _entries: dict[FrameType, Entry] = field(default_factory=dict)  # since bytes have come
+    _entries: dict[FrameType, Entry] = field(default_factory=dict)  # since the last read of bytes
     _is_under_way: bool = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -79,7 +81,7 @@ class Recorder:
 
 
 def _is_beside(codes: list[CodeType]) -> bool:
-    """Return whether a call does something that is not for the request alone."""
+    """Return whether a call is, or is below, a call that `BESIDE` lists."""
     names = [name for code in codes for name in (code.co_qualname, file_of(code))]
     return any(name in BESIDE and not name.endswith(f".{LAST}") for name in names)
 
@@ -101,8 +103,7 @@ def _is_receive(function: Any) -> bool:
 
 
 def _steps_of(entries: list[Entry]) -> tuple[tuple[str, str], ...]:
-    """Return the files of the way in order, each with the function called there; "" for a
-    return."""
+    """Return the files of the way in order, each with the called function, or "" for a return."""
     steps: list[tuple[str, str]] = []
     for entry in entries:
         if not entry.is_on_way:

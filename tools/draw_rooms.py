@@ -76,13 +76,14 @@ def box_of(room: str) -> str | None:
     whole = room
     while room not in boxes and room not in COMMON:
         room, _, _ = room.rpartition(".")
-        if room in ("", *PRODUCT):  # whose own box has only the files that lie directly in them
+        if room in ("", *PRODUCT):  # the box of a whole package is not for rooms below it
             raise KeyError(whole)
     return boxes.get(room)
 
 
 def arrows() -> dict[Arrow, bool]:
-    """Return which box imports which, and whether a file does so outside of functions."""
+    """Return each pair of boxes of which the first imports the second, and whether some file does
+    so outside of functions."""
     found: dict[Arrow, bool] = defaultdict(bool)
     for module in product_modules():
         for imported in imports_of(modules()[module].read_text()):
@@ -94,7 +95,7 @@ def arrows() -> dict[Arrow, bool]:
 
 
 def reduced(arrows: set[Arrow]) -> set[Arrow]:
-    """Return the arrows without those that other arrows make superfluous."""
+    """Return the arrows without each one whose boxes a path of other arrows connects."""
     kept = set(arrows)
     for source, target in sorted(arrows):
         kept.remove((source, target))

@@ -4,8 +4,7 @@
     python -m tools.list_models --check    exits 1 if docs/features.md shows another one
     python -m tools.list_models --write    writes it into docs/features.md
 
-Rule 1: the list comes from `SERVED`, `LISTED`, `VISION` and `UNPAGED_TYPES`; there is no second
-one.
+Rule 1: the list comes from `SERVED`, `LISTED`, `VISION` and `UNPAGED_TYPES`, and no second list.
 """
 
 from __future__ import annotations

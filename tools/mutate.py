@@ -1,6 +1,6 @@
 """Check that the core's tests notice changes: `python -m tools.mutate` makes 100 of them.
 
-Each mutant is one drawn change of the core or of `POOL` (a comparison, a sum, a constant, a
+Each mutant is one random change of the core or of `POOL` (a comparison, a sum, a constant, a
 condition, a dropped call, a dropped result), made in a copy of the tree. The quick tests and a few
 simulated worlds run against the copy until one fails. Survivors are printed.
 `tools/mutation_survivors.md` names the survivors that no test can notice, with the reasons. The
@@ -35,10 +35,10 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "engine" / "core"
 POOL = [ROOT / "engine" / "pool" / name for name in ("backoff.py", "routing.py")]
 EXPLAINED = ROOT / "tools" / "mutation_survivors.md"
-BAR = 90.0  # per cent killed
-LONGEST = 90  # characters of a statement in a mutant's name
+BAR = 90.0  # per cent
+LONGEST = 90  # characters of a name
 COPIED = ("engine", "grpc_service", "tools", "tests", "pyproject.toml")
-TIMEOUT_S = 240.0  # for one command; a mutant that hangs is killed then
+TIMEOUT_S = 240.0  # of one command, after which a mutant counts as killed
 PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
@@ -177,7 +177,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _line_text(node: ast.AST, function: ast.AST) -> str:
-    """Return the smallest statement around a constant, because a number alone says nothing."""
+    """Return the text of the smallest statement with a constant, to name the mutant."""
     around = [
         statement
         for statement in ast.walk(function)
@@ -192,7 +192,7 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
-    """Draw ``count`` mutants, each file in proportion to how many it has."""
+    """Draw ``count`` mutants; a file with twice as many possible ones gets twice as many."""
     paths = [*sorted(CORE.rglob("*.py")), *POOL]
     every = [mutant for path in paths for mutant in mutants_of(path)]
     return random.Random(seed).sample(every, min(count, len(every)))

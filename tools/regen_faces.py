@@ -5,8 +5,8 @@
 
 Rule 1: `RULES` hold for every face. A line that ends with ``# asyncio only`` is left out, and with
 it the lines below that are indented further; so is a docstring's paragraph about cancellation,
-because a thread cannot be cancelled. Rule 2: a face's own `Face.changes` are texts. It is an error
-if one is not in the source, so that none is forgotten there.
+because a thread cannot be cancelled. Rule 2: a face's own `Face.changes` are texts and what they
+become. A text that is not in the source is an error, so that no change is forgotten.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Face:
-    """A file that is generated: from where, and what is different in it beside the rules."""
+    """A generated file: its source, and the texts that differ from it beside the `RULES`."""
 
     source: str
     path: str
@@ -64,14 +64,14 @@ def without_waiting(text: str) -> str:
 
 
 def without_asyncio_only(lines: list[str]) -> list[str]:
-    """Return the lines without the blocks that are marked."""
+    """Return the lines without those marked ``# asyncio only``, and without the blocks of these."""
     kept: list[str] = []
     left_out: int | None = None  # the indentation of the block that is being left out
     for line in lines:
         indentation = len(line) - len(line.lstrip())
         if left_out is not None and line.strip() and indentation <= left_out:
             if indentation < left_out:
-                kept.append("\n")  # the block was the last of its function
+                kept.append("\n")  # the block that was left out ended its function
             left_out = None
         if line.rstrip().endswith(ASYNCIO_ONLY):
             left_out = indentation

@@ -77,7 +77,7 @@ class Import:
 
 @cache
 def imports_of(source: str) -> tuple[Import, ...]:
-    """Return every import of a file, wherever it stands."""
+    """Return every import of a source text, also those inside functions."""
     return tuple(_imports(ast.parse(source), is_type_only=False, is_in_function=False))
 
 
@@ -137,5 +137,5 @@ def is_within(name: str, package: str) -> bool:
 
 
 def room_of(module: str) -> Room:
-    """Return the room that a module belongs to: the longest name that holds it."""
+    """Return the room that a module belongs to: the one with the longest matching name."""
     return rooms()[max((name for name in rooms() if is_within(module, name)), key=len)]

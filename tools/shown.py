@@ -20,13 +20,14 @@ ENGINE_README = Path(__file__).parent.parent / "engine" / "README.md"
 
 @dataclass
 class Shown:
-    """A part of ``page`` named ``name``, made by ``python -m tool``; ``fence`` is its language."""
+    """A part of ``page`` named ``name``, made by ``python -m tool``. ``fence`` is the language of
+    its code block, or "" if the part is Markdown itself."""
 
     name: str
     tool: str
     make: Callable[[], str]
     description: str
-    fence: str = "mermaid"  # "": the part is Markdown itself
+    fence: str = "mermaid"
     page: Path = ENGINE_README
     marker: str = "<!-- {} -->"  # a comment of the page
 

@@ -2,7 +2,7 @@
 
 It prints a line per seed. For a violation it prints the seed and the command that replays it, and
 the exit code is 1. `--journal` prints every event. `--table` prints how often each transition was
-hit, and the first seed that did; the exit code is 1 if one is rare, or is not listed.
+hit, and by which seed first; the exit code is 1 if a transition is rare, or is not listed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulator.run import Outcome, simulate
 from tests.simulator.workload import FAULTS
 
 TRANSITIONS = Path(__file__).parents[1] / "tests" / "simulation" / "transitions.txt"
-RARE = 10  # guess: what follows a transition that was hit less often in all worlds is hardly tested
+RARE = 10  # guess: a transition that is hit less often in all worlds is hardly tested
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -77,15 +77,15 @@ class Table:
         self._first_seeds = dict.fromkeys(transitions, seed) | self._first_seeds
 
     def faults(self) -> dict[str, str]:
-        """Return what is wrong with each transition that `TRANSITIONS` does not list, or that it
-        lists and that is rare."""
+        """Return a line for each transition that `TRANSITIONS` does not list, and for each listed
+        one that is rare."""
         listed = listed_transitions()
         return dict.fromkeys(self._counts.keys() - listed, "NOT LISTED") | {
             name: "RARE" for name in listed if self._counts[name] < RARE
         }
 
     def lines(self) -> list[str]:
-        """Return a line for each transition, and one about all."""
+        """Return a line for each transition, and a line with the totals."""
         names, faults = sorted(self._counts.keys() | listed_transitions()), self.faults()
         lines = []
         for name in names:

@@ -43,8 +43,7 @@ def file_of(code: CodeType) -> str:
 
 
 def callers_of(frame: FrameType) -> Iterator[FrameType]:
-    """Yield the calls of functions of ours that are under way above a frame, the innermost
-    first."""
+    """Yield the frames of the product's functions that led to this frame, the innermost first."""
     caller = frame.f_back
     while caller is not None:
         if file_of(caller.f_code):
@@ -53,10 +52,10 @@ def callers_of(frame: FrameType) -> Iterator[FrameType]:
 
 
 def current_task() -> object:
-    """Return the task that runs; None while Trio itself does."""
+    """Return Trio's current task; None between two tasks."""
     try:
         return trio.lowlevel.current_task()
-    except RuntimeError:  # between two tasks
+    except RuntimeError:
         return None
 
 

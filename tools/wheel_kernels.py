@@ -32,7 +32,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the libraries before a wheel is built, and forgets them afterwards."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and have the libraries put beside the kernels' sources.
+        """Compile the kernels, and have the wheel take the libraries beside the kernels' sources.
 
         Raises:
             SystemExit: A wheel with libraries was asked for, and cannot be built here.

@@ -4,9 +4,9 @@
     python -m tools.lab.microbench_text [--rows 1,32,256] [--vocab 49152,151936] [--seconds 0.5]
         [--without-kernels]
 
-Each figure is the median of the repetitions that fit into ``--seconds``, followed by the fastest;
-they differ by the machine's other work. Logits are normal with a standard deviation of 3 and one
-leader, so that top_p 0.95 leaves a few hundred candidates, as in real rows.
+Each figure is the median of the repetitions that fit into ``--seconds``, followed by the fastest
+one, which other work on the machine disturbs less. Logits are normally distributed with a standard
+deviation of 3, and one is much higher: as in real rows, top_p 0.95 leaves some hundred candidates.
 """
 
 from __future__ import annotations

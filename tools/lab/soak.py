@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 GROWTH_MAX_MIB = 1.0  # per 1,000 requests
 MIB = 2**20
-REST_LIMIT_S = 40.0  # Trio's idle threads live for 10 s, grpc's pollers for about 20
+REST_LIMIT_S = 40.0  # Trio's idle threads end after 10 s, grpc's pollers after about 20
 END_LIMIT_S = 120.0
 SETTLE_S = 0.3  # grpc closes connections after a while
 KILL_EVERY_S = 4.0
@@ -82,8 +82,7 @@ class Sample:
 class Report:
     """The result of a soak.
 
-    ``left_over`` is what did not return to its baseline. ``wrong`` are outputs and statuses that
-    were wrong.
+    ``left_over``: figures that did not return to their baseline. ``wrong``: outputs and statuses.
     """
 
     samples: list[Sample]
@@ -155,8 +154,8 @@ class Control:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _ask(self) -> bytes:
-        """Return the output. The number of messages and of cached tokens depends on other clients
-        and is left out."""
+        """Return the output as bytes, without the numbers of messages and of cached tokens, which
+        depend on other clients."""
         with connect(self._address) as channel, Generation(channel, **CONTROL) as call:
             heard = call.finish()
         if heard.error is not None:
@@ -258,8 +257,8 @@ def _kill(one: subprocess.Popen[str]) -> None:
 
 
 def wait_for_rest(server: Server, start: float, baseline: Sample | None) -> Sample:
-    """Return the first sample at rest that holds no more than the baseline, or the last sample
-    after a while. Without a baseline, return the second of two samples that hold the same."""
+    """Take samples until the server holds no more than at the baseline, at most `REST_LIMIT_S`, and
+    return the last one. Without a baseline, wait until an idle server holds the same twice."""
     found = [take_sample(server, start)]
 
     def look() -> bool:
@@ -285,7 +284,7 @@ def left_over(baseline: Sample, last: Sample) -> list[str]:
 
 @contextmanager
 def soaked(seed: int) -> Iterator[Server]:
-    """Run a server that is warmed up, so that everything that is made once has been made."""
+    """Run a server that has served requests, so that all that it makes once has been made."""
     with fake(**SERVER) as server:
         wait_serving(server.channel)
         settings = {"count": 150, "tasks": 24}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PROMPTS = 40  # so few that prefixes are shared and expected outputs can be cached
 CANCEL_WITHIN_S = 0.05
 LONG = 400
-STALLED_TOKENS = 300  # more than fit into a small window and a small buffer
+STALLED_TOKENS = 300  # more than a small flow-control window and a small stream buffer hold
 KINDS = {
     "whole": 30,
     "cancel": 30,

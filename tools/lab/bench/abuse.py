@@ -1,16 +1,16 @@
 """Measures what hostile clients cost a stream beside them, and the server's memory.
 
-The victim reads one stream after the other of the demo model. Its gaps and its tokens per second
-are compared with those beside a process that only spins, which takes a core as an attacker does.
-Each attack runs over one connection and from ten addresses of the loopback network; its first
-second does not count. Before, a full batch of long requests uses the memory that the model reserved
-when it was loaded, so that none of it is taken for the attack's. Windows beside the attack and
-beside the spinning process alternate; from the second one on, the server remembers the attacker's
-address.
-Beside them, one message is sent for each list and each map of each request, with as many of the
-smallest values as a message holds, as one holds that the loop decodes, and as are allowed; the
-fields are those of the descriptors. Of these the row has the victim's longest gap from then on.
-``BENCH_ONLY`` is a pattern for the names of attacks and of methods with their fields.
+The victim is a client that reads one stream after the other of the demo model. Its gaps between
+tokens and its tokens per second are compared with those beside a process that only spins, which
+takes a core as an attacker does. Each attack runs over one connection and from ten addresses of the
+loopback network; its first second does not count. Before an attack, a full batch of long requests
+touches the memory that the model reserved, so that the server's growth is the attack's. Windows
+beside the attack and beside the spinning process alternate; from the attack's second window on, the
+server remembers the attacker's address.
+Besides, single large messages are measured: for each repeated field and each map of each request,
+one with as many of the smallest values as a message holds, one with as many as the server decodes
+in its loop, and one with as many as are allowed. The row of a message has the victim's longest gap
+until `AFTER_S` after its answer. ``BENCH_ONLY`` is a pattern for names of attacks and of fields.
 """
 
 from __future__ import annotations
@@ -53,40 +53,40 @@ MEASURES = ("grpc_service", "tools/lab/bench/attackers.py")
 
 ROOT = Path(__file__).parents[3]
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2.5"))
-REPEATS = 3  # windows beside each of the two, in turn
+REPEATS = 3  # windows of each kind
 SETTLE_S = 1.0
 TOKENS = 400
-FILL_REQUESTS, FILL_WORDS = 32, 1900  # of 2,048 tokens, the context of the demo model
+FILL_REQUESTS, FILL_WORDS = 32, 1900  # a word is a token; the demo model's context is 2,048 tokens
 SERVICES = (INFERENCE, MODELS, CONTROL)
 ONE = ("127.0.0.1",)
 TEN = tuple(f"127.0.1.{number}" for number in range(1, 11))
 FOUR = tuple(f"127.0.0.{number}" for number in range(2, 6))
-# The attack that fills `--max-connections`, and the flags of its server: the attacker holds fewer
-# descriptors, and the victim is connected before.
+# This attack fills `--max-connections`, which is low here (`FLAGS`) to save the attacker's file
+# descriptors. The victim connects before the attack.
 FILLING = "connections held"
-# The victim and the probes connect from 127.0.0.1, and share what that address may do and owes: in
-# these attacks, an address of its own.
+# The server's limits are for an address. So these attackers do not use 127.0.0.1, from which the
+# victim and the health probes connect.
 APART = ("connections opened and closed", "long texts", "long prompts that are cut")
 SOURCES = {FILLING: (FOUR,), **dict.fromkeys(APART, (TEN[:1], TEN))}
 FLAGS = {FILLING: ["--max-connections", "257", "--max-connections-per-address", "64"]}
 HOARDED, HOARDED_EACH = "hoarded windows", 100  # streams of each of ten addresses
 SPIN = "while True: pass"
-P50_BAR, P99_BAR, RATE_BAR, MEMORY_BAR_MB = 1.5, 3.0, 0.7, 50.0  # of issue 19
-GAP_BAR_MS, HEALTH_BAR_S = 150.0, 0.5  # of issue 55
+P50_BAR, P99_BAR, RATE_BAR, MEMORY_BAR_MB = 1.5, 3.0, 0.7, 50.0
+GAP_BAR_MS, HEALTH_BAR_S = 150.0, 0.5
 PROBE_PAUSE_S, PROBE_LIMIT_S = 0.2, 5.0
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
-MESSAGE_BYTES = 4 * 2**20 - 64  # the largest message, and room for what goes around the field
+# The largest field: the largest message less some bytes for the rest of the request.
+MESSAGE_BYTES = 4 * 2**20 - 64
 # Bar of the longest gap beside one message, in ms: 20, and Python's switch interval.
 MESSAGE_GAP_BAR = 20.0 + 1e3 * sys.getswitchinterval()
-AFTER_S = 0.3  # in which a gap still counts after the message's answer
+AFTER_S = 0.3  # after the message's answer, gaps count for so long
 
 
 @dataclass(frozen=True)
 class Seen:
     """What the victim saw in one window: the gaps between its tokens in ms, its tokens per second,
-    the errors that it met, the memory that the server had at most, in MB, and the longest time that
-    a health probe took which connected anew, in seconds; a probe that fails takes `PROBE_LIMIT_S`.
-    """
+    the errors that it met, the server's peak memory in MB, and the time of the slowest health probe
+    in seconds, connecting included. A probe that fails counts as `PROBE_LIMIT_S`."""
 
     gaps: list[float]
     rate: float
@@ -101,7 +101,7 @@ class Seen:
 
     @property
     def p99(self) -> float:
-        """The gap that one in a hundred exceeds."""
+        """The 99th percentile of the gaps, in ms."""
         return percentile(self.gaps, 0.99)
 
 
@@ -280,7 +280,7 @@ def rows_of(name: str, sources: tuple[str, ...]) -> Iterator[Row]:
 
 
 def messages_of(path: FieldPath) -> Iterator[tuple[str, bytes]]:
-    """Yield the worst messages for a field, each with a word for it."""
+    """Yield the largest messages for a field: a word for the row's name, and the bytes."""
     yield "most", worst_request(path, MESSAGE_BYTES)
     yield "the loop's most", worst_request(path, SMALL_BYTES)
     if len(data := request_with(path, allowed_values(path)[1])) <= MESSAGE_BYTES:
@@ -323,7 +323,7 @@ def gap_beside(victim: Victim, call: Callable[..., Any], data: bytes) -> tuple[f
 
 
 def totals(address: str) -> pb.Totals:
-    """Return the server's figures."""
+    """Return the totals of the server's `Control.GetStats`."""
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         return stubs.ControlStub(channel).GetStats(pb.GetStatsRequest(), timeout=20).totals
 
@@ -335,7 +335,7 @@ def asked(address: str) -> int:
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:
-    """Wait until something is true, or for half a minute."""
+    """Wait until ``is_true()`` is true, at most half a minute."""
     deadline = time.monotonic() + 30
     while not is_true() and time.monotonic() < deadline:
         time.sleep(0.1)

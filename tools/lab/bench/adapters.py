@@ -1,11 +1,11 @@
 """Measures adapters (LoRA): tokens/s of mixed batches, of base-only steps, and memory.
 
-One runner, without a server, decodes for eight sequences. In turn: the base model alone; the base
-model alone while four adapters are loaded; the base model and the same four adapters, two sequences
-each. The adapters have rank 16 on all linear layers and random numbers.
+One runner, without a server, decodes for eight sequences. Three cases take turns: the base model
+alone; the base model alone while four adapters are loaded; and two sequences with each of these
+adapters. The adapters have rank 16 on all linear layers and random numbers.
 
-The memory is what the process has allocated (RssAnon) beside its state before the load of an
-adapter, and at most during the load, against what the pool reserves for it.
+The memory of an adapter is the growth of the process's allocated memory (RssAnon) by its load, at
+the end and at most, against what the pool reserves for it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RANK, BATCH, ADAPTERS = 16, 8, 4
 PROMPT, STEPS, BLOCK = 64, 24, 16
 BAR_MIXED = 0.8  # of the base model's tokens/s
 BAR_LOADED = 0.99
-BAR_MEMORY = 1.05  # of what is reserved
-# Memory that an allocator may keep beside: torch frees large blocks at once, and its own tables
-# and the file's buffer of the last read stay. A guess.
+BAR_MEMORY = 1.05  # of the reserved memory
+# Guess: memory that stays with the process after a load and is not the adapter's. torch frees large
+# blocks at once; the allocator's tables and the buffer of the last read file stay.
 SLACK_BYTES = 4e6
 
 
@@ -63,7 +63,7 @@ class Decoder:
         self._plans = 0
 
     def load(self) -> list[Any]:
-        """Load every adapter, and return what was said of each."""
+        """Load every adapter, and return the runner's `AdapterInfo` of each."""
         infos = [self.runner.adapters.load(str(path)) for path in self._directories]
         self._digests = [info.digest for info in infos]
         return infos

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-PIECE_BYTES = 2**14  # sent at once
-REST_S = 0.02  # after a refused connection
-NEW_MAX = 40  # connections that are opened in a row
+PIECE_BYTES = 2**14  # of a DATA frame at most
+REST_S = 0.02
+NEW_MAX = 40  # connections opened in a row
 GENERATE, TOKENIZE = b"/triolet.v1.Inference/Generate", b"/triolet.v1.Inference/Tokenize"
 EMBED = b"/triolet.v1.Inference/Embed"
 MESSAGE_BYTES = 4 * 2**20  # the server's limit
@@ -60,7 +60,7 @@ def request(path: bytes = GENERATE, method: bytes = b"POST") -> bytes:
 
 
 def framed(message: bytes, *, is_compressed: bool = False) -> bytes:
-    """Return a message as it stands in a body."""
+    """Return a message with its gRPC prefix: whether it is compressed, and its length."""
     return bytes([is_compressed]) + len(message).to_bytes(4, "big") + message
 
 
@@ -110,12 +110,12 @@ def repeat(piece: bytes) -> Callable[[], Iterator[bytes]]:
 
 
 def bare(block: bytes) -> Callable[[], Iterator[bytes]]:
-    """Return an attack that begins calls for ever that have these headers and nothing else."""
+    """Return an attack that begins calls for ever, each of one HEADERS frame with this block."""
     return calls(lambda stream: headers(stream, block, is_last=True))
 
 
 def calls(make: Callable[[int], bytes], num_at_once: int = 100) -> Callable[[], Iterator[bytes]]:
-    """Return an attack that begins calls for ever; ``make`` returns the bytes of one."""
+    """Return an attack that begins calls for ever; ``make(stream)`` returns the bytes of a call."""
 
     def run() -> Iterator[bytes]:
         streams = ids()
@@ -126,7 +126,7 @@ def calls(make: Callable[[int], bytes], num_at_once: int = 100) -> Callable[[], 
 
 
 def after(first: bytes, attack: Callable[[], Iterator[bytes]]) -> Callable[[], Iterator[bytes]]:
-    """Return an attack that begins with ``first``."""
+    """Return an attack that sends ``first`` and then what ``attack`` sends."""
 
     def run() -> Iterator[bytes]:
         yield first
@@ -170,8 +170,8 @@ def half_messages(
 
 
 GZIP = block_of([(b"grpc-encoding", b"gzip")])
-ANSWERED = pb.TokenizeRequest(text="a " * 45_000)  # with about as many tokens as an answer holds
-LONG = pb.TokenizeRequest(text="a " * 2**19)  # the longest
+ANSWERED = pb.TokenizeRequest(text="a " * 45_000)  # its ids nearly fill an answer
+LONG = pb.TokenizeRequest(text="a " * 2**19)
 CUT = pb.GenerateRequest(
     text="a " * (2**21 - 100), prompt={"truncate_to": 9}, sampling={"max_tokens": 1}
 )
@@ -199,7 +199,7 @@ def long_text(stream: int) -> bytes:
 
 
 def long_prompt(stream: int) -> bytes:
-    """Return a call whose prompt is as long as a message can be, and cut."""
+    """Return a call with the longest prompt that a message can hold, which is to be truncated."""
     return headers(stream, request() + GZIP) + data(stream, CUT_BODY, is_last=True)
 
 
@@ -209,12 +209,12 @@ def bomb(stream: int) -> bytes:
 
 
 def image_bomb(stream: int) -> bytes:
-    """Return a call that does the same where requests may have images."""
+    """Return a call of Embed whose request is 16 MiB, the limit of images, when decompressed."""
     return headers(stream, request(EMBED) + GZIP) + data(stream, IMAGE_BOMB, is_last=True)
 
 
 def no_images() -> Iterator[bytes]:
-    """Send the largest request with an image, which is none, over and over."""
+    """Send Embed the largest request over and over; its image is zeros and no image format."""
     body = framed(IMAGES)
     for stream in ids():
         yield headers(stream, request(EMBED))
@@ -223,14 +223,14 @@ def no_images() -> Iterator[bytes]:
             yield data(stream, body[at : at + PIECE_BYTES], is_last=is_last)
 
 
-# Headers that each push the others out of the table: literals that are to be remembered.
+# Headers for HPACK's dynamic table, each so large that it evicts the one before it.
 CHURN = b"".join(
     b"\x40" + _number(4) + b"x-%02d" % number + _number(4000) + b"a" * 4000 for number in range(4)
 )
 
 
 def hpack_bomb() -> Iterator[bytes]:
-    """Remember one large header, and name it by one byte, over and over."""
+    """Put one large header into HPACK's table; then send requests that repeat it by 15 bytes."""
     large = b"\x40" + _number(3) + b"x-a" + _number(4000) + b"a" * 4000
     streams = ids()
     yield headers(next(streams), request() + large, is_last=True)
@@ -239,8 +239,8 @@ def hpack_bomb() -> Iterator[bytes]:
 
 
 def generate(stream: int, max_tokens: int, window_s: int | None = None) -> bytes:
-    """Return a call for so many tokens. Its stream waits for ``window_s`` seconds for a client that
-    has lost its connection."""
+    """Return a call for so many tokens. After a lost connection, its client may resume the stream
+    for ``window_s`` seconds."""
     message = pb.GenerateRequest(text="a", sampling={"max_tokens": max_tokens, "ignore_eos": True})
     if window_s is not None:
         message.resume_window.seconds = window_s
@@ -250,13 +250,14 @@ def generate(stream: int, max_tokens: int, window_s: int | None = None) -> bytes
 
 @dataclass(frozen=True)
 class Attack:
-    """``run`` yields what one connection sends. ``reads``: the client takes what it is sent."""
+    """An attacker, whose connections each send the bytes that ``run`` yields. Does it read answers,
+    keep to the server's flow-control windows, and hang up after sending, to connect again?"""
 
     run: Callable[[], Iterator[bytes]]
     reads: bool = True
-    keeps_windows: bool = False  # what it sends waits for the server's windows
-    hangs_up: bool = False  # it ends each connection after what it sends, and connects anew
-    num_connections: int = 1  # of each source address
+    keeps_windows: bool = False
+    hangs_up: bool = False
+    num_connections: int = 1  # from each source address
 
 
 OPEN = headers(1, request())
@@ -336,8 +337,8 @@ ATTACKS = {
 
 @contextmanager
 def hoarding(address: tuple[str, int], sources: Iterable[str], num_each: int) -> Iterator[None]:
-    """Ask for ``num_each`` streams with windows from each source; close all connections when the
-    block ends."""
+    """Ask from each source address for ``num_each`` streams that may be resumed for an hour. Close
+    all connections when the block ends."""
     asked = b"".join(generate(stream, 4000, 3600) for stream in range(1, 2 * num_each, 2))
     with ExitStack() as stack:
         for source in sources:
@@ -355,11 +356,11 @@ class Connection:
         self.sock.setblocking(False)
         self._pieces = attack.run()
         self._waiting = raw.PREFACE + frame(raw.SETTINGS, 0, 0)
-        self._is_begun = False  # part of what waits was sent
+        self._is_begun = False  # whether a part of ``_waiting`` was sent
         self._windows = raw.Windows() if attack.keeps_windows else None
 
     def send(self) -> None:
-        """Send what can be sent."""
+        """Send until the socket is full, or the attack or the server's windows allow no more."""
         while self.may_send():
             if self._windows is not None and not self._is_begun:
                 self._windows.spend(self._waiting)

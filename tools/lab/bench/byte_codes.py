@@ -31,8 +31,8 @@ MEASURES = ("engine/core", "engine/replica", "engine/api", "engine/requests")
 
 ROWS = (1, 8, 64)
 READERS = (1, 16)
-STEPS = 32  # counted; two blocks of each row are filled
-BEFORE = 20  # steps until all that happens once has happened
+STEPS = 32  # counted; each row fills two blocks in them
+BEFORE = 20  # steps before those: the first ones also do work that is done once
 STEP_S = 0.003
 
 
@@ -63,7 +63,7 @@ def counting() -> Iterator[Count]:
 
 
 def of_core(rows: int) -> float:
-    """Return the byte codes of one step of the core, results of the runner included."""
+    """Return the byte codes of a step's plan and commit, and of making its results."""
     scheduler = decoding_scheduler(rows, SHORT)
     for number in range(BEFORE):
         step(scheduler, 2.0 + number)

@@ -1,7 +1,7 @@
 """Measures how soon a cancel takes effect in every phase of a request, over gRPC, with fake steps
 of 20 ms.
 
-A client that cancels gets a status at once from its own library. So the status is measured for an
+A client that cancels gets a status at once from its own library. So the time is measured for an
 abort by the server: from before `Control.Abort` is sent until the request's client has the status
 ABORTED. A parked client has stopped reading, and grpc's client gives the status only after the
 messages before it. It therefore reads on when the abort is sent, and its row includes the reading
@@ -72,7 +72,7 @@ class Phase:
 
     @contextlib.contextmanager
     def request(self, channel: grpc.Channel) -> Iterator[Generation]:
-        """Open a request and yield it in the phase, at a moment drawn from two steps' time."""
+        """Open a request, bring it into the phase, wait up to two steps at random, and yield it."""
         length = 500 if self.name == "prefill" else 1
         own = SMALL_WINDOW if self.name == "parked" else ()
         with (
@@ -135,8 +135,8 @@ def measure_status(phase: Phase, channel: grpc.Channel) -> list[float]:
 
 
 def measure_free(phase: Phase, channel: grpc.Channel) -> tuple[list[float], list[float]]:
-    """Return the times in ms from a client's cancel until the request holds nothing, and the
-    numbers of steps that began in these times."""
+    """Return, for each cancel by a client, the ms until the request's blocks are free (or until a
+    queued request has left the queue), and how many steps began meanwhile."""
     times, steps = [], []
     is_queued = phase.name == "queued"
     for _ in range(COUNT):
@@ -156,7 +156,7 @@ def measure_free(phase: Phase, channel: grpc.Channel) -> tuple[list[float], list
 
 @contextlib.contextmanager
 def seats_taken(channel: grpc.Channel) -> Iterator[None]:
-    """Run two requests, which leave no room for a third."""
+    """Run two requests, which take the engine's two seats, so that a third one is queued."""
     with contextlib.ExitStack() as stack:
         for number in (1, 2):
             fields: dict[str, Any] = {"prompt_ids": [number], "max_tokens": ENDLESS}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class File:
-    """A file of figures: the kind of machine, where a person knew it and the file does not say it,
-    and the pattern that chose the rows (`BENCH_ONLY`)."""
+    """What a file of figures does not say itself: the machine's kind, as the person who measured
+    noted it, and the `BENCH_ONLY` pattern that selected its rows."""
 
     machine: str = ""
     only: str = ""
@@ -37,9 +37,9 @@ FILES = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: for each column the row of the file that it shows, or None. ``spread``:
-    the columns that show it, the last one by default. ``is_new``: left out until its file, measured
-    again, has one of the rows."""
+    """A line of a table. ``rows`` has for each column the name of the row of ``file`` that it
+    shows, or None. ``spread``: the columns that show the row's spread, too, the last one by
+    default. ``is_new``: the line is left out as long as the file has none of its rows."""
 
     label: str
     unit: str
@@ -57,7 +57,7 @@ class Claim:
     page: str
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
-    brief: str = ""  # what is measured, if the part names the benches and has no whole commands
+    brief: str = ""  # what is measured; if set, the page has benches' names and no commands
 
     @property
     def files(self) -> list[str]:
@@ -159,7 +159,7 @@ def _devices() -> tuple[Line, ...]:
 
 
 def _one(file: str, *rows: tuple[str, str, str]) -> tuple[Line, ...]:
-    """Return lines of one column: label, unit and row."""
+    """Return the lines of a table of one column, each made of (label, unit, row's name)."""
     return tuple(Line(label, unit, (row,), file) for label, unit, row in rows)
 
 

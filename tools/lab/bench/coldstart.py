@@ -39,7 +39,7 @@ BYTES = 64 * MIB  # of each replica
 LOAD_S = 0.3
 SAMPLE_S = 0.005
 BAR_MS = 50.0
-OWN_MIB = 16  # guess: what the waiters and the threads may take beside the model
+OWN_MIB = 16  # guess: memory of the waiters and the threads, beside the model's
 
 
 class HeavyRunner(FakeRunner):
@@ -65,7 +65,7 @@ class HeavyRunner(FakeRunner):
 
 @dataclass
 class Seen:
-    """What one cold start was seen to take. Memory is in MiB, and the most of all samples."""
+    """The figures of one cold start. Of memory in MiB, they are the highest of all samples."""
 
     wait_ms: float
     loads: int = 0
@@ -80,7 +80,7 @@ def resident() -> float:
 
 
 async def _wait_for_model(waiters: int) -> Seen:
-    """Return what was seen of one cold start. Cancellation: at once."""
+    """Return the figures of one cold start. Cancellation: at once."""
     returned: list[float] = []
 
     def make_runner(model: ModelConfig, config: EngineConfig) -> HeavyRunner:

@@ -7,20 +7,20 @@ the n-gram drafter itself drafts, over prompts that repeat themselves, answers i
 plain stories. Both engines give the same tokens, which is checked where a request runs alone. The
 engines of the story model are opened `OPENINGS` times.
 
-The shipped draft model drafts for the story model, with all that it adapts to, and once without
-(`WITHOUT_ADAPTING`): these rows show its acceptance, and what it would cost if it did not switch
-itself off.
+The shipped draft model drafts for the story model, too: as the engine adapts the number of drafted
+tokens to their gain, and with `WITHOUT_ADAPTING` tokens in each step. The latter rows show the
+acceptance, and what drafts would cost if the engine did not switch them off.
 
-llama.cpp's own look-up drafts for the same story model and prompts, against llama.cpp without.
+llama.cpp with its own look-up drafts is measured against llama.cpp without, on the same prompts.
 
-Another row compares unseeded answers with and without drafts by a chi-squared test over their
-first tokens that may be drafted: the share of the statistic's critical value at one in a thousand.
+Another row compares unseeded answers with and without drafts by a chi-squared test over tokens 2 to
+4, which may be drafted: the statistic divided by its critical value at one in a thousand.
 
 `BENCH_ONLY` is a regular expression that selects rows by name.
 
-A draft of k tokens makes a step longer by what k more rows cost: on the story model, whose step
-takes a third of a millisecond, one more row costs a third of a step and seven cost 0.8, and on
-larger models less. So the engine measures what its own steps take.
+A draft of k tokens makes a step longer by the time of k more rows: on the story model, whose step
+takes a third of a millisecond, one more row costs a third of a step and seven cost 0.8 of one; on
+larger models it is less. So the engine measures how long its own steps take.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ ACCEPTANCES = (0.0, 0.5, 0.8, 1.0)
 BARS = {(1, 0.0): 0.97, (1, 0.8): 1.6, (32, 0.0): 0.98, (32, 0.8): 0.98}  # by batch and acceptance
 BAR_REPETITIVE, BAR_JSON, BAR_PLAIN = 1.3, 1.3, 0.97
 BAR_MODEL = 0.97
-WITHOUT_ADAPTING = 3  # tokens that the draft model drafts in each step then
+WITHOUT_ADAPTING = 3  # tokens of each draft in the rows "not adapting"
 STORY_TOKENS = 200
-SAMPLES = 1200  # unseeded answers of each engine
-OPENINGS, PAIRS = 5, 6  # of engines of the story model; measurements of each of them
-AT_ONCE = 4  # of them; few enough to be drafted
-CRITICAL = {  # of chi-squared at 0.001, by degrees of freedom
+SAMPLES = 1200
+OPENINGS, PAIRS = 5, 6  # how often the story model's engines are opened; pairs of each opening
+AT_ONCE = 4  # how many of the samples run at once
+CRITICAL = {  # of chi-squared at 0.001
     **{1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88},
     **{10: 29.59, 11: 31.26, 12: 32.91, 13: 34.53, 14: 36.12, 15: 37.70, 16: 39.25, 17: 40.79},
     **{18: 42.31, 19: 43.82, 20: 45.31, 21: 46.80, 22: 48.27, 23: 49.73, 24: 51.18, 25: 52.62},
@@ -102,15 +102,15 @@ JSON = ("A girl in the park:", "The old man:", "My friend:")
 
 
 class Replaying:
-    """A drafter in place of `NgramDrafter`. It knows the right outputs, by their prompts; each
-    token of its drafts is right with the probability ``acceptance``."""
+    """A drafter in place of `NgramDrafter`. ``known`` has the whole output by its prompt; each
+    token of a draft is the right one with the probability ``acceptance``."""
 
     acceptance = 0.0
     known: dict[tuple[int, ...], tuple[int, ...]] = {}  # noqa: RUF012 - one bench runs at a time
     random = random.Random(1)
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
-        """Return what follows, with errors."""
+        """Return the known tokens after ``tokens``, some of them replaced by wrong ones."""
         whole = self.known.get(tuple(tokens[:PROMPT_TOKENS]), ())
         right = whole[len(tokens) : len(tokens) + most]
         draws = self.random
@@ -123,8 +123,8 @@ PROMPT_TOKENS = 128
 def ask(
     engine: Engine, requests: Sequence[GenerateRequest]
 ) -> tuple[float, list[list[int]], int, int]:
-    """Let all requests run at once. Return their tokens per second, from the first delivery on,
-    their tokens, how many of these were drafted, and how many tokens were drafted."""
+    """Let all requests run at once. Return their tokens per second from the first delivery on,
+    their tokens, and how many drafted tokens there were: those accepted, and all."""
     streams = [engine.generate(request) for request in requests]
     found: list[list[int]] = [[] for _ in streams]
     begun, accepted, drafted = 0.0, 0, 0
@@ -150,8 +150,8 @@ def config_of(model: str, speculation: str, draft_model: str = "", **fields: Any
 def both(
     model: str, drafter: type | None = None, *, is_turned: bool = False, **fields: Any
 ) -> Iterator[list[Engine]]:
-    """Run an engine without drafts, and one with them, by ``drafter`` if one is given. If
-    ``is_turned``, the latter is opened first."""
+    """Run two engines, one without drafts and one with them, and yield both in that order. Drafts
+    are made by ``drafter`` if it is given. If ``is_turned``, the second engine is opened first."""
     ngram = sequences.NgramDrafter
     with ExitStack() as stack:
         sequences.NgramDrafter = drafter or ngram  # type: ignore[misc,assignment]
@@ -161,7 +161,7 @@ def both(
 
 
 def opened(stack: ExitStack, configs: Sequence[EngineConfig], *, is_turned: bool) -> list[Engine]:
-    """Open an engine of each config, the last one first if ``is_turned``, and return them in the
+    """Open an engine of each config, in reverse order if ``is_turned``, and return them in the
     order of the configs."""
     step = -1 if is_turned else 1
     return [stack.enter_context(open_engine(config)) for config in configs[::step]][::step]
@@ -169,8 +169,8 @@ def opened(stack: ExitStack, configs: Sequence[EngineConfig], *, is_turned: bool
 
 @dataclass
 class Pairs:
-    """Measurements without and with drafts in turn: tokens per second, and of the last answers with
-    drafts, how many tokens there were, how many were drafted, and how many of these accepted."""
+    """Tokens per second without drafts (``off``) and with them (``on``), measured in turn. The
+    counts are of the last answers with drafts: all tokens, drafted ones and accepted ones."""
 
     off: list[float] = field(default_factory=list)
     on: list[float] = field(default_factory=list)
@@ -192,7 +192,7 @@ class Pairs:
             SystemExit: a request that runs alone has other tokens with drafts.
         """
         off, on = repeat_in_turn([partial(ask, engine, requests) for engine in engines], count)
-        # In bfloat16, what a step computes beside a prompt may flip a near-tie of its tokens (D10).
+        # In bfloat16, the other rows of a prompt's step may flip a near-tie of its tokens (D10).
         is_alone = len(requests) == 1
         if is_alone and any(mine[1] != theirs[1] for mine, theirs in zip(on, off, strict=True)):
             raise SystemExit("the tokens with drafts differ")
@@ -246,8 +246,8 @@ def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
     prompts = [tuple(rng.randrange(1000) for _ in range(PROMPT_TOKENS)) for _ in range(32)]
     same = {"max_tokens": STEPS, "ignore_eos": True}
     greedy = SamplingParams(temperature=0.0, **same)
-    # Beside others' prompts, rounding may change a greedy token, after which the replay is wrong.
-    # So there the noise alone decides, which each seed fixes.
+    # With other prompts in a step, rounding may change a greedy token, and then the replayed rest
+    # is wrong. So batches sample at a temperature at which only the noise of their seeds decides.
     noisy = [SamplingParams(temperature=100.0, seed=index, **same) for index in range(len(prompts))]
     model = str(checkpoint("q05"))
     with both(model, Replaying, max_model_len=512, kv_cache_memory=512 << 20) as engines:
@@ -270,7 +270,7 @@ def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
 
 
 def looked_up(wanted: re.Pattern[str]) -> Iterator[Row]:
-    """Yield the rows of the story model, one stream at a time."""
+    """Yield the rows of the n-gram drafter with the story model, one stream at a time."""
     greedy = {"temperature": 0.0, "max_tokens": STORY_TOKENS, "ignore_eos": True}
     drawn = {"temperature": 0.8, "seed": 5, "max_tokens": STORY_TOKENS}
     form = Constraint("json_schema", SCHEMA)
@@ -354,7 +354,7 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
 
 @contextmanager
 def always_drafting() -> Iterator[None]:
-    """Let a draft model draft in each step, whether it pays or not."""
+    """Let a draft model draft `WITHOUT_ADAPTING` tokens in each step until the block ends."""
     kept = Lengths.best, StepTimes.may_draft, DraftBudget.note
     count = WITHOUT_ADAPTING
     Lengths.best = lambda self, most, *_: (min(most, count), 2.0 if self.is_model else 0.0)  # type: ignore[method-assign,assignment]

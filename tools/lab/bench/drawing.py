@@ -1,13 +1,13 @@
 """Measures what drawing costs beside diffusers' own pipeline: the same drawing by our runner's
 steps and by ``pipe()``, in one process, in turn.
 
-The pipelines are of random weights, of StableDiffusion's and of SDXL's kind, with images of 256 ×
-256 pixels; a denoising step takes 30 to 90 ms on a core, a hundredth of published models', so that
-what a plan costs weighs more here than there. Both sides use the same number of threads, the same
-seed and steps, and decode in tiles of the same size; diffusers' progress bar is off. Bars: our time
-may be 1.02 × of diffusers', also where three drawings take turns step by step, against three calls
-of ``pipe()``, and where the drawing goes through the engine in this process, until its PNG is
-there, against ``pipe()`` and Pillow.
+The pipelines have the layouts of StableDiffusion and of SDXL, random weights, and images of 256 ×
+256 pixels. A denoising step takes 30 to 90 ms on a core, a hundredth of a published model's, so
+that the cost of a plan is a larger share here. Both sides use the same number of threads, the same
+seed and steps, and decode in tiles of the same size; diffusers' progress bar is off. The bar is
+1.02 × diffusers' time in each of three cases: one drawing; three drawings that take turns step by
+step, against three calls of ``pipe()``; and a drawing by the engine in this process until its PNG
+is there, against ``pipe()`` and Pillow.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DRAWING = Drawing("a red circle", "blurred", 256, 256, steps=10, guidance_scale=
 def plans(
     info: ImageGenerationInfo, drawing: Drawing, number: int
 ) -> Iterator[ImageGenerationPlan]:
-    """Yield a drawing's plans; the first one ends the drawing that had its number before."""
+    """Yield a drawing's plans. The first plan also ends the earlier drawing of this number."""
     sequence = SequenceId(number)
     yield ImageGenerationPlan(
         PlanId(1), sequence, Verb.ENCODE, drawing=drawing, ended=(SequenceId(number),)
@@ -96,8 +96,8 @@ def by_engine(eng: Engine) -> float:
 
 
 def by_calls(pipe: Any, count: int, *, with_file: bool = False) -> float:
-    """Draw the same images by one call of diffusers' pipeline each; ``with_file`` makes PNGs of
-    them. Return the seconds."""
+    """Draw ``count`` images, each by one call of diffusers' pipeline; ``with_file`` encodes them as
+    PNGs, too. Return the seconds."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -155,7 +155,7 @@ def measure(directory: Path, arch: str) -> list[Row]:
 
 
 def against(what: str, how: str, sides: Sequence[Callable[[], float]]) -> list[Row]:
-    """Return the rows of ours and of diffusers', measured in turn."""
+    """Measure our way to draw and diffusers' in turn, and return the rows."""
     ours, theirs = repeat_in_turn(sides, REPEATS_HERE)
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return [

@@ -46,7 +46,7 @@ DRAWING = pb.GenerateImageRequest(
 
 
 async def _gaps(channel: Any, until: float) -> list[float]:
-    """Return the seconds between the tokens of one stream after another."""
+    """Read streams one after another until ``until``, and return the seconds between tokens."""
     found: list[float] = []
     while time.perf_counter() < until:
         last = 0.0
@@ -69,7 +69,7 @@ async def _draw(channel: Any, until: float) -> float:
 
 
 async def _turn(channel: Any, num_streams: int, num_drawers: int) -> tuple[float, float]:
-    """Return the p99 between tokens, and the seconds of a drawing; 0 where nobody asks."""
+    """Return the p99 between tokens and a drawing's time, in seconds; 0 without such clients."""
     until = time.perf_counter() + WINDOW_S
     drawing = [asyncio.create_task(_draw(channel, until)) for _ in range(num_drawers)]
     gaps = await asyncio.gather(*(_gaps(channel, until) for _ in range(num_streams)))

@@ -142,8 +142,7 @@ def machine() -> dict[str, object]:
 
 
 def commit(paths: Sequence[str] = ()) -> str:
-    """Return the measured commit, with a + if ``paths`` (or anything, without paths) are not as
-    committed."""
+    """Return the measured commit, with a + if ``paths`` (by default all) are not as committed."""
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -16,11 +16,11 @@ tokens go out in one message. Its figure is per token.
 `BENCH_ONLY` is a regular expression that selects cases by name, such as "16 streams" or "1 stream,
 TLS". A case without TLS has the row without ticks, too.
 
-While a device computes, the caches get cold: after the 2 ms of a tick, a message of a single stream
-costs twice as much as without ticks. What that costs changes within minutes on a shared machine:
-six runs on Zen 3 had medians from 1.20 to 1.51 times the plain handler's for one stream. What a
-step adds to estimates and histograms is therefore noted in lists, plans are named tuples, and the
-loop reads the clock as seldom as it can.
+Between ticks the processor's caches get cold: after the 2 ms of a tick, a message of a single
+stream costs twice as much as without ticks. This cost changes within minutes on a shared machine:
+six runs on Zen 3 had medians from 1.20 to 1.51 times the plain handler's for one stream. Because of
+it, the engine notes a step's contributions to estimates and histograms in lists, its plans are
+named tuples, and its loop reads the clock as seldom as it can.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SIZE_TOLERANCE = 1.02
 
 def measure(server: Peer, streams: int, sizes: list[float], ca: str = "") -> float:
     """Return the server's CPU time per message over one window, in µs. Append the messages' mean
-    size to ``sizes``. ``ca`` is a file with the certificate that the server's TLS rests on."""
+    size to ``sizes``. ``ca`` is the file of the authority's certificate; "": no TLS."""
     asked = {"address": server.address, "streams": streams, "max_tokens": ENDLESS, "ca": ca}
     with peer("readers", **asked) as readers:
         time.sleep(0.2)

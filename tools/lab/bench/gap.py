@@ -5,12 +5,12 @@ on the worker's clock.
 gap is the time of two hops, the commit, the commands and the plan together, with plans that
 were prepared during the step and without.
 
-What a prepared plan saves is the plan's time, whatever the step's. So its gain is measured where it
-is largest: on a fake device whose steps are just long enough for the loop to plan and to deliver
-meanwhile; with shorter ones the loop itself is the limit, and with longer ones the plan is a
-smaller part. A cycle is the time from a step's start to the next one's. Nobody reads the tokens,
+A prepared plan saves the time to make a plan, however long the step takes. So its gain is measured
+where it is largest: with fake steps just long enough for the loop to plan and to deliver meanwhile.
+With shorter steps the loop itself is the limit, and with longer ones planning is a smaller part. A
+cycle is the time from a step's start to the next one's. In these rows nobody reads the tokens,
 because readers in the engine's process would share its thread; each stream's buffer holds all of
-them.
+its tokens.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ BAR_MS = 1.0
 RUNNER = {"step_s": STEP_S, "num_blocks": READERS * 16 + 1024, "max_model_len": ENDLESS + 200}
 SHORT = ((64, 0.001), (128, 0.002), (256, 0.004))  # rows and seconds of a step
 CYCLES = 100
-CYCLE_TURNS = 11  # more than of other rows, as the gain is near the noise of a run
-BAR_GAIN = 1.0  # per cent: with less, preparing plans would not be worth its code
+CYCLE_TURNS = 11  # because the gain is near the noise of one run
+BAR_GAIN = 1.0  # per cent
 
 
 def gap_ms(stamps: Sequence[Stamp]) -> float:
-    """Return the median time between two steps that both had every reader's row."""
+    """Return the median time in ms between two successive steps that both had all readers' rows."""
     gaps = [
         start - end
         for (_, end, rows), (start, _, next_rows) in pairwise(stamps)

@@ -2,10 +2,10 @@
 HTTP API through the gateway smg, and triolet.v1 through Ray Serve.
 
 One client makes one call after the other to one server of the story model, or to one replica of it
-behind Ray Serve, which has as many threads. Every call has a prompt
-that is cached. A request's cost is the time of a call of one token. A token's is the time of a call
-of 65 tokens beyond that, for each of the 64 others; most of it is the model's step, which is the
-same each way. The HTTP client is `http.client`, which reads a stream and parses nothing.
+behind Ray Serve, which has as many threads. The prompt is the same each time, so that it is cached.
+A request's cost is the time of a call of one token. A token's cost is the rest of the time of a
+call of 65 tokens, divided by 64; most of it is the model's step, which is the same each way. The
+HTTP client is `http.client`, which reads a stream and parses nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MEASURES = ("grpc_service", "tests/support/gateway.py", "tests/support/ray_fleet.py")
 
 PROMPT = "Once upon a time there was a small dog who wanted to see the world beyond the hill."
-CALLS = 20  # of one figure, whose median counts
+CALLS = 20  # whose median is a figure
 MANY = 65
 MODELS = [{"model": "demo-stories", "name": "stories"}]
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}

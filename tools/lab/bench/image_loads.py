@@ -50,8 +50,8 @@ def mixed(count: int) -> list[bytes]:
 
 
 def never_the_same(images: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the images over and over, each time with another comment in the file, so that a server
-    finds none among those that it has kept."""
+    """Yield the images over and over, each time with another comment in the JPEG file, so that no
+    server finds one in its cache."""
     number = 0
     while True:
         comment = number.to_bytes(8, "big")
@@ -62,9 +62,9 @@ def never_the_same(images: Sequence[bytes]) -> Iterator[bytes]:
 
 @dataclass
 class Load:
-    """Clients that each send the next of ``requests`` when they have the answer to the last, or a
-    time after it that is drawn between 0 and ``pause_s``. ``times`` are those of whole requests,
-    ``gaps`` those between two messages of one; ``ends`` are the moments of the last messages."""
+    """Clients that share ``requests``; each sends the next one when it has the answer to its last,
+    after a random pause of up to ``pause_s``. In seconds, ``times`` are the durations of requests,
+    ``gaps`` those between two messages of one answer, and ``ends`` the moments of their ends."""
 
     method: str
     requests: Iterable[bytes]
@@ -81,13 +81,13 @@ class Load:
 
     @property
     def longest_pause(self) -> float:
-        """The longest time between two ends, one after the other. Where whole steps of requests end
-        together, it is that of the longest step."""
+        """The longest time without the end of a request. If all requests of a step end together, it
+        is the time of the longest step."""
         return max(after - before for before, after in pairwise(self.ends))
 
     async def run(self, channel: Any) -> None:
-        """Send requests for `WINDOW_S`, and longer if none has counted by then. Those of the first
-        `WARM_UP_S` do not count."""
+        """Send requests for `WINDOW_S`. Requests that begin in the first `WARM_UP_S` do not count;
+        if no other has ended by then, go on until one has."""
         start, call = time.perf_counter(), channel.unary_stream(self.method)
         requests, draw = iter(self.requests), random.Random(0)
 
@@ -111,8 +111,8 @@ class Load:
 async def windows(
     address: str, makers: Sequence[Sequence[Callable[[], Load]]]
 ) -> list[list[list[Load]]]:
-    """Run sets of loads in turn, the loads of a set together, each for a window: once to warm up,
-    and then `REPEATS` times. Return, for each set, its loads of every window."""
+    """Run sets of loads in turn, all loads of a set at the same time: once to warm up, and then
+    `REPEATS` times. Return, for each set, the loads of each of these times (windows)."""
     found: list[list[list[Load]]] = [[] for _ in makers]
     async with grpc.aio.insecure_channel(address, options=NO_PROXY) as channel:
         for turn in range(REPEATS + 1):

@@ -8,31 +8,30 @@ patches. Photographs have 640 × 480 pixels or, as a phone's, 12 million. Client
 request when they have the answer to the last (`tools.lab.bench.image_loads`).
 
 - throughput: 64 requests at once, of one photograph of 640 × 480 each, against one call of
-  ``encode`` for all. The library decodes them, too, and runs in the bench's own process with as
-  many threads as the encoder's worker: one.
-- beside: 4 clients send photographs of both sizes in turn to "clip". Beside them, 8 clients send 16
+  ``encode`` for all. The library decodes the photographs, too, and runs in the bench's own process
+  with as many threads as the encoder's worker: one.
+- beside: 4 clients send photographs of both sizes in turn to "clip". Meanwhile 8 clients send 16
   short texts at a time to an embedding model of MiniLM-L6's shape; or 16 streams of the shipped
-  story model are read. "A photograph, alone" is the time of a phone's from its bytes to its vector:
-  most of it is decoding and resizing, which cannot be interrupted.
+  story model are read. "A photograph, alone" is a phone's photograph, from its bytes to its vector:
+  most of the time is decoding and resizing, which cannot be interrupted.
 - same: 16 clients send 8 photographs of 640 × 480 at a time to "clip", so that each of its steps is
-  full. Beside them, a client sends short texts to "clip" at random moments. A text waits for one
-  step of images at most: for the longest one in the same window, which is the longest time in which
-  no images were answered. (It includes a text's own step, 2 to 3 % of it.) The time of a full step
-  is the mean of `triolet:step_seconds`, while images alone are sent.
-- seeing: 16 streams of "see" are read, while 4 clients ask it about photographs of both sizes, of
-  which none came before. "One image's piece" is what a step has room for without other requests,
-  the whole photograph: the time from the start of its prompt to the first token. Beside streams, a
-  step takes one tile of it.
-- chats: the time of the first token behind a photograph of 640 × 480, of at most 64 KB, and 20
-  words that came before, against that of a text of as many tokens which came before. "A further
-  image" has the same words.
+  full. Meanwhile a client sends short texts to "clip" at random moments. A text waits for one step
+  of images at most. The longest step of a window is taken as the longest time in which no images
+  were answered, which includes a text's own step (2 to 3 %). The time of a full step is the mean of
+  `triolet:step_seconds`, while images alone are sent.
+- seeing: 16 streams of "see" are read, while 4 clients ask it about new photographs of both sizes.
+  Without other requests, one step computes a whole photograph: "one image's piece" is the time from
+  the start of its prompt to the first token. Beside streams, a step computes one tile of it.
+- chats: the time of the first token after a photograph of 640 × 480 (of at most 64 KB) and 20
+  words, all of which are cached, against that of a cached text of as many tokens. "A further image"
+  is a new photograph with the same words.
 
-Each of them alternates what it compares, so that a drift of the machine affects both alike.
+Each part alternates what it compares, so that a drift of the machine affects both alike.
 `BENCH_ONLY` is a regular expression that selects among these five names.
 
-Tried for decoding beside steps, by hand: lower priorities of threads, longer time slices for them
-(a thread that holds the GIL and has no core stops everybody), and never to decode and encode
-at the same time, did not pay; a process of its own did (D23), with a niceness of 10 as with 19.
+How to decode images beside steps was tried by hand. Threads of lower priority, longer time slices
+for these (a thread that holds the GIL and has no core stops everybody), and never decoding and
+encoding at once did not help; a process for decoding did (D23), at niceness 10 as at 19.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ MEASURES = (
 COUNT = 64
 SHAPE = Shape(layers=6, hidden=384, heads=12, mlp=1536, vocab=30522, max_len=77)
 IMAGE_CLIENTS, EMBED_CLIENTS, STREAMS = 4, 8, 16
-BATCH_CLIENTS, BATCH_IMAGES = 16, 8  # three full steps wait while one runs
+BATCH_CLIENTS, BATCH_IMAGES = 16, 8  # enough for four full steps
 TEXT_PAUSE_S = 0.5
 BAR, BAR_BESIDE, BAR_AGAIN = 0.85, 2.2, 1.15
-AGAIN = 20  # times that an image comes again
-BLOCK = 16  # tokens, which may be the same before the image
+AGAIN = 20  # how often the image is sent again
+BLOCK = 16  # the prefix before the image fills at most one block
 WORDS = "What is this? " * 5
 SEEING_TEXT = {
     "num_hidden_layers": 12,
@@ -210,8 +209,8 @@ def _against_limit(
     beside: Sequence[list[Load]],
     pieces: Sequence[float],
 ) -> Row:
-    """Return the row of the streams' gaps beside images against what they may be: the time of an
-    image, in ``pieces`` for each window, or `BAR_BESIDE` times the gaps alone."""
+    """Return the row of the streams' gaps beside images, divided by their limit in each window: the
+    time of an image (``pieces``) or `BAR_BESIDE` times the gaps alone, whichever is longer."""
     before, then = ([p99_gap_ms(loads[0]) for loads in one] for one in (alone, beside))
     shares = [
         mine / max(piece, BAR_BESIDE * other)
@@ -226,8 +225,8 @@ def embed_of(model: str, **inputs: Any) -> bytes:
 
 
 def story(model: str) -> bytes:
-    """Return a request for a stream of 64 tokens, each of which is a message, also one without
-    text."""
+    """Return a request for a stream of 64 tokens. It asks for token ids, so that a token without
+    text is a message, too."""
     asked = pb.GenerateRequest(
         model=model,
         text="Once upon a time",
@@ -253,8 +252,8 @@ def _compared(
     beside: Sequence[list[Load]],
     figure: Callable[[Load], float],
 ) -> list[Row]:
-    """Return the rows of a figure of each window's first load, alone and beside images. ``name``
-    has braces where this is said."""
+    """Return the rows of a figure of each window's first load: alone, beside images, and the ratio.
+    ``name`` has braces in the place of these words."""
     before, then = ([figure(loads[0]) for loads in one] for one in (alone, beside))
     ratios = [mine / other for mine, other in zip(then, before, strict=True)]
     return [
@@ -272,14 +271,14 @@ def _rates(beside: Sequence[list[Load]]) -> list[float]:
 
 
 class Steps(NamedTuple):
-    """The steps of a model: their seconds together, and how many there were."""
+    """How many steps a model has computed, and how many seconds they took together."""
 
     seconds: float
     count: float
 
 
 def same_model(directory: str) -> list[Row]:
-    """Return the rows of texts of an encoder whose steps are full of images."""
+    """Return the rows of texts that are sent to an encoder whose steps are full of images."""
     port = free_port()
     with served([(directory, "clip")], "--metrics-port", str(port)) as address:
         return asyncio.run(_same_model(address, port))
@@ -322,7 +321,7 @@ async def _same_model(address: str, port: int) -> list[Row]:
 
 
 def steps_of(port: int) -> Steps:
-    """Return the steps that a server's metrics name, of its only model."""
+    """Return the steps of a server's only model, read from the server's metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     found = {
@@ -338,7 +337,7 @@ def steps_of(port: int) -> Steps:
 
 
 def chat_of(image: bytes | None, words: str) -> pb.GenerateRequest:
-    """Return a request for one token behind a text, and an image before it."""
+    """Return a request for one token; its chat has one message with an image, if any, and words."""
     parts = [{"text": words}] if image is None else [{"image": image}, {"text": words}]
     chat = {"messages": [{"role": "user", "parts": parts}]}
     return pb.GenerateRequest(
@@ -353,7 +352,7 @@ def finished(call: Any, request: pb.GenerateRequest) -> Any:
 
 
 def seeing(address: str) -> list[Row]:
-    """Return the rows of streams of a model that sees, beside images that it is asked about."""
+    """Return the rows of streams of a vision model while it is asked about images."""
     new = never_the_same(mixed(8))
     asked = (chat_of(image, WORDS).SerializeToString() for image in new)
     streams = partial(Load, GENERATE, cycle([story("see")]), STREAMS)
@@ -375,7 +374,7 @@ def seeing(address: str) -> list[Row]:
 
 
 def one_piece(address: str, new: Iterator[bytes]) -> list[float]:
-    """Return the times in ms in which a photograph that is new and some words are computed."""
+    """Return the prefill times in ms of prompts with a new photograph and some words."""
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         call = channel.unary_stream(GENERATE)
         found = [finished(call, chat_of(next(new), WORDS)) for _ in range(2 * REPEATS)]
@@ -383,7 +382,7 @@ def one_piece(address: str, new: Iterator[bytes]) -> list[float]:
 
 
 def again(address: str) -> list[Row]:
-    """Return the rows of an image that comes again."""
+    """Return the rows of a cached image: its first token, and what a new image finds cached."""
     images = photographs(2 * AGAIN, SMALL)
     assert max(map(len, images)) <= 64 * 1024
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
@@ -406,14 +405,14 @@ def again(address: str) -> list[Row]:
 
 
 def first_token(call: Any, request: pb.GenerateRequest) -> tuple[float, int, int]:
-    """Return the seconds to a request's end, and its prompt's tokens and those that were cached."""
+    """Return the seconds to a request's end, its prompt's tokens, and how many were cached."""
     start = time.perf_counter()
     usage = finished(call, request).usage
     return time.perf_counter() - start, usage.prompt_tokens, usage.cached_tokens
 
 
 def _text_of_length(call: Any, length: int) -> pb.GenerateRequest:
-    """Return a text of about as many tokens, which was asked once."""
+    """Return a chat of about ``length`` tokens, after sending it once, so that it is cached."""
     words = "and "
     while first_token(call, chat_of(None, words))[1] < length:
         words += "and "

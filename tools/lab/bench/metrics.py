@@ -1,10 +1,10 @@
 """Measures what the telemetry costs: the server with and without it, in turn, and its calls alone.
 
-The first rows call the telemetry alone, as a loop with 128 rows does, which gives figures that a
-busy machine hardly disturbs. The other rows are the figure of the bench `front` (the server's CPU
-time per message, everything included) with the telemetry on and off in turn; differences are of
-pairs. With one stream a step gives one message, so that this difference is the cost of a step and
-its message.
+The first rows call the telemetry alone, as a replica's loop with 128 rows does; a busy machine
+hardly disturbs these figures. The other rows are the figure of the bench `front` (the server's CPU
+time per message, everything included) with the telemetry on and off in turn, and the difference of
+each pair. With one stream a step gives one message, so that there the difference is the cost of a
+step and its message.
 """
 
 from __future__ import annotations

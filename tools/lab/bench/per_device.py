@@ -1,9 +1,9 @@
-"""Measures a request alone and eight at once on each device that this machine has: the benches
-`single_request` and `concurrent_8x` of the source, by its own names.
+"""Measures a request alone (`single_request`) and eight at once (`concurrent_8x`) on each device
+that this machine has.
 
 The model is s135 in bfloat16, in the bench's own process. A request has a prompt of `PROMPT` ids
 that no cache has, and `OUTPUT` tokens. The time is that of all requests together, from the first
-submit to the last token. Figures of devices that a machine does not have are missing.
+submit to the last token. There are no rows of devices that a machine does not have.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ with the same random-weight checkpoint and prompts. They take turns, and one tha
 
 The memory is what a process has allocated (RssAnon), less what it had before the load: libraries,
 kernels and the tokenizer. A thread looks at it every millisecond, so that the highest value is
-known, too. Files that are mapped, such as the checkpoint, are not in it. What a load takes beside
-the weights (constraints, the KV pool, activations) is measured with a tiny model of the same
-vocabulary, and is left out.
+known, too. Files that are mapped, such as the checkpoint, are not in it. The memory that a load
+takes beside the weights (constraints, the KV pool, activations) is measured with a tiny model of
+the same vocabulary, and is subtracted.
 
 The last rows are those of `tools.lab.bench.variants`: kernels of other processors.
 
@@ -48,8 +48,8 @@ WAYS = {PLAIN: "none", "bfloat16 int8": "int8", "bfloat16 int4": "int4"}
 BATCHES = (1, 8, 32)
 BARS = {("decode", 8): 1.0, ("decode", 32): 1.0}  # against bfloat16
 BARS_PREFILL = {"bfloat16 int8": 1.3, "bfloat16 int4": 1.0}
-BARS_MEMORY = {"bfloat16 int8": 0.58, "bfloat16 int4": 0.38}  # of bfloat16's
-BAR_PEAK = 1.3  # of the memory at the end
+BARS_MEMORY = {"bfloat16 int8": 0.58, "bfloat16 int4": 0.38}  # against bfloat16
+BAR_PEAK = 1.3
 
 
 def cases(shape: str) -> list[Case]:
@@ -79,7 +79,7 @@ def compare(case: Case, engines: Sequence[EngineProcess]) -> list[Row]:
 
 
 def anonymous_bytes() -> int:
-    """Return what this process has allocated and used."""
+    """Return how many bytes of anonymous memory this process has resident (RssAnon)."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found
@@ -87,8 +87,8 @@ def anonymous_bytes() -> int:
 
 
 class Watch:
-    """Looks at the memory of this process every millisecond, from a thread, while it is entered.
-    ``peak`` is the most that was seen."""
+    """A context in which a thread reads this process's memory every millisecond. ``peak`` is the
+    highest value, in bytes."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -109,8 +109,8 @@ class Watch:
 
 
 def load_once(directory: str, quantization: str) -> dict[str, float]:
-    """Load a model in this process. Return the memory that it takes at the end and at most, the
-    bytes of its weights, and the seconds."""
+    """Load a model in this process. Return the bytes by which the process has grown at the end and
+    at most, the bytes of the weights, and the seconds of the load."""
     from engine.worker.forward import native
     from engine.worker.interface import RunnerSpec
     from engine.worker.text.runner import TorchRunner

@@ -4,7 +4,7 @@ The checkpoints, the prompts and what is on the clock are those of the bench `st
 the same weights in its own formats, which its own quantiser makes: Q8_0, Q4_0 and Q4_K_M. All
 engines take turns, and one that waits is stopped. Bits per weight are 8.5 for int8 and Q8_0, 4.5
 for int4 and Q4_0. The head has 8 bits in int4 (in a model with tied embeddings), 6 in Q4_K_M.
-vLLM, if it is installed and loads it, has a checkpoint in W8A8 (`tools.lab.bench.w8a8`).
+vLLM, if it is installed, serves the weights in W8A8 (`tools.lab.bench.w8a8`), if it can load that.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name.
 
@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 MEASURES = ("engine/core", "engine/worker", "engine/kernels")
 
 OWN = {"bfloat16": "none", "int8": "int8", "int4": "int4"}
-KINDS = ("Q8_0", "Q4_0", "Q4_K_M")  # of llama.cpp
-LIKE = {"int8": "Q8_0", "int4": "Q4_0"}  # has as many bits
+KINDS = ("Q8_0", "Q4_0", "Q4_K_M")
+LIKE = {"int8": "Q8_0", "int4": "Q4_0"}  # with as many bits
 W8A8 = "vLLM's W8A8"
-BAR_ONE = 1.15  # one stream against the format with as many bits
-BAR_MANY = 1.5  # several streams against the best of llama.cpp's
+# One stream against llama.cpp's format with as many bits; several streams against its fastest one.
+BAR_ONE = 1.15
+BAR_MANY = 1.5
 
 
 def ratio_row(name: str, own: list[float], other: list[float], bar: float | None) -> Row:
-    """Return the row of our tokens/s against others of the same turns."""
+    """Return the row of our tokens/s divided by another engine's of the same turn."""
     ratios = [mine / theirs for mine, theirs in zip(own, other, strict=True)]
     return row_of(name, ratios, "×", bar=bar, better="higher")
 
@@ -106,7 +107,7 @@ def _start(stack: ExitStack, name: str, peer: Peer, chosen: dict[str, Any]) -> E
 
 
 def _kept(stack: ExitStack, name: str, engine: EngineProcess) -> EngineProcess:
-    """Name an engine, of which there are several of one peer, and close it with the stack."""
+    """Name an engine, as one peer may have several, and have the stack close it."""
     engine.name = name
     stack.callback(engine.close)
     return engine

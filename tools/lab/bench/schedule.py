@@ -3,11 +3,11 @@ rows.
 
 The prefix cache and the cheap checks are on, and garbage is collected as in a server. The runner is
 left out: its results are made off the clock. Further rows are the floor (a bare loop that makes a
-row and an event), 64 rows of long contexts, and 1,024 rows with Python's own thresholds for garbage
-collection.
+plan's row and an event for each sequence), 64 rows of long contexts, and 1,024 rows with Python's
+own thresholds for garbage collection.
 
 Two of sixteen steps cost more than the others: the one in which 64 rows take their next block, and
-the one that makes the keys of full blocks. Most of the rest is making two named tuples a row.
+the one that makes the keys of full blocks. Most of the time goes into two named tuples a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 MEASURES = ("engine/core", "engine/gc_tuning.py")
 
 STEPS = 200
-TURNS = 21  # of 20 ms for the row with the bar; a busy host's disturbances last as long
+TURNS = 21  # 64 rows take 20 ms a turn; a busy host's disturbances last as long as one
 COUNTS = (1, 64, 256, 1024)
 SHORT, LONG = 32, 4096  # tokens of each prompt
 PYTHONS_THRESHOLDS = gc.get_threshold()

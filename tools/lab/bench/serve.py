@@ -8,8 +8,8 @@ same cores. Closed loop: each of 1, 8 or 32 clients sends `WAVES` requests, the 
 the last is answered; the clock runs until the last answer. Open loop: requests at random instants
 (Poisson), `RATE` per second. The servers take turns; a server that waits for its turn is stopped
 with all its processes. Our server also makes the text of its tokens. vLLM's gRPC server sends only
-ids; its gateway makes the text. The memory is that behind the loads (`peers.process.memory_mb`);
-both have a KV cache of the same size in it.
+ids; its gateway makes the text. The memory is read after the loads (`peers.process.memory_mb`) and
+includes a KV cache, whose size is the same for both servers.
 
 `BENCH_ONLY` is a regular expression that selects loads by name. `BENCH_PEERS=` leaves vLLM out.
 `BENCH_FLAGS` are more flags for our server.
@@ -17,9 +17,9 @@ both have a KV cache of the same size in it.
 What explains the figures: clients begin together. vLLM computes the first prompts in one step,
 after which all decode and none waits for another's prompt. Triolet computes prompts beside decodes,
 in steps of `--inter-token-target` or as long as the decodes take: answers begin and end sooner, the
-last first tokens come later, and the longest waits between tokens are steps with prompts. The file
-of Zen 3 is in float32, with an earlier pace; a step of 32 decodes takes longer than the target
-there.
+last first tokens come later, and the longest waits between tokens are steps with prompts. The
+figures of Zen 3 are of float32 and of an earlier pace of prompts; a step of 32 decodes takes longer
+than `--inter-token-target` there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODEL = "s135"
 PROMPT, OUTPUT = 128, 64
 WAVES = {1: 4, 8: 2, 32: 2}  # requests of each client, by the number of clients
 COMPARED = (8, 32)
-# Ours against the peer's, with `COMPARED` clients. Issue 20.
+# Bars of our figures divided by the peer's, with `COMPARED` clients.
 BARS = {"output": 1.2, "first token p50": 0.75, "between tokens p99": 1.0}
 RATE, OPEN_REQUESTS = 1.5, 24
 PEER = "vllm"

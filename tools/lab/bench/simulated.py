@@ -22,7 +22,7 @@ _usleep = ctypes.PyDLL(None).usleep
 
 
 def release(seconds: float) -> None:
-    """Let a step pass with the GIL released."""
+    """Sleep with the GIL released."""
     time.sleep(seconds)
 
 
@@ -34,13 +34,13 @@ def compute_in_python(seconds: float) -> None:
 
 
 def hold(seconds: float) -> None:
-    """Let a step of less than a second pass with the GIL held."""
+    """Sleep for less than a second with the GIL held."""
     _usleep(round(1e6 * seconds))
 
 
 class Device(FakeRunner):
-    """A device whose steps take ``step_s`` and release the GIL. ``busy_s`` is the time of its
-    steps."""
+    """A device whose steps take ``step_s`` and release the GIL. ``busy_s`` is the sum of the times
+    of its steps, in seconds."""
 
     sleep = staticmethod(release)
 
@@ -49,7 +49,7 @@ class Device(FakeRunner):
         self.busy_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Execute the plan and add its time."""
+        """Execute the plan and add its time to ``busy_s``."""
         started = time.monotonic()
         try:
             return super().execute(plan)

@@ -16,34 +16,35 @@ context, with a tiny model.
 comma-separated list of the engines to compare with; unset, `COMPARED` or `COMPARED_TOO`
 (transformers' continuous batching is slower than its plain forward and takes minutes).
 
-What was tried to make the kernels faster (`engine/kernels`), in one core's processor time on shared
-machines. It gained:
+These changes made the kernels (`engine/kernels`) faster, measured in one core's processor time on
+shared machines:
 
-- one call for a whole forward, with a barrier between its parts and no allocation: four calls a
-  layer, and Python in each, cost more than the products of a small model;
-- blocks of products as functions of their own where a vector takes several registers: inlined, GCC
-  kept the sums of integers in memory, and one row with AVX2 took four times as long;
-- panels of 16 outputs with inputs in pairs, the order that AVX512-BF16 and AMX need: a core reads
-  them from front to back, and tied embeddings are looked up in them;
-- AMX for one row, too: a tile takes as long for 16 rows, the time goes into waiting for weights,
-  and a row has the same bits in any batch;
-- float32 between products, which costs nothing measurable and is closer to float32 than stock
-  bfloat16;
-- an exponential by `vscalefps`, masks only at the diagonal, no denormals in masked scores, equal
-  passes of at most 640 inputs, and sums that stay in registers, by explicitly unrolled loops;
-- a last layer only for the rows that need it: a 24th of q05's prompt;
-- a decode's attention that takes all key heads of a position, prefetches 32 positions ahead into
-  the second cache, and multiplies pairs of bfloat16: 69 to 179 tokens/s with 8 sequences at 4,096
-  (a prefetch into the first cache, or in long bursts, takes twice as long);
-- the next pair of panels fetched while 16 to 64 rows pass over the last one: 25 to 21.5 ms for 32
-  rows; weights of 8 and 4 bits fetched 1.5 KiB ahead, and few, long tasks for up to four rows;
-- codes of 4 bits without a table, and with AVX2 in sums of 16 bits;
-- logits and activations in memory that is kept, and small vector functions that are always inlined.
+- One call computes a whole forward, with a barrier between its parts and no allocation. Four calls
+  a layer, with Python in each, cost more than the matrix products of a small model.
+- Blocks of products are functions of their own where a vector takes several registers. Inlined, GCC
+  kept the sums of integers in memory, and one row with AVX2 took four times as long.
+- Weights are in panels of 16 outputs with inputs in pairs, the order that AVX512-BF16 and AMX need.
+  A core reads them from front to back, and tied embeddings are looked up in them.
+- AMX computes single rows, too. A tile takes as long as for 16 rows, most of the time is waiting
+  for weights, and a row has the same bits in any batch.
+- Numbers between products are float32: no slower, and closer to float32 than stock bfloat16.
+- Attention has an exponential by `vscalefps`, masks only at the diagonal, and no denormals in
+  masked scores. Products take inputs in equal parts of at most 640, with sums in registers.
+- The last layer computes only the rows whose logits are wanted: q05's prompt took a 24th less.
+- A decode's attention takes all key heads of a position, prefetches 32 positions ahead into the
+  second-level cache, and multiplies pairs of bfloat16: 179 tokens/s instead of 69 with 8 sequences
+  at 4,096. (A prefetch into the first-level cache, or in long bursts, takes twice as long.)
+- The next pair of panels is fetched while 16 to 64 rows are multiplied by the current one: 32 rows
+  took 21.5 ms instead of 25. Weights of 8 and 4 bits are fetched 1.5 KiB ahead, and up to four rows
+  are divided into few, long tasks.
+- Codes of 4 bits need no table, and with AVX2 their sums have 16 bits.
+- The memory of logits and activations is kept, and small vector functions are always inlined.
 
-It gained nothing, or less than the noise: other blocks of sums; prefetching float weights, which
-the processor does; rounding a single row in every thread; three or six rows of integers at once;
-four panels for a single row; huge pages, for the KV pool and for tensors; a kernel of dot products
-for single rows beside AMX; int8 weights that are widened to bfloat16; passes over fewer inputs.
+These changes gained nothing, or less than the noise: other numbers of rows and panels in a block of
+sums; prefetching float weights, which the processor does itself; rounding a single row's inputs to
+int8 in every thread; blocks of three or six rows for integer sums; blocks of four panels for a
+single row; huge pages for the KV pool and for tensors; a kernel of dot products for single rows
+beside AMX; widening int8 weights to bfloat16; and dividing a product's inputs into smaller parts.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 MEASURES = ("engine/core", "engine/worker", "engine/kernels")
 
 SHAPES = ("s135", "q05", "lfm350", "moe850")
-AT_LENGTH = ("s135", "q05")  # also measured at a long context
+AT_LENGTH = ("s135", "q05")  # also measured with long contexts
 COMPARED = ("llama.cpp", "vllm", "transformers")
 # A hybrid and a mixture are compared with llama.cpp, because transformers needs minutes for one
 # measurement of them on a processor without instructions for bfloat16.
@@ -79,20 +80,21 @@ THREADS = 2
 STEPS = 32
 OUTSIDE_STEPS = 64
 KV_BYTES = 2 << 30
-BARS = {1: 0.7, 8: 1.0, 32: 1.0}  # decode against the best peer, by batch
+BARS = {1: 0.7, 8: 1.0, 32: 1.0}  # of decodes by batch: our tokens/s divided by the best peer's
 BAR_PREFILL = 1.0
 BAR_BUSY = 3.0
-BAR_CONTEXT = 1.25  # the work is the same; the rest is noise
-BAR_LINEAR = 1.25  # times the growth of the rows
+# Bars of a step's cost outside the model, with a quarter for noise: by context, and by rows.
+BAR_CONTEXT = 1.25
+BAR_LINEAR = 1.25
 # With random weights many tokens are nearly tied, and rounding to bfloat16 decides: about half of
-# the first tokens agree. Between two different models none agree.
+# two engines' first tokens agree. Two different models agree in none.
 BAR_SAME = 0.25
 BUSY = "while True: pass"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement of several engines. ``length`` is that of the prompts."""
+    """One measurement, which is made with several engines. ``length`` is the prompts' length."""
 
     shape: str
     what: str
@@ -206,7 +208,7 @@ def against_best(case: Case, samples: dict[str, list[float]], missing: Sequence[
 
 
 def memory_rows(shape: str, engines: Sequence[EngineProcess]) -> list[Row]:
-    """Return the rows of the engines' memory, with the KV cache that the cases used."""
+    """Return the rows of the engines' memory after the cases, whose KV caches are still held."""
     return [row_of(f"{shape} memory: {one.name}", [memory_mb(one.pid)], "MB") for one in engines]
 
 

@@ -27,13 +27,13 @@ from tools.lab.bench.claims import CLAIMS, FILES
 if TYPE_CHECKING:
     from tools.lab.bench.claims import Claim, Line
 
-# What follows the last colon of a row's name and has a column of its own: engines, and the ways to
-# compute the same model.
+# The names that may follow the last colon of a row's name, and then have a column of their own:
+# engines, and the ways to compute the same model.
 ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
 WAYS = tuple(
     f"{dtype}{form}" for dtype in ("float32", "bfloat16") for form in ("", " int8", " int4")
 )
-KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_K_M")  # of quantized weights: ours, and llama.cpp's
+KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_K_M")  # our quantized weights, and llama.cpp's
 COLUMNS = (*ENGINES, *WAYS, *KINDS)
 LINE_LENGTH = 100  # of a page's text
 PART = re.compile(r"<!-- figures: (?P<name>[\w-]+)[^\n]*-->\n.*?<!-- figures: end -->", re.DOTALL)
@@ -45,7 +45,7 @@ PAGES = tuple(dict.fromkeys(claim.page for claim in CLAIMS))
 
 
 def rounded(value: float, digits: int) -> str:
-    """Return a number with so many digits that count, and without an exponent if it is large."""
+    """Return a number rounded to so many significant digits; from 1,000 on, to an integer."""
     short = float(f"{value:.{digits}g}")
     return f"{round(value)}" if value >= 1000 else f"{short:g}"
 
@@ -112,8 +112,8 @@ def printed(file: Path) -> str:
 
 
 def part(claim: Claim) -> str:
-    """Return what a page shows of a claim: the commands, the table, and where they were measured.
-    The front page has the name of each line's bench for the commands.
+    """Return what a page shows of a claim: the commands, the table, and where it was measured. If
+    the claim has a ``brief``, that and a column with the benches' names replace the commands.
 
     Raises:
         KeyError: A row of the claim is not in its file.

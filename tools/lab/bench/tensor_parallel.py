@@ -1,11 +1,10 @@
 """Measures a divided model: two ranks of one thread each, against one process of one and of two.
 
-All three are worker processes, driven by our scheduler without a server. They take turns, and their
-prompts and checkpoint are the same. The memory is what their processes have resident.
+All three engines are worker processes, driven by our scheduler without a server. They take turns,
+with the same prompts and checkpoint. The memory is their processes' resident memory.
 
 On one socket, the ranks share the memory bus and the cores that a single process would have, so
-that dividing can only cost: this bench shows how much. It cannot show what dividing is for, which
-needs a GPU for each rank.
+that dividing can only cost: this bench shows how much. A gain needs a GPU for each rank.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name.
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("engine/worker", "engine/kernels")
 
-SHAPES = ("d40", "q05")  # s135 has 3 key-value heads
+SHAPES = ("d40", "q05")  # not s135, whose 3 key-value heads two ranks cannot share
 BATCHES = (1, 8)
 STEPS = 16
 PROMPT_TOKENS = 32
@@ -60,7 +59,7 @@ BASE = WAYS[0]
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
-    """Return drawn prompts, the same at every call."""
+    """Return random prompts, which are the same at every call."""
     rng = random.Random(7)
     return [[rng.randrange(10, VOCAB) for _ in range(length)] for _ in range(count)]
 

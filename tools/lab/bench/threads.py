@@ -2,11 +2,11 @@
 processes that spin.
 
 Each engine is our own, as in the bench `step`, with s135 in bfloat16 and a context of 128. One has
-the default number of threads, which the engine chooses, and each other a fixed one. A quota is that
-of a control group of version 1 (this needs root), which the engine is in from its start, because it
-looks for its quota then. A ratio is that of the tokens per second in the same turn. `PAUSE_S` is
-before each measurement: the quota that the one before has used up comes back, and its threads
-sleep.
+the default number of threads, which the engine chooses, and each other a fixed one. A quota is set
+on a control group of version 1 (this needs root). An engine is started inside the group, because it
+reads its quota when it starts. A ratio is that of the tokens per second in the same turn. A pause
+of `PAUSE_S` before each measurement gives back the quota that the last one used up, and lets its
+threads go to sleep.
 
 Alone, the time between tokens of one sequence is measured beside llama.cpp, in runs of `TOKENS`.
 """
@@ -36,7 +36,7 @@ SHAPE = "s135"
 QUOTAS = (0.5, 1.0, 1.5)
 BATCHES = (1, 8)
 REPEATS = int(os.environ.get("BENCH_COUNT", "10"))
-PAUSE_S = 0.25  # two and a half periods of a quota
+PAUSE_S = 0.25  # a quota's period is 0.1 s
 BAR = 0.9
 PEER, TOKENS, P99_BAR = "llama.cpp", 200, 1.2
 GROUPS = Path("/sys/fs/cgroup/cpu")
@@ -51,7 +51,7 @@ def fixed_counts() -> list[int]:
 
 @contextmanager
 def quota_group(quota: float) -> Iterator[Path]:
-    """Make a control group with a quota of so many cores, which all have left when it ends."""
+    """Make a control group with a quota of so many cores. All processes must leave in the block."""
     group = GROUPS / f"triolet-bench-{os.getpid()}"
     group.mkdir()
     try:
@@ -63,7 +63,7 @@ def quota_group(quota: float) -> Iterator[Path]:
 
 @contextmanager
 def inside(group: Path | None) -> Iterator[None]:
-    """Have this process, and those that it starts, in a group."""
+    """Move this process into a control group for the block; processes started there stay in it."""
     if group is None:
         yield
         return
@@ -76,7 +76,7 @@ def inside(group: Path | None) -> Iterator[None]:
 
 @contextmanager
 def engines_in(group: Path | None) -> Iterator[dict[str, EngineProcess]]:
-    """Start the engines in a group, by the names of their rows."""
+    """Start the engines in a control group, and yield them by the names of their rows."""
     counts = {DEFAULT: 0} | {
         f"{count} thread{'s' * (count > 1)}": count for count in fixed_counts()
     }
@@ -90,13 +90,13 @@ def engines_in(group: Path | None) -> Iterator[dict[str, EngineProcess]]:
 
 
 def rested(measured: Measured) -> float:
-    """Wait until nothing of another measurement is left, and measure."""
+    """Wait for `PAUSE_S`, so that no other measurement has an effect, and measure."""
     time.sleep(PAUSE_S)
     return measured()
 
 
 def compare(where: str, batch: int, engines: dict[str, EngineProcess]) -> list[Row]:
-    """Return the rows of one place and one number of sequences."""
+    """Return the rows of ``batch`` sequences. ``where`` is part of their names: "alone" or so."""
     case = Case(SHAPE, "decode", batch, 129, None)
     measured = [partial(rested, Measured(engine, case)) for engine in engines.values()]
     samples = dict(zip(engines, repeat_in_turn(measured, REPEATS), strict=True))

@@ -1,8 +1,8 @@
 """Measures the kernels of processors with AVX2 beside this machine's own: one stream's decode.
 
-Rows of the bench `quantized-weights`. `ENGINE_KERNELS` has an engine run a variant of the kernels
-that is not this processor's best. The peer is llama.cpp built for AVX2, with a GGUF file of the
-same weights: BF16, Q8_0 and Q4_0.
+The bench `quantized-weights` includes these rows. `ENGINE_KERNELS` has an engine run a variant of
+the kernels that is not this processor's best. The peer is llama.cpp built for AVX2, with a GGUF
+file of the same weights: BF16, Q8_0 and Q4_0.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def runnable() -> list[str]:
 def compare(
     case: Case, way: str, names: Sequence[str], engines: Sequence[EngineProcess]
 ) -> list[Row]:
-    """Return the rows of one format. ``engines`` are our own build, those of ``names``, and the
-    peer if it is installed."""
+    """Return the rows of one format. ``engines`` run, in this order: our best kernels, the variants
+    ``names``, and the peer if it is installed."""
     labels = ["this processor's", *names, PEER][: len(engines)]
     samples = repeat_in_turn([Measured(engine, case) for engine in engines])
     by_name = dict(zip(labels, samples, strict=True))

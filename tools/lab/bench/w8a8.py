@@ -62,8 +62,7 @@ def write(source: Path, target: Path) -> None:
 
 
 def rounded(key: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of a weight [outputs, inputs]: int8 [outputs, inputs] and bfloat16 scales
-    [outputs, 1]."""
+    """Return a weight [outputs, inputs] rounded to int8, and its bfloat16 scales [outputs, 1]."""
     import torch
 
     wide = weight.float()

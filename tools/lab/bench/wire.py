@@ -48,8 +48,8 @@ WORD = " word"
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 START_LIMIT_S = 60.0
 END_LIMIT_S = 15.0
-ENDLESS = 8000  # tokens; the runner does not count those of such a request
-STAMPS_MAX = 100_000  # one for each step: an hour of 40 ms steps
+ENDLESS = 8000  # tokens of a request that is cancelled before it has them
+STAMPS_MAX = 100_000  # steps: more than an hour of 40 ms steps
 
 
 Stamp = tuple[float, float, int]  # a step's start, end and number of rows
@@ -58,9 +58,9 @@ Stamp = tuple[float, float, int]  # a step's start, end and number of rows
 class PacedRunner(FakeRunner):
     """A runner whose steps sleep ``step_s`` and give every row the same token.
 
-    A request for `ENDLESS` tokens or more must be cancelled before it has them. ``stamps`` keeps
-    each step's start, end and number of rows, by `time.monotonic`, whose clock all processes of a
-    machine share.
+    The runner does not count the tokens of a request for `ENDLESS` or more, which must be
+    cancelled. ``stamps`` keeps each step's start, end and number of rows, by `time.monotonic`,
+    whose clock all processes of a machine share.
     """
 
     def __init__(

@@ -2,11 +2,10 @@
 
 Simulated: a device's step takes `STEP_S` with the GIL released, like an accelerator's. There is
 one client per device in a closed loop, and a request takes `STEPS` steps. The throughput of several
-devices is given against that of one. "Waiting" is the share of a request's
-time outside of steps, so that its rest is the time inside the model. Whole requests have
-percentiles, and their p99 is compared with the time that one takes alone. The baseline is the
-same engine with a lock that every step takes. Devices whose steps hold the GIL are the case
-in which threads gain nothing.
+devices is given against that of one. "Waiting" is the share of a request's time outside of steps.
+The times of whole requests have percentiles, and their p99 is compared with the time that a request
+takes alone. The baseline is the same engine with a lock that every step takes. Devices whose steps
+hold the GIL are the case in which threads gain nothing.
 
 Real: replicas of s135 in bfloat16 with one thread each, and `REAL_CLIENTS` clients per replica in a
 closed loop, in tokens per second; as threads of one process, and as processes.
@@ -61,7 +60,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Seen:
-    """The figures of one run. ``times`` are whole requests, in seconds."""
+    """The figures of one run. ``times`` are the durations of whole requests, in seconds."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -104,7 +103,7 @@ async def _closed_loop(engine: Engine, clients: int, tokens: int, window_s: floa
 
 
 async def _simulated(count: int, kind: type[Device]) -> Seen:
-    """Return what ``count`` simulated devices did. Cancellation: after the steps in flight."""
+    """Return the figures of simulated devices. Cancellation: after the steps in flight."""
     config = EngineConfig(models=(ModelConfig("fake", workers=(WorkerConfig(count=count),)),))
     devices: list[Device] = []
 

@@ -44,7 +44,7 @@ class Document:
 
 
 def document(seed: int, index: int) -> Document:
-    """Return the training document of an index."""
+    """Return the training document number ``index``: in some, a random name replaces the hero's."""
     rng = random.Random(f"document/{seed}/{index}")
     messages, stories = converse(rng) if rng.random() < CHAT_SHARE else ([], [write_story(rng)])
     texts = tuple(story.text for story in stories)
@@ -57,8 +57,7 @@ def document(seed: int, index: int) -> Document:
 
 
 def strange_name(rng: Random, ending: str) -> str:
-    """Return a name of random letters with the ending of a listed name, which hints at the
-    gender."""
+    """Return a name of random letters with a listed name's ending, which hints at the gender."""
     letters = ""
     for _ in range(rng.randint(1, 3)):
         letters += rng.choice(CONSONANTS) * (rng.random() < 0.85)
@@ -95,8 +94,8 @@ def converse(rng: Random) -> tuple[list[Message], list[Story]]:
 
 
 def request_and_story(rng: Random, again: bool = False) -> tuple[str, Story]:
-    """Return a request and the story that answers it. Both have the roles that the request
-    names."""
+    """Return a request and a story that answers it. What the request names (such as the hero or a
+    place) is in the story."""
     tables = load(STORIES, CHAT)
     plot = rng.choice(list(tables.plots))
     beat = f"request_{plot}" if rng.random() < 0.2 else "again" if again else "request"
@@ -116,7 +115,7 @@ def _message(role: str, content: str) -> Message:
 def named_prompt(seed: int) -> tuple[str, str]:
     """Return a story's beginning up to the sentence that names the hero, and that name.
 
-    The stories of these seeds are drawn from other random numbers than the training documents.
+    The seeds of these stories are not those of the training documents.
     """
     story = story_from_seed(f"prompt/{seed}")
     beginning: list[str] = []

@@ -40,18 +40,18 @@ PAINTED = 114
 """How far the darkest channel of a painted pixel is below white at least: half of what it is in
 every colour, so that a pixel of an edge counts where more than half of it is painted."""
 
-AREA_MIN = 12  # pixels; a small star has 50 or more, and a smaller area is a speck
+AREA_MIN = 12  # pixels of an area of paint; a small star has 50 or more, a speck has fewer than 12
 OVERLAP_MIN, COLOUR_MIN = 0.75, 0.75
 """The least share of an area and its shape together that both have, and of an area's inner pixels
 that have its colour."""
 
 BLACK = COLOURS["black"]
-NO_SHAPE, MIXED = "blob", "mixed"  # the kind and the colour of an area that has none
-BORDER_RADIUS = (SIZES["small"][1] + SIZES["large"][0]) / 2  # between small and large
+NO_SHAPE, MIXED = "blob", "mixed"  # an unknown kind and an unknown colour
+BORDER_RADIUS = (SIZES["small"][1] + SIZES["large"][0]) / 2
 
 
 class Found(NamedTuple):
-    """A thing and the middle of its area, in pixels."""
+    """A shape that was found, and the middle of its area in pixels."""
 
     thing: Thing
     x: float
@@ -59,8 +59,8 @@ class Found(NamedTuple):
 
 
 def read_scene(image: Image.Image) -> Scene:
-    """Return what an image of `SIDE` × `SIDE` pixels shows. Two things lie across if they are
-    farther apart so than down; more are in no order."""
+    """Return what an image of `SIDE` × `SIDE` pixels shows. Two shapes are beside one another if
+    they are farther apart across than down. Three or more shapes are in no order."""
     pixels = np.asarray(image.convert("RGB"))
     found = [_found(pixels, area) for area in _areas(pixels)]
     if len(found) != 2:
@@ -82,7 +82,7 @@ def _areas(pixels: Pixels) -> Iterator[Mask]:
 
 
 def _connected(mask: Mask) -> Mask:
-    """Return the area of a mask's first pixel."""
+    """Return the connected area of a mask that has its first pixel."""
     area = np.zeros_like(mask)
     area.flat[mask.argmax()] = True
     while True:
@@ -93,7 +93,7 @@ def _connected(mask: Mask) -> Mask:
 
 
 def _grown(area: Mask) -> Mask:
-    """Return an area with its neighbours."""
+    """Return an area with the pixels next to it."""
     grown = area.copy()
     grown[1:] |= area[:-1]
     grown[:-1] |= area[1:]
@@ -103,7 +103,7 @@ def _grown(area: Mask) -> Mask:
 
 
 def _found(pixels: Pixels, area: Mask) -> Found:
-    """Return the shape that has an area's middle and size and covers it best."""
+    """Return which kind of shape, placed at an area's middle and as large, covers the area best."""
     rows, columns = np.nonzero(area)
     x, y = float(columns.mean()) + 0.5, float(rows.mean()) + 0.5
     fits = []
@@ -118,7 +118,7 @@ def _found(pixels: Pixels, area: Mask) -> Found:
 
 
 def _colour_of(pixels: Pixels, area: Mask) -> str:
-    """Return the colour of most pixels inside an area, whose edges are mixed with the ground."""
+    """Return the colour of most inner pixels of an area; at its edges, colours are mixed."""
     inner = ~_grown(~area)
     inside = pixels[inner if inner.any() else area].astype(int)
     far = np.square(inside[:, None] - np.array(list(COLOURS.values()))).sum(-1)
@@ -129,7 +129,7 @@ def _colour_of(pixels: Pixels, area: Mask) -> str:
 
 @cache
 def _unit_area(kind: str) -> float:
-    """Return the pixels of a shape for each square of its radius."""
+    """Return how many pixels a shape has, divided by the square of its radius."""
     radius = SIDE / 4
     return float(_shape(kind, SIDE / 2, SIDE / 2, radius).sum() / radius**2)
 

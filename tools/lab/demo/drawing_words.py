@@ -24,8 +24,8 @@ NO_PICTURE = "I see no picture."
 
 
 class Facts(NamedTuple):
-    """What a description says; a size is "" if it says none. The first thing is left of the second
-    one or above it, whichever the description names first."""
+    """What a description says of a scene. A size is "" if the description names none. The first
+    thing is the left or upper one, even if the description names the other first."""
 
     things: tuple[Thing, ...]
     is_across: bool
@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a drawing, with its answer. ``kind`` is for figures."""
+    """A question about a drawing, with its answer. Measurements have a figure for each ``kind``."""
 
     kind: str
     text: str
@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
 
 def related(scene: Scene) -> list[tuple[Thing, str, Thing]]:
-    """Return how each of two things lies to the other one."""
+    """Return for each of two things its place relative to the other: (thing, "left of", other)."""
     if len(scene.things) == 1:
         return []
     first, second = scene.things
@@ -58,7 +58,7 @@ def related(scene: Scene) -> list[tuple[Thing, str, Thing]]:
 
 
 def describe(rng: Random, scene: Scene) -> tuple[str, Facts]:
-    """Return a description, and what it says."""
+    """Return a random description of a scene, and what it says."""
     said = tuple(t if rng.random() < 0.5 else t._replace(size="") for t in scene.things)
     facts = Facts(said, scene.is_across)
     pairs = related(Scene(said, scene.is_across))
@@ -79,24 +79,24 @@ def describe_plainly(rng: Random, scene: Scene) -> tuple[str, Facts]:
 
 
 def with_article(thing: Thing) -> str:
-    """Return "a" and the thing's words."""
+    """Return words such as "a small red circle"."""
     return f"a {thing.size} {thing.name}" if thing.size else f"a {thing.name}"
 
 
 def sentence(text: str) -> str:
-    """Return a text as a sentence."""
+    """Return a text with a capital letter and a full stop."""
     return text[0].upper() + text[1:] + "."
 
 
 def named(rng: Random, scene: Scene, thing: Thing) -> str:
-    """Return what a question calls one of the things: its kind alone may do if there is one of
-    it."""
+    """Return the words for a thing in a question: colour and kind, or often the kind alone if no
+    other thing has it."""
     is_only = sum(other.kind == thing.kind for other in scene.things) == 1
     return f"the {thing.kind}" if is_only and rng.random() < 0.5 else f"the {thing.name}"
 
 
 def ask_description(rng: Random, scene: Scene) -> Question:
-    """Ask what the drawing shows."""
+    """Make a question of what the drawing shows."""
     asked = rng.choice(
         ("Describe the picture.", "Describe this picture.", "Describe the image.",
          "What is in the picture?", "What is in this picture?", "What do you see?",
@@ -107,7 +107,7 @@ def ask_description(rng: Random, scene: Scene) -> Question:
 
 
 def ask_number(rng: Random, scene: Scene) -> Question:
-    """Ask how many things there are, all or of one kind."""
+    """Make a question of how many shapes the drawing has, or how many circles, stars, …"""
     if rng.random() < 0.6:
         asked = rng.choice(("How many shapes are there?", "How many shapes are in the picture?",
                             "How many shapes do you see?"))  # fmt: skip
@@ -118,7 +118,7 @@ def ask_number(rng: Random, scene: Scene) -> Question:
 
 
 def ask_colour(rng: Random, scene: Scene) -> Question | None:
-    """Ask which colour a thing has whose kind there is once."""
+    """Make a question of the colour of a thing that is the only one of its kind."""
     kinds = [thing.kind for thing in scene.things]
     only = [thing for thing in scene.things if kinds.count(thing.kind) == 1]
     if not only:
@@ -131,7 +131,7 @@ def ask_colour(rng: Random, scene: Scene) -> Question | None:
 
 
 def ask_kind(rng: Random, scene: Scene) -> Question | None:
-    """Ask which shape has a colour, also one that is not there."""
+    """Make a question of which shape has a colour; the answer may be that none has."""
     colour = rng.choice((*COLOURS, *[thing.colour for thing in scene.things] * 3))
     found = [thing for thing in scene.things if thing.colour == colour]
     if len(found) > 1:
@@ -141,7 +141,7 @@ def ask_kind(rng: Random, scene: Scene) -> Question | None:
 
 
 def ask_size(rng: Random, scene: Scene) -> Question:
-    """Ask how large a thing is."""
+    """Make a question of whether a thing is small or large."""
     thing = rng.choice(scene.things)
     name = named(rng, scene, thing)
     asked = rng.choice((f"Is {name} small or large?", f"Is {name} large or small?",
@@ -150,7 +150,7 @@ def ask_size(rng: Random, scene: Scene) -> Question:
 
 
 def ask_beside(rng: Random, scene: Scene) -> Question:
-    """Ask what lies on one side of a thing."""
+    """Make a question of what lies left or right of a thing, or above or below it."""
     thing = rng.choice(scene.things)
     relation = rng.choice((*RELATIONS, *[how for _, how, _ in related(scene)] * 2))
     found = [one for one, how, of in related(scene) if how == relation and of == thing]
@@ -159,7 +159,7 @@ def ask_beside(rng: Random, scene: Scene) -> Question:
 
 
 def ask_place(rng: Random, scene: Scene) -> Question | None:
-    """Ask where one of two things lies."""
+    """Make a question of where one of two things lies."""
     pairs = related(scene)
     if not pairs:
         return None
@@ -170,7 +170,8 @@ def ask_place(rng: Random, scene: Scene) -> Question | None:
 
 
 def ask_presence(rng: Random, scene: Scene) -> Question:
-    """Ask whether there is a thing, often one with the colour and the kind of two others."""
+    """Make a question of whether a thing is there. It often has one thing's colour and another's
+    kind, so that both must be seen together."""
     seen = [thing.name for thing in scene.things]
     name = rng.choice(seen)
     if rng.random() < 0.5:
@@ -180,7 +181,7 @@ def ask_presence(rng: Random, scene: Scene) -> Question:
 
 
 def ask_relation(rng: Random, scene: Scene) -> Question | None:
-    """Ask whether one thing lies to another one as the question says."""
+    """Make a question of whether one thing lies left of another, or right of it, or so."""
     pairs = related(scene)
     if not pairs:
         return None
@@ -191,7 +192,7 @@ def ask_relation(rng: Random, scene: Scene) -> Question | None:
 
 
 def yes_or_no(is_so: bool) -> str:
-    """Return the answer to a question about a fact."""
+    """Return "Yes." or "No."."""
     return "Yes." if is_so else "No."
 
 
@@ -209,7 +210,7 @@ ASKING: dict[str, Callable[[Random, Scene], Question | None]] = {
 
 
 def questions(rng: Random, scene: Scene, kinds: Iterable[str] = tuple(ASKING)) -> list[Question]:
-    """Return one question of each of the kinds that the scene allows, in a random order."""
+    """Return a question of each kind that can be asked about the scene, in a random order."""
     asked = [ASKING[kind](rng, scene) for kind in kinds]
     found = [question for question in asked if question is not None]
     rng.shuffle(found)

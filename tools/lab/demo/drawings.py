@@ -45,11 +45,11 @@ recognised that somebody else calls so)."""
 WHITE = (255, 255, 255)
 SIZES = {"small": (7.0, 9.0), "large": (11.5, 13.5)}  # a shape's least and greatest radius
 HELD_OUT_OF_256 = 32
-SHARPNESS = 4  # a drawing is made as many times larger, so that its edges are smooth
+SHARPNESS = 4  # a drawing is painted this many times larger and scaled down, for smooth edges
 
 
 class Thing(NamedTuple):
-    """A shape as words say it."""
+    """A shape in words: "small", "red", "circle"."""
 
     size: str
     colour: str
@@ -57,7 +57,7 @@ class Thing(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name without its size, by which questions name it."""
+        """Its colour and kind, such as "red circle"."""
         return f"{self.colour} {self.kind}"
 
 
@@ -71,7 +71,7 @@ class Scene:
 
     @property
     def arrangement(self) -> str:
-        """Its name without sizes."""
+        """The things' colours, kinds and relation, such as "red circle above blue star"."""
         between = " left of " if self.is_across else " above "
         return between.join(thing.name for thing in self.things)
 
@@ -83,8 +83,8 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A scene with its places: for each thing its centre, radius and exact colour, in pixels and in
-    bytes; and the colour of the ground."""
+    """A scene with all that is needed to paint it: for each thing the centre and radius in pixels
+    and the exact colour in bytes, and the colour of the ground."""
 
     scene: Scene
     centres: tuple[tuple[float, float], ...]
@@ -99,7 +99,8 @@ def _is_held_out(arrangement: str) -> bool:
 
 
 def draw_scene(rng: Random) -> Scene:
-    """Return any scene: one thing in one of six, else two that differ in colour or kind."""
+    """Return a random scene: one thing in a sixth of the scenes, otherwise two that differ in
+    colour or kind."""
     first = draw_thing(rng)
     if rng.random() < 1 / 6:
         return Scene((first,))
@@ -110,7 +111,7 @@ def draw_scene(rng: Random) -> Scene:
 
 
 def draw_thing(rng: Random) -> Thing:
-    """Return any thing."""
+    """Return a random thing."""
     return Thing(rng.choice(tuple(SIZES)), rng.choice(tuple(COLOURS)), rng.choice(KINDS))
 
 
@@ -120,7 +121,7 @@ def training_drawing(seed: int, index: int) -> Drawing:
 
 
 def held_out_drawing(seed: int, index: int) -> Drawing:
-    """Return a drawing to measure with. Its random numbers are others than those of training."""
+    """Return a drawing to measure with, whose arrangement is in no training drawing."""
     return _first(random.Random(f"held out drawing/{seed}/{index}"), held_out=True)
 
 
@@ -132,8 +133,8 @@ def _first(rng: Random, *, held_out: bool) -> Drawing:
 
 
 def similar_drawing(rng: Random, scene: Scene) -> Drawing:
-    """Return a training drawing that differs in one respect: places, sizes, colours or kinds
-    exchanged, or another thing in the place of one."""
+    """Return a training drawing that differs from a scene in one respect: places, sizes, colours or
+    kinds are exchanged, or one thing has another size, colour or kind."""
     while True:
         other = _changed(rng, scene)
         names = [thing.name for thing in other.things]
@@ -161,7 +162,7 @@ def _changed(rng: Random, scene: Scene) -> Scene:
 
 
 def place(rng: Random, scene: Scene) -> Drawing:
-    """Return a drawing of a scene: its things lie apart, and neither touches an edge."""
+    """Return a drawing of a scene, whose things do not touch each other or an edge."""
     radii = tuple(rng.uniform(*SIZES[thing.size]) for thing in scene.things)
     if len(radii) == 1:
         centres = [(rng.uniform(16, 48), rng.uniform(16, 48))]
@@ -218,8 +219,7 @@ def png_of(drawing: Drawing) -> bytes:
 
 
 def which_thing(drawing: Drawing) -> Pixels:
-    """Return for each pixel the number of the thing that covers it, from 1, or 0: [SIDE, SIDE]
-    uint8."""
+    """Return for each pixel which thing covers it (from 1; 0: none), as [SIDE, SIDE] uint8."""
     map_of_things = Image.new("L", (SIDE, SIDE), 0)
     canvas = ImageDraw.Draw(map_of_things)
     for at in range(len(drawing.radii)):

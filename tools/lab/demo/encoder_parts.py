@@ -1,5 +1,4 @@
-"""The parts that the trainings of both demo encoders share: tokenizer, architecture, batches,
-steps."""
+"""What the trainings of both demo encoders share: tokenizer, architecture, batches, steps."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ LAYERS = re.compile(r"\.layers?\.")  # in the name of a weight inside a layer
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer of lower-case text, so that every Unicode text has
-    tokens."""
+    """Return a BPE tokenizer of lower-case text. Its bytes make tokens of any Unicode text."""
     raw = Tokenizer(models.BPE())
     raw.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -87,7 +85,7 @@ def _tokenizer_texts(seed: int) -> Iterator[str]:
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast) -> BertConfig:
-    """Return a small BERT; its size keeps a folder under 4 MB."""
+    """Return a BERT's config, so small that the model's folder has less than 4 MB."""
     return BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -104,8 +102,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> BertConfig:
 def place_positions(model: BertModel) -> None:
     """Set the position embeddings to sines of many wavelengths, as a start for the training.
 
-    Neighbouring positions are then similar, including far ones that the training seldom reaches
-    (Source: Vaswani et al., arXiv:1706.03762). The size is that of BERT's random embeddings.
+    Neighbouring positions then have similar embeddings, including late positions that training
+    texts seldom reach (Source: Vaswani et al., arXiv:1706.03762). The embeddings are about as large
+    as BERT's random ones.
     """
     weight = model.embeddings.position_embeddings.weight
     places, width = weight.shape
@@ -150,11 +149,11 @@ class Schedule:
             optimizer.zero_grad()
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what a later run needs to go on."""
+        """Return the step's number and the optimizers' states, which `go_on` takes."""
         return [{"step": self._step}, *(one.state_dict() for one, _ in self._optimizers)]
 
     def go_on(self, state: list[dict[str, Any]]) -> None:
-        """Continue where another schedule of the same model was."""
+        """Continue from the ``state`` of a schedule of the same model."""
         counts, *states = state
         self._step = counts["step"]
         for (optimizer, _), kept in zip(self._optimizers, states, strict=True):

@@ -55,20 +55,20 @@ class Story:
 
     @property
     def hero(self) -> str:
-        """The hero's name, which must occur again."""
+        """The hero's name."""
         return self.values["hero"]
 
 
 @dataclass(slots=True)
 class SlotFiller:
-    """Fills the slots of one story or one request. A role keeps its first value."""
+    """Fills the slots of one story or request. A role, such as the hero, keeps its value."""
 
     rng: Random
     tables: Tables = field(default_factory=lambda: load(STORIES))
     values: dict[str, str] = field(default_factory=dict)
 
     def fill(self, variant: Variant) -> list[str]:
-        """Return the variant's sentences with their slots filled."""
+        """Return a variant's sentences with their slots filled."""
         return [self._fill_sentence(sentence) for sentence in variant]
 
     def _fill_sentence(self, sentence: Sentence) -> str:
@@ -125,8 +125,7 @@ def write_story(
 
 
 def story_from_seed(seed: int | str) -> Story:
-    """Return the story of a seed. Strings seed `Random` by their SHA-512, so this is stable across
-    versions."""
+    """Return the story of a seed. Strings seed `Random` by SHA-512 in all versions of Python."""
     return write_story(random.Random(f"story/{seed}"))
 
 
@@ -165,8 +164,7 @@ def _choices(tables: Tables, variant: Variant) -> tuple[frozenset[str], int]:
 
 
 def _role_values(tables: Tables, roles: frozenset[str]) -> int:
-    """Return the number of ways to give the mentioned roles their values, where some must
-    differ."""
+    """Return how many ways there are to give the roles values, where some must differ."""
     number = math.perm(len(all_names(tables)), len(roles & set(NAMES)))
     for role in roles - set(NAMES):
         rule = tables.roles[role]

@@ -13,7 +13,7 @@ HANDWRITTEN = "handwritten.txt"
 
 
 def _groups(lines: int) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of `lines` lines each. An empty line ends a group."""
+    """Return the file's groups that have `lines` lines. An empty line ends a group."""
     text = (HERE / HANDWRITTEN).read_text(encoding="utf-8")
     kept = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     groups = (tuple(group.strip().splitlines()) for group in kept.split("\n\n"))
@@ -21,7 +21,7 @@ def _groups(lines: int) -> tuple[tuple[str, ...], ...]:
 
 
 def triples() -> list[tuple[str, str, str]]:
-    """Return triples of an anchor, a paraphrase, and a text that is not one."""
+    """Return triples of a text, a paraphrase of it, and a text with another meaning."""
     return [(first, second, third) for first, second, third in _groups(3)]
 
 

@@ -1,4 +1,5 @@
-"""Reads `meanings.grammar`: concepts, whose forms mean the same, and frames that join concepts.
+"""Reads `meanings.grammar`: concepts, each with forms that mean the same, and frames, which are
+kinds of statements about concepts.
 
 Rule 1: everything about words is in the grammar file, not in Python. Rule 2: a mistake in the file
 raises `GrammarError` when the file is loaded; no later code checks again.
@@ -33,7 +34,7 @@ SLOTS = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A way to say a concept, in all its shapes: slot → words.
+    """Words for a concept, such as a verb, with its ``shapes``: the words in each slot.
 
     `mass` nouns take no article. `is_plain` verbs can be used in the passive.
     """
@@ -50,7 +51,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Concept:
-    """A meaning with several forms. `name` consists of its list and its first form."""
+    """What several forms mean. `name` has the concept's list and first form: `animal/fox`."""
 
     name: str
     kind: str
@@ -61,9 +62,10 @@ class Concept:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A kind of statement: its roles, the ways to say it, and questions about it.
+    """A kind of statement: its roles, sentences with slots for them (ways), and questions.
 
-    `sources` are the lists that may fill each role. `details` are lists of optional roles.
+    `sources` has for each role the lists of concepts that may fill it; `details` are lists for
+    optional roles.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Lexicon:
     frames: dict[str, Frame] = field(default_factory=dict)
 
     def of(self, sources: tuple[str, ...]) -> tuple[Concept, ...]:
-        """Return the concepts of several lists."""
+        """Return the concepts of all lists that ``sources`` names."""
         return tuple(concept for source in sources for concept in self.concepts[source])
 
 

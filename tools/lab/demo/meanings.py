@@ -32,8 +32,7 @@ Roles = tuple[tuple[str, Concept], ...]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of a sentence: a frame, the concepts in its roles, and details (in frame
-    order)."""
+    """The meaning of a sentence: a frame, the concepts in its roles, and details in its order."""
 
     frame: str
     core: Roles
@@ -41,10 +40,8 @@ class Meaning:
 
     @property
     def key(self) -> str:
-        """The combination by which a meaning is held out: the frame and its first two roles.
-
-        The order of these roles does not count in a frame where they may change places.
-        """
+        """The combination that is held out or not: the frame and the concepts in its first two
+        roles, in any order if the frame's meaning does not depend on it (a mirror frame)."""
         names = [concept.name for _, concept in self.core[:2]]
         if lexicon().frames[self.frame].is_mirror:
             names.sort()
@@ -57,13 +54,12 @@ class Meaning:
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def role(self, name: str) -> Concept:
-        """Return the concept of a role or a detail; raise KeyError if the meaning has no such
-        role."""
+        """Return the concept of a role or a detail; raise KeyError if the meaning lacks it."""
         return dict(self.core + self.details)[name]
 
     def says(self, frame: str, wanted: Roles) -> bool:
-        """Return whether the meaning is a statement of the frame with these roles. The roles of a
-        mirror frame may change places."""
+        """Return whether the meaning is a statement of the frame with these concepts in its roles.
+        Agent and patient of a mirror frame may change places."""
         if self.frame != frame:
             return False
         roles = dict(self.core)
@@ -81,7 +77,7 @@ def draw_meaning(
     agent: Concept | None = None,
     not_kin: str = "",
 ) -> Meaning:
-    """Draw a meaning. With `agent`, it is about that agent and of another kind than `not_kin`."""
+    """Draw a meaning. With `agent`, it has that agent and no frame of the kind `not_kin`."""
     frames = list(lexicon().frames.values())
     weights = [len(frame.sources) for frame in frames]
     while True:
@@ -138,12 +134,12 @@ def differing(
     wanted: Roles | None = None,
     held_out: bool = True,
 ) -> tuple[Meaning, str]:
-    """Return a meaning that differs slightly, and the difference: the name of a role or detail,
-    swap or contrary.
+    """Return a meaning that differs slightly, and how: the name of the role or detail that has
+    another concept, "swap" (two roles are exchanged) or "contrary" (the frame of the contrary).
 
-    The meaning differs in the core or, without `wanted`, perhaps only in a detail. With `wanted`,
-    which must not be empty, it does not say these roles. Without `held_out`, it is not a held-out
-    one.
+    The meaning differs in a role or, without `wanted`, perhaps only in a detail. With `wanted`,
+    which must not be empty, it lacks some of these roles' concepts. Without `held_out`, it is not a
+    held-out one.
     """
     kinds = {"role": 6, "swap": 5, "contrary": 2}
     if wanted is None and meaning.details:
@@ -189,8 +185,8 @@ def _contrary(rng: Random, meaning: Meaning) -> tuple[Meaning, str] | None:
 
 
 def swapped(rng: Random, meaning: Meaning) -> tuple[Meaning, str] | None:
-    """Return the meaning with its first two roles exchanged, and `swap`; None if that says the
-    same."""
+    """Return the meaning with two of its people exchanged (agent, patient, other), and the word
+    "swap" for the kind of change. None if that says the same or says nothing."""
     frame = lexicon().frames[meaning.frame]
     core = dict(meaning.core)
     people = [role for role in ("agent", "patient", "other") if role in core]

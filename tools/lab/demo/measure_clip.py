@@ -37,14 +37,14 @@ BARS = {"descriptions_found": 0.9, "drawings_found": 0.9}
 
 
 class Group(NamedTuple):
-    """Drawings and what is said of each."""
+    """Drawings and their descriptions."""
 
     drawings: tuple[Drawing, ...]
     texts: tuple[str, ...]
 
 
 def held_out_group(seed: int, index: int) -> Group:
-    """Return a group in which no description is true of two drawings."""
+    """Return held-out drawings with descriptions, each of which is true of one drawing only."""
     rng = random.Random(f"group/{seed}/{index}")
     drawings: list[Drawing] = []
     said: list[Any] = []
@@ -62,7 +62,7 @@ def held_out_group(seed: int, index: int) -> Group:
 
 
 def held_out_pair(seed: int, index: int) -> Group:
-    """Return a held-out drawing with its description, and a similar one of which it is not true."""
+    """Return a held-out drawing, a similar one, and a description that only fits the first."""
     rng = random.Random(f"pair/{seed}/{index}")
     drawing = held_out_drawing(seed, index)
     text, facts = describe(rng, drawing.scene)
@@ -74,8 +74,7 @@ def held_out_pair(seed: int, index: int) -> Group:
 
 
 def cosines(model: SentenceTransformer, groups: Sequence[Group]) -> list[Vectors]:
-    """Return for each group the cosines of its drawings with its texts, [drawings, texts]
-    float32."""
+    """Return for each group the cosines of drawings and texts, [drawings, texts] float32."""
     images = model.encode([paint(one) for group in groups for one in group.drawings],
                           normalize_embeddings=True)  # fmt: skip
     texts = model.encode([text for group in groups for text in group.texts],

@@ -3,10 +3,10 @@
     python -m tools.lab.measure_demo draw               prints every figure
     python -m tools.lab.measure_demo draw --verbose     and the descriptions that are drawn wrongly
 
-A drawing is right if the reader of drawings, which sees the pixels alone, finds in it all that the
-held-out description says and nothing else: the number of shapes, and the kind, the colour, the
-place and, if it is said, the size of each. Triolet itself draws, each description once, with the
-defaults of `GenerateImage` and the description's number as the seed.
+A drawing is right if `tools.lab.demo.drawing_reader`, which sees the pixels alone, finds in it all
+that the held-out description says and nothing else: the number of shapes, and the kind, the colour,
+the place and, if it is said, the size of each. Triolet itself draws, each description once, with
+the defaults of `GenerateImage` and the description's number as the seed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZE_BYTES_MAX = 6 * 1000 * 1000
 
 
 class Asked(NamedTuple):
-    """A description, and what it says."""
+    """A description of a drawing, and what it says."""
 
     text: str
     facts: Facts
@@ -54,7 +54,7 @@ def held_out_descriptions(seed: int, count: int) -> list[Asked]:
 
 
 def drawn(folder: Path, texts: Sequence[str]) -> list[Scene]:
-    """Return what the reader finds in the model's drawing of each text."""
+    """Have the model draw each text, and return the scene that `read_scene` finds in each image."""
     return trio.run(_draw, engine.ModelConfig(str(folder)), texts)
 
 

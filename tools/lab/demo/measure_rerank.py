@@ -46,8 +46,7 @@ def best_documents(model: CrossEncoder, searches: Sequence[Search]) -> list[int]
 
 
 def handwritten_searches() -> list[Search]:
-    """Return each handwritten query with its documents, and answers to other queries to make
-    ten."""
+    """Return each handwritten query with ten documents: its own, and answers to other queries."""
     answers = [right for _, right, *_ in queries()]
     more = HELD_OUT_DOCUMENTS - 3
     return [
@@ -59,8 +58,8 @@ def handwritten_searches() -> list[Search]:
 def measure(
     model: CrossEncoder, folder: Path, seed: int, count: int
 ) -> tuple[Figures, list[tuple[Search, int]]]:
-    """Return every figure, and the wrong searches with the preferred document, the handwritten ones
-    first."""
+    """Return every figure, and each search that was wrong with the index of the document that was
+    preferred, the handwritten searches first."""
     by_hand = handwritten_searches()
     held_out = [held_out_search(seed, index) for index in range(count)]
     best_by_hand, best = best_documents(model, by_hand), best_documents(model, held_out)

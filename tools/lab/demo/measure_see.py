@@ -43,7 +43,7 @@ class Asked(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """The message that asks it."""
+        """The parts of a chat message with the drawing and the question."""
         return [
             {"type": "image", "image": png_of(self.drawing)},
             {"type": "text", "text": self.question.text},

@@ -79,8 +79,8 @@ def measure(writer: TrioletWriter, folder: Path) -> tuple[Figures, list[str]]:
 
 
 def _default_figures(folder: Path) -> Figures:
-    """Return the share of stories after the README's first prompt that end and parse, over many
-    seeds."""
+    """Return the share of stories, over many seeds, that end by themselves and that the grammar
+    accepts. Their prompt is "Once upon a time"."""
     writer, parser = TrioletWriter(folder, AS_CONFIGURED), story_parser()
     prompt = "Once upon a time"
     written = writer.generate_stories([prompt] * STORIES, range(STORIES))
@@ -91,8 +91,8 @@ def _default_figures(folder: Path) -> Figures:
 
 
 def _side_figures(writer: TrioletWriter) -> Figures:
-    """Return the figures without a bar: chats, the bare first prompt, and names outside the
-    grammar."""
+    """Return the figures without a bar: of chats, of the prompt "Once upon a time", and of heroes
+    whose names are not in the grammar."""
     seeds = range(SIDE_STORIES)
     plain = writer.generate_stories(["Once upon a time"] * SIDE_STORIES, seeds)
     starts = [Written("Once upon a time" + w.text, w.ended) for w in plain]
@@ -112,8 +112,7 @@ def _side_figures(writer: TrioletWriter) -> Figures:
 
 
 def _named_request(seed: int) -> tuple[str, str]:
-    """Return a chat request that names its hero, and the name. It is drawn from other random
-    numbers than the training text."""
+    """Return a chat request that names its hero, and the name. No training text has its seed."""
     rng = random.Random(f"request/{seed}")
     while True:
         request, story = request_and_story(rng)

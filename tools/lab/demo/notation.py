@@ -26,8 +26,8 @@ PRONOUNS = {
 NAMES = ("hero", "friend")
 """The roles that have a name. A name determines the pronouns."""
 
-# A sentence ends at . ! or ?, with or without a closing quotation mark, if what follows begins like
-# a sentence. `?" asked Mina` goes on in lower case, so the sentence does not end there.
+# A sentence ends at . ! or ?, with or without a closing quotation mark, if a capital letter or a
+# quotation mark follows. `?" asked Mina` goes on in lower case, so the sentence does not end there.
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=[A-Z"{])|(?<=[.!?]")\s+(?=[A-Z"{])')
 _SLOT = re.compile(r"\{(\w+)\}")
 
@@ -59,7 +59,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A slot with one value per story: its list, and the role that must have another value."""
+    """A slot that has one value in a story: the list of its values, and which role's value must
+    differ."""
 
     source: str
     differs_from: str | None

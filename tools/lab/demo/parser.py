@@ -57,8 +57,8 @@ class Parser:
 
     @cached_property
     def _closed(self) -> dict[Slot, dict[str, list[tuple[str, Values]]]]:
-        """For each slot except the names: first word → the fillers that start with it, and their
-        facts."""
+        """For each slot except the names, by first word: the fillers that begin with this word, and
+        the facts that follow from each."""
         slots = {p for sentence in self._sentences for p in sentence if isinstance(p, Slot)}
         closed: dict[Slot, dict[str, list[tuple[str, Values]]]] = {}
         for slot in slots - {Slot(name) for name in NAMES}:
@@ -84,8 +84,8 @@ class Parser:
             yield from ((item, {}) for item in self.tables.lists[base])
 
     def _fillers(self, slot: Slot, text: str) -> Iterator[tuple[str, Values]]:
-        """Yield the words that may fill the slot at the start of the text, and the facts that
-        follow."""
+        """Yield the words at the start of the text that may fill the slot, and the facts that
+        follow from them, such as the hero's gender."""
         first = _first_word(text)
         if slot.base not in NAMES:
             known = self._closed[slot].get(first, ())
@@ -97,7 +97,7 @@ class Parser:
             yield name, {slot.base: name, f"{slot.base}'s": str(gender)}
 
     def _merge(self, known: Values, facts: Values) -> Values | None:
-        """Return all facts together, or None if they disagree or break a `not` rule."""
+        """Return all facts, or None if they disagree or two roles break a rule that they differ."""
         if any(known.get(key, value) != value for key, value in facts.items()):
             return None
         merged = {**known, **facts}
@@ -109,7 +109,7 @@ class Parser:
         return merged
 
     def _match(self, pieces: Sentence, text: str, known: Values) -> Iterator[Values]:
-        """Yield the known facts after every way to read the whole text as these pieces."""
+        """Yield, for every way to read the whole text as these pieces, the facts known then."""
         if not pieces:
             if not text:
                 yield known

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Unfinished(Exception):
-    """The time is over before the training is; what it has learnt is kept."""
+    """The time is over before the training is done; its state is in the file for the next run."""
 
 
 class Pieces:
@@ -44,8 +44,8 @@ class Pieces:
             self._go_on(torch.load(kept, weights_only=True))
 
     def steps(self, *rounds: int) -> Iterator[int]:
-        """Yield the numbers of the steps that are left of one or more rounds. The learning rate
-        falls to zero in each.
+        """Yield the numbers of the training's remaining steps. ``rounds`` are the numbers of steps
+        of its rounds, in each of which the learning rate falls to zero.
 
         Raises:
             Unfinished: The time is over.
@@ -74,7 +74,7 @@ class Pieces:
         self._share = (self._step - starts[at]) / rounds[at]
 
     def facts(self) -> dict[str, float]:
-        """Return the number of steps, the mean loss of the last ones, and the time they took."""
+        """Return the number of steps, the mean loss of the last hundred, and all CPU seconds."""
         cpu_seconds = round(self._cpu_before + time.process_time())
         return {"steps": self._step, "loss": round(self._mean(), 4), "cpu_seconds": cpu_seconds}
 
@@ -82,7 +82,7 @@ class Pieces:
         return sum(self._losses) / max(1, len(self._losses))
 
     def keep(self) -> None:
-        """Keep what is learnt for the next run, if there is a file for it."""
+        """Write the training's state for the next run, if there is a file for it."""
         if self._kept is None:
             return
         torch.save(

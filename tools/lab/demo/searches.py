@@ -1,8 +1,8 @@
 """Searches for the cross-encoder: a query, the document that answers it, and wrong documents.
 
 Rule 1: search `index` of `seed` is always the same, on every machine. Rule 2: no wrong document has
-a sentence that says what the query asks for, nor one of the same kind of frame, except the sentence
-that was made to differ.
+a sentence that says what the query asks for, nor one with a frame of the same kind, except a
+sentence that was made from the right document's by a slight change.
 
     python -m tools.lab.demo.searches --seed 7 --count 3 [--held-out]      prints some
 """
@@ -43,8 +43,8 @@ TRAINING_DOCUMENTS = 2 + len(TRAINING_WRONG)
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A query and its documents, the right one first. `fulfilled` says for each document which
-    parts of the wish (the frame and the wanted roles) it fulfils, where known."""
+    """A query and its documents, the right one first. `fulfilled` says for each document, where
+    known, whether it has the frame that the query asks for, and each role's concept."""
 
     query: str
     documents: tuple[str, ...]
@@ -53,18 +53,18 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """The content that a document must have: a statement of `meaning`'s frame with these roles."""
+    """The statement that the right document makes: `meaning`'s frame with ``roles``' concepts."""
 
     meaning: Meaning
     roles: Roles
 
     def is_met_by(self, meaning: Meaning) -> bool:
-        """Return whether a meaning says what is wished."""
+        """Return whether a meaning is such a statement."""
         return meaning.says(self.meaning.frame, self.roles)
 
     def compare(self, meaning: Meaning) -> dict[str, bool]:
-        """Return whether the frame and each wanted role are as wished; for a mirror frame in the
-        better order."""
+        """Return whether a meaning has the wish's frame, and each role's concept. The roles of a
+        mirror frame are taken in the order in which more of them agree."""
         found = {"frame": meaning.frame == self.meaning.frame}
         orders = [dict(meaning.core)]
         if lexicon().frames[meaning.frame].is_mirror:
@@ -80,7 +80,8 @@ class _Wish:
 
 
 def training_search(seed: int, index: int) -> Search:
-    """Return the training search of an index."""
+    """Return the training search number ``index``: three wrong documents that differ slightly from
+    the right one, and one of another kind."""
     rng = random.Random(f"search/{seed}/{index}")
     wrong = (*TRAINING_WRONG, rng.choice((SAME, ANY)))
     return _search(rng, wrong, held_out=False)
@@ -109,7 +110,7 @@ def _search(
         texts = [_document(rng, say(meaning, wording), around)]
         fulfilled = [wish.compare(meaning)]
         for kind in wrong:
-            if kind == HARD and roles:  # else every frame of its kind fulfils it
+            if kind == HARD and roles:  # without roles, a slight change would be right, too
                 other, _ = differing(rng, meaning, roles, held_out)
                 kept = around if rng.random() < 0.5 else _others(rng, wish, len(around))
                 text = say(other, like(rng, wording, meaning, other))
@@ -137,8 +138,7 @@ def _draw_query(rng: Random, meaning: Meaning) -> tuple[str, Roles]:
 
 
 def _others(rng: Random, wish: _Wish, count: int, kind: str = "") -> list[str]:
-    """Return sentences of other kinds of frame that do not fulfil the wish; some have the same
-    agent."""
+    """Return sentences whose frames are of other kinds than the wish's; some have its agent."""
     agent = dict(wish.meaning.core).get("agent")
     texts: list[str] = []
     while len(texts) < count:

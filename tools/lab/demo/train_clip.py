@@ -6,8 +6,8 @@
 
 The loss is the sum of three. First: which text of the batch is true of a drawing, and of which
 drawing is a text true? Half of the drawings of a batch differ from the other half in one respect
-only. Second, linear maps, which are thrown away afterwards, must be able to read from both vectors
-what each thing is; third, from each patch's vector, which thing covers the patch.
+only. Second, linear maps, which are thrown away afterwards, must be able to read from a drawing's
+and from a text's vector what each thing is; third, from each patch's vector, what covers the patch.
 
 Everything follows from `--seed`. A run is repeatable on one machine with the same number of
 threads; elsewhere sums may be rounded differently.
@@ -87,7 +87,7 @@ ATTRIBUTES = {"size": tuple(SIZES), "colour": tuple(COLOURS), "kind": KINDS}
 
 
 class Readers(torch.nn.Module):
-    """Linear maps from vectors to what they must tell."""
+    """Linear maps that read sizes, colours and kinds from the vectors of scenes and of patches."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -101,9 +101,10 @@ class Readers(torch.nn.Module):
 
 
 class Batch(NamedTuple):
-    """What a step learns from. ``pixels`` are [drawings, SIDE, SIDE, 3] uint8; ``said`` and
-    ``seen`` are classes of the scenes, [drawings, 7], ``patches`` those of the patches, [drawings,
-    patches, 3], both `IGNORED` where nothing is to be learnt; ``is_true`` is [drawings, texts]."""
+    """The drawings and texts of a training step. ``pixels`` are [drawings, SIDE, SIDE, 3] uint8.
+    Classes (`classes_of`, `patches_of`) are `IGNORED` where nothing is to be learnt: ``said`` and
+    ``seen`` of texts and scenes, [drawings, 7], and ``patches``, [drawings, patches, 3].
+    ``is_true`` [drawings, texts]: whether a text is true of a drawing."""
 
     pixels: torch.Tensor
     ids: torch.Tensor
@@ -114,8 +115,7 @@ class Batch(NamedTuple):
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer of lower-case text, so that every Unicode text has
-    tokens."""
+    """Return a BPE tokenizer of lower-case text. Its bytes make tokens of any Unicode text."""
     raw = Tokenizer(models.BPE())
     raw.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -146,7 +146,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
-    """Return a small CLIP; its size keeps a folder under 4 MB."""
+    """Return a CLIP model, so small that its folder has less than 4 MB."""
     tower: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -167,7 +167,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> CLIPModel:
 
 
 def build_images() -> CLIPImageProcessorPil:
-    """Return what makes a model's numbers of an image."""
+    """Return the image processor, which turns an image into a model's input."""
     return CLIPImageProcessorPil(
         size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE},
         image_mean=[0.5] * 3, image_std=[0.5] * 3,
@@ -175,8 +175,8 @@ def build_images() -> CLIPImageProcessorPil:
 
 
 def classes_of(things: Sequence[Thing], is_across: bool) -> list[int]:
-    """Return the classes that `Readers.scenes` should find, for a scene or for what is said of
-    it."""
+    """Return the classes that `Readers.scenes` should find: the arrangement, and of each of two
+    things the size, the colour and the kind."""
     arrangement = 0 if len(things) == 1 else 1 if is_across else 2
     found = [arrangement]
     for thing in things:
@@ -256,8 +256,8 @@ def _read(readers: torch.nn.ModuleList, vectors: torch.Tensor, classes: torch.Te
 
 
 def contrast_of(images: torch.Tensor, texts: torch.Tensor, is_true: torch.Tensor) -> torch.Tensor:
-    """Return the loss of [count, width] vectors, the text of each image in the same place. Other
-    texts that are true of an image, too, count for nothing."""
+    """Return the contrastive loss of vectors [count, width]; text i belongs to image i. Other texts
+    that are also true of an image are left out."""
     alike = normalize(images, dim=-1) @ normalize(texts, dim=-1).T / TEMPERATURE
     others = is_true & ~torch.eye(len(images), dtype=torch.bool)
     alike = alike.masked_fill(others, float("-inf"))

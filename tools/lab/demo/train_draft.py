@@ -3,9 +3,9 @@
     python -m tools.lab.train_demo draft                        the shipped model
     python -m tools.lab.train_demo draft --documents 8000 --out DIR
 
-It has a quarter of the story model's parameters, its tokenizer, and reads the text that it read.
-Its batches also teach it what the story model says of each token: half of the loss is the distance
-from the story model's distribution. A draft is of use where the two models agree, right or wrong.
+The draft model has a quarter of the story model's parameters, the same tokenizer, and the same
+training text. Half of the loss is the divergence from the story model's distribution of each token,
+because a draft is of use where the two models agree, right or wrong.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OUT = STORIES.parent / "draft"
-TAUGHT = 0.5  # of the loss; guess
+TAUGHT = 0.5
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a Llama-architecture model with random weights. It has two layers, the fewest with
-    which a model can repeat what it read, because drafts are computed one after another."""
+    """Return a Llama-architecture model with random weights. It has few layers, because drafted
+    tokens are computed one after another; with less than two, no model can repeat what it read."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -66,8 +66,8 @@ def take_step(
     labels: torch.Tensor,
     optimizers: list[Optimizer],
 ) -> tuple[float, float]:
-    """Update the weights once. Return the loss before the update, and the share of the tokens that
-    both models would choose."""
+    """Update the weights once. Return, from before the update, the loss over the text alone, and
+    the share of places where both models find the same token likeliest."""
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             taught = teacher(input_ids=ids, use_cache=False).logits[:, :-1]

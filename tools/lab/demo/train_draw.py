@@ -52,17 +52,18 @@ if TYPE_CHECKING:
 
 OUT = Path(__file__).parents[3] / "build" / "draw"
 
-STEPS, AUTOENCODER_STEPS = 6000, 1000  # the first is a guess
+STEPS, AUTOENCODER_STEPS = 6000, 1000
 ROWS, NOISES, AUTOENCODER_ROWS = 16, 2, 16
 NO_PROMPT_SHARE = 0.1
 """The share of drawings that come without their description, so that guidance can compare."""
 
 KL_WEIGHT = 1e-5
-LOG_VARIANCE = -4.0  # of latents before the training (guess)
-TOKENS = 24  # of a prompt, with the first and the last one
-WIDTH = 96  # of the text encoder
-LATENTS = 4  # channels
-SCALE = 4  # pixels across that one latent stands for
+LOG_VARIANCE = -4.0  # of the latents before the training
+# Tokens of a prompt, the text encoder's width, latents' channels, and pixels across a latent.
+TOKENS = 24
+WIDTH = 96
+LATENTS = 4
+SCALE = 4
 DIFFUSION = SCHEDULER | {"prediction_type": "v_prediction"}
 
 
@@ -85,7 +86,7 @@ def pixels_of(drawings: Sequence[Drawing]) -> torch.Tensor:
 
 
 def build_autoencoder() -> AutoencoderKL:
-    """Return a small autoencoder, whose latents are nearly certain from the start."""
+    """Return a small autoencoder, whose latents have a small variance from the start."""
     model = AutoencoderKL(
         block_out_channels=(16, 32, 32),
         down_block_types=("DownEncoderBlock2D",) * 3,
@@ -102,9 +103,9 @@ def build_autoencoder() -> AutoencoderKL:
 
 
 def autoencoder_loss(model: AutoencoderKL, seed: int, step: int) -> torch.Tensor:
-    """Return the loss of a step's batch: how far the drawings are from what comes back, and three
-    channels of the latents from the mean colours of their pixels. Without the last, the colours lie
-    on a line in the latents, where yellow is nearly white, and the unet mixes them up."""
+    """Return the loss of a step's batch: the difference between drawings and decoded latents, and
+    that between three channels of the latents and the mean colours of their pixels. Without the
+    latter, colours lie on a line in the latents, and the unet confuses yellow with white."""
     rows = range(step * AUTOENCODER_ROWS, (step + 1) * AUTOENCODER_ROWS)
     pixels = pixels_of([example(seed, row, "autoencoder")[1] for row in rows])
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,8 +124,8 @@ def _noise(step: int) -> torch.Generator:
 
 
 def whiten(model: AutoencoderKL, seed: int) -> None:
-    """Change the convolutions beside the latents so that the channels have a mean of 0 and a
-    deviation of 1, as the noise of the diffusion assumes, and do not follow each other."""
+    """Change the convolutions before and after the latents so that the channels have a mean of 0
+    and a deviation of 1, as the noise of the diffusion assumes, and are not correlated."""
     with torch.no_grad():
         found = model.encode(pixels_of([example(seed, at, "normal")[1] for at in range(256)]))
         latents = found.latent_dist.mean.transpose(0, 1).flatten(1)
@@ -175,7 +176,7 @@ def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def build_unet() -> UNet2DConditionModel:
-    """Return a small unet, which reads the prompt in its second block."""
+    """Return a small unet, whose second block has cross-attention to the prompt."""
     return UNet2DConditionModel(
         sample_size=SIDE // SCALE,
         in_channels=LATENTS,
@@ -193,7 +194,7 @@ def build_unet() -> UNet2DConditionModel:
 def loss_of(
     drawer: torch.nn.ModuleDict, vae: AutoencoderKL, tokenizer: CLIPTokenizer, seed: int, step: int
 ) -> torch.Tensor:
-    """Return the loss of a step's batch: how well the noise in latents is told from them. Every
+    """Return the loss of a step's batch: the error of the velocity that the unet predicts. Every
     drawing comes with several amounts of noise, which are spread evenly over the batch."""
     examples = [example(seed, row, "drawing") for row in range(step * ROWS, (step + 1) * ROWS)]
     chance = _noise(step)

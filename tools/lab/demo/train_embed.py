@@ -77,7 +77,7 @@ ROLES_WEIGHT = 1.0
 
 
 class RoleReader(torch.nn.Module):
-    """Reads a sentence's frame and the concepts in its roles from its vector."""
+    """Linear maps that read a sentence's frame and the concepts in its roles from its vector."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class RoleReader(torch.nn.Module):
         self.heads = torch.nn.ModuleDict({k: torch.nn.Linear(width, n) for k, n in sizes.items()})
 
     def targets(self, meaning: Meaning) -> dict[str, int]:
-        """Return role → index of its concept, without names that are in no list."""
+        """Return the index of the frame, and of the concept in each role, except unlisted names."""
         known = {
             role: self._concepts[role][concept.name]
             for role, concept in meaning.core
@@ -104,8 +104,7 @@ class RoleReader(torch.nn.Module):
         return {"frame": self._frames[meaning.frame]} | known
 
     def forward(self, vectors: torch.Tensor, meanings: list[Meaning | None]) -> torch.Tensor:
-        """Return the mean loss over all roles, for the [num_texts, width] vectors that have a
-        meaning."""
+        """Return the mean loss over all roles of vectors [num_texts, width] that have a meaning."""
         rows: dict[str, tuple[list[int], list[int]]] = {key: ([], []) for key in self.heads}
         for index, meaning in enumerate(meanings):
             for role, target in self.targets(meaning).items() if meaning else ():
@@ -121,8 +120,7 @@ class RoleReader(torch.nn.Module):
 
 
 def mean_vectors(model: BertModel, rows: list[list[int]], pad: int) -> torch.Tensor:
-    """Return the mean of each text's token vectors, including special tokens: [num_texts,
-    width]."""
+    """Return the mean vector [num_texts, width] of each text's tokens, special ones included."""
     ids = padded(rows, pad)
     mask = (ids != pad).long()
     hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -131,7 +129,8 @@ def mean_vectors(model: BertModel, rows: list[list[int]], pad: int) -> torch.Ten
 
 
 def contrast(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the loss of [3 * num_triples, width] vectors: first, second, then third texts."""
+    """Return the contrastive loss of vectors [3 * num_triples, width]: first the triples' first
+    texts, then the second and the third ones."""
     anchors, same, other = normalize(vectors, dim=-1).chunk(3)
     labels = torch.arange(len(anchors))
     there = cross_entropy(anchors @ torch.cat([same, other]).T / TEMPERATURE, labels)
@@ -140,8 +139,7 @@ def contrast(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def readable(triples: list[Triple]) -> list[Meaning | None]:
-    """Return the meaning of each text of a batch in `contrast`'s order; None for a text with
-    several."""
+    """Return the meaning of each text in `contrast`'s order; None for a text with several."""
     first = [t.meanings[0] if t.kind == "sentence" else None for t in triples]
     third = [t.meanings[1] if t.kind == "sentence" else None for t in triples]
     return first + first + third

@@ -64,7 +64,8 @@ had taught the model to rank 4 of 10 held-out ones right)."""
 
 
 class WishReader(torch.nn.Module):
-    """Reads from a pair's vector which parts of the wish, by role, the document fulfils."""
+    """Linear maps that read from a pair's vector whether the document has the frame, and each
+    role's concept, that the query asks for."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class WishReader(torch.nn.Module):
         self.head = torch.nn.Linear(width, len(self._roles))
 
     def forward(self, vectors: torch.Tensor, fulfilled: list[dict[str, bool]]) -> torch.Tensor:
-        """Return the mean loss over what is known of [num_pairs, width] vectors."""
+        """Return the mean loss of vectors [num_pairs, width] over the entries of ``fulfilled``."""
         known = [
             (row, self._roles[role], float(value))
             for row, roles in enumerate(fulfilled)
@@ -85,7 +86,7 @@ class WishReader(torch.nn.Module):
 
 
 def pairs_of(search: Search) -> list[tuple[str, str]]:
-    """Return the query with each of its documents."""
+    """Return the search's pairs: its query with each of its documents."""
     return [(search.query, document) for document in search.documents]
 
 
@@ -142,8 +143,7 @@ def train(
 def save(
     model: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Save weights and tokenizer in the format of transformers; scores go through a sigmoid by
-    default."""
+    """Save weights and tokenizer for transformers, with a sigmoid for scores by default."""
     model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone

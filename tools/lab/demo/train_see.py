@@ -95,8 +95,8 @@ CHAT_TEMPLATE = """\
 
 
 class Turn(NamedTuple):
-    """A question with its answer. ``image`` is the part of the text that stands for a new drawing,
-    "" for none, and comes before the question or after it."""
+    """A question with its answer. If it comes with a new drawing, ``image`` is the placeholder in
+    the text, before the question or after it; otherwise it is ""."""
 
     question: str
     answer: str
@@ -114,8 +114,8 @@ class Conversation(NamedTuple):
 def conversation(
     seed: int, index: int, num_drawings: int, kinds: Sequence[str], num_questions: int
 ) -> Conversation:
-    """Return the chat of an index, with at most so many questions of some kinds about each
-    drawing."""
+    """Return the training chat number ``index``, with at most ``num_questions`` of these ``kinds``
+    about each drawing."""
     rng = random.Random(f"see/{seed}/{index}")
     drawings = tuple(training_drawing(seed, 2 * index + at) for at in range(num_drawings))
     if rng.random() < NONE_SHARE:
@@ -134,7 +134,7 @@ def conversations(seed: int, step: int) -> list[Conversation]:
 
 
 def is_chatting(step: int) -> bool:
-    """Return whether a question of this step sees those before it."""
+    """Return whether in this step a question attends to the questions before it in its chat."""
     return step % CHATS_EVERY == CHATS_EVERY - 1
 
 
@@ -188,8 +188,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerFast, clip: CLIPModel
 ) -> LlavaForConditionalGeneration:
-    """Return a small LLaVA with the embedding model's tower; its size keeps a folder under 4
-    MB."""
+    """Return a LLaVA with the embedding model's tower, so small that its folder has under 4 MB."""
     text = {
         "model_type": "llama",
         "vocab_size": len(tokenizer),
@@ -222,8 +221,8 @@ def build_model(
 
 
 class Row(NamedTuple):
-    """A chat's token ids, its labels, which are the answers, and the number of each token's turn,
-    from 1. What all turns share is in turn 0."""
+    """A chat's token ids, its labels (the answers' tokens), and the number of each token's turn,
+    from 1. Tokens that all turns share have the number 0."""
 
     ids: list[int]
     labels: list[int]
@@ -242,7 +241,7 @@ def encode_chat(encode: Encode, chat: Conversation, image_tokens: int) -> Row:
 
 
 def encode_apart(encode: Encode, chat: Conversation, image_tokens: int) -> Row:
-    """Return the turns of a chat behind one beginning, which ends with the drawing."""
+    """Return a chat's turns after the beginning that they share, which ends with the drawing."""
     row = Row([*encode(BOS)], [IGNORED], [0])
     _add(row, encode(f"<|user|>{chat.turns[0].image * image_tokens}"), 0)
     for number, turn in enumerate(chat.turns, start=1):
@@ -258,8 +257,8 @@ def _add(row: Row, ids: list[int], turn: int, *, is_learnt: bool = False) -> Non
 
 
 def apart(turns: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arguments with which each turn sees turn 0 and itself alone, as if it were the
-    first one. ``turns`` are [num_rows, num_tokens] int64."""
+    """Return the mask and the positions with which each turn attends to turn 0 and itself alone, as
+    if it were the first one. ``turns`` are [num_rows, num_tokens] int64."""
     is_shared = turns == 0
     same = turns.unsqueeze(2) == turns.unsqueeze(1)
     sees = (same | is_shared.unsqueeze(1)).tril().unsqueeze(1)
@@ -290,8 +289,7 @@ def loss_of(
 def save(
     model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Save float32 weights as safetensors, the processor with the chat template, and generation
-    defaults."""
+    """Save float32 weights, the processor with the chat template, and generation defaults."""
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(
         do_sample=False,

@@ -146,16 +146,15 @@ def encode_documents(
             start = text.find(doc.strange) if doc.strange else 0
             end = start + len(doc.strange or "")
             spans = zip(encoding.ids, encoding.offsets, strict=True)
-            # the space before the name is ignored, too; otherwise it would be learnt as the usual
-            # beginning of a name
+            # The label of the space before a strange name is ignored, too: otherwise the model
+            # learns that names usually begin with a token of a space alone.
             labels = [IGNORED if a < end and b >= start > 0 else token for token, (a, b) in spans]
             encoded.append((encoding.ids, labels))
     return encoded
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a Llama-architecture model with random weights; its size keeps the folder under 12
-    MB."""
+    """Return a Llama-architecture model with random weights, whose folder has less than 12 MB."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -173,8 +172,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def batches(encoded: list[Encoded], pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield ids and labels, [num_rows, row_tokens] int64: documents, one per row, and packed
-    rows."""
+    """Yield ids and labels, [num_rows, row_tokens] int64: one document per row, or packed ones."""
     border = int(len(encoded) * (1 - LONG_SHARE))
     short = [pair for pair in encoded[:border] if len(pair[0]) <= ROW_TOKENS]
     rest = [pair for pair in encoded[:border] if len(pair[0]) > ROW_TOKENS] + encoded[border:]
@@ -221,7 +219,7 @@ def build_optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
 
 
 def echo_batch(generator: torch.Generator, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows that repeat a random piece. Only the repetitions have labels."""
+    """Return rows of random tokens that repeat a piece. Only the repetitions have labels."""
     ids = torch.empty(ECHO_ROWS, ECHO_TOKENS, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)
     for row in range(ECHO_ROWS):
@@ -257,7 +255,7 @@ def take_step(
 
 
 def learn_to_echo(model: LlamaForCausalLM, seed: int) -> None:
-    """Run the first phase of the training."""
+    """Run the first phase of the training, which teaches the model to repeat tokens."""
     generator = torch.Generator().manual_seed(seed)
     optimizers = build_optimizers(model)
     for step in range(1, ECHO_STEPS + 1):
@@ -301,13 +299,12 @@ def train(
 def save_checkpoint(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Save float32 weights as safetensors, the tokenizer with the chat template, and generation
-    defaults."""
+    """Save float32 weights, the tokenizer with the chat template, and generation defaults."""
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.8,
-        min_p=0.05,  # a third as many default stories are wrong without the tail (`measure_demo`)
+        min_p=0.05,  # a third as many stories are wrong as with min_p 0 (`measure_demo`)
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,

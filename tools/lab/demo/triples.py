@@ -44,9 +44,9 @@ ABOUT_ONE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Triple:
-    """Three texts. `differs` is what the negative changes; `meanings` are what the texts say.
+    """Three texts. `differs` names the change of the negative, as `differing` does.
 
-    A triple of sentences has two meanings: that of anchor and paraphrase, and the negative's.
+    A triple of sentences has two `meanings`: that of anchor and paraphrase, and the negative's.
     """
 
     anchor: str
@@ -85,8 +85,7 @@ def held_out_triple(seed: int, index: int) -> Triple:
 
 
 def sentence_triple(rng: Random, held_out: bool = False) -> Triple:
-    """Return a triple of sentences. The negative's meaning may be a held-out one only if
-    `held_out`."""
+    """Return a triple of sentences. Only if `held_out`, the negative may be a held-out one."""
     while True:
         meaning = draw_meaning(rng, held_out)
         triple = _triple(rng, meaning, *differing(rng, meaning, held_out=held_out))
@@ -115,7 +114,7 @@ def _triple(rng: Random, meaning: Meaning, other: Meaning, differs: str) -> Trip
 
 
 def _showing(wording: Wording, detail: str) -> Wording:
-    """Return the wording without leaving out a detail: the difference must be said."""
+    """Return the wording with ``detail`` kept, because the texts differ in it."""
     return replace(wording, dropped=wording.dropped - {detail})
 
 
@@ -157,8 +156,7 @@ def joined(sentences: list[str]) -> str:
 
 
 def question_triple(rng: Random) -> Triple:
-    """Return a triple of a question, a text that answers it, and one that answers another
-    question."""
+    """Return a triple of a question, its answer, and a text that answers another question."""
     while True:
         meaning = draw_meaning(rng)
         question, wanted = draw_question(rng, meaning)
@@ -181,7 +179,7 @@ def draw_question(rng: Random, meaning: Meaning) -> tuple[str, Roles]:
     """Return a question that the meaning answers, and the roles that an answer must have."""
     wording = draw_wording(rng, meaning, drop_share=1.0)
     frame = lexicon().frames[meaning.frame]
-    questions = dict(frame.questions)  # one per role asked for; the others are drawn below
+    questions = dict(frame.questions)
     role = rng.choice(list(questions))
     fitting = possible_ways(
         meaning, wording.forms, tuple(text for asked, text in frame.questions if asked == role)

@@ -1,5 +1,4 @@
-"""Chooses the demo model's file that a command runs: by its first argument, by default the
-stories'.
+"""Chooses which demo model's module a command runs: by its first argument, or else the stories'.
 
 Rule: only the chosen file is imported, because each needs other libraries.
 """

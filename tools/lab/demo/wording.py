@@ -1,7 +1,7 @@
-"""Says a meaning in words: by one of its frame's ways, with a form of each concept, with details.
+"""Puts a meaning into words: one of the frame's sentences, a form of each concept, and details.
 
-Rule: a wording holds every choice, so that another meaning can be said in the same words except for
-the difference.
+Rule: a wording holds every random choice, so that another meaning can be said in the same words
+except where the meanings differ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PRONOUNS = {"he": {"she": "she", "he": "he"}, "his": {"she": "her", "he": "his"}
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The choices for one sentence: its way, and by role the form, the article, the preposition and
-    the pronoun."""
+    """The random choices for one sentence: the sentence of the frame (``way``), and for each role
+    the form, the article, the preposition and the pronoun."""
 
     way: str
     forms: dict[str, Form]
@@ -43,7 +43,7 @@ class Wording:
 def draw_wording(
     rng: Random, meaning: Meaning, other_than: Wording | None = None, drop_share: float = 0.25
 ) -> Wording:
-    """Draw a wording for a meaning. With `other_than`, it differs from that one in way and forms.
+    """Draw a wording for a meaning. If possible, its way and forms are others than `other_than`'s.
 
     Each detail is left out with the probability `drop_share`.
     """
@@ -78,7 +78,7 @@ def draw_form(rng: Random, concept: Concept, other_than: Form | None = None) -> 
 
 
 def draw_pronoun(rng: Random, concept: Concept) -> str:
-    """Return `she`, `he`, or `it` for an animal; drawn where several fit."""
+    """Return `she` or `he`, or for an animal also `it`; a random one where several fit."""
     if concept.name.startswith("animal/"):
         return rng.choice(("it", "it", "she", "he"))
     return concept.pronoun or rng.choice(("she", "he"))
@@ -91,7 +91,7 @@ def like(rng: Random, wording: Wording, old: Meaning, new: Meaning) -> Wording:
     same = {role for role, concept in new.core + new.details if before.get(role) == concept}
 
     def merged(name: str) -> dict[str, object]:
-        """Return the old choices for the same roles, and new ones for the others."""
+        """Return the old choices for roles whose concept stays, and new ones for other roles."""
         kept = {r: v for r, v in getattr(wording, name).items() if r in same}
         return getattr(fresh, name) | kept
 
@@ -106,7 +106,7 @@ def like(rng: Random, wording: Wording, old: Meaning, new: Meaning) -> Wording:
 
 
 def possible_ways(meaning: Meaning, forms: dict[str, Form], ways: tuple[str, ...]) -> list[str]:
-    """Return the ways whose slots the meaning's concepts can fill."""
+    """Return those of the ``ways`` whose slots the forms of the meaning's concepts can fill."""
     roles = dict(meaning.core)
 
     def fits(role: str, slot: str) -> bool:
@@ -115,7 +115,7 @@ def possible_ways(meaning: Meaning, forms: dict[str, Form], ways: tuple[str, ...
         if slot == "part":
             return form.is_plain
         if slot == "a" and kind == "words":
-            return " " not in form.text  # a golden ring, but no `a made of gold ring`
+            return " " not in form.text  # `a golden ring`, but never `a made of gold ring`
         return slot in SLOTS[kind]
 
     return [way for way in ways if all(fits(role, slot) for role, slot in slots_of(way))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from engine import GenerateRequest
 
-    Content = str | list[dict[str, object]]  # of a message: a text, or texts and images
+    Content = str | list[dict[str, object]]  # of a chat message: a text, or a list of parts
 
 
 @dataclass(frozen=True, slots=True)

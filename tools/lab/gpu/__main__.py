@@ -17,8 +17,8 @@ from tools.lab.gpu.wheels import complete, lacking, versions
 
 MEASURES = ("engine",)
 
-# Prints what a device is. It runs in a process of its own, because torch keeps memory on a device
-# that it has looked at.
+# Prints a device's name and properties. It runs in a process of its own, because torch keeps memory
+# on a device whose properties it has read.
 ABOUT = """
 import json, sys, torch
 name = sys.argv[1]

@@ -64,8 +64,8 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def write(model: Model, folder: Path, device: str) -> Path:
-    """Write the checkpoint and its tokenizer into a folder of ``folder``, unless it is there, and
-    return that."""
+    """Write the checkpoint and its tokenizer into a new folder in ``folder``. Return the new folder
+    or an existing one."""
     directory = folder / model.name
     if (directory / "config.json").exists():
         return directory
@@ -101,14 +101,14 @@ class _Shards:
         self._bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor, and write a file if there is enough for one."""
+        """Add a tensor; write a file when the tensors have `SHARD_BYTES` together."""
         self._pending[name] = tensor
         self._bytes += tensor.nbytes
         if self._bytes >= SHARD_BYTES:
             self._write()
 
     def close(self) -> None:
-        """Write what is left, and the index."""
+        """Write the tensors that are in no file yet, and the index."""
         self._write()
         index: Mapping[str, Any] = {"metadata": {}, "weight_map": self._places}
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -28,7 +28,7 @@ ROUNDS = 3
 
 
 class Stamped(TorchRunner):
-    """A runner that notes when each step starts and ends, and its rows."""
+    """A runner that notes the start, the end and the number of rows of each step."""
 
     stamps: list[tuple[float, float, int]]
 

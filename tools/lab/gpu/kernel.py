@@ -1,4 +1,4 @@
-"""Compares the device's attention with the reference in float64, over drawn steps."""
+"""Compares the device's attention with the reference attention in float64, over random steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compares greedy tokens of every architecture on the device with transformers' on the CPU.
 
-In float32 every token counts, but those that are nearly tied. In bfloat16 only the first token of
-each prompt does, and some differ by rounding; with wrong attention nearly all of them would.
+In float32 every token is compared, except where two are nearly tied. In bfloat16 only the first
+token of each prompt is, and some differ by rounding; with wrong attention nearly all would differ.
 """
 
 from __future__ import annotations

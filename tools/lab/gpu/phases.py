@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.lab.gpu.target import Target
 
-# By name, with the share of the time that a phase may take.
+# The phases, each with its share of the time.
 PHASES = {"kernel": 0.1, "parity": 0.35, "step": 0.45, "gap": 0.1}
 
 

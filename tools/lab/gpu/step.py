@@ -1,7 +1,7 @@
 """Measures decoding beside transformers' continuous batching, and the memory that it takes.
 
-What is on the clock is the same as in `tools.lab.bench.step`. Both engines load the same
-checkpoint, one after the other, because a device may hold only one of them.
+The same work is on the clock as in `tools.lab.bench.step`. The two engines run one after the other
+with the same checkpoint, because a device may have memory for one of them only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCHES = (1, 8, 64, 256)
 SMALL_BATCHES = (1, 4)
 CONTEXT = 128  # tokens before the first that is decoded
 STEPS = 32
-ROOM = 288  # tokens that a sequence may be decoded further, while others are still computed
+ROOM = 288  # how many tokens some sequences may decode while others' prompts are still computed
 REPEATS = 3
 MIB = 1 << 20
 
@@ -98,8 +98,8 @@ def _measure(target: Target, model: Model, peer: Peer, batches: Sequence[int]) -
 
 
 def _memory_rows(model: Model, answer: dict[str, Any], bar: float | None) -> list[Row]:
-    """Return what was in use at most, without what libraries take on a device, beside what the
-    engine reserves. A process on a CPU has no figure of its tensors alone."""
+    """Return the most memory in use (on a GPU by tensors, on a CPU by the process), the memory that
+    the engine reported at its load, and the ratio."""
     peak, reported = answer["peak_bytes"] / MIB, answer["memory_bytes"] / MIB
     return [
         Row(f"memory, {model.name}: most in use", peak, "MiB", n=1),

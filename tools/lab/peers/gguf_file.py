@@ -158,8 +158,7 @@ def _joined(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _interleaved(bits: np.ndarray, heads: int) -> np.ndarray:
-    """Order rows as llama.cpp's rotary embedding for Llama does, which pairs neighbours instead of
-    halves."""
+    """Order rows as llama.cpp's rotary embedding for Llama, which pairs neighbours, not halves."""
     rows, columns = bits.shape
     halves = bits.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)

@@ -24,10 +24,10 @@ END_LIMIT_S = 10.0
 
 
 def memory_mb(pid: int) -> float:
-    """Return the memory of a process and of all processes below it, in MB. Pages that several
-    processes share count in part for each (PSS), and files count as far as they are mapped."""
+    """Return the resident memory (PSS) of a process and of all its descendants, in MB. Of a page
+    that several processes share, each counts its part; mapped files count, too."""
     found, kilobytes = [pid], 0
-    for one in found:  # grows meanwhile
+    for one in found:  # grows in the loop
         folder = Path("/proc") / str(one)
         pss = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
         kilobytes += int(pss[1]) if pss else 0

@@ -34,8 +34,8 @@ END_LIMIT_S = 15.0
 POLL_S = 0.25
 CLIENTS = "tools.lab.peers.clients"
 MAX_LEN = 8192
-KV_GIB = 2  # size of each server's KV pool
-DTYPE = os.environ.get("BENCH_DTYPE", "bfloat16")  # what each server computes in
+KV_GIB = 2  # of each server
+DTYPE = os.environ.get("BENCH_DTYPE", "bfloat16")
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 
 
@@ -47,9 +47,9 @@ def free_port() -> int:
 
 
 def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return our server's command and environment. Its KV pool has the size of vLLM's, and all its
-    memory before the server is ready, as vLLM's has. Otherwise our server would wait for new memory
-    while it is measured."""
+    """Return our server's command and environment. Its KV pool has the size of vLLM's and, like
+    vLLM's, gets its memory before the server is ready; otherwise our server would wait for new
+    memory while it is measured."""
     command = [
         *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
         *("--model", str(model), "--dtype", DTYPE),

@@ -14,12 +14,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tools.lab.peers.asked import answer
 
-BLOCK = 64  # tokens
-# Its masks have a step's tokens times the cache's tokens, so both are kept small. With a cache of 2
-# GiB, a step of one sequence took 2 s.
+BLOCK = 64
+# transformers' attention masks have a step's tokens times the cache's tokens, so both are kept
+# small. With a cache of 2 GiB, a step of one sequence took 2 s.
 TOKENS_IN_CACHE = 16_384
 TOKENS_AT_ONCE = 1_024
-SLACK = 16  # tokens that are decoded while other prompts are computed
+SLACK = 16  # how many tokens some sequences may decode while others' prompts are computed
 
 
 class ContinuousEngine:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TOKENS_AT_ONCE = 2048
 STREAM = 100_000
-ROOM = 256  # tokens that are decoded while other prompts are computed
+ROOM = 256  # how many tokens some sequences may decode while others' prompts are computed
 
 
 class TrioletEngine:
@@ -101,7 +101,7 @@ class TrioletEngine:
         }
 
     def _used_bytes(self) -> int:
-        """Return the most memory that was in use so far: the device's, or this process's."""
+        """Return the peak memory so far, in bytes: on a GPU of tensors, else of this process."""
         if self._is_cuda:
             import torch  # after the engine, which sets how its threads wait (D13)
 

@@ -14,7 +14,7 @@ from typing import Any
 from tools.lab.peers.asked import answer
 
 TOKENS_AT_ONCE = 2048
-ROOM = 256  # tokens that are decoded while other prompts are computed
+ROOM = 256  # how many tokens some sequences may decode while others' prompts are computed
 
 
 class VllmEngine:
