@@ -1,9 +1,9 @@
-"""Counts the byte codes that Python executes for a decoded token: in the text core, and in the
+"""Measures how many byte codes Python executes for a decoded token: in the text core, and in the
 engine's loop with readers in its process.
 
-A count is the same in every run of one version of Python, so small changes can be seen on any
-machine. Compare a commit with another one's count by running this file in its worktree. The core's
-count is plan + commit of a step of the bench `schedule`; the loop's is all that its thread executes
+A count is the same in every run of one version of Python, so that small changes show on any
+machine. To compare two commits, run the bench in a worktree of each. The core's count is of plan
+and commit of a step as in the bench `schedule`; the loop's is of all that its thread executes
 between two tokens of a reader, Trio included. The fake runner's own thread is not counted.
 """
 
