@@ -1,7 +1,7 @@
 """Streams whose clients have lost their connections: each waits for its client for a while.
 
 Rule 1: a stream that waits counts against its key's max_requests, even if its request has ended.
-Rule 2: it is forgotten when its resume window ends, and its request is cancelled then, if it has
+Rule 2: a stream is forgotten when its resume window ends; its request is then cancelled, if it has
 not ended. Rule 3: only the holder of its key can attach to it, and only with its attach token; any
 other client gets the error for an unknown stream. Rule 4: waiting streams are bounded, for each
 party (`Origin.party`) and in all; if there are too many in all, the party that has the most loses
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Most streams that wait, and most bytes that they keep, if the server's network fails. Guesses.
 DETACHED_MAX = 1024
-DETACHED_EACH_MAX = 256  # of one holder, or of one address without a key
+DETACHED_EACH_MAX = 256  # waiting streams of one key's holder, or of an address without a key
 DETACHED_BYTES_MAX = 2**28
 
 
@@ -134,8 +134,7 @@ class DetachedStreams:
         return waits[-1] if waits else None
 
     def attachable(self, request_id: str, token: str, holder: Quota | None) -> TextStream:
-        """Return the stream that a client may take up (`attach`), whether its request has ended or
-        not.
+        """Return the stream that a client may take up (`attach`), even if its request has ended.
 
         Raises:
             RequestNotFound: the holder has no stream with this id and token.
@@ -164,7 +163,7 @@ class DetachedStreams:
         """
         wait = self._waits.get(stream.attach_token)
         if wait is not None and stream.has_dropped(received):
-            self._give_up(wait, EndReason.CANCELLED)  # no client can attach; a continuation helps
+            self._give_up(wait, EndReason.CANCELLED)  # the client must send a continuation
         stream.check_kept(received)
         if wait is not None:
             self._drop(wait)

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     from engine.core.common.types import RequestId
 
-# Bytes of all requests' decoded images. A guess: 1,700 of 224 × 224 pixels, some tens of steps.
+# Bytes of all requests' decoded images. A guess: 1,700 images of 224 × 224 pixels fit, the input of
+# some tens of steps.
 IMAGE_BYTES_MAX = 256 * 2**20
-# One request's share of them, so that a client that does not read leaves room for others. A guess.
+# One request's largest share of these bytes, so that one client leaves room for others. A guess.
 REQUEST_SHARE = 1 / 4
 # Bytes of the image files of all live requests: a photograph takes a second to decode, and arrives
 # in less. A guess: sixty photographs of a phone.
@@ -129,7 +130,7 @@ class ImageMemory:
                 self._give_back(num_bytes, request_id)
             else:
                 self._waiting.remove(waiter)
-                self._grant()  # the requests behind it may need less
+                self._grant()  # requests behind the cancelled one may need less
             raise
         held.callback(self._give_back, num_bytes, request_id)
 

@@ -33,7 +33,7 @@ class ClientRequest(Protocol):
 
     @property
     def image_bytes(self) -> int:
-        """The bytes of the files of its images."""
+        """The bytes of the request's image files."""
 
     def validate(self) -> None:
         """Check every range that needs no model.

@@ -64,7 +64,7 @@ class Prepared(Generic[CoreRequestT_co]):
     that its streams need.
 
     ``request`` is the core's request. ``hold`` returns a context manager that keeps the request's
-    compiled constraint at a replica, from before its queue to its end; None: there is none.
+    compiled constraint at a replica, from before its queue to its end; None without a constraint.
     """
 
     request: CoreRequestT_co

@@ -16,7 +16,7 @@ from engine.errors import Overloaded
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-RETRY_AFTER_S = 1.0  # of Overloaded; a guess: one of the holder's requests has ended then
+RETRY_AFTER_S = 1.0  # retry-after of Overloaded; a guess: by then a request of the holder has ended
 
 
 class Quota:
@@ -101,8 +101,8 @@ class QueuedTokens:
         self._num_tokens = 0
 
     def note_client(self, *, is_there: bool) -> None:
-        """Count the prompt only while its client is connected: requests of other clients go before
-        it otherwise. Never refuses; idempotent."""
+        """Count the prompt only while its client is connected: otherwise the requests of other
+        clients go first. Never refuses; idempotent."""
         if self._quota is not None and is_there != self._is_there:
             self._quota.queued_tokens += self._num_tokens if is_there else -self._num_tokens
         self._is_there = is_there

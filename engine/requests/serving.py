@@ -67,7 +67,7 @@ class Serving:
                 await self._serve_at(lease, stream, held)
             except WorkerLost as error:  # the replica died before the request was in its queue
                 stream.lose_replica(error, has_begun=False)
-            except ShuttingDown:  # by a runner that was closed after its worker's death
+            except ShuttingDown:  # raised by a runner closed after its worker's death
                 cause = None if stream.replica is None else stream.replica.loop.cause_of_death
                 if not isinstance(cause, WorkerLost):
                     raise

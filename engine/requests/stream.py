@@ -51,8 +51,8 @@ EventT = TypeVar("EventT")
 
 log = logging.getLogger(__name__)
 
-DEADLINE_MARGIN_S = 0.020  # D18: with 0.010 s, some clients saw a reset and no status
-DEADLINE_MARGIN_SHARE = 0.10  # of the timeout: the margin of a short one
+DEADLINE_MARGIN_S = 0.020  # D18: with 0.010 s, some clients got a reset instead of a status
+DEADLINE_MARGIN_SHARE = 0.10  # of a short timeout, this share is the margin
 # A reader on another thread frees message slots when it has taken 1 / RELEASE_SHARE of the buffer:
 # waking the Trio thread for every token would cost more than the token.
 RELEASE_SHARE = 4
@@ -134,7 +134,7 @@ class RequestStream(Generic[EventT]):
         self.load_s = 0.0
         self.replica: Replica[Any, Any] | None = None
         self.prepared: Prepared[Any] | None = None  # set by the first `run`
-        self.ahead: TokensAhead | None = None  # set once it is submitted to a replica
+        self.ahead: TokensAhead | None = None  # set when the request is submitted to a replica
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call
         self.model = ""
@@ -271,8 +271,8 @@ class RequestStream(Generic[EventT]):
     # ---- ending
 
     def cancel(self, reason: EndReason) -> None:
-        """End the request now, for this reason, unless it has one already. Idempotent; allowed
-        before the start, while the request runs, and after its end."""
+        """End the request now, for this reason, unless an earlier cancel has given one. Idempotent;
+        allowed before the start, while the request runs, and after its end."""
         if self.reason is None and not self.is_closed:
             self.reason = reason
             self._cancelled_at = trio.current_time()

@@ -158,7 +158,7 @@ class Supervisor:
             reader,
             origin,
             arrived_at=arrived_at,
-            timeout_s=request.timeout_s if error is None else None,  # a refused one may be NaN
+            timeout_s=request.timeout_s if error is None else None,  # else it may be NaN
             longest_s=self._config.default_deadline_s,
             on_end=self._count,
             on_loss=self.detached.add,
@@ -206,7 +206,7 @@ class Supervisor:
         may have (`ClientRequest.validate`).
         """
         if not request.request_id:
-            return RequestId(request_id)  # made for this request, so it is unique
+            return RequestId(request_id)  # the server made the id for this request alone
         return RequestId(f"{request_id}\x1f{next(self._serials)}")
 
     def abort(self, request_id: str) -> AbortOutcome:

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TOKENIZE_TOKENS_MAX = 100_000  # of an answer; a guess: about 3 MiB, half a second to build
-TOKENIZE_CHARS_MAX = 2**20  # of its text; a guess: ten for each of these tokens
-INLINE_TOKENIZE_CHARS = 4096  # fewer need no thread; a guess: a hop would cost more
-LONG_TEXT_CHARS = 2**16  # such texts are tokenised in pieces; a guess: fewer take 0.1 s
+TOKENIZE_TOKENS_MAX = 100_000  # tokens in an answer to Tokenize; a guess: 3 MiB, built in 0.5 s
+TOKENIZE_CHARS_MAX = 2**20  # characters of a text in Tokenize; a guess: ten for each token
+INLINE_TOKENIZE_CHARS = 4096  # a shorter text needs no thread; a guess: a thread would cost more
+LONG_TEXT_CHARS = 2**16  # from here on, texts are tokenised in pieces; a guess: fewer take 0.1 s
 
 T = TypeVar("T")
 Part = TypeVar("Part", bound="Sequence[Any]")
@@ -76,7 +76,7 @@ class Tokenizing:
         image_decoder: DecodeImage = decode_here,
         image_turns: Turns | None = None,
     ) -> None:
-        """``image_decoder`` decodes the images."""
+        """Decode images by ``image_decoder``."""
         self.image_decoder = image_decoder
         self._threads = threads
         self._tasks = tasks
@@ -140,7 +140,7 @@ class Tokenizing:
         if len(text) < LONG_TEXT_CHARS:
 
             def job() -> tuple[TokenSpan, ...]:
-                # The ids come first: they are cheap, and there may be too many of them.
+                # The ids come first: they cost little, and may be too many for an answer.
                 _check_answer_holds(
                     len(tokenizer.encode(text, add_special_tokens=add_special_tokens))
                 )
@@ -240,7 +240,7 @@ class Tokenizing:
         other image is decoded at the same time. Cancellation: as the class.
 
         Raises:
-            InvalidRequest: images cannot be read; it lists the paths of all, which come with them.
+            InvalidRequest: images cannot be read; it lists the ``path`` of each, from ``files``.
         """
         made, violations = [], []
         for path, data in files:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     EncodeReplica = Replica[EncoderInfo, "EncodeTools"]
     EncodeAssignment = Assignment[EncodeRequests, EncodeReplica]
 
-INPUT_CHARS = 64  # cost of tokenising an input beside its text, in characters; a guess
+INPUT_CHARS = 64  # an input costs as much tokenising as so many characters of text; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class InputPreparer:
 
 
 def _widened(item: TokenizedInput, width: int) -> TokenizedInput:
-    """Return a text that the model pads to ``width`` tokens, if that is not 0."""
+    """Return a text with the ``width`` to which the model pads it; 0 means no padding."""
     if not width or not item.input.token_ids:
         return item
     return item._replace(input=item.input._replace(width=width))
@@ -252,11 +252,11 @@ def _check_tokens(
     replica: EncodeReplica,
     query: str = "",
 ) -> None:
-    """Check that the tokens of every text are of the model's vocabulary. A wrong token of a pair is
-    reported of the query if the query has one.
+    """Check that the tokens of every text are of the model's vocabulary. If the query of a rerank
+    has a wrong token, only the query is reported.
 
     Raises:
-        InvalidRequest: Some are not; it lists every text with such a token.
+        InvalidRequest: A token is not in it; the error lists every text with such a token.
     """
     vocab_size, tokenizer = replica.info.vocab_size, replica.tokenizer
     texts = [

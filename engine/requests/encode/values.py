@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
 
-MAX_INPUTS = 2048  # of a request, as in OpenAI's API
-MAX_PROMPT_NAME_CHARS = 128  # of a prompt's name; a guess
+MAX_INPUTS = 2048  # inputs of a request, as in OpenAI's API
+MAX_PROMPT_NAME_CHARS = 128  # characters of a prompt's name; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class EmbedRequest(CheckedFields):
 
     @property
     def capability(self) -> Capability:
-        """The capability that a model must have for it."""
+        """The capability that a model must have for the request."""
         return Capability.IMAGE_EMBEDDING if self.has_images else Capability.TEXT_EMBEDDING
 
     @property
     def image_bytes(self) -> int:
-        """The bytes of the files of its images."""
+        """The bytes of the request's image files."""
         return sum(len(input_) for input_ in self.inputs if isinstance(input_, bytes))
 
     def violations(self) -> Iterator[FieldViolation]:

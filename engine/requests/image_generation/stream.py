@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engine.requests.image_generation.values import DrawRequest
     from engine.requests.stream import StreamOptions
 
-DRAWN_SEEDS = 2**32  # seeds that the server draws are below: short enough to type
+DRAWN_SEEDS = 2**32  # seeds that the server draws are below this, so that they are short to type
 
 
 class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
@@ -51,11 +51,11 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     def __init__(self, request: DrawRequest, options: StreamOptions[ImageGenerationEvent]) -> None:
         # Started and Finished hold no message slot.
         super().__init__(request, options, num_beside=2, credited=(Progress, GeneratedImage))
-        # Slots are freed at once: the end waits for them, and a step takes longer than a wake-up.
+        # Each slot is freed at once, as the stream's end waits for that; a step takes far longer.
         self.num_per_release = 1
         self.seed = SystemRandom().randrange(DRAWN_SEEDS) if request.seed is None else request.seed
         self._prepared: PreparedDrawing | None = None
-        self._waiting: deque[Stepped | Drawn] = deque()  # to become files, and events behind
+        self._waiting: deque[Stepped | Drawn] = deque()  # waiting images and the events behind them
         self._finished: Finished | None = None  # the core's event, kept until the images are taken
         self._news = trio.Event()
 
@@ -100,7 +100,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
         )
 
     def _finish(self, event: Finished) -> None:
-        """Leave the end to the request's task, which first hands the images over."""
+        """Leave the stream's end to the request's task, which first hands the images over."""
         self.phase = Phase.WRITE
         self._finished = event
         self._news.set()
@@ -113,7 +113,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
         self.close(DeadlineInfeasible(event.detail, phase=self.phase.value))
 
     def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
-        """Act on the death of the replica, unless it is done with the drawing."""
+        """Act on the death of the replica, unless the replica has finished the drawing."""
         if self._finished is None:
             super().lose_replica(error, has_begun=has_begun)
             self._news.set()
@@ -142,7 +142,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     # ---- the request's task
 
     async def wait_turn(self) -> None:
-        """Make files of the images as they come, until the stream is closed or has to change its
+        """Make files of the images as they come, until the stream is closed or must change its
         replica.
 
         Cancellation: at once; a thread that writes an image goes on to its end.

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from engine.core.common.types import Timings
 
 # The proto documents these limits. All are guesses.
-MAX_PROMPT_BYTES = 4096  # 77 tokens have a tenth of that
+MAX_PROMPT_BYTES = 4096  # bytes; CLIP's 77 tokens have a tenth of that
 SIDE = (8, 4096)  # range of width and height, in pixels
 SIDE_MULTIPLE = 8
-MAX_PIXELS = 2**23  # of all images of a request: eight of 1024 × 1024
+MAX_PIXELS = 2**23  # pixels of all images of a request: eight images of 1024 × 1024
 MAX_IMAGES = 8
 MAX_STEPS = 150
 MAX_GUIDANCE = 30.0
@@ -76,7 +76,7 @@ class DrawRequest(CheckedFields):
 
     @property
     def image_bytes(self) -> int:
-        """The bytes of the file of its source."""
+        """The bytes of the source's file."""
         return len(self.source or b"")
 
     def violations(self) -> Iterator[FieldViolation]:

@@ -27,7 +27,7 @@ CHAT_TYPES = {
 # Most characters of a call's arguments. One call of Python's JSON parser reads them, in 10 ms,
 # while every other thread waits. A guess: a file that a model wrote has fewer.
 ARGUMENTS_CHARS_MAX = 262_144
-# Most violations that are kept of a large chat; a guess: ten thousand took the loop 17 ms.
+# Most violations that are kept of a large chat; a guess: to send ten thousand takes the loop 17 ms.
 VIOLATIONS_MAX = 64
 
 
@@ -40,7 +40,8 @@ class _Seen(NamedTuple):
 
 
 class _Looked:
-    """Keeps the results of `Chat.look_through`, which are no field, so that no copy has them."""
+    """Keeps the results of `Chat.look_through` in no field, so that no copy by `replace` has
+    them."""
 
     __slots__ = ("_kept",)
     _kept: _Seen
@@ -198,7 +199,7 @@ def _parts_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _is_object(arguments: object) -> bool:
     """Return whether a call's arguments are a JSON object, which may be written as text."""
     if isinstance(arguments, str):
-        if not arguments.lstrip().startswith("{"):  # ten times as fast as the parser's refusal
+        if not arguments.lstrip().startswith("{"):  # ten times as fast as json's refusal
             return False
         try:
             arguments = json.loads(arguments, parse_constant=refuse_constant)
@@ -208,6 +209,7 @@ def _is_object(arguments: object) -> bool:
 
 
 def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the function of a tool or a tool call; transformers also takes it bare."""
+    """Return the function of a tool or a call; as in transformers, ``entry`` may be the
+    function."""
     function = entry.get("function", entry)
     return function if isinstance(function, Mapping) else {}

@@ -45,7 +45,7 @@ WAITING_MAX = 512  # compilations that wait; each ahead of them takes 2 s at mos
 
 
 class _Entry:
-    """One constraint. ``num_bytes`` is None until it is compiled, ``error`` is why that failed."""
+    """One constraint. ``num_bytes`` is None until it is compiled, ``error`` why it was not."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -132,8 +132,8 @@ class CompiledConstraints:
             if not is_lasting and self._entries.get(constraint) is entry:
                 del self._entries[constraint]
             if constraint not in self._entries:
-                # All requests had left when this compilation began, or when an earlier one of the
-                # same constraint began, whose result the runner may still have.
+                # No request waited any more when this compilation began, or when an earlier one of
+                # the same constraint began: the runner may still have the result.
                 self._compiler.forget(constraint)
             entry.done.set()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Bytes of events: the last 3,400 tokens of a plain stream. A client that lacks more tokens, because
 # its windows were large or each token had many alternatives, goes on with a continuation.
 KEPT_BYTES_MAX = 2**20
-EVENT_BYTES = 300  # of an event, and of one log-probability or alternative, without the text
+EVENT_BYTES = 300  # memory of an event, a log-probability or an alternative, beside its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class KeptEvents:
         self._started_bytes = 0
         self._is_started_whole = True
         self._tokens: deque[Tokens] = deque()
-        self._tokens_bytes = 0  # approximately
-        # Tokens of each choice that are not kept: the oldest, and those of ``continued``.
+        self._tokens_bytes = 0  # an estimate
+        # How many tokens of each choice are not kept: the oldest, and those of ``continued``.
         self._dropped: Counter[int] = Counter(
             {i: len(choice.token_ids) for i, choice in enumerate(continued) if not choice.finished}
         )
@@ -126,7 +126,7 @@ class KeptEvents:
             yield FieldViolation("received", what)
             return
         made = self._dropped.copy()
-        ends = {(choice, made[choice]) for choice in range(num_choices)}  # of events
+        ends = {(choice, made[choice]) for choice in range(num_choices)}  # ends of events
         for tokens in self._tokens:
             made[tokens.choice] += len(tokens.token_ids)
             ends.add((tokens.choice, made[tokens.choice]))

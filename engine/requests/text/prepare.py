@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextTools:
-    """The parts of a text model's runner that are used beside its tokenizer and its steps:
-    constraints by requests, and adapters by the pool (None: the model takes no adapters)."""
+    """The parts of a text model's runner that are used beside its tokenizer and its steps: requests
+    use the constraints, and the pool the adapters (None: the model takes none)."""
 
     constraints: CompiledConstraints
     adapters: Adapters | None = None
@@ -170,7 +170,7 @@ class TextPreparer:
         form = detect_format(
             replica.tokenizer.chat_template(has_tools=bool(names)),
             names=names,
-            # the answer's beginning, if the chat has it, is no part of what the template opened
+            # without the answer's beginning in the chat, which the template has not written
             prompt=text.removesuffix(chat.answer_begun.lstrip()),
             constraint=None if request.constraint is None else request.constraint.source,
         )

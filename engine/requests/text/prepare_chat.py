@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from engine.requests.tokenizing import AnyReplica, TokenBound, Tokenizing
     from engine.worker.interface import TokenSpan
 
-# Bytes of the images of all requests that are prepared or live. A guess: 38 images of SmolVLM at
-# its largest, of which one request may have nine.
+# Bytes of the images of all requests that are prepared or live. A guess: 38 images of the largest
+# size that SmolVLM reads fit, and one request may have nine of them.
 IMAGE_BYTES_MAX = 512 * 2**20
 # Found in a template that reads a message's content as parts.
 PARTS_READ = re.compile(r"\[\s*['\"]type['\"]\s*\]|\.type\b|['\"]type['\"]\s*,")

@@ -51,7 +51,7 @@ def resolve_stops(
     """Return the stop conditions of a request whose prompt has ``num_prompt`` tokens.
 
     An unset ``max_tokens`` comes from the model's generation_config, but does not cut a request's
-    own ``min_tokens``. It is the rest of the context if there is none, or if it is larger.
+    own ``min_tokens``. Otherwise, and at most, it is the rest of the context.
     """
     room, least = info.max_model_len - num_prompt, params.min_tokens
     wanted = params.max_tokens

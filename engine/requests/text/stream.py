@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 ATTACH_TOKEN_BYTES = 16  # random bytes: too many to be found by trying
-KEPT_BYTES = 2**14  # larger inputs are dropped once prepared; a guess
-SEED_BITS = 53  # of a seed that is drawn here: JavaScript's numbers have no more
+KEPT_BYTES = 2**14  # bytes; larger inputs are dropped once prepared; a guess
+SEED_BITS = 53  # bits of a seed that is drawn here: JavaScript's integers have no more
 
 
 class TextStream(RequestStream[StreamEvent]):
@@ -48,7 +48,7 @@ class TextStream(RequestStream[StreamEvent]):
         self._num_choices = max(1, request.n or 1)  # n may be out of range, and about to be refused
         continued = request.continuation.choices if request.continuation is not None else ()
         self._num_left = self._num_choices - sum([choice.finished for choice in continued])
-        # Choices of which the client has something, and with that the echo.
+        # Choices whose echo the client has: those of which it has tokens or the end.
         self._echoed = {
             index for index, choice in enumerate(continued) if choice.token_ids or choice.finished
         }
@@ -59,7 +59,7 @@ class TextStream(RequestStream[StreamEvent]):
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
-        self._prompt_bytes = 0  # of the prompt's tokens, once the input is dropped
+        self._prompt_bytes = 0  # memory of the prompt's tokens, once the input is dropped
         self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
         self.resume_window_s = request.resume_window_s
         self.counted = QuotaCount(options.origin.quota)
@@ -134,7 +134,7 @@ class TextStream(RequestStream[StreamEvent]):
         if timeout_s is not None:
             self.scope.deadline = min(self.scope.deadline, server_deadline(now, timeout_s))
             self.client_deadline = now + timeout_s
-        self.credit.waits_until = now  # a stall counts from now on
+        self.credit.waits_until = now  # a stall timeout begins now
         self.counted.hold()
         num_sent = self._kept.attach(reader, received)
         loop = None if self.replica is None else self.replica.loop
@@ -211,7 +211,7 @@ class TextStream(RequestStream[StreamEvent]):
 
     def _admit(self, event: Admitted) -> None:
         if self._kept is not None and not self._kept.is_read:
-            self.report_client(is_there=False)  # it left before the core knew of the request
+            self.report_client(is_there=False)  # the client left before the admission
         continuation = self.request.continuation
         has_received = continuation is not None and continuation.has_begun
         if (has_received or self.request.output.prompt_logprobs is None) and not self._is_begun:
@@ -243,7 +243,7 @@ class TextStream(RequestStream[StreamEvent]):
 
 
 def _behind(text: str, event: Tokens) -> Tokens:
-    """Return the event with ``text`` before its own."""
+    """Return the event with ``text`` before its own text."""
     tokens = Tokens(*event)._replace(text=text + event.text)
     if isinstance(event, AnswerTokens):
         return AnswerTokens.of(tokens, event.reasoning, event.tool_calls)

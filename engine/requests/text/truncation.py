@@ -5,8 +5,7 @@ A turn is a user's message and every message that follows it up to the next user
 Rule 1: this module is pure. The caller of `choose_dropped` counts the tokens, and may wait for the
 counts in any way. Rule 2: messages that are kept stay whole and in order: the system messages at
 the beginning, the first turn (which usually states the task), and as many of the last turns as
-fit. The first turn is dropped only after all turns between it and the last. The last turn is never
-dropped.
+fit. The first turn is dropped only after all turns between it and the last, which is never dropped.
 
 Once a turn must be dropped, more are dropped than necessary, so that half of the context is free
 for the turns to come. If each new turn dropped one more, no prompt would find its prefix in the

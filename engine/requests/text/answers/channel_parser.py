@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 REASONING_CHANNEL = "analysis"
 CHANNELS = (REASONING_CHANNEL, "commentary", "final")
-APART = "\n\n"  # between two messages of one kind
+APART = "\n\n"  # separates two messages of one kind
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
-HEADER_CHARS_MAX = 512  # a guess: it is a few words, of which only a name may be long
+HEADER_CHARS_MAX = 512  # a guess: a header is a few words, of which only a name may be long
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*([\w.-]+)")
 RECIPIENT_NAME = re.compile(re.escape(RECIPIENT) + r"([\w.-]+)")
 
@@ -65,7 +65,7 @@ class ChannelParser(AnswerReader):
 
     def __init__(self, form: AnswerFormat) -> None:
         self._form = form
-        self._has_text = self._has_reasoning = False  # whether such a message has come
+        self._has_text = self._has_reasoning = False  # whether text or reasoning has come
         super().__init__(form.names)
 
     def _read_answer(self) -> Reading:
@@ -100,7 +100,7 @@ class ChannelParser(AnswerReader):
         there is no header, or if nothing follows it."""
         channel, recipient = known.channel, known.recipient
         is_header, is_typed = bool(raw or channel or recipient), False
-        rest = ""  # the words read that belong in no header
+        rest = ""  # what was read and belongs in no header
         while len(raw) <= HEADER_CHARS_MAX:
             space = yield from self._skip_space()
             marker = yield from self._try_markers((MESSAGE, CHANNEL, CONSTRAIN, RECIPIENT))
@@ -152,8 +152,8 @@ class ChannelParser(AnswerReader):
         yield from self._read_part("", "", self._emit_text)
 
     def _read_part(self, apart: str, begun: str, emit: Callable[[str], None]) -> Trying:
-        """Read a message's content, the beginning of which is ``begun``. ``apart`` comes before its
-        first character. Return whether it has one."""
+        """Read a message's content, the beginning of which is ``begun``. ``apart`` is put before
+        its first character. Return whether the content has any character."""
         has_text = bool(begun)
         if begun:
             emit(apart + begun)

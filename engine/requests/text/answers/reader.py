@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     Reading = Generator[None, str, None]
     Trying = Generator[None, str, bool]
 
-DEPTH_MAX = 64  # of a call's JSON; a guess: deeper than any schema, far below Python's own limit
-NAME_CHARS_MAX = 256  # of a function's name; a guess: OpenAI allows 64
+DEPTH_MAX = 64  # levels in a call's JSON; a guess: deeper than any schema, far below Python's limit
+NAME_CHARS_MAX = 256  # characters of a function's name; a guess: OpenAI allows 64
 
-END = ""  # is read after the last character
+END = ""  # stands for what follows the last character
 
 _SPACE = frozenset(" \t\r\n")
 # The characters of JSON outside of strings, except quotes and brackets.
@@ -55,12 +55,12 @@ class Object(Enum):
     """The outcome of reading a JSON object. Unless it is a call, it became text."""
 
     CALL = auto()
-    OTHER_CALL = auto()  # of a function that was not offered
+    OTHER_CALL = auto()  # a call of a function that was not offered
     NO_CALL = auto()
 
 
 class Parts(NamedTuple):
-    """The additions to an answer since the last ones."""
+    """What an answer got since the last `feed`."""
 
     text: str = ""
     reasoning: str = ""
@@ -286,5 +286,5 @@ def _after_space(text: str, at: int) -> int:
 
 
 def refuse_constant(constant: str) -> None:
-    """Raise ValueError: Python's parser takes such a constant, and JSON has none."""
+    """Raise ValueError: Python's parser takes NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{constant} is not JSON")
