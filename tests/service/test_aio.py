@@ -314,7 +314,7 @@ async def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests(eng):
     await asyncio.to_thread(in_a_thread)
     await eng.resume()
     await ended(eng, cancelled=1)
-    tasks[0]._log_destroy_pending = False  # asyncio would log it, as to any such program
+    tasks[0]._log_destroy_pending = False  # asyncio would log that the task is pending
 
 
 # ---- the rest of the surface

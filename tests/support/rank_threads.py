@@ -66,7 +66,7 @@ class RankThreads:
         """Call with every rank, each in its thread, and return the results.
 
         Raises:
-            Exception: the first rank's error, or else the first one that a rank raised.
+            Exception: the error of the lowest rank that raised one.
         """
         jobs = [
             thread.submit(call, rank)
