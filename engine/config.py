@@ -30,7 +30,7 @@ from engine.status import Capability
 
 DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 ROUTINGS = ("least-tokens", "round-robin", "prefix")
-REPLICAS_MAX = 64  # of a model; far more than one machine's devices and cores can use
+REPLICAS_MAX = 64  # replicas of a model; far more than one machine's devices and cores can use
 
 
 def _require_room_for_prompts(steps: StepLimits) -> None:
@@ -96,7 +96,7 @@ class ModelConfig(ModelChoices):
     lazy: bool = setting(False, "load a model when a request first asks for it")
     # None: the model's files determine it. A str must be one of Capability's values.
     capability: Capability | None = None
-    workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the values above
+    workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the model's own values
     adapters: tuple[AdapterConfig, ...] = ()  # only of text models
 
     def __post_init__(self) -> None:
@@ -266,7 +266,7 @@ class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
         "if a model's workers die this often within 10 minutes, they are not restarted any more",
         low=1,
     )
-    step_timeout_s: float = setting(  # guess: far longer than any should
+    step_timeout_s: float = setting(  # a guess: far longer than a step should take
         60.0,
         "how long a step may take before it counts as hung: it is then logged, health is "
         "NOT_SERVING, and a drain does not wait for it",

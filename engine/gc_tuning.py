@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import gc
 
-# A step of 1,024 rows makes thousands of tuples that live until the next step. At Python's own
-# threshold of 700, collections began while the scheduler planned, which then took a third longer
+# A step of 1,024 rows makes thousands of tuples that live until the next step. With Python's own
+# threshold of 700, collections begin while the scheduler plans, and planning takes a third longer
 # (`python -m tools.lab.bench schedule`).
 GC_THRESHOLDS = (50_000, 20, 100)
 

@@ -24,7 +24,7 @@ RUNNERS = ("thread", "process")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
 SPECULATIONS = ("off", "lookup", "model")
-RANKS_MAX = 64  # of a model; the same as the most replicas
+RANKS_MAX = 64  # ranks of a model; as many as it may have replicas
 THREADS_MAX = 1024  # more than a machine has cores; each thread takes memory
 
 
@@ -197,12 +197,12 @@ class TextSteps(StepLimits):
 class ImageLimits:
     """The limits of images that models draw or read."""
 
-    # Not tuned: with more, each drawing would wait longer and none would end sooner.
+    # Not tuned: with more drawings in turn, each would take longer and none would end sooner.
     max_drawings: int = setting(
         4, "most drawings of an image model that take turns; others wait", low=1, section="images"
     )
-    # A picture of 8K has 33.2 million, and a phone's mostly 12 or 24. Images are decoded one at a
-    # time.
+    # A picture of 8K has 33.2 million pixels, and a phone's mostly 12 or 24. Images are decoded one
+    # at a time.
     max_image_pixels: int = setting(
         2**25, "most pixels of an image; decoding takes up to 20 bytes of memory for each", low=1
     )
@@ -210,7 +210,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """The settings of a loaded model's memory, of which its runner has its own values."""
+    """The settings of a loaded model's memory; the runner of each model has its own values."""
 
     max_model_len: int | None = setting(
         None,

@@ -52,7 +52,7 @@ class ReplicaStatus:
     state: ModelState
     device: str
     threads: int  # CPU threads that a step uses
-    restarts: int = 0  # after deaths, since the model was loaded
+    restarts: int = 0  # restarts after deaths, since the model was loaded
     processed: int = 0  # requests that ended without an error
     failed: int = 0  # requests that failed because of the engine or the worker
     cancelled: int = 0  # requests that their clients cancelled
@@ -69,7 +69,7 @@ class ModelStatus:
     capability: Capability = Capability.TEXT_TO_TEXT
     aliases: tuple[str, ...] = ()
     error: str = ""  # why its last load failed; empty unless the state is FAILED
-    memory_bytes: int = 0  # reserved, of all replicas
+    memory_bytes: int = 0  # reserved for all replicas
     replicas: tuple[ReplicaStatus, ...] = ()
     leases: int = 0  # held by requests
     last_used: float = 0.0  # seconds since the epoch; 0: never
@@ -82,7 +82,7 @@ class ModelStatus:
     full_sequences: int = 0  # the sequences of max_model_len that the KV pools hold at once
     kv_bytes: int = 0  # of the KV pools, part of memory_bytes
     is_demo: bool = False
-    is_lazy: bool = False  # a request loads it: it is configured so, or was loaded before
+    is_lazy: bool = False  # a request loads the model: it is configured so, or was loaded before
     is_hung: bool = False  # a step takes longer than the step timeout (D17)
     is_restarting: bool = False  # no replica serves, and those that died restart by themselves
     base: str = ""  # the name of an adapter's base model; "": not an adapter
@@ -132,7 +132,7 @@ class Counts:
     running: int = 0
     waiting: int = 0
     parked: int = 0  # not scheduled until their clients read
-    ending: int = 0  # ended, while the step in flight still uses their blocks
+    ending: int = 0  # ended, but the step in flight still uses their blocks
     unread_calls: int = 0  # ended calls whose clients have not read everything
     free_blocks: int = 0  # of the KV pool, like total_blocks and cached_blocks
     total_blocks: int = 0

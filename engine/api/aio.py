@@ -120,9 +120,9 @@ class Engine(_Block):
         self._portal.signal_close()
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Cut what still runs, read or not, and wait until the engine's thread has ended. A running
-        step or load ends first, which may take its whole time; ``timeout_s`` bounds the waiting.
-        Idempotent. `drain` first to let other tasks finish.
+        """End the requests that still run, read or not, and wait until the engine's thread has
+        ended. A running step or load ends first, which may take its whole time; ``timeout_s``
+        bounds the waiting. Idempotent. `drain` first to let other tasks finish.
 
         Other tasks that wait for the engine get ShuttingDown. After a fork this does not wait.
         Cancellation: only the waiting ends.
@@ -278,7 +278,7 @@ async def _launched(config: EngineConfig, make_runner: RunnerFactory) -> Portal:
     try:
         take()
     except BaseException:
-        portal.thread.join()  # it has nothing left to do
+        portal.thread.join()  # the engine's thread has nothing left to do
         raise
     return portal
 

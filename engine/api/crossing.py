@@ -80,7 +80,7 @@ async def wait_end(portal: Portal, timeout_s: float | None) -> None:
         return
     finally:
         portal.forget(ended)
-    portal.thread.join()  # it has nothing left to do
+    portal.thread.join()  # the engine's thread has nothing left to do
 
 
 # ---- streams
@@ -108,10 +108,10 @@ class Streams:
 
 
 class Crossing:
-    """The connection between the engine's thread and one event loop. Its streams share it, so that
-    one call wakes all that have new events, and one command gives back the credit of all.
+    """The connection between the engine's thread and one event loop. The loop's streams share it,
+    so that one call wakes all that have new events, and one command gives back the credit of all.
 
-    Only its streams keep it alive, and with it the loop.
+    Only these streams keep this connection, and with it the loop, alive.
     """
 
     def __init__(self, portal: Portal, loop: asyncio.AbstractEventLoop) -> None:
@@ -224,7 +224,7 @@ class Stream(Generic[EventT]):
         make_source: Callable[[api.Engine, portal.Feed], Source],
     ) -> None:
         self._crossing = crossing
-        self._owner = owner  # a dropped handle closes, but not while its stream is read
+        self._owner = owner  # while a stream is read, its handle is not dropped, and so not closed
         self._feed = _Feed(crossing)
         try:
             crossing.portal.open_stream(self._feed, make_source)
@@ -247,7 +247,7 @@ class Stream(Generic[EventT]):
             await self._or_close(feed.wait())
         item = feed.items.popleft()
         if isinstance(item, End):
-            feed.items.append(End())  # for other tasks that wait, or come later
+            feed.items.append(End())  # the end for other tasks that wait, or come later
             if item.error is None:
                 raise StopAsyncIteration
             if isinstance(item.error, ShuttingDown):
@@ -255,7 +255,7 @@ class Stream(Generic[EventT]):
             raise item.error
         if isinstance(item, feed.credited) and crossing.take(feed) >= feed.num_per_release:
             crossing.release()
-            # So that a stream that always has events lets other tasks of the loop run, too.
+            # Let other tasks of the loop run, even if the stream always has events.
             await self._or_close(asyncio.sleep(0))
         event: EventT = item
         return event
@@ -274,8 +274,7 @@ class Stream(Generic[EventT]):
             self._crossing.portal.try_post(feed.leave)
 
     async def aclose(self) -> None:
-        """Close as `close` does, for `contextlib.aclosing`. Never waits, so it cannot be
-        cancelled."""
+        """Close as `close` does, for `contextlib.aclosing`. Never waits or gets cancelled."""
         self.close()
 
     def __del__(self) -> None:

@@ -117,8 +117,8 @@ class Engine:
         return Stream(self, request_of("embed", request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
-        """Return a stream of one score per document, like `embed`. With ``top_n`` they come sorted,
-        at the end."""
+        """Return a stream of one score per document, like `embed`; with ``top_n``, sorted and at
+        the end."""
         return Stream(self, request_of("rerank", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
@@ -333,7 +333,7 @@ def _drain_limit(config: EngineConfig, timeout_s: float | None) -> float:
 
 
 def _text_if_unnamed(model: str, capability: Capability) -> Capability | None:
-    """Return the capability by which a model is chosen: None for a named model."""
+    """Return the capability by which a model is chosen: None if the request names it."""
     return None if model else capability
 
 

@@ -1,6 +1,6 @@
 """The base of all handles: their running calls, and whether they are closed.
 
-Rule 1: a derived class has no flag and no event of its own for that.
+Rule 1: a derived class has no flag and no event of its own for either.
 Rule 2: `Handle.stop` and `Handle.close` only signal, whatever the state; they never wait.
 Rule 3: a call that fails affects only its caller; the handle stays open.
 """
@@ -119,11 +119,11 @@ class Handle:
                 ) from error
             finally:
                 call.ended.set()
-                self._running.pop(call, None)  # an error's traceback may hold it for long
+                self._running.pop(call, None)  # an error's traceback may hold the call for long
         raise RequestCancelled(f"the call was stopped by its {self._name}")
 
     def stop(self) -> None:
-        """End everything that was asked for before now; the handle stays open. Idempotent; never
+        """End everything that was asked for so far; the handle stays open. Idempotent; never
         waits."""
         for running in list(self._running):
             running.cancel(EndReason.CANCELLED)

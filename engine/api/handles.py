@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class EmbedFunction(Protocol):
-    """Returns one vector per text or image, in their order. Raises a TrioletError for a bad one."""
+    """Returns one vector per text or image, in their order. Raises TrioletError if one is bad."""
 
     async def __call__(self, model: str, inputs: Inputs) -> Sequence[Sequence[float]]:
         """Return the vectors. Cancellation: must end the call."""
@@ -289,15 +289,15 @@ class Answer:
             self.text += event.text
             if isinstance(event, AnswerTokens):
                 self.reasoning += event.reasoning
-        elif isinstance(event, Finished):  # of the only choice: nothing comes after it
+        elif isinstance(event, Finished):  # a chat has one choice: nothing follows
             self._chat._settle(self, is_whole=True)
 
 
 class _Relay:
-    """Passes the events of an answer on to the reader of a façade (`engine.api.aio`), and has the
-    answer note them.
+    """Passes an answer's events on to the reader of a façade (`engine.api.aio`), and to the answer.
 
-    ``answer`` is None only while the request is being submitted; a refusal ends it meanwhile.
+    ``answer`` is None only while the request is being submitted; if the request is refused, its
+    stream ends meanwhile.
     """
 
     def __init__(self, reader: Reader[StreamEvent]) -> None:

@@ -52,8 +52,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-EXIT_LIMIT_S = 30.0  # to wait for the engine at exit, e.g. while it imports torch; not tuned
-RELEASE_AFTER_S = 0.1  # the longest delay of giving credit back; far below any stall timeout
+EXIT_LIMIT_S = 30.0  # longest wait for the engine at exit, e.g. while it imports torch; not tuned
+RELEASE_AFTER_S = 0.1  # longest delay of giving credit back; far below any stall timeout
 
 
 # ---- waiters, answers and feeds
@@ -68,7 +68,8 @@ class Waiter(Protocol):
 
 
 class Reply(Generic[T]):
-    """One answer for a thread or a task that waits for it. A façade implements the way to it."""
+    """One answer for a thread or a task that waits for it. Each façade hands it over in its own
+    way."""
 
     def __init__(self) -> None:
         self.scope = trio.CancelScope()
@@ -301,7 +302,7 @@ class Portal:
                 self._token.run_sync_soon(self._cut)
 
     def expect_end(self, waiter: Waiter) -> None:
-        """Call the waiter's `Waiter.lose` when the thread ends, or now if it has ended. Never
+        """Call the waiter's `Waiter.lose` when the thread has ended, or now if it has. Never
         waits."""
         # As in `signal_close`: `_run` sets the flag first and looks at the waiters second.
         self.wait_as(waiter)
@@ -334,7 +335,7 @@ class Portal:
             trio.run(self._main, config, make_runner, started)
         except BaseException as error:
             failure = error
-            if self._nursery is not None:  # otherwise the façade raises it from its `open_engine`
+            if self._nursery is not None:  # otherwise the façade's `open_engine` raises the error
                 log.exception("the engine's thread failed")
         finally:
             self._is_closing = self._has_ended = True
@@ -437,5 +438,5 @@ def _close_what_is_open() -> None:
         portal.thread.join(max(0.0, limit - time.monotonic()))
 
 
-# The name is private, but `concurrent.futures` uses it too; without it, `atexit` is nearly as good.
+# The function is private, but `concurrent.futures` uses it too; without it, `atexit` has to do.
 getattr(threading, "_register_atexit", atexit.register)(_close_what_is_open)

@@ -140,7 +140,7 @@ class Stream(Generic[EventT]):
 
     def __init__(self, portal: Portal, owner: object) -> None:
         self._portal = portal
-        self._owner = owner  # a dropped handle closes, but not while its stream is read
+        self._owner = owner  # while a stream is read, its handle is not dropped, and so not closed
         self._feed = _Feed(portal)
         self._lock = threading.Lock()
         self._num_taken = 0
@@ -159,7 +159,7 @@ class Stream(Generic[EventT]):
         require_waiting_allowed(self._portal)
         item = self._next_item()
         if isinstance(item, End):
-            self._feed.queue.put(End())  # for other threads that wait, or come later
+            self._feed.queue.put(End())  # the end for other threads that wait, or come later
             if item.error is None:
                 raise StopIteration
             if isinstance(item.error, ShuttingDown):
@@ -216,6 +216,6 @@ class Stream(Generic[EventT]):
     def _give_back(self, taken: int) -> None:
         """Give the credit of ``taken`` events back. The caller must not hold the lock, or other
         threads would wait for it while the engine's thread is woken."""
-        feed = self._feed  # the command must not hold the stream
+        feed = self._feed  # the command must not keep the stream alive
         if taken:
             self._portal.try_post(lambda: feed.release(taken))

@@ -55,7 +55,7 @@ class AnyresPreprocessor(ResizedSight):
         return self.tile_cost * self.max_tiles
 
     def blank(self) -> SeenImage:
-        """Return a black image, to warm up with."""
+        """Return a black image, for the model's warm-up."""
         from PIL import Image
 
         return self._fit(Image.new("RGB", (self.side, self.side)))

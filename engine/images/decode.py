@@ -26,8 +26,8 @@ from engine.images.headers import (
 if TYPE_CHECKING:
     from PIL import Image
 
-# The most memory that decoding takes, for WebP: the decoder's two images and its result, Pillow's
-# image, and a turned or converted copy, of 4 bytes a pixel each.
+# The most memory that decoding takes, which a WebP needs: the decoder's two images and its result,
+# Pillow's image, and a turned or converted copy, each of 4 bytes a pixel.
 BYTES_PER_PIXEL = 20
 # The most scans of a JPEG of the largest size; a smaller JPEG may have more. Encoders write about
 # ten. A scan of 33 million pixels takes at least 60 ms, however short it is in the file, so that a
@@ -70,7 +70,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         upper = 0 if image.mode == "I;16B" else 1  # the index of a number's upper byte
         return Image.frombytes("L", image.size, image.tobytes()[upper::2]).convert("RGB")
-    if image.mode == "La":  # Pillow knows only this way
+    if image.mode == "La":  # Pillow converts this mode to LA only
         image = image.convert("LA")
     return image if image.mode == "RGB" else image.convert("RGB")
 

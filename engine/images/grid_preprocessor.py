@@ -16,14 +16,14 @@ from engine.images.preprocessor import ResizedSight, SeenImage
 if TYPE_CHECKING:
     from PIL import Image
 
-RATIO_MAX = 200  # the most times that one side may be longer, as in transformers' Qwen2-VL
+RATIO_MAX = 200  # the most that longer side / shorter side may be, as in transformers' Qwen2-VL
 
 
 @dataclass(frozen=True, slots=True)
 class GridPreprocessor(ResizedSight):
     """Reads an image as one tile of about its own size, in whole squares of ``factor`` pixels. Each
     square is one token and costs ``patches``. The tile has from ``least`` to ``most`` pixels, as
-    far as whole squares allow that."""
+    far as whole squares allow."""
 
     factor: int
     patches: int
@@ -34,7 +34,8 @@ class GridPreprocessor(ResizedSight):
     def max_tokens(self) -> int:
         """The most tokens of one image. Long images may have more than ``most`` pixels: their
         shorter side is rounded up to one square."""
-        # ``longest`` bounds the longer side: both sides of the longest image of ``most`` pixels.
+        # ``longest`` is the sum of both sides of an image of ``most`` pixels and the ratio
+        # `RATIO_MAX`, rounded up: a bound of the longer side.
         side, longest = self.factor, sqrt((RATIO_MAX + 3) * max(self.least, self.most))
         return ceil(max(self.most, self.least + side * (longest + side)) / side**2)
 
@@ -51,7 +52,7 @@ class GridPreprocessor(ResizedSight):
         return self._seen(self._resize(image, *self._size(image.height, image.width)))
 
     def blank(self) -> SeenImage:
-        """Return a black image, to warm up with."""
+        """Return a black image, for the model's warm-up."""
         from PIL import Image
 
         height, width = self._size(self.factor, self.factor)

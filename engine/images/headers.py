@@ -16,8 +16,8 @@ from typing import NamedTuple
 from engine.images.errors import BadImage
 
 FORMATS = "JPEG, PNG, WebP or GIF"
-# Parts of a file before its pixels: segments of a JPEG, chunks of a PNG, blocks of a GIF. A PNG of
-# 16 MiB in chunks of 1 KiB has 16,384; not tuned.
+# The most parts of a file before its pixels: segments of a JPEG, chunks of a PNG, blocks of a GIF.
+# A PNG of 16 MiB in chunks of 1 KiB has 16,384; not tuned.
 PARTS_MAX = 20_000
 EXIF_ENTRIES_MAX = 1000  # not tuned; cameras write some fifty
 ORIENTATION_TAG = 0x0112  # the number of TIFF's tag Orientation
@@ -112,7 +112,7 @@ def _read_jpeg(data: bytes) -> Header:
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = unpack_from(">HH", body, 1)
             size = (width, height)
-        # of APP0 to APP15, only JFIF's and Adobe's are needed: they define the colours
+        # of the segments APP0 to APP15, only JFIF's and Adobe's are kept: they define the colours
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
             kept.append(data[at - 2 : at + length])
         at += length

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DIGEST_BYTES = 32
-# At most so many bytes of decoded images are cached for all models: four images of SmolVLM at its
-# largest, or 190 of LLaVA 1.5. Not tuned.
+# At most so many bytes of decoded images are cached for all models: four of the largest images that
+# SmolVLM reads, or 190 of LLaVA 1.5. Not tuned.
 KEPT_BYTES_MAX = 64 * 2**20
 SIDE_MAX = 4096  # the most pixels of a resized image's side, as in transformers' Idefics 3
 
@@ -167,7 +167,7 @@ class SquarePreprocessor:
 @dataclass(frozen=True, slots=True)
 class ResizedSight:
     """The base of the preprocessors for images of any shape. A file may have ``max_pixels``, and is
-    resized by the filter ``resample``, Pillow's number. The chat template writes ``token``."""
+    resized by Pillow's filter ``resample``. The chat template writes ``token`` for it."""
 
     max_pixels: int
     resample: int
@@ -195,7 +195,7 @@ class ResizedSight:
 @dataclass(frozen=True, slots=True)
 class TiledPreprocessor(ResizedSight):
     """An image becomes square tiles and a small copy of the whole image: Idefics 3 and SmolVLM.
-    First its longer side is resized to ``longest_edge`` pixels. Without ``splits``: one tile."""
+    First its longer side is resized to ``longest_edge`` pixels. Without ``splits``, one tile."""
 
     longest_edge: int
     side: int  # a tile's width and height, in pixels

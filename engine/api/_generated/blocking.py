@@ -114,9 +114,9 @@ class Engine(_Block):
         self._portal.signal_close()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cut what still runs, read or not, and wait until the engine's thread has ended. A running
-        step or load ends first, which may take its whole time; ``timeout_s`` bounds the waiting.
-        Idempotent. `drain` first to let other threads finish.
+        """End the requests that still run, read or not, and wait until the engine's thread has
+        ended. A running step or load ends first, which may take its whole time; ``timeout_s``
+        bounds the waiting. Idempotent. `drain` first to let other threads finish.
 
         Other threads that wait for the engine get ShuttingDown. On the engine's own thread, and
         after a fork, this does not wait.
@@ -267,7 +267,7 @@ def _launched(config: EngineConfig, make_runner: RunnerFactory) -> Portal:
     try:
         take()
     except BaseException:
-        portal.thread.join()  # it has nothing left to do
+        portal.thread.join()  # the engine's thread has nothing left to do
         raise
     return portal
 
