@@ -121,8 +121,8 @@ async def test_requests_take_turns_at_decoding_and_a_text_waits_for_none(engine,
 @pytest.mark.parametrize("seed", range(3))
 @run_by(run_deterministically)
 async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*, seed):
-    """Beside a busy model such a request is not computed, and its images kept their memory up to
-    its window's end, an hour at most: every other chat with images waited."""
+    """The old fault: on a busy model such a request is not computed, and its images kept memory
+    until its resume window ended, up to an hour, while all other chats with images waited."""
     script = FakeScript(step_s=STEP_S, decode_s=DECODE_S)
     runner = FakeRunner(script=script, max_model_len=4096, sees=True)
 

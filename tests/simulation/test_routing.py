@@ -98,7 +98,7 @@ class Silent:
 
 @pytest.mark.parametrize("leaves_after_s", [0.0, 2 * STEP_S])
 def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s):
-    """It counted up to its window's end, and its replica stood idle beside the others."""
+    """The old fault: it counted until its resume window ended, so that its replica stood idle."""
 
     async def main():
         async with on_replicas(2, routing="least-tokens") as engine:
@@ -124,7 +124,7 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
             assert tokens() == [0, 65 + 900]
             lost.leave(again, trio.current_time(), is_lost=True)
             assert tokens() == [0, 0]
-            await lost.wait_closed()  # by its window's end
+            await lost.wait_closed()  # by the end of its resume window
             assert lost.closed_at > 60.0
             lost.report_client(is_there=True)  # too late
             assert tokens() == [0, 0]

@@ -1,7 +1,7 @@
 """Adapters in a simulated world: clients ask for them, while the operator loads, replaces and
 unloads them.
 
-All are drawn from numbers of their own, so that worlds without them stay the same.
+Adapters are drawn by generators of their own, so that worlds without them stay the same.
 """
 
 import random
@@ -14,17 +14,17 @@ from tests.simulator.clients import MODEL, Client
 
 FAULT = "adapters"
 SHARE = 0.3  # of worlds
-ASK_SHARE = 0.4  # of such a world's requests, among those that name no model
+ASK_SHARE = 0.4  # of the requests that name no model, in worlds with adapters
 NAMES = (f"{MODEL}:sql", f"{MODEL}:tales")
-ALIAS = "database"  # of the first
-CONTENTS = ("a", "b", "c")  # of directories of the same names
+ALIAS = "database"  # the first adapter's alias
+CONTENTS = ("a", "b", "c")  # of directories with the same names
 MAY_END = {"MODEL_NOT_FOUND", "ABORTED"}
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What the operator does at an instant: loads a name from a directory, or with "" unloads it,
-    whose requests have ``drain_s`` to finish."""
+    """What the operator does at an instant: loads an adapter's name from a directory, or with ""
+    unloads it, and gives its requests ``drain_s`` to finish."""
 
     at_s: float
     name: str
@@ -34,12 +34,12 @@ class Operation:
 
 @dataclass
 class Names:
-    """Which contents each name has stood for, and since when."""
+    """Which adapter's content each name has stood for, and since when."""
 
     since: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
 
     def note(self, engine: Engine, now: float) -> None:
-        """Take note of what the names stand for now."""
+        """Note which contents the names stand for now."""
         for status in engine.list_models():
             for name in (status.name, *status.aliases) if status.base else ():
                 known = self.since.setdefault(name, [])
@@ -69,8 +69,8 @@ def add(config: EngineConfig) -> EngineConfig:
 
 
 def ask(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
-    """Let some clients use adapters. Clients that continue a stream stay with the base: whoever
-    continues a stream under a name that now stands for another content gets that content's."""
+    """Let some clients use adapters. Clients that continue streams use the base model: under an
+    adapter's name, which may stand for another content by then, the tokens would differ."""
     rng = random.Random(f"adapted {seed}")
     found = []
     for client in clients:
@@ -85,7 +85,7 @@ def ask(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
 
 
 def operations(seed: int, duration: float) -> tuple[Operation, ...]:
-    """Draw what the operator does."""
+    """Draw the operator's loads and unloads."""
     rng = random.Random(f"operated {seed}")
     return tuple(
         Operation(

@@ -22,7 +22,7 @@ MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
 
 FORMS, BAD_FORM = tuple(f"form {number}" for number in range(12)), "bad"
-TOOLS = ({"type": "function", "function": {"name": "f"}},)  # with tools, the parser looks for calls
+TOOLS = ({"type": "function", "function": {"name": "f"}},)  # so that the parser looks for calls
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,16 @@ class Client:
 
     The reader sleeps ``delay_s`` after each message, leaves after ``leave_after`` events, and stops
     reading after ``stall_after``. The request is cancelled or aborted ``cancel_at_s`` after its
-    arrival, or aborted ``abort_before_s`` before it. A client with ``over_wire`` uses the gRPC
-    front, as far as that is simulated; if it stalled, it keeps its handler for ``linger_s`` after
-    the end.
+    arrival, or aborted ``abort_before_s`` before it. A client with ``over_wire`` uses the simulated
+    part of the gRPC front; if it stalled, its call lasts ``linger_s`` longer than its request.
 
-    A stream with ``cuts`` is continued after its client left, and then cut again after as many
-    further events as the next of them says; the last one is not cut. If the request has a resume
-    window, its client loses its connection instead, and attaches ``away_s`` later, and with
-    ``again_s`` once more so much later, before its second loss is known.
+    A client with ``cuts`` continues its stream after it left, and leaves again after as many
+    further events as the next cut says, until there are no more cuts. If the request has a resume
+    window, the client loses its connection instead, and attaches ``away_s`` later; with ``again_s``
+    it attaches once more so much later, while the server still serves its first Attach.
 
-    ``may_end`` are errors with which only this request may end. With ``must_fail`` it must end with
-    one of them.
+    ``may_end`` are errors with which this request may end, beside those allowed to all. With
+    ``must_fail`` it must end with one of ``may_end``.
     """
 
     arrival_s: float
@@ -71,7 +70,7 @@ def draw_client(
     step_s: float,
     stream_buffer: int,
 ) -> Client:
-    """Draw a client of a world with the faults ``active``; ``stream_buffer`` is the front's."""
+    """Draw a client of a world with the faults ``active``; ``stream_buffer`` is for the wire."""
     arrival = 0.0 if "bursts" in active and rng.random() < 0.5 else rng.uniform(0, duration)
     request = _draw_request(rng, index, active, families, step_s)
     buffer = rng.choice([2, 5, 256])
@@ -97,8 +96,8 @@ def draw_beside(
     ask: Callable[[random.Random, int, float | None], Any],
     bad: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Client, ...]:
-    """Draw clients of another kind of work, from numbers of their own. ``ask`` makes the request of
-    an index and a timeout; some have the fields of ``bad``, and are refused for its reason."""
+    """Draw clients of another kind of work, by a generator of their own. ``ask`` makes a request
+    from an index and a timeout; some have fields of ``bad``, and are refused for its reason."""
     rng = random.Random(f"drawers {seed}")
     own = active - {"odd_requests", "bad_requests", "model_trouble"}
     found = []
@@ -159,7 +158,7 @@ def _draw_behaviour(rng: random.Random, active: frozenset[str], step_s: float) -
 
 
 def _make_odd(rng: random.Random, client: Client) -> Client:
-    """Change the request in one way in which a good one can be more than ids and a limit."""
+    """Add to the request one valid feature beyond token ids and a limit."""
     request, sampling = client.request, client.request.sampling
     ids = request.token_ids or ()
     match rng.randrange(12):
@@ -209,7 +208,7 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
 
 
 def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
-    """Set options that are checked and handed on, and that the fake model ignores."""
+    """Set options that the engine checks and hands on, and the fake model ignores."""
     return replace(
         sampling,
         logit_bias={5: 1.5, 7: -2.0},
@@ -237,7 +236,7 @@ def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingPar
 def _spoil(rng: random.Random, client: Client, index: int) -> Client:
     """Change the request in one way in which a request can be refused."""
     request, prompt = client.request, client.request.prompt
-    change = partial(replace, request, check=False)  # the server checks its clients' requests
+    change = partial(replace, request, check=False)  # unchecked, as the server checks requests
     reason = "INVALID_REQUEST"
     match rng.randrange(13):
         case 0:  # the id of an earlier request, which may have ended by now
@@ -290,7 +289,7 @@ def _ask_elsewhere(rng: random.Random, client: Client) -> Client:
     """Use a model that does not load, or that loads for longer than requests wait."""
     if client.request.model:
         return client
-    change = partial(replace, client.request, check=False)  # it may have been spoilt
+    change = partial(replace, client.request, check=False)  # unchecked, as it may be a spoilt one
     if rng.random() < 0.5:
         return replace(
             client,

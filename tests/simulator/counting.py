@@ -17,12 +17,12 @@ from tests.simulator.watch import WATCHES
 from tests.support.step_driver import OneChoiceDriver
 
 FAULT = MODEL = "counter"
-[COUNTING] = ImageGenerationKind.capabilities  # its engine has no other kind that has this
+[COUNTING] = ImageGenerationKind.capabilities  # no other kind of its engine has this capability
 
 
 @dataclass(frozen=True)
 class Count:
-    """A client's request, and the core's."""
+    """A request to count, as the client sends it and as the core gets it."""
 
     start: int
     request_id: str = ""

@@ -1,7 +1,7 @@
 """Repeat a run exactly by its seed: the seed orders Trio's tasks, and time costs nothing.
 
-Rule: the two private names of Trio used here are used nowhere else. A canary test fails when they
-go; without the flag, the same seed gave different journals.
+Rule: the two private names of Trio used here are used nowhere else. A canary test fails when Trio
+drops them. Without Trio's deterministic scheduling, one seed gives different journals.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class VirtualThreads:
 class VirtualJob(Generic[T]):
     """`engine.replica.threads.Job` in virtual time.
 
-    The job runs at `wait`, after everything that is done between its start and that. `wait_begun`
-    gives every other task a turn.
+    The job runs at `wait`, after all that its starter does in between. `wait_begun` gives every
+    other task a turn.
     """
 
     def __init__(self, threads: VirtualThreads, job: Callable[[], T]) -> None:

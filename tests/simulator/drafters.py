@@ -27,7 +27,7 @@ def right_draft(tokens: Sequence[int], seed: int | None, choice: int, count: int
 
 def drafter(acceptance: float, *, count: int = 15, seed: int = 0) -> Drafter:
     """Return a drafter of up to ``count`` tokens, each of which is right with the probability
-    ``acceptance``. Behind a wrong one, the others go on as if it had been right."""
+    ``acceptance``. After a wrong token, the drafter goes on as if that had been right."""
     rng = random.Random(seed)
 
     def draft(tokens: Sequence[int], request_seed: int | None, choice: int) -> list[int]:
@@ -39,8 +39,7 @@ def drafter(acceptance: float, *, count: int = 15, seed: int = 0) -> Drafter:
 
 def drafter_of_world(seed: int) -> Drafter | None:
     """Return the drafter of the simulator's world with this seed: none for every second world, and
-    otherwise one that is right never, always, or at times. Drawing it changes nothing else of the
-    world."""
+    otherwise one that is right never, always, or at times. This draw changes no other one."""
     rng = random.Random(seed ^ 0xD4AF)
     acceptance = rng.choice((0.0, 0.5, 0.8, 0.95, 1.0))
     return drafter(acceptance, seed=seed) if rng.random() < 0.5 else None
@@ -48,7 +47,7 @@ def drafter_of_world(seed: int) -> Drafter | None:
 
 def model_of_world(seed: int) -> Drafter | None:
     """Return the draft model of the simulator's world with this seed: none for two worlds of three,
-    and otherwise one as `drafter_of_world` draws, but apart from it."""
+    and otherwise one like those of `drafter_of_world`, drawn apart."""
     rng = random.Random(seed ^ 0x30DE1)
     acceptance = rng.choice((0.0, 0.5, 0.8, 0.95, 1.0))
     return drafter(acceptance, count=8, seed=~seed) if rng.random() < 1 / 3 else None

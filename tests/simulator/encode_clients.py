@@ -21,8 +21,8 @@ def ask_encoder(
 ) -> Client:
     """Return ``client`` with a request to an encoder instead.
 
-    Most of its deadlines and cancels come after a few steps. With ``is_named`` it names the model,
-    because nobody knows before the load which models are encoders.
+    Most of its deadlines and cancels come after a few steps. With ``is_named`` the request names
+    its model, because the configuration does not say which models are encoders.
     """
     request = _draw_embed(rng) if rng.random() < 0.6 else _draw_rerank(rng)
     name = EMBEDDER if isinstance(request, EmbedRequest) else RERANKER
@@ -49,7 +49,7 @@ def ask_encoder(
 
 
 def _draw_count(rng: random.Random) -> int:
-    """Draw a number of inputs: mostly a few, sometimes more than a step or a hop takes."""
+    """Draw a number of inputs: mostly a few, sometimes more than fit into one step."""
     return rng.choice([1, 2, rng.randint(1, 8), rng.randint(1, 8), rng.randint(10, 90)])
 
 
@@ -77,8 +77,8 @@ def _draw_embed(rng: random.Random) -> EmbedRequest:
 
 
 def show_images(rng: random.Random, client: Client) -> Client:
-    """Return ``client``, whose request now has images among its inputs, if it is an Embed that
-    nothing else keeps from succeeding. Some of the images are damaged."""
+    """Return ``client``, with images among its request's inputs if that is a valid Embed. Some of
+    the images are damaged."""
     request = client.request
     if not isinstance(request, EmbedRequest) or client.must_fail or rng.random() < 0.3:
         return client

@@ -35,15 +35,15 @@ class EncodeWatch(KindWatch[LiveInputs]):
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
         self.suspects: set[tuple[str, int]] = set()  # inputs that must run alone
-        self.has_failed = False  # the last planned step failed, and had several rows
-        self.room: int | None = None  # tokens of the step after one that ran out of memory
+        self.has_failed = False  # the last step of several rows failed
+        self.room: int | None = None  # most tokens of a step after one that ran out of memory
         self.owners: dict[int, tuple[LiveInputs, int]] = {}  # by an input's identity
-        self.kind: InputKind | None = None  # of the last step's inputs
+        self.kind: InputKind | None = None  # the kind of the last step's inputs
 
     # ---- plans
 
     def planned(self, plan: EncodePlan | None, events: list[OutputEvent], now: float) -> str:
-        """Judge a plan; None if there was nothing to do."""
+        """Judge a plan, None if there is nothing to compute."""
         before = [
             live
             for live in self.live.values()
@@ -102,11 +102,10 @@ class EncodeWatch(KindWatch[LiveInputs]):
     ) -> str:
         """Check that nobody starves.
 
-        A step follows the queue's order, to which aging is applied late, among the requests whose
-        readers have room and that have inputs of its kind: one that got fewer rows than it could
-        comes after all that got some. Of a request, the longest inputs are taken. No kind has two
-        steps in turn while such a request has inputs of another. A row of a failed step that is run
-        alone has a step of its own.
+        A step takes inputs of one kind, from requests whose readers have room, in the queue's
+        order, to which aging is applied late: a request that could have got more rows comes after
+        all that got some. The longest inputs of a request go first. No kind of input has two steps
+        in turn while another one waits. After a failure, each row of that step is run alone.
         """
         last = self.kind
         self.kind = self.step[0][2].input.kind if self.step else last
@@ -127,7 +126,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         ):
             return "after a failure, no row of it is run alone"
         self.has_failed = self.has_failed and self.pause is PauseMode.KEEP
-        # the plan may have parked a request whose row it has
+        # planning may have parked a request that has a row in the plan
         able = [live for live in before if free[live] and (live in taken or self._is_free(live))]
         others = [live for live in able if live.kinds - {self.kind}]
         if self.step and self.kind is last and others:
@@ -158,7 +157,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         return live
 
     def number(self, output: Encoded) -> int:
-        """Return the number of a message among those that one step gives its request."""
+        """Return a message's number, as one step may give its request several."""
         return output.index
 
     def is_whole(self, live: LiveInputs) -> bool:
@@ -166,12 +165,12 @@ class EncodeWatch(KindWatch[LiveInputs]):
         return live.num_done == len(live.submit.request.inputs)
 
     def message(self, live: LiveInputs, part: int, row: EncodeRow, got: EncodeRowResult) -> Encoded:
-        """Return the event that a row's result must lead to."""
+        """Return the event that must follow from a row's result."""
         name = live.submit.request.request_id
         return Encoded(name, part, got.values, row.input.num_tokens)
 
     def fail(self, failure: StepFailure) -> list[LiveInputs]:
-        """Let a failed step's inputs wait again; return the request of a single input."""
+        """Let a failed step's inputs wait again; a step of one input ends its request."""
         step = self.step
         for live, index, _ in step:
             live.left.add(index)

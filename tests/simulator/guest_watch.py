@@ -11,17 +11,17 @@ from engine.requests.text.stream import TextStream
 
 
 class GuestWatch:
-    """Watches what guests are given.
+    """Watches that guests (requests whose clients are away) get only what no other request needs.
 
     One plan may break a rule, because it was prepared before the client left or another request
-    came; two in a row may not.
+    came; two plans in a row may not.
     """
 
     def __init__(self) -> None:
         self._was_wrong = False
 
     def planned(self, scheduler: Scheduler, plan: StepPlan, now: float) -> str:
-        """Return what is wrong with a plan, or nothing."""
+        """Return what is wrong with a plan, or ""."""
         lives, rows = scheduler._ledger.requests.values(), {row.sequence for row in plan.rows}
         guests = [live for live in lives if live.is_guest]
         others = [seq for live in lives if not live.is_guest for seq in live.sequences]
@@ -42,7 +42,7 @@ class GuestWatch:
         now: float,
     ) -> str:
         config = scheduler.config
-        # One that this plan has parked gives its blocks back at the next.
+        # A guest that this plan has parked gives its blocks back at the next plan.
         before = [one for one in guests if one.parked_since is not None and one.parked_since < now]
         held = sum(len(seq.blocks) for live in before for seq in live.sequences)
         if held > config.num_blocks // 16:
@@ -54,7 +54,7 @@ class GuestWatch:
 
 
 class AwayWatch:
-    """Watches that schedulers know whose clients are away.
+    """Watches that schedulers know which requests' clients are away.
 
     A request whose client left before the scheduler knew of it may be planned once.
     """
@@ -64,7 +64,7 @@ class AwayWatch:
         self._unknown: dict[Scheduler, set[str]] = {}
 
     def planning(self, scheduler: Scheduler) -> str:
-        """Return what is wrong before a plan, or nothing."""
+        """Return what a scheduler knows wrongly before a plan, or ""."""
         streams = {one.core_id: one for one in self._streams if isinstance(one, TextStream)}
         unknown = set()
         for name, live in scheduler._ledger.requests.items():

@@ -1,6 +1,6 @@
 """Drawings in a simulated world: their requests, what their readers must get, and its model.
 
-All are drawn from numbers of their own, so that worlds without them stay the same. The oracle
+Drawings come from generators of their own, so that worlds without them stay the same. The oracle
 follows the fake's definition (`engine.worker.fakes.image_generation`) and shares only its primitive
 functions.
 """
@@ -34,7 +34,7 @@ from tests.simulator.watch import Violation
 FAULT = "drawings"
 SHARE = 0.3  # of worlds
 MODEL = "artist"
-SOURCE_SIZE = (16, 8)  # that of its drawing, so that no source is resized
+SOURCE_SIZE = (16, 8)  # also the size of its drawing, so that no source is resized
 _BAD = (
     ({"prompt": ""}, "INVALID_REQUEST"),
     ({"prompt": "x" * 100}, "REQUEST_TOO_LARGE"),
@@ -45,7 +45,7 @@ _BAD = (
     ({"scheduler": "nobody's"}, "INVALID_REQUEST"),
     ({"timeout_s": float("nan")}, "INVALID_REQUEST"),
 )
-# Fields, and the reason with which such a request is refused.
+# Fields of bad requests, each with the reason of the refusal.
 BAD = [({"check": False} | fields, reason) for fields, reason in _BAD]
 
 
@@ -161,7 +161,7 @@ class DrawReader(Reader):
 
 
 def _drawing_of(request: DrawRequest, started: DrawingStarted) -> Drawing:
-    """Return what the worker must draw."""
+    """Return the drawing that the worker must get."""
     source = None if request.source is None else _pixels_of(request.source)
     strength = 0.8 if request.strength is None else request.strength
     guidance = FAKE_INFO.default_guidance if request.guidance is None else request.guidance

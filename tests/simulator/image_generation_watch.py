@@ -24,8 +24,8 @@ _EPSILON_S = 1e-9
 
 @dataclass(eq=False)
 class LiveDrawing(Live):
-    """An accepted request. The worker knows it by its ``sequence``, and checks the order of its
-    steps itself."""
+    """An accepted request. ``sequence`` is the drawing's number in plans; the worker itself checks
+    the order of its steps."""
 
     sequence: int | None = None
 
@@ -37,23 +37,23 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
 
     def __init__(self, scheduler: AnyCore) -> None:
         super().__init__(scheduler)
-        self.known: set[int] = set()  # sequences whose state the worker keeps
-        self.ended: set[int] = set()  # of these, those whose drawings have ended
-        self.least_s: dict[Shape, float] = {}  # the shortest time of each
+        self.known: set[int] = set()  # sequences that the worker has in memory
+        self.ended: set[int] = set()  # sequences to be named by the next plan as ended
+        self.least_s: dict[Shape, float] = {}  # the shortest time of a step, by shape
 
     # ---- plans
 
     def planned(
         self, plan: ImageGenerationPlan | None, events: list[OutputEvent], now: float
     ) -> str:
-        """Judge a plan; None if there was nothing to do."""
+        """Judge a plan, None if there is nothing to compute."""
         if plan is None:
             return super().planned(plan, events, now)
         reason = self._judge_told(plan) or super().planned(plan, events, now)
         return reason or self._judge_preview(plan)
 
     def _judge_told(self, plan: ImageGenerationPlan) -> str:
-        """Check that the plan tells the worker of every drawing that has ended, and of no other."""
+        """Check that the plan names to the worker every drawing that has ended, and no other."""
         told = set(plan.ended)
         if told & self.known - self.ended:
             return f"{plan.ended} are told as ended, and live"
@@ -78,8 +78,8 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
         return tiles % request.num_tiles == 0 if tiles > 0 else live.num_done > 0
 
     def owner(self, plan: ImageGenerationPlan) -> LiveDrawing | None:
-        """Return the request of a plan: the one that has the sequence or, for a first step, the one
-        that has the drawing."""
+        """Return the request of a plan: found by the sequence or, at its first step, by the
+        drawing."""
         for live in self.live.values():
             if plan.sequence == live.sequence:
                 return live
@@ -97,14 +97,14 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
         return live.num_done == 1 + request.num_steps + tiles
 
     def note_end(self, live: LiveDrawing) -> None:
-        """Take note that the worker must hear of an end."""
+        """Note that the next plan must name an end to the worker."""
         if live.sequence is not None:
             self.ended.add(live.sequence)
 
     def commit(
         self, result: ImageGenerationResult, now: float
     ) -> tuple[Results, list[LiveDrawing]]:
-        """Take note of how long the step took, if it drew anything."""
+        """Note how long the step took, unless its row failed."""
         [(live, _, plan)] = self.step
         if now > self.began and not isinstance(result.row, RowFailure):
             shape = shape_of(live.submit.request, plan.verb)
@@ -114,7 +114,7 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
     def message(
         self, live: LiveDrawing, part: int, row: ImageGenerationPlan, got: ImageGenerationRow
     ) -> Stepped | Drawn:
-        """Return the event that a step's result must lead to."""
+        """Return the event that must follow from a step's result."""
         request = live.submit.request
         if row.verb is Verb.DENOISE:
             return Stepped(request.request_id, row.index + 1, request.num_steps, got.image)
@@ -122,7 +122,7 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
         return Drawn(request.request_id, row.index // request.num_tiles, got.image)
 
     def judge_refusal(self, live: LiveDrawing, output: Refused, now: float) -> str:
-        """Judge a refusal for want of time."""
+        """Judge a refusal because of the deadline."""
         is_for_time = isinstance(output.error, DeadlineInfeasible)
         return self._judge_infeasible(live, now) if is_for_time else ""
 
@@ -133,8 +133,8 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
         return super().fits_tick(live, reason, now)
 
     def _judge_infeasible(self, live: LiveDrawing, now: float) -> str:
-        """Check that a drawing is given up only if steps no larger than its own took too long for
-        its deadline."""
+        """Check that a drawing is given up only if, by the times of steps that are no larger than
+        its own, it would miss its deadline."""
         request, seconds = live.submit.request, 0.0
         tiles = request.drawing.num_images * request.num_tiles
         for verb, times in zip(Verb, (1, request.num_steps, tiles), strict=True):

@@ -1,7 +1,7 @@
-"""What the watchers of the kinds with one choice share: turns, answers, ends, pauses, deadlines.
+"""Shared by the watchers of kinds of work with one choice: turns, answers, ends, pauses, deadlines.
 
-Rule: nothing here knows how a scheduler decides. A watcher judges by what went in, what was planned
-and what came out, and by the credit that came with each request.
+Rule: nothing here knows how a scheduler decides. A watcher judges by a scheduler's inputs, plans
+and outputs, and by each request's credit.
 """
 
 from collections import Counter
@@ -35,8 +35,8 @@ Results: TypeAlias = dict[tuple[str, int], Any]  # by request and number
 @dataclass(eq=False)
 class Live:
     """An accepted request. ``has_begun``: a step had a row of it. ``num_done`` of its parts are
-    done. ``others`` counts the steps that each other request has got since this one could go on and
-    got none."""
+    done. ``others`` counts, by request, the steps that others have got since this one could go
+    on."""
 
     submit: Submit
     has_begun: bool = False
@@ -61,8 +61,8 @@ LiveT = TypeVar("LiveT", bound=Live)
 class KindWatch(Generic[LiveT]):
     """Watch one scheduler. Each method returns what is wrong with its arguments, or "".
 
-    The watcher of a kind of work defines `planned`, and what it knows of results. ``step`` has the
-    rows of the step in flight, each with its request and its part, and ``began`` is when it did.
+    The watcher of a kind of work defines `planned`, and how results follow from rows. ``step`` has
+    the rows of the step in flight, each with its request and part; ``began`` is its start.
     """
 
     live_type: type[Any] = Live
@@ -102,7 +102,7 @@ class KindWatch(Generic[LiveT]):
     # ---- inputs and their results
 
     def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:
-        """Judge the results of an input."""
+        """Judge the events that an input has caused."""
         answers = [one for one in events if isinstance(one, Admitted | Refused)]
         if len(answers) != isinstance(event, Submit):
             return f"{len(answers)} answers to it"
@@ -116,7 +116,7 @@ class KindWatch(Generic[LiveT]):
         return f"{', '.join(alive)} must have ended" if alive else ""
 
     def _expect(self, event: InputEvent, now: float) -> tuple[Results, list[LiveT]]:
-        """Return the results that an input must lead to, and the requests that it must end."""
+        """Return the results that must follow from an input, and the requests that must end."""
         match event:
             case StepDone(result):
                 return self.commit(result, now)
@@ -169,14 +169,14 @@ class KindWatch(Generic[LiveT]):
                 fits = isinstance(event, Tick) and self.fits_tick(live, output.reason, now)
         return "" if fits else f"{output.request_id} ends by {output.reason}"
 
-    # ---- what each kind knows
+    # ---- for each kind of work to define
 
     def accept(self, submit: Submit) -> LiveT:
         """Return the record of a request."""
         return self.live_type(submit)
 
     def commit(self, result: Any, now: float) -> tuple[Results, list[LiveT]]:
-        """Return the messages that a step's result must lead to, and the requests that it ends."""
+        """Return the messages that must follow from a step, and the requests that must end."""
         step, self.step = self.step, []
         results: Results = {}
         ending: list[LiveT] = []
@@ -195,20 +195,20 @@ class KindWatch(Generic[LiveT]):
         return results, ending
 
     def message(self, live: LiveT, part: int, row: Any, got: Any) -> Any:
-        """Return the event that a row's result must lead to."""
+        """Return the event that must follow from a row's result."""
         return got
 
     def fail(self, failure: StepFailure) -> list[LiveT]:
-        """Return the requests that a failed step ends: that of a row that was alone."""
+        """Return the requests that a failed step ends: a step of one row ends the row's request."""
         step, self.step = self.step, []
         return [live for live, _, _ in step if len(step) == 1 and not live.has_ended]
 
     def number(self, output: Any) -> int:
-        """Return the number of a message among those that one step gives its request."""
+        """Return a message's number, as one step may give its request several."""
         return 0
 
     def is_whole(self, live: LiveT) -> bool:
-        """Return whether all of a request is computed."""
+        """Return whether a request is computed to its end."""
         return live.num_done == live.submit.request.num_tokens
 
     def note_end(self, live: LiveT) -> None:
@@ -228,7 +228,7 @@ class TurnsWatch(KindWatch[LiveT]):
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
-        self.waiting: set[str] = set()  # without a seat after the last plan
+        self.waiting: set[str] = set()  # requests that had no seat after the last plan
 
     def planned(self, plan: Any, events: list[OutputEvent], now: float) -> str:
         """Judge a plan; None if there was nothing to do."""
@@ -253,13 +253,13 @@ class TurnsWatch(KindWatch[LiveT]):
         return self.live.get(plan.row.request_id)
 
     def can_go_on(self, live: LiveT, plan: Any, now: float) -> bool:
-        """Return whether only other requests can keep this one from the next step."""
+        """Return whether the next step could be this request's, if there were no others."""
         is_own = plan is not None and self.owner(plan) is live
         has_room = is_own or not self.gives(live) or live.submit.credit.free > 0
         return has_room and not live.is_late(now) and not self.is_held(live)
 
     def judge_turn(self, taken: LiveT, able: list[LiveT]) -> str:
-        """Check that nobody gets two steps while another one that could go on gets none."""
+        """Check that no request gets two steps while another one that could go on gets none."""
         for live in self.live.values():
             if live is taken or live not in able or self.phase(live) is Phase.QUEUED:
                 live.others.clear()
@@ -279,7 +279,7 @@ class TurnsWatch(KindWatch[LiveT]):
         return ""
 
     def _num_held(self) -> int:
-        """Return how many requests have seats, some of which have had no step."""
+        """Return how many requests have seats, with those that have had no step."""
         return sum(self.phase(live) is not Phase.QUEUED for live in self.live.values())
 
     def _active(self, now: float) -> list[LiveT]:
@@ -291,7 +291,7 @@ class TurnsWatch(KindWatch[LiveT]):
         ]
 
     def _judge_starts(self, now: float) -> str:
-        """Check that those which got seats were the first in the queue."""
+        """Check that the requests which got seats were the first in the queue."""
         waiting = {name for name, live in self.live.items() if self.phase(live) is Phase.QUEUED}
         started, self.waiting = (self.waiting - waiting) & self.live.keys(), waiting
         if started and len(self._active(now)) > self.scheduler.max_seats:
@@ -304,7 +304,7 @@ class TurnsWatch(KindWatch[LiveT]):
 
     def _start_key(self, name: str, now: float) -> tuple[float, float]:
         live = self.live[name]
-        return (inf, inf) if live.is_late(now) else self.key(live, now)  # a late one never starts
+        return (inf, inf) if live.is_late(now) else self.key(live, now)  # never starts
 
     def accept(self, submit: Submit) -> LiveT:
         """Return the record of a request, which waits."""

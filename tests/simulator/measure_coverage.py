@@ -1,7 +1,7 @@
-"""Measures what the simulation alone reaches of core, loop and supervisor: `python -m
+"""Measures how much of core, loop and supervisor the simulation alone runs: `python -m
 tests.simulator.measure_coverage`.
 
-It prints branch coverage by file and what is missing. The exit code is 1 below the bar.
+It prints branch coverage and missing lines by file. The exit code is 1 below `BAR`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import coverage
 
 ROOT = Path(__file__).parents[2]
-# A request's life from its submit to its end, for all kinds.
+# The files of a request's life from its submit to its end, for all kinds of work.
 SUPERVISOR = (
     *("supervisor", "stream", "text/stream", "encode/stream", "tasks"),
     *("tokenizing", "text/prepare", "encode/prepare"),
@@ -30,9 +30,9 @@ BARRED = ("core", "loop", "supervisor", "writer")
 EXCLUDED = (
     "if TYPE_CHECKING:",  # never runs
     r"\.\.\.$",  # a Protocol's methods have no body
-    "def __repr__",  # for people; a simulation without violations prints none
+    "def __repr__",  # for people; without violations nothing is printed
     "if log.isEnabledFor",  # the simulation logs nothing
-    r"raise (EngineBug|IllegalTransition|ValueError)\(",  # bugs: a run that raises one fails
+    r"raise (EngineBug|IllegalTransition|ValueError)\(",  # a bug, with which the run fails
 )
 
 

@@ -65,9 +65,9 @@ def run_small(seed: int) -> None:
 class Mutant:
     """A bug: ``old`` becomes ``new`` in the source of ``function``.
 
-    ``seed`` is the first world that showed the bug, and is tried first. If worlds are drawn
-    differently, another one may show it. ``run`` runs the world of a seed. ``owner`` is the class
-    or the module that gets the changed function, by default the one that defines it.
+    ``seed`` is the first world that showed the bug, and is tried first. After a change of how
+    worlds are drawn, another world may show it. ``run`` runs the world of a seed. ``owner`` is the
+    class or the module that gets the changed function, by default the one that defines it.
     """
 
     title: str
@@ -1054,7 +1054,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
         raise LookupError(f"{mutant.title}: {source.count(mutant.old)} × {mutant.old!r}")
     space: dict[str, Any] = {}
     changed = "from __future__ import annotations\n" + source.replace(mutant.old, mutant.new)
-    # Outside its class, a function has no cell from which a bare super() gets the class.
+    # A function compiled outside its class has no `__class__` for a bare super().
     changed = changed.replace("super()", f"super({owner.__name__}, self)")
     exec(compile(changed, f"<{mutant.title}>", "exec"), original.__globals__, space)
     setattr(owner, original.__name__, space[original.__name__])

@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 160
 
 
 def is_end(digest: int) -> bool:
-    """Return whether a drawn world with ends of its own ends a sequence here: one token in 41."""
+    """Return whether the model of a world with `has_ends` ends a sequence here: one token in 41."""
     return digest % 41 == 7
 
 
@@ -48,7 +48,7 @@ def prompt_of(request: GenerateRequest) -> tuple[int, ...]:
 
 
 def _read_chat(chat: Chat) -> Iterator[tuple[int, bytes]]:
-    """Yield a chat's tokens, each with the digest of the image that it is a token of."""
+    """Yield a chat's tokens; those of an image with its digest, others with b""."""
     encode = FakeTokenizer().encode
     for number, message in enumerate(chat.messages):
         content = message["content"]
@@ -63,7 +63,7 @@ def _read_chat(chat: Chat) -> Iterator[tuple[int, bytes]]:
 
 
 def _contents_of(request: GenerateRequest) -> list[bytes]:
-    """Return for each token of the prompt the digest of the image that it is a token of."""
+    """Return for each token of the prompt the digest of its image; b"" for text."""
     if request.chat is not None and next(request.chat.images, None) is not None:
         return [digest for _, digest in _read_chat(request.chat)]
     return [b""] * len(prompt_of(request))
@@ -81,8 +81,8 @@ def expected_output(
 ) -> Expected:
     """Return the fake model's output for one choice, with an adapter of this digest.
 
-    No request has both stop strings and min_tokens: the held-back text would decide its end, which
-    is not modelled here.
+    No request may have both stop strings and min_tokens: its end would depend on how text is held
+    back, which is not modelled here.
     """
     asked, prompt = request.sampling, prompt_of(request)
     room = MAX_MODEL_LEN - len(prompt)

@@ -1,5 +1,5 @@
-"""How many prompt tokens a step may compute: those of the estimate in the time that the watcher
-allows, by its own record of earlier steps."""
+"""Watches how many prompt tokens a step has: no more than the estimate computes in the allowed
+time, which follows from the watcher's own record of earlier steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class PaceWatch:
-    """Watch one scheduler. Times are the core's."""
+    """Watch one scheduler. Times are on the core's clock."""
 
     def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
         self._config, self._times = config, times
-        # rows of a step without prompts, and what they took; nothing is said before the first ones
+        # the fewest rows of a step without prompts, and the seconds of such a step
         self._fewest, self._fewest_s = math.inf, math.inf
         self._decodes_s = 0.0  # the longest step without prompts
-        self._before = [math.inf, math.inf]  # allowed when the step before this one was sent
-        # the sequences that have a token, and those that get one by the step in flight
+        self._before = [math.inf, math.inf]  # prompt tokens allowed at the step before
+        # the sequences with a sampled token, and those that get one in the step in flight
         self._sampled: set[SequenceId] = set()
         self._samples: set[SequenceId] = set()
         self._running: tuple[int, int, float] | None = None  # prompt tokens, rows, and start
@@ -35,7 +35,7 @@ class PaceWatch:
         The plan may have been made while the step before it ran.
         """
         short = [row for row in plan.rows if row.count == 1 or row.drafts]
-        # A sequence that was preempted comes back as a prompt, though it may lack one token only.
+        # A preempted sequence comes back as a prompt, even if it lacks one token only.
         goes_on = [row for row in short if row.blocks is None or row.blocks.keep]
         decodes = len([row for row in goes_on if row.sequence in self._sampled])
         self._samples = {row.sequence for row in plan.rows if row.logits.samples}

@@ -1,7 +1,7 @@
-"""What a simulated world does with its models: replicas, little memory, loads, unloads, deaths.
+"""Faults of a simulated world's models: replicas, little memory, loads, unloads, deaths.
 
-Rule 1: the faults are drawn from a seed of their own, so that worlds without them are the same as
-before there was a pool. Rule 2: a world with such faults lists which ends it may give a request.
+Rule 1: the faults are drawn from a seed of their own, so that worlds without them stay the same.
+Rule 2: a world with such faults lists which ends it may give a request.
 """
 
 import random
@@ -14,9 +14,9 @@ FAULT = "model_pool"
 SPARE = "spare"
 SHARE = 0.3  # of worlds
 HANG_SHARE = 0.3  # of workers' deaths in a step
-GROUP_SHARE = 0.4  # of the worlds with such faults: their text models are divided
-RANK_FAILURE_SHARE = 2.0  # against the deaths of such a world: ranks fail by themselves in a step
-SPARE_SHARE = 0.2  # of requests: these use the spare model
+GROUP_SHARE = 0.4  # of the worlds with these faults: their text models are divided
+RANK_FAILURE_SHARE = 2.0  # times `death_share`: share of steps in which ranks fail by themselves
+SPARE_SHARE = 0.2  # of the requests, which use the spare model
 MAY_END = {
     "WORKER_LOST",
     "NO_WORKERS",
@@ -44,7 +44,7 @@ class PoolFaults:
 
 
 def is_drawn(seed: int) -> bool:
-    """Return whether the world of this seed has a crowded pool, where faults are drawn."""
+    """Return whether the world of this seed has a crowded pool."""
     return _rng(seed).random() < SHARE
 
 
@@ -86,13 +86,13 @@ def crowd(
     failures = tuple((name, rng.choice([0, 0, 1, 3])) for name in (MODEL, SPARE))
     death_share = rng.choice([0.0, 0.01, 0.05])
     crowded = replace(crowded, max_worker_deaths=rng.choice([5, 1000]))
-    groups = random.Random(seed ^ 0x6A09)  # of its own, so that the other numbers stay
+    groups = random.Random(seed ^ 0x6A09)  # a generator of its own: other draws stay the same
     num_ranks = groups.choice([2, 3]) if groups.random() < GROUP_SHARE else 1
     return crowded, PoolFaults(tuple(sorted(operations)), failures, death_share, num_ranks)
 
 
 def ask_the_spare(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
-    """Let some clients use the spare model; those of an encoder or another model stay."""
+    """Let some clients use the spare model, among those of Generate that name no model."""
     rng = _rng(seed + 1)
     return tuple(
         replace(client, request=replace(client.request, model=SPARE, check=False))

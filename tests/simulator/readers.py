@@ -18,19 +18,19 @@ from tests.simulator.clients import Client
 from tests.simulator.encode_oracle import expected_results, tokens_of
 from tests.simulator.watch import Violation
 
-SLACK_S = 0.1  # seconds by which a status may be late without a violation
+SLACK_S = 0.1  # a status may be late by this without a violation
 
 
 @dataclass
 class Reader:
-    """What one client has received. ``error`` is the error of its handler, over the wire."""
+    """What one client has received. ``error`` is the error of the client's call, over the wire."""
 
     client: Client
     prompt_tokens: int | None = None
     has_left: bool = False
     error: TrioletError | None = None
     attach_token: str = ""
-    lost_at: float | None = None  # when it lost its connection, after which its stream waits
+    lost_at: float | None = None  # when it lost its connection; its stream then waits for it
 
     @property
     def num_seen(self) -> int:
@@ -42,7 +42,7 @@ class Reader:
         raise NotImplementedError
 
     def check_whole(self) -> None:
-        """Check that everything has come. Of a text, the simulation does that."""
+        """Check that everything has come. Texts are checked by `Simulation._check_output`."""
 
     @property
     def leaves_now(self) -> bool:
@@ -52,7 +52,7 @@ class Reader:
 
     @property
     def stalls_now(self) -> bool:
-        """Whether the reader stops until the request has ended, and then reads what is left."""
+        """Whether the reader stops until the request has ended, and then reads on."""
         limit = self.client.stall_after
         return limit is not None and self.num_seen >= limit
 
@@ -219,10 +219,10 @@ class SimulatedConnection:
 
     is_being_read: bool
     most_unread: int
-    num_unread: int = 0  # now, as the simulation counts them
+    num_unread: int = 0  # unread calls now, as the simulation counts them
 
     def note_taken(self, call: object) -> None:
-        """Do nothing: these servers do not leave."""
+        """Do nothing: the simulated server never leaves."""
 
     def check(self, name: str) -> None:
         """Raise Violation if there are too many unread calls, one of which is ``name``'s."""
@@ -250,7 +250,7 @@ class SimulatedCall:
         self._unread_calls = unread_calls
         self._is_window_closed = is_window_closed
         self.leaving = trio.CancelScope()
-        self.is_abandoned = False  # its client has taken up the stream by another call
+        self.is_abandoned = False  # another call of the client has taken over the stream
         self._busy_until = -math.inf
         self.code = None  # until the server has ended the call
         self.scope = trio.CancelScope()  # cancelled when the client has ended the call
@@ -293,7 +293,7 @@ class SimulatedCall:
             self.leave()
 
     def leave(self) -> None:
-        """Let the client reset the call, or lose its connection if it is to come again."""
+        """Let the client reset the call or, with a resume window, lose its connection."""
         request = self.reader.client.request
         if getattr(request, "resume_window_s", None) is None:
             self.scope.cancel()
@@ -312,7 +312,7 @@ class SimulatedCall:
         self.reader.error = stream.error
         client = self.reader.client
         reads_at_once = client.stall_after is None and not client.delay_s
-        # A call may attach to a stream that has ended.
+        # The stream may have ended before this call attached to it.
         late_s = trio.current_time() - max(stream.closed_at, self._opened_at)
         if late_s > (0.0 if reads_at_once else FAILURE_PATIENCE_S) + SLACK_S:
             raise Violation(f"{client.request.request_id} got its status {late_s} s late")
@@ -335,7 +335,7 @@ class SimulatedCall:
             raise
 
     async def _linger(self) -> None:
-        """Wait as long as a client that does not read, whose request has ended."""
+        """Wait for the client's ``linger_s`` after its request's end; check unread calls."""
         client, connection = self.reader.client, self.connection
         name = client.request.request_id
         if client.linger_s <= UNREAD_AGE_S + SLACK_S:
@@ -346,7 +346,7 @@ class SimulatedCall:
         try:
             await trio.sleep(client.linger_s - UNREAD_AGE_S - SLACK_S)
             self._unread_calls.count()
-            await trio.sleep(SLACK_S)  # the calls that are reset now leave, this one among them
+            await trio.sleep(SLACK_S)  # calls that `count` has reset leave, this one, too
             if not self._unread_calls.count():
                 raise Violation(f"{name} is no unread call")
             connection.check(name)
@@ -356,13 +356,13 @@ class SimulatedCall:
             connection.num_unread -= 1
 
     def check(self) -> None:
-        """Raise what was found during a write, which takes an exception for a bug of the call."""
+        """Raise the violation that a write found: the writer took it for a bug of the call."""
         if self._violation is not None:
             raise self._violation
 
 
 async def serve(writer: CallWriter, call: SimulatedCall) -> None:
-    """Serve a call as its handler does. Cancellation: the client has left."""
+    """Serve a call as a handler does. Cancellation: the client has left."""
     reader = call.reader
     if reader.leaves_now:
         call.leave()

@@ -1,7 +1,7 @@
 """Clients whose streams are cut and who continue them, as often as drawn.
 
-Some have a resume window: they lose their connections, and attach in time or too late. All are
-drawn from numbers of their own, so that worlds without them stay the same.
+Some have a resume window: they lose their connections, and attach in time or too late. Both are
+drawn by generators of their own, so that worlds without them stay the same.
 """
 
 import random
@@ -17,7 +17,7 @@ from tests.simulator.readers import TextReader
 FAULT = "resumes"
 SHARE = 0.3  # of worlds
 WINDOW_MAX_S = 200.0
-CUT_SHARE = 0.4  # of such a world's clients, among those that stay to their end
+CUT_SHARE = 0.4  # of a world's clients that would read to the end
 
 
 def is_drawn(seed: int) -> bool:
@@ -51,8 +51,8 @@ def _cut(rng: random.Random, again: random.Random, client: Client) -> Client:
 
 
 def continued(reader: TextReader, now: float, number: int) -> TextReader | None:
-    """Return the reader of the request that continues a stream which was cut, with all that came
-    so far; None if its client has everything, or leaves for good."""
+    """Return the reader of the request that continues a cut stream, with the events so far; None if
+    the client has everything, or leaves for good."""
     client, asked = reader.client, reader.client.request
     assert isinstance(asked, GenerateRequest)
     n = asked.n or 1
@@ -74,8 +74,8 @@ def continued(reader: TextReader, now: float, number: int) -> TextReader | None:
 
 
 def attached(reader: TextReader) -> tuple[TextReader, tuple[ReceivedChoice, ...]]:
-    """Return the reader of the call that attaches to a stream which was lost, and what its client
-    has received."""
+    """Return the reader of the call that attaches to a lost stream, and the numbers of tokens that
+    its client has received."""
     received = tuple(
         ReceivedChoice(len(reader.tokens.get(choice, ())), choice in reader.finished)
         for choice in range(reader.client.request.n or 1)

@@ -1,9 +1,9 @@
 """Rolling restarts in virtual time: servers that drain in turn, under clients that know them all.
 
 A server is whole but for sockets and threads: an engine with a fake model, the services, and the
-RPC library. The clients do what gRPC's do, by pick_first or round_robin; some are simple, and do
-not obey GOAWAY. Bytes take a drawn time each way, and a request comes in two pieces. Every call
-must give all its tokens. Source of a call's repetition: gRFC A6, "Transparent Retries".
+RPC library. The clients behave like gRPC's with pick_first or round_robin; some are simple, and
+ignore GOAWAY. Bytes take a drawn time each way, and a request comes in two pieces. Every call must
+give all its tokens. Source of a call's repetition: gRFC A6, "Transparent Retries".
 """
 
 import random
@@ -35,10 +35,10 @@ from tests.support.rpc_memory import Client, Wire, WireListener, framed
 
 GENERATE, GET_STATS = "/triolet.v1.Inference/Generate", "/triolet.v1.Control/GetStats"
 POLICIES = ("pick_first", "round_robin", "simple")
-DRAIN_S = 60.0  # longer than what runs
+DRAIN_S = 60.0  # longer than any request
 LATENCY_MAX_S = 0.2  # a ping is answered within `Limits.leave_patience_s`
 PIECES_MAX_S = 2.0  # a request comes within `Limits.settle_patience_s`
-PATIENCE_S = 1000.0  # longer than a world
+PATIENCE_S = 1000.0  # longer than a world lasts
 WINDOW = 2**24
 
 
@@ -114,7 +114,7 @@ class Place:
 
 
 class Link:
-    """A client's connection to a ``place``. ``change`` is set when something is heard."""
+    """A client's connection to a ``place``. ``change`` is set when bytes come or it is lost."""
 
     def __init__(self, place: Place, wire: Wire, latency_s: float) -> None:
         self.place = place
@@ -127,7 +127,7 @@ class Link:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a client that obeys opens calls."""
+        """Whether a client that obeys GOAWAY may open calls."""
         return not (self.is_lost or self.client.has_goaway)
 
     async def run(self) -> None:
@@ -139,7 +139,7 @@ class Link:
     async def _carry(
         self, take: Callable[[], Awaitable[bytes]], give: Callable[[bytes], None]
     ) -> None:
-        """Carry bytes one way up to their end, which is given as no bytes."""
+        """Carry bytes one way, up to b"", which is their end."""
         data = b"x"
         while data:
             data = await take()
@@ -181,11 +181,11 @@ class Link:
 
 @dataclass
 class Answer:
-    """What came of one call. ``crossed``: it was opened before its client knew of the drain."""
+    """How one call ended. ``crossed``: it was opened before its client knew of the drain."""
 
     crossed: bool
     end: str | ErrorCodes | None = None  # None: the connection was lost
-    is_unserved: bool = False  # the server says that it took no notice of the call
+    is_unserved: bool = False  # the server says that it did not process the call
     tokens: list[int] = field(default_factory=list)
 
 
@@ -213,8 +213,8 @@ class Caller:
             nursery.cancel_scope.cancel(reason="the world ends")
 
     async def _ask(self) -> None:
-        """Have one request answered: repeat what no server took notice of, once, and continue what
-        breaks off."""
+        """Have one request answered: repeat a call once if no server processed it, and continue a
+        stream that breaks off."""
         self._turn += 1
         prompt = (self._number + 5, self._turn % 50 + 5)
         count = self._rng.randint(1, 12)
@@ -237,7 +237,7 @@ class Caller:
                 is_again, last = True, link.place
             elif breaks_after is not None and answer.end is None:
                 self._seen["continued"] += 1
-                breaks_after, is_again, last = None, False, link.place  # by a new call
+                breaks_after, is_again, last = None, False, link.place  # a new call continues it
             else:
                 raise Violation(f"a call was lost: {answer.end}, after {len(got)} tokens")
         if got != wanted:
@@ -245,7 +245,7 @@ class Caller:
         self._seen["served"] += 1
 
     async def _call(self, link: Link, message: bytes, breaks_after: int | None) -> Answer:
-        """Make a call; break its connection off after so many tokens."""
+        """Make a call; break its connection off after ``breaks_after`` tokens."""
         client = link.client
         answer = Answer(crossed=not client.has_goaway)
         call = client.call(path=GENERATE, is_last=False)
@@ -270,8 +270,7 @@ class Caller:
     # ---- connections
 
     async def _pick(self, last: Place | None) -> Link:
-        """Return a connection for the next call, at another place than the ``last`` one if there
-        is any."""
+        """Return a connection for the next call, at another place than ``last`` if there is one."""
         order = list(self._places)
         if self._policy == "round_robin" and self._turn % 2:
             order.reverse()
@@ -313,7 +312,7 @@ class Caller:
         return link
 
     async def _look(self, link: Link) -> None:
-        """Ask a server that leaves for its figures, on a connection that is open."""
+        """Call GetStats on an open connection to a server that leaves."""
         call = link.client.call(b"", path=GET_STATS)
         while not (link.is_lost or call in link.client.ends):
             await link.change.wait()
@@ -324,7 +323,7 @@ class Caller:
 
 
 def _request(prompt: Sequence[int], count: int, got: Sequence[int]) -> bytes:
-    """Return the message of a request, of which ``got`` has come already."""
+    """Return the message of a request, which continues after the tokens ``got``."""
     request = pb.GenerateRequest(
         token_ids={"ids": prompt},
         sampling={"max_tokens": count, "temperature": 0.0},

@@ -1,7 +1,7 @@
 """Run a drawn world and watch its readers from outside.
 
-The watchers know nothing of the scheduler: they see what readers see, and the counts at the end.
-Each of their sentences is an invariant of engine/README.md.
+The watchers know nothing of the scheduler: they see what readers see, and the engine's counters at
+the end. Each violation that they raise breaks an invariant of engine/README.md.
 """
 
 import math
@@ -82,7 +82,7 @@ from tests.simulator.workers import (
 from tests.simulator.workload import Client, World, draw_world
 
 AnyFake: TypeAlias = BreakingRunner | BreakingEncoder | BreakingArtist
-PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
+PATIENCE_S = 200_000.0  # virtual seconds, far more than any world's work; then a request starves
 REFUSALS = (
     *(NoWorkers, MemoryExhausted, ModelNotFound, SpawnFailed, SpawnTimeout, ShuttingDown),
     *(EngineBug, WorkerLost),
@@ -92,12 +92,12 @@ LOAD_ERRORS: dict[str, type[BaseException]] = {
     "raised": RuntimeError,
     "exited": SystemExit,
 }
-BOUNDS_OF_UNREAD = (  # calls of a connection, and of all; few clients of a world have unread ones
+BOUNDS_OF_UNREAD = (  # unread calls of one connection, and of all; small, as worlds have few
     *((0, UNREAD_CALLS_MAX), (1, UNREAD_CALLS_MAX)),
     *((64, 0), (64, 1), (64, UNREAD_CALLS_MAX)),
 )
-MOMENT_S = 1e-6  # a jump of the clock may miss by its rounding error
-SLEEPY_LOAD_S = 45.0  # longer than the 30 s that its requests wait
+MOMENT_S = 1e-6  # more than the rounding error of a jump of the clock
+SLEEPY_LOAD_S = 45.0  # longer than the 30 s that requests wait for a load
 
 
 @dataclass
@@ -128,13 +128,13 @@ class Simulation:
         self.outcome = Outcome(world.seed)
         self._threads = VirtualThreads()
         self._watchdog = VirtualWatchdog(world.config.step_timeout_s)
-        self._workers: list[tuple[str, WorkerProcess]] = []  # with the model of each
+        self._workers: list[tuple[str, WorkerProcess]] = []  # each with its model's name
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._image_rng = random.Random(world.seed ^ 0x1A6E)
         self._group_rng = random.Random(world.seed ^ 0x6A0E)
         self._generations: list[RequestStream[Any]] = []
         self._watch = CoreWatch(len(world.clients), self.outcome, self._generations)
-        self._writers: list[CallWriter] = []  # of calls over the wire
+        self._writers: list[CallWriter] = []  # the writers of calls over the wire
         self._windows = random.Random(world.seed ^ 0x31D0)
         most, self._most_unread_in_all = BOUNDS_OF_UNREAD[world.seed % len(BOUNDS_OF_UNREAD)]
         self._connections = [SimulatedConnection(number == 0, most) for number in range(8)]
@@ -142,8 +142,8 @@ class Simulation:
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._holder = Quota("clients over the wire")
         self._aborted_at: dict[str, float] = {}
-        self._has_been_full = False  # so that a stream which waits may have been given up
-        self._num_continued = 0  # requests that continue a stream which was cut
+        self._has_been_full = False  # then a stream waiting for its client may have been given up
+        self._num_continued = 0  # requests that continue a cut stream
         self._load_failures = Counter(dict(world.pool.load_failures))
         self._adapter_names = adapters.Names()
         self._names = Counter(client.request.request_id for client in world.clients)
@@ -171,7 +171,7 @@ class Simulation:
         worker = self._make_worker(runner)
         self._workers.append((model.name, worker))
         assert isinstance(worker, ProcessWorker)
-        return worker  # `__getattr__` gives it all that the runner has
+        return worker  # by `__getattr__` it has the runner's other methods
 
     def _make_worker(self, runner: AnyFake) -> WorkerProcess:
         num_ranks = self.world.pool.num_ranks
@@ -213,14 +213,14 @@ class Simulation:
         if model.name in (EMBEDDER, RERANKER):
             embeds = Capability.IMAGE_EMBEDDING if world.has_images else Capability.TEXT_EMBEDDING
             kind = embeds if model.name == EMBEDDER else Capability.RERANK
-            # an encode request has few rows and few steps: the share of failing rows is larger
+            # encode requests have few rows and steps, so that more of these must fail
             script.encode_fault = partial(self._draw_fault, times=3.0)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)
             encoder = BreakingEncoder(kind, max_model_len=MAX_INPUT_LEN, script=script)
             encoder.broken_at = world.broken_at_step
             return encoder
         if model.name in (drawings.MODEL, counting.MODEL):
-            rng = self._image_rng  # so that the steps of others draw what they draw without it
+            rng = self._image_rng  # of its own: the steps of other models draw the same without it
             script.image_fault = partial(self._draw_fault, rng=rng)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share, rng)
             make = BreakingArtist if model.name == drawings.MODEL else BreakingCounter
@@ -249,7 +249,8 @@ class Simulation:
     def _draw_fault(
         self, plan: Plan, times: float = 1.0, rng: random.Random | None = None
     ) -> BaseException | None:
-        """Return what a step raises, or None. ``times`` multiplies the world's shares of faults."""
+        """Return what a step raises, if anything. ``times`` multiplies the world's shares of
+        faults."""
         world, rng = self.world, rng or self._rng
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
@@ -289,7 +290,7 @@ class Simulation:
             self._watch.violation = Violation("a worker whose step hangs was not killed")
 
     def _kill(self, model: str, number: int) -> None:
-        """Kill one of the model's living workers, whatever it does."""
+        """Kill one of the model's living workers, at whatever moment."""
         alive = [worker for name, worker in self._workers if name == model and not worker.is_dead]
         if alive:
             self._watch.note_death()
@@ -366,7 +367,7 @@ class Simulation:
                     raise Violation(f"{late} was accepted by a closed engine")
 
     def _check_ended(self, engine: Engine) -> None:
-        """Check that an abort finds that the last request which succeeded has ended."""
+        """Check that an abort of the last request that succeeded finds it ended."""
         ended = [one for one in self._generations if one.closed_at and one.error is None]
         last = max(ended, key=lambda one: one.closed_at or 0.0, default=None)
         if last is None or trio.current_time() >= (last.closed_at or 0.0) + ABORT_MEMORY_S:
@@ -375,13 +376,13 @@ class Simulation:
             raise Violation(f"{last}: after its end, an abort found it {outcome}")
 
     def _note(self, event: Journaled) -> None:
-        """Watch the inputs and outputs of cores. At each plan, have one request explained, in turn,
-        which draws nothing and wakes nobody.
+        """Watch the inputs and outputs of cores. At each plan, have one request explained, in turn;
+        this draws no numbers and wakes no task.
         """
         self._watch.note(event)
         if self._engine is None or not self._generations:
             return
-        plan_id = getattr(event, "plan_id", None)  # of a plan alone
+        plan_id = getattr(event, "plan_id", None)  # only plans have one
         if plan_id is None:
             return
         generation = self._generations[plan_id % len(self._generations)]
@@ -416,7 +417,7 @@ class Simulation:
     async def _move_model(
         self, engine: Engine, at: float, verb: str, model: str, number: float
     ) -> None:
-        """Load, unload or kill as the operator would; a refusal is an answer like another."""
+        """Load, unload or kill as the operator would; the engine may refuse it."""
         await trio.sleep_until(at)
         if verb == "kill":
             return self._kill(model, int(number))
@@ -427,7 +428,7 @@ class Simulation:
                 await engine.unload_model(model, number)
 
     async def _change_adapter(self, engine: Engine, change: adapters.Operation) -> None:
-        """Load or unload an adapter as the operator would; a refusal is an answer."""
+        """Load or unload an adapter as the operator would; the engine may refuse it."""
         await trio.sleep_until(change.at_s)
         with suppress(*REFUSALS):
             if change.directory:
@@ -458,8 +459,8 @@ class Simulation:
             raise Violation(f"drained until {trio.current_time()} instead of {until}")
 
     async def _look(self, backend: Backend) -> None:
-        """Look around as an operator, over the wire. No call may disturb the world, or fail for
-        another reason than a missing model."""
+        """Make an operator's calls over the wire. None may disturb the world, or fail for another
+        reason than a missing model."""
         is_served = pool_faults.FAULT not in self.world.faults
         if self.world.drain_at_s is None and self.world.broken_at_step is None and is_served:
             await self._look_at_tokens(backend.engine)
@@ -508,7 +509,7 @@ class Simulation:
         self, engine: Engine, backend: Backend, stream: RequestStream[Any], reader: TextReader
     ) -> TextReader:
         """Attach to a stream whose connection was lost, again and again if it is lost again. Return
-        the last reader, which has left if the stream was given up."""
+        the last reader; its ``has_left`` is set if the stream was given up."""
         while reader.has_left and reader.lost_at is not None:
             await trio.sleep(reader.client.away_s)
             for token, holder in ((reader.attach_token, self._quota), ("x", self._holder)):
@@ -541,8 +542,8 @@ class Simulation:
     def _take_up(
         self, engine: Engine, backend: Backend, stream: RequestStream[Any], reader: TextReader
     ) -> SimulatedCall | None:
-        """Attach to a stream of which ``reader`` has a part, and return the call; None if that is
-        not possible any more."""
+        """Attach to a stream of which ``reader`` has a part, and return the call; None if the
+        stream is gone."""
         following, received = resumption.attached(reader)
         writer, call = self._make_call(backend, following)
         try:
@@ -578,7 +579,7 @@ class Simulation:
             raise Violation(f"{stream}: given up {away_s} s after its loss, of {window_s}")
 
     def _make_place(self, detached: DetachedStreams) -> bool:
-        """As `DetachedStreams.make_place`, which a full server calls."""
+        """Note the call; act as `DetachedStreams.make_place`, which a full server calls."""
         self._has_been_full = True
         return DetachedStreams.make_place(detached)
 
@@ -696,7 +697,7 @@ class Simulation:
             outcome = engine.abort(client.request.request_id)
             if (outcome is AbortOutcome.ABORTED) == was_closed:
                 raise Violation(f"{generation}: an abort found it {outcome}")
-        else:  # this one of several with this id
+        else:  # an abort by id would end others, too
             generation.cancel(EndReason.ABORTED)
         if not was_closed:
             asked = trio.current_time()
@@ -753,8 +754,8 @@ class Simulation:
             reader.check_whole()
 
     def _adapter_of(self, reader: TextReader, request: GenerateRequest) -> str:
-        """Return the digest of the adapter that computed a request: of those that its name stood
-        for meanwhile, the one whose tokens it got."""
+        """Return the digest of the adapter that computed a request: of all that its name stood for
+        while it ran, the one whose tokens it got."""
         if request.model not in (*adapters.NAMES, adapters.ALIAS):
             return ""
         since = reader.client.arrival_s
@@ -840,7 +841,7 @@ class Simulation:
         return n > can_run or (n > 1 and "memory_pressure" in self.world.faults)
 
     def _check_idle(self, engine: Engine) -> None:
-        """Check that nobody holds anything after all requests have ended."""
+        """Check that no blocks, slots, images or tokens are held after all requests have ended."""
         totals = engine.statistics().totals
         if engine.detached.count:
             raise Violation(f"{engine.detached.count} streams wait after their windows")
@@ -853,7 +854,7 @@ class Simulation:
         if any(live):
             raise Violation(f"not idle at the end: {totals}")
         has_lost_steps = self.world.broken_at_step is not None or self._watch.num_deaths > 0
-        for generation in self._generations:  # a stream that left in a lost step keeps slots
+        for generation in self._generations:  # a lost step's stream keeps slots
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
         for serving in engine._supervisor._servings.values():

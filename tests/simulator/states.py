@@ -15,5 +15,5 @@ def is_drawn(seed: int) -> bool:
 
 
 def num_slots(seed: int, max_num_seqs: int) -> int:
-    """Return how many state slots the text model has: for each sequence that may run, and some."""
+    """Return the text model's number of state slots: one per running sequence, and up to 4 more."""
     return max_num_seqs + random.Random(f"slots {seed}").choice([0, 0, 1, 4])

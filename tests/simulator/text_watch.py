@@ -1,4 +1,4 @@
-"""The watcher of a text model's core: what a plan may have, and what it may not."""
+"""The watcher of a text model's core, which judges plans."""
 
 from engine.core.common.events import InputEvent, OutputEvent, Pause, PauseMode, Resume, StepDone
 from engine.core.common.types import SequenceId
@@ -12,7 +12,7 @@ from tests.simulator.pace_watch import PaceWatch
 def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set[SequenceId]:
     """Return the sequences that lost their blocks to a plan in which nobody else gets any.
 
-    Such work is lost for nothing, and perhaps again in the next plan. ``events`` are those of
+    Their work is lost for nothing, perhaps again in the next plan. ``events`` are those of
     planning.
     """
     rows = () if plan is None else plan.rows
@@ -34,7 +34,7 @@ class TextWatch:
         self._guests = GuestWatch()
 
     def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:
-        """Take note of an input. `tests.simulator.watch` judges what a text model sends."""
+        """Take note of an input. `tests.simulator.watch` judges the events."""
         match event:
             case Pause(mode):
                 self.pause = mode
@@ -45,7 +45,7 @@ class TextWatch:
         return ""
 
     def planned(self, plan: StepPlan | None, events: list[OutputEvent], now: float) -> str:
-        """Judge a plan; None if there was nothing to do."""
+        """Judge a plan, None if there is nothing to compute."""
         if lost := gave_way_for_nobody(plan, events):
             return f"{lost} gave way for nobody"
         if plan is None:
@@ -79,7 +79,7 @@ class TextWatch:
         return ""
 
     def _image_cost(self, plan: StepPlan) -> int:
-        """Return what encoding the images that begin in a step costs, 0 for one image alone."""
+        """Return what encoding a step's new images costs in tokens; 0 for a single image."""
         self._images |= {one.sequence: one.images for one in plan.admitted if one.images}
         met = [
             image.cost

@@ -1,6 +1,6 @@
 """Clients that show images to the text model in their chats.
 
-All are drawn from numbers of their own, so that worlds without them stay the same.
+They are drawn by a generator of their own, so that worlds without them stay the same.
 """
 
 import random
@@ -18,8 +18,8 @@ from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 FAULT = "sees"
 SHARE = 0.3  # of worlds
-ASK_SHARE = 0.5  # of such a world's clients, among those that a chat fits
-NUM_IMAGES = 12  # of a world: more than the fake keeps encoded
+ASK_SHARE = 0.5  # of the clients with token ids, in worlds with images
+NUM_IMAGES = 12  # images of a world: more than the fake keeps encoded
 DAMAGED_SHARE = 0.15
 
 
@@ -38,7 +38,7 @@ def add(config: EngineConfig) -> EngineConfig:
 
 
 def show(seed: int, clients: Sequence[Client]) -> tuple[Client, ...]:
-    """Let some clients ask about images in the place of ids alone."""
+    """Let some clients send a chat with images instead of token ids."""
     rng = random.Random(f"shows {seed}")
     images = [image_file(rng.randbytes(48)) for _ in range(NUM_IMAGES)]
     return tuple(_shown(rng, client, images) for client in clients)
@@ -56,7 +56,7 @@ def _shown(rng: random.Random, client: Client, images: Sequence[bytes]) -> Clien
         {"type": "image", "image": one} for one in rng.choices(images, k=rng.choice([1, 1, 2, 4]))
     ]
     ids = request.token_ids
-    # Often all clients of a family have the same words before the same place of an image.
+    # Clients of a family often have the same text before an image, and so share a prefix.
     cut = rng.choice([0, len(ids) // 2, min(8, len(ids))])
     parts.insert(0, _text(ids[:cut]))
     parts.insert(rng.randint(1, len(parts)), _text(ids[cut:]))

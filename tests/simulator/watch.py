@@ -1,7 +1,7 @@
 """Watchers of the core: its inputs and outputs, judged by rules of their own.
 
-They know nothing of how the scheduler decides. Each sentence is an invariant of engine/README.md.
-`tests.simulator.run` watches the readers.
+They know nothing of how the scheduler decides. Each violation breaks an invariant of
+engine/README.md. `tests.simulator.run` watches the readers.
 """
 
 from collections import Counter
@@ -37,13 +37,13 @@ from tests.simulator.guest_watch import AwayWatch
 from tests.simulator.image_generation_watch import ImageGenerationWatch
 from tests.simulator.text_watch import TextWatch
 
-# The schedulers, and what judges the plans and results of each.
+# By a scheduler's class, the watcher of its plans and results.
 WATCHES: dict[type, Callable[[Any], Any]] = {
     Scheduler: TextWatch,
     EncodeScheduler: EncodeWatch,
     ImageGenerationScheduler: ImageGenerationWatch,
 }
-EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it something spins
+EVENTS_PER_REQUEST = 500  # at most 60 in 1,000 drawn worlds; beyond it, a loop never ends
 
 
 class Violation(AssertionError):
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass
 class _Choices:
-    """What the core has reported of a live request: its choices' ends, in order."""
+    """Which choices of a live request have ended, by the core's events."""
 
     n: int
     ended: set[int] = field(default_factory=set)
@@ -72,7 +72,7 @@ class _Choices:
 class CoreWatch:
     """Watch every event of every scheduler.
 
-    A drawn runner may break its contract, and a scheduler may stop in the middle.
+    If a fault makes a runner break its contract, its scheduler may stop with live requests.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class CoreWatch:
         """Record an event and judge it.
 
         Raises:
-            Violation: an invariant does not hold. The first one is also kept, because the
-                engine turns what a hook raises into a status.
+            Violation: an invariant does not hold. The first violation is also kept, because the
+                engine turns an exception of this hook into a status.
         """
         text = event.journal_line()
         self.outcome.journal.append(f"{trio.current_time():.4f} {text}")
@@ -121,7 +121,7 @@ class CoreWatch:
         match event:
             case Submit(request):
                 self._submitted[request.request_id] = event
-                if self.num_deaths:  # it may have moved before its first step
+                if self.num_deaths:  # it may have moved from a dead worker before its first step
                     self._live.pop(request.request_id, None)
             case StepFailed(failure) if "drawn" not in failure.detail:
                 return failure.detail

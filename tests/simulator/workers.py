@@ -1,7 +1,7 @@
 """The workers of a simulated world: fakes that answer wrongly, die or hang, and their watchdog.
 
-Rule: only the production code's kill ends a hung step. The watchdog here only reports at the limit
-that the step hangs.
+Rule: only the production code's kill ends a hung step. The watchdog of this file only reports, at
+the time limit, that a step hangs.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ class _Breaking:
 
 
 class BreakingRunner(_Breaking, FakeRunner):
-    """A text model that from then on answers with another plan's id."""
+    """A text model that after step ``broken_at`` answers with another plan's id."""
 
 
 class BreakingEncoder(_Breaking, FakeEncoder):
-    """An encoder that from then on gives one row's result to another."""
+    """An encoder that after step ``broken_at`` gives one row's result to another."""
 
     def _break(self, result: EncodeResult) -> EncodeResult:
         return replace(result, rows=result.rows[1:] + result.rows[:1])
 
 
 class BreakingArtist(_Breaking, FakeImageGenerationRunner):
-    """An image model that from then on answers with another plan's id."""
+    """An image model that after step ``broken_at`` answers with another plan's id."""
 
 
 class BreakingCounter(_Breaking, CountRunner):
-    """A counter that does."""
+    """A counting model that after step ``broken_at`` answers with another plan's id."""
 
 
 class WorkerProcess:
-    """A fake in a process of its own (`engine.replica.replica.ProcessWorker`).
+    """A fake that behaves like a worker process (`engine.replica.replica.ProcessWorker`).
 
     The process may die and be killed; its death shows as a pipe's end, as in production.
     ``draw_death`` is called before each step, and may raise.
@@ -113,7 +113,7 @@ class WorkerProcess:
 
 class FakeRank:
     """The process of one rank, as `engine.worker.process.worker_process.WorkerProcess`, as far as
-    a group needs it. ``steps`` are the plans that it took, which must be those of the others."""
+    a group needs it. ``steps`` are the ids of its plans, the same on all ranks."""
 
     def __init__(self) -> None:
         self.sentinel, self._alive = os.pipe()
@@ -128,11 +128,11 @@ class FakeRank:
             os.close(self._alive)
 
     def end(self, patience_s: float) -> str:
-        """Return how the process ended. The kernel has ended it, if it was killed."""
+        """Return how the process ended; a killed process has ended at once."""
         return "ended"
 
     def ask_to_end(self) -> None:
-        """Do nothing: `close` ends it."""
+        """Do nothing: `close` ends the process."""
 
     def close(self) -> None:
         """End the process and close its pipe."""
@@ -150,12 +150,12 @@ class FakeRank:
 
 
 class GroupWorker(WorkerProcess):
-    """A fake in the processes of a group: rank 0 has the runner, and the others only count.
+    """A fake like a group of processes: rank 0 has the runner, and the others only count.
 
-    The group's ends and what follows from the ranks' answers are those of production
-    (`WorkerGroup`, `Answers`). ``draw_failures`` returns the ranks that fail in a step by
-    themselves, and where: before their collective or after it. ``on_violation`` is called with what
-    must not be.
+    How it ends, and how it judges the ranks' answers, is production code (`WorkerGroup`,
+    `Answers`). ``draw_failures`` returns the ranks that fail in a step by themselves, and where:
+    before their collective or after it. ``on_violation`` is called with a description of each
+    violation.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class GroupWorker(WorkerProcess):
         if failures:
             self._runner.script.step_faults[self._runner.steps] = RuntimeError("drawn")
         result, error = self._execute_whole(plan)
-        # A rank waits in the collective for one that failed before it, and then never answers. If
-        # all ranks fail, none waits: a device computes behind its rank, which may be further.
+        # If a rank fails before the collective, the others wait there, and never answer. If all
+        # ranks fail, none waits: a device computes behind its rank.
         waits = len(failures) < len(ranks) and any(failures.values())
         for number, rank in enumerate(ranks):
             is_before = failures.get(number, False)
@@ -221,7 +221,7 @@ class GroupWorker(WorkerProcess):
         return result
 
     def _execute_whole(self, plan: Any) -> tuple[Any, Exception | None]:
-        """Execute a plan on rank 0. A fault of the runner is the same on every rank."""
+        """Execute a plan on rank 0. A fault of the runner happens on every rank alike."""
         try:
             return self._runner.execute(plan), None
         except Exception as error:

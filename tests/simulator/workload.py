@@ -48,15 +48,15 @@ FAULTS = (
     states.FAULT,
     counting.FAULT,
 )
-SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
+SHARES = {  # of worlds with the fault: low for faults that end a world early or keep it from much
     "drain": 0.3,
     "model_trouble": 0.3,
     "encoders": 0.4,
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# The faults that the world's own numbers draw; the others are drawn
-# separately, but for the last, which a world has only if it is asked for.
+# The faults that the world's own generator draws. The others are drawn separately, except the last,
+# counting, which a world has only if ``faults`` names it.
 DRAWN = FAULTS[:-7]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
@@ -73,7 +73,7 @@ class World:
     step_s: float
     token_s: float
     clients: tuple[Client, ...]
-    has_ends: bool  # the model ends sequences by itself
+    has_ends: bool  # the text model samples ends of sequences
     load_error: str
     row_fault_share: float = 0.0
     step_fault_share: float = 0.0
@@ -82,13 +82,13 @@ class World:
     operations: tuple[tuple[float, str], ...] = ()
     drain_at_s: float | None = None
     drain_timeout_s: float = 5.0
-    drain_is_left: bool = False  # the drain goes on in the background, whoever waits for it
-    latency_s: float = 0.0  # of the wire, for a request and for a cancel
-    closed_share: float = 0.0  # of writes in a delivery that find their client's window closed
-    bug_share: float = 0.0  # of writes in a delivery that fail, by a bug of their call's
+    drain_is_left: bool = False  # the drain's caller stops waiting, and the drain goes on
+    latency_s: float = 0.0  # of the wire, for a request and a cancel
+    closed_share: float = 0.0  # of writes in a delivery that find the client's window closed
+    bug_share: float = 0.0  # of writes in a delivery that fail by a planted bug
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
-    quota_tokens: int | None = None  # of waiting prompts of the clients in process
+    quota_tokens: int | None = None  # limit on tokens of waiting prompts, for clients in process
     has_images: bool = False  # the embedding model reads images, too
     pool: pool_faults.PoolFaults = field(default_factory=pool_faults.PoolFaults)
     adapters: tuple[adapters.Operation, ...] = ()
@@ -100,8 +100,8 @@ def draw_world(
 ) -> World:
     """Draw a world of ``num_requests`` requests to text models.
 
-    Worlds with encoders have three tenths more, for these, and worlds with drawings, or with
-    counting instead, a fifth.
+    Worlds with encoders have 30 % more requests, to these; worlds with drawings, or with counting
+    in their place, 20 % more.
     ``faults`` None draws a part of `FAULTS`.
     """
     rng = random.Random(seed)
@@ -123,7 +123,7 @@ def draw_world(
     least = -(-MAX_MODEL_LEN // block_size)
     few = least + rng.randint(0, 6)
     num_blocks = few if "memory_pressure" in active else 12 * least
-    step_s = rng.choice([0.001, 0.02, 1.0, 1.0, 1.0])  # the last for worlds in which requests age
+    step_s = rng.choice([0.001, 0.02, 1.0, 1.0, 1.0])  # mostly 1.0, so that requests age
     duration = num_requests * step_s * rng.choice([0.5, 3.0])
     families = tuple(
         tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 90))) for _ in range(4)
@@ -139,7 +139,7 @@ def draw_world(
         ask_encoder(rng, client, index, active, step_s, is_named=is_named)
         for index, client in enumerate(clients[num_requests:])
     )
-    images = random.Random(f"images {seed}")  # numbers of its own: other worlds stay the same
+    images = random.Random(f"images {seed}")  # a generator of its own: other worlds stay the same
     has_images = num_encodes > 0 and images.random() < 0.5
     if has_images:
         clients = tuple(show_images(images, client) for client in clients)
@@ -179,7 +179,7 @@ def draw_world(
         drain_at_s=rng.uniform(0, 1.5 * duration) if "drain" in active else None,
         drain_timeout_s=rng.choice([0.0, 0.5, 60.0]),
         drain_is_left=rng.random() < 0.5,
-        # with a front slower than the stall timeout, every reader would stall
+        # with latencies above the stall timeout, every reader would stall
         latency_s=min(rng.choice([0.0, 0.0, 0.3, 3.0]) * step_s, config.stall_timeout_s / 4),
         closed_share=random.Random(f"windows {seed}").choice([0.0, 0.3, 1.0]),
         bug_share=random.Random(f"bugs {seed}").choice([0.0, 0.0, 0.02]),
@@ -214,14 +214,14 @@ def _draw_config(
         prepared_plans=seed % 4 != 0,
         max_queued_tokens=rng.choice([2000, 1_000_000]) if "bursts" in active else 1_000_000,
         check_level=rng.choice([1, 2, 2, 2, 2, 2]),
-        # drawn from numbers of its own, so that worlds without it stay the same
+        # drawn by generators of their own, so that worlds without targets stay the same
         step_time_target_s=step_s * random.Random(f"pace {seed}").choice([0.0, 0.0, 1.5, 6.0]),
         inter_token_target_s=step_s * random.Random(f"beside {seed}").choice([0.0, 0.0, 0.5, 2.0]),
     )
 
 
 def _draw_encoders(rng: random.Random) -> list[ModelConfig]:
-    """Return one encoder of each kind. Some are configured without their capability."""
+    """Return one encoder of each kind. Some worlds' configurations lack the capabilities."""
     is_told, is_lazy = rng.random() < 0.7, rng.random() < 0.3
     kinds = ((EMBEDDER, Capability.TEXT_EMBEDDING), (RERANKER, Capability.RERANK))
     return [

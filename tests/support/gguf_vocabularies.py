@@ -66,8 +66,8 @@ SPACES = (
     " \n", "\n ", " \n\n  ", "\u00a0", "\u3000", " \u00a0", "\x0b", "\x85", "\u2009",
 )  # fmt: skip
 
-# Spaces that llama.cpp strips otherwise behind Phi-3's markers: those beyond ASCII, and the marker
-# " ", which Phi-3 lacks.
+# Spaces that llama.cpp strips otherwise behind Phi-3's markers: those beyond ASCII, and a marker of
+# four spaces, which Phi-3 lacks.
 STRIPPED = ("\u00a0", "\u3000", " \u00a0", "\x85", "\u2009", "    ")
 # By pre-tokenizer: words and spaces that llama.cpp splits otherwise than the models were trained
 # with, so that no text has them. By its own comments, in some expressions every letter beside A to

@@ -47,7 +47,7 @@ class Wire:
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.room = math.inf
         self.is_closed = False  # the server has closed it, and sends nothing more
-        self.has_left = False  # the client
+        self.has_left = False  # the client has gone
         self.ready = trio.Event()
         self.ready.set()
         self._is_read = False
@@ -172,7 +172,7 @@ class Client:
         self.headers = {}
         self.ends = {}
         self.num_pings = 0  # pings that the server has answered
-        self.has_goaway = False  # X
+        self.has_goaway = False  # the server has sent GOAWAY
         self.goaway_code = None  # the error code of the server's GOAWAY
         self.last_served = math.inf  # the server serves no call with a higher number
         self._flush()

@@ -1,4 +1,5 @@
 """Drive a scheduler with a fake runner, synchronously, and check what comes out, beside a watcher.
+
 The drivers of all kinds of work share this: readers that read on command, a clock, steps, and the
 checks of answers and ends.
 """

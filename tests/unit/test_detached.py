@@ -269,8 +269,8 @@ async def test_a_full_server_gives_up_a_stream_that_waits_of_whoever_has_the_mos
 
 
 async def test_memory_for_images_is_given_up_by_a_stream_that_has_some(autojump_clock):
-    """Red if one is given up that has images and waits for their memory, such as the one that
-    lacks it."""
+    """Red if a stream is given up whose request waits for memory for its images, as the request
+    does that lacks it."""
     streams = DetachedStreams(Tasks())
     images = Chat(({"role": "user", "content": [{"type": "image", "image": b"a"}]},))
     plain = lost(streams, "a")
@@ -282,8 +282,8 @@ async def test_memory_for_images_is_given_up_by_a_stream_that_has_some(autojump_
 
 
 async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump_clock):
-    """It waited as long as its window, and its key could ask for nothing meanwhile, not even for
-    the same by a continuation. When the client is back it counts again, and is not refused."""
+    """The old fault: its tokens counted against its API key until the resume window ended, so that
+    the key's holder could not even continue it. When the client is back, they count again."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann", max_queued_tokens=100)
     late = lost(streams, "late", ann)
     late.queued.add(60)  # its client left while it was tokenised
@@ -306,7 +306,8 @@ async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump
 
 
 async def test_what_is_aborted_counts_no_more_and_its_client_may_learn_of_it(autojump_clock):
-    """It counted against its key's max_requests until the window ended."""
+    """The old fault: the request counted in its key's max_requests until its resume window
+    ended."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann")
     stream = lost(streams, "a", ann)
     streams.abort("a")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class KvMismatch(AssertionError):
-    """A row read keys and values of another prefix than its own, which is a bug of the core."""
+    """A row's blocks hold another prefix than its sequence's, which is a bug of the core."""
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     ``compiled`` are the constraints that were compiled; the fake does not follow them. With
     ``sees`` it reads images (`engine.worker.fakes.preprocessor`), and ``tower`` counts the encoded
     images. With ``num_states`` it keeps states in that many slots, and drafts nothing. `execute`
-    also raises `KvMismatch` if a row reads another prefix than its own.
+    also raises `KvMismatch` if a row's blocks hold another prefix than its sequence's.
     """
 
     def __init__(
@@ -255,8 +255,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         """Read the digest before the row's positions and write the digests of the positions.
 
         Raises:
-            KvMismatch: The row reads another prefix, has more tokens than its sequence, or cuts an
-                image that is whole.
+            KvMismatch: A block holds another prefix than the sequence's, the row has more tokens
+                than the sequence, or ends inside an image with `is_whole`.
         """
         seq = self._sequences[row.sequence]
         if row.blocks is not None:
@@ -289,7 +289,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         """Check that every block below position ``start`` holds this sequence's own prefix.
 
         Raises:
-            KvMismatch: A block holds another prefix.
+            KvMismatch: A block holds another prefix than the sequence's.
         """
         digest, size = first_digest(seq.admitted.adapter), self.info.block_size
         for position in range(start):
