@@ -444,6 +444,12 @@ def test_a_draft_is_as_long_as_its_tokens_are_right():
     assert lengths[0] >= 1
 
 
+def test_of_two_drafts_that_pay_alike_the_shorter_is_taken():
+    times = step_times()
+    times._ratios[:2] = [1.0, 2.0]  # of a step with one draft, and with two or three
+    assert Lengths(1.0).best(3, times) == (1, 2.0)
+
+
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_drafts_that_never_pay_are_tried_now_and_then(num_rows):
     """More seldom where more rows wait for them."""
@@ -609,15 +615,30 @@ def test_a_draft_model_saves_steps_and_changes_no_token():
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_a_draft_model_may_draft_fewer_tokens_than_are_wanted(most):
     """Only what was drafted counts, and blocks for the others are given back."""
-    driver = with_model(lambda *given: always_right(*given)[:most], draft_s=0.001)
+    driver = with_model(lambda *given: always_right(*given)[:most])
     driver.submit(make_request("a", range(1, 6), max_tokens=100))
-    before = list(driver.scheduler._times._passes)
     finish(driver)
-    assert (list(driver.scheduler._times._passes) != before) == (most > 0)
     usage = driver.finished["a", 0].usage
     assert (usage.drafted_tokens, usage.accepted_tokens) == totals_of(driver)[1:]
     assert usage.drafted_tokens == usage.accepted_tokens
     assert (usage.drafted_tokens > 0) == (most > 0)
+
+
+@pytest.mark.parametrize("drafted", [0, 1])
+def test_the_time_of_a_draft_model_counts_where_it_has_drafted(drafted):
+    """Otherwise it has only computed tokens that its cache lacked."""
+    driver = with_model(always_right, draft_s=0.001)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    for _ in range(1 + PLAIN_FIRST):
+        driver.step()
+    result = driver.runner.execute(driver.begin_step())
+    row = result.rows[0]
+    assert row.drafted
+    row = row._replace(tokens=row.tokens[: 1 + drafted], drafted=drafted)
+    passes = driver.scheduler._times._passes
+    before = list(passes)
+    driver.scheduler.apply(StepDone(result._replace(rows=(row,))), driver.now)
+    assert (list(passes) != before) == bool(drafted)
 
 
 def test_more_drafts_than_were_planned_are_a_bug():
