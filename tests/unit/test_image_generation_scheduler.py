@@ -326,3 +326,15 @@ def test_a_result_of_another_plan_is_a_bug():
         driver.scheduler.apply(StepFailed(failure), 0.0)
     with pytest.raises(EngineBug):
         driver.scheduler.plan(0.0)
+
+
+def test_only_another_source_takes_as_long_to_encode_as_a_source():
+    driver = ImageGenerationDriver()
+    source = bytes(3 * 16 * 8)
+    driver.submit("first", steps=1, source=source)
+    driver.step(seconds=3.0)
+    driver.run()
+    driver.submit("drawn", steps=1, source=source, deadline=driver.now + 2.0)
+    driver.submit("alone", steps=1, deadline=driver.now + 2.0)
+    assert "drawn" in driver.refused
+    assert "alone" not in driver.refused
