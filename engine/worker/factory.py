@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from engine.worker.image_generation.interface import ImageGenerationRunner
     from engine.worker.text.interface import TextRunner
 
-    # Spelled out: the values of kinds of work have no common name that says more.
     AnyRunner = TextRunner | EncodeRunner | ImageGenerationRunner
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
@@ -51,9 +50,8 @@ SILENCE_S = 20.0
 
 
 def threads_for(model: ModelConfig, config: EngineConfig) -> int:
-    """Return how many CPU threads a worker uses. Without a number of their own, workers of models
-    that generate share `cpu_limit` evenly and have at least one each; an encoder's worker has
-    one."""
+    """Return how many CPU threads a worker uses: those that its model's setting names; one for an
+    encoder; otherwise an equal share of `cpu_limit`, at least one."""
     if model.threads:
         return model.threads
     if _known_capability(model) in ENCODERS:

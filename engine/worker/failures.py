@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 def load_failures(name: str, close: Callable[[], None], *, needs: str) -> Iterator[None]:
     """Wrap the load of a model: on any exception call ``close`` and raise one sentence.
 
-    ``name`` is the model's name for the log. ``needs`` names the things that its memory is for.
+    ``name`` is the model's name for the log. ``needs`` says, for the message of a load without
+    memory, what needs memory (`NEEDS` of the runners).
 
     Raises:
         SpawnFailed: The load failed. A BaseException that is not an Exception passes unchanged.
@@ -73,9 +74,9 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
     if (
         isinstance(error, OSError)
         and error.strerror
-        and isinstance(error.filename, str | bytes)  # a number, if a descriptor was used
+        and isinstance(error.filename, str | bytes)  # it is a number if a descriptor was used
     ):
-        # Raised by a library: this project's readers raise a `Refusal`.
+        # A library raised this OSError: files that the engine reads itself raise a `Refusal`.
         file = os.path.basename(os.fsdecode(error.filename))
         reason = f"its load could not use the file {file} ({error.strerror})"
         return SpawnFailed(reason, log_detail=describe(error))

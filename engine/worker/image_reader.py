@@ -26,7 +26,7 @@ PROCESSORS = (
 )
 # Model types that read a text's vector at the last position, padding included.
 PADDED_TEXTS = ("siglip", "siglip2")
-# torchvision's names of filters, as numbers of Pillow's ``Image.Resampling``.
+# The number in Pillow's ``Image.Resampling`` of each filter, by torchvision's name.
 FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
 
@@ -122,7 +122,7 @@ class ImageReader:
 
 
 def scaled(image: FittedImage, table: Floats) -> Floats:
-    """Return an image's input numbers, [3, height, width] float32, by a ``table`` of `table_of`."""
+    """Return a model's input for an image, [3, height, width] float32, by ``table`` (`table_of`)."""
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
     return np.stack([table[channel][pixels[..., channel]] for channel in range(3)])
 
@@ -146,8 +146,8 @@ def resample_of(processor: Any) -> int:
 
 
 def table_of(processor: Any) -> Floats:
-    """Return the model's input number for each byte of each channel, [3, 256] float32: rescaled in
-    float64 and normalised in float32, as in transformers."""
+    """Return the model's input for each value of a byte in each channel, [3, 256] float32: rescaled
+    in float64 and normalised in float32, as in transformers."""
     numbers = np.arange(256)
     scaled = numbers * float(processor.rescale_factor) if processor.do_rescale else numbers
     table = np.tile(scaled.astype(np.float32), (3, 1))

@@ -24,7 +24,7 @@ lock = RLock()  # held by the thread that may import
 
 
 def holds_import_lock(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that runs while no other thread runs a decorated function."""
+    """Decorate a function so that no two threads run decorated functions at the same time."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> T:

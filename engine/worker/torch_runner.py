@@ -36,7 +36,7 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
     4. `close`, after which only `close` may be called.
     """
 
-    NEEDS = "weights"  # what the memory of a load is for, in messages
+    NEEDS = "weights"  # what needs memory in a load, for messages
 
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec

@@ -32,7 +32,7 @@ MODULES = {
     Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
     Capability.RERANK: {"Transformer", "LogitScore"},
 }
-# Modules whose output is not one dense vector for each text, and a name of their output.
+# Modules whose output is not one dense vector for each text, and what messages call their output.
 OTHER_OUTPUTS = {
     **dict.fromkeys(
         ("MLMTransformer", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding"),
@@ -56,7 +56,7 @@ def check(directory: Path, capability: Capability) -> Path:
     """Check the files and return the directory of the transformer module.
 
     Raises:
-        Refusal: A file is missing or broken, or something in it is not accepted.
+        Refusal: A file is missing or broken, or names something that is not accepted (Rule 1).
     """
     modules = _modules(directory)
     names = [_name_of(module, MODULES[capability]) for module in modules]
@@ -89,8 +89,8 @@ def check(directory: Path, capability: Capability) -> Path:
 
 
 def _check_weights(folder: Path, module: str) -> None:
-    """Check that a module's files of weights can be read, also by its library: transformers needs
-    the index's field metadata, and sentence-transformers' own modules read no index."""
+    """Check that a module's files of weights can be read, also by the library that loads it:
+    transformers needs the index's field "metadata", and sentence-transformers reads no index."""
     files = weight_files(folder)
     if module not in FIRST and not has_file(folder / WEIGHTS_NAME):
         raise Refusal(f"its {folder.name} has no {WEIGHTS_NAME}")

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # Inputs whose rendered texts differ if the template writes all their texts.
 TEXT_PROBES = ("alpha", "bravo")
 PAIR_PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
-# Two texts without common tokens: the common end of their rendered inputs is the template's end. A
-# pair has the same text twice.
+# Two texts without common tokens, which find the template's end: the tokens at which the inputs
+# rendered with one and with the other end alike. In a pair, both texts are the same.
 FILLERS = ("0", "1 2 3 4")
-# Settings that are handled here; all others are arguments of the template.
+# Settings that this file follows; all other settings are arguments of the template.
 FOLLOWED = {"add_generation_prompt", "restore_suffix"}
 
 

@@ -49,12 +49,12 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
     pickled files. ``weights``, if given, replace the transformer's: of a tensor in several files,
     transformers takes the last copy, whatever the index names.
 
-    The library imports modules throughout the load, so the import lock is held for all of it. That
-    is short: `Checkpoint.check_finite` has read the weights before, and 0.7 GB take 0.3 s here."""
+    The library imports modules throughout the load, so the import lock is held for all of it. The
+    load is short, 0.3 s for 0.7 GB, because `Checkpoint.check_finite` has read the weights."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # transformers', for the whole process
+    disable_progress_bar()  # transformers' bar, in the whole process
     make = CrossEncoder if is_rerank else SentenceTransformer
     model = make(
         str(directory),
@@ -74,8 +74,8 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
 @holds_import_lock
 def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
     """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
-    transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);
-    transformers' conversions name them.
+    transformers. Some checkpoints (Nomic's, GTE's) have other names, or several parameters in one
+    tensor; transformers' conversions say under which names a parameter is stored.
 
     Raises:
         Refusal: The checkpoint lacks a parameter.

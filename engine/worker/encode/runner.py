@@ -62,11 +62,10 @@ if TYPE_CHECKING:
     from engine.core.encode.types import AnyInput
     from engine.worker.interface import RunnerSpec
 
-# The most padding in a group, in tokens; with more, another forward is cheaper. A guess at the cost
-# of a forward without its tokens.
+# The most padding in a group, in tokens. A guess: one more forward costs as much as 48 tokens.
 GROUP_COST_TOKENS = 48
-# The activations of a step, in numbers per token and unit of width: the widest layer's input and
-# output, four of the attention, and the residual. An estimate.
+# An estimate of a step's activations, in numbers per token and unit of the model's width: of the
+# widest layer's input and output, of the attention (four), and of the residual.
 ACTIVATIONS_PER_WIDTH = 16
 
 
@@ -76,15 +75,15 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def __init__(self, spec: RunnerSpec, capability: Capability) -> None:
         super().__init__(spec)
         self._capability = capability
-        self._model: Any = None  # SentenceTransformer or CrossEncoder
-        self._modules: list[Any] = []  # the model's modules, without a final Normalize
-        self._normalizes = False  # the model's last module was Normalize
-        self._splits_prompts = False  # whether the pooling excludes the prompt's tokens
+        self._model: Any = None  # a SentenceTransformer or a CrossEncoder.
+        self._modules: list[Any] = []  # The model's modules, without a Normalize at the end.
+        self._normalizes = False  # Whether the model's last module was a Normalize.
+        self._splits_prompts = False  # Whether the pooling excludes the prompt's tokens.
         self._has_types = False
         self._pad_id = 0
         self._pads_left = False
-        self._modality = "text"  # the library's name of the kind of input: text or message
-        self._is_causal = False  # whether the scores are logits of the next token
+        self._modality = "text"  # The library's name of the inputs' kind: text or message.
+        self._is_causal = False  # Whether the scores are logits of the next token.
         self._images: ImageReader | None = None
         self._input_tokenizer: InputTokenizer | None = None
 
@@ -221,7 +220,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
 
     def _check_fixed_ids(self, config: Any) -> None:
-        """Check the ids that come from no request: the padding's, and the types of a pair's tokens.
+        """Check ids that do not come from requests: the padding's, and types of a pair's tokens.
 
         Raises:
             Refusal: The model's embeddings have no rows for them.
@@ -352,8 +351,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
 
     def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
         """Cut each vector to the requested dimensions, and then scale it to length 1 if the model
-        or the request wants that. The library cuts after its Normalize, so that its cut vectors are
-        shorter than 1. Return [rows, dimensions] float32."""
+        or the request wants that. (The library cuts vectors after scaling them, so that theirs are
+        shorter than 1.) Return [rows, dimensions] float32."""
         raw = raw[:, : options.dimensions]
         scales = self._normalizes if options.normalize is None else options.normalize
         return torch.nn.functional.normalize(raw, p=2, dim=-1) if scales else raw

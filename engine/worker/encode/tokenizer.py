@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from engine.worker.encode.input_template import InputTemplate
 
-# Texts passed to the library at once. It divides them among its threads and releases the GIL.
-TEXTS_AT_ONCE = 64  # takes a millisecond or two; not tuned
-# A long query is cut after this many times the tokens of a pair. A token may depend on the text
-# after it, but not on text so far away.
+# Texts passed to the library at once, which divides them among its threads and releases the GIL for
+# a millisecond or two. Not tuned.
+TEXTS_AT_ONCE = 64
+# A long query is cut after this many times the tokens that a pair may have: a token may depend on
+# the text after it, but not on text so far away.
 QUERY_SHARE = 2
 
 
@@ -87,13 +88,12 @@ class InputTokenizer:
         return self._encode_long(query, documents)
 
     def _encode_long(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
-        """Encode pairs with a long query. First the query is cut to the tokens that can be in a
-        pair.
+        """Encode pairs with a long query. First the query is cut to the tokens that a pair can use.
 
         Otherwise the whole query would be tokenised again for each document, and a query of 1 MiB
-        takes seconds and 100 MB. The query stays longer than the document if it was, because a
-        character has at most four tokens. ``full_tokens`` may be wrong by the tokens of the
-        character at the cut.
+        takes seconds and 100 MB. A query with more tokens than the document still has more after
+        the cut, because a character of the document has at most four tokens. ``full_tokens`` may be
+        wrong by the tokens of the character at the cut.
         """
         whole = self._whole.encode_batch([query], add_special_tokens=False)[0]
         pairs, cut_off = [], []

@@ -21,7 +21,7 @@ VOCAB_SIZE = 1000
 
 
 def first_digest(adapter: str) -> int:
-    """Return the digest of an empty prefix with an adapter of this digest."""
+    """Return the digest of an empty prefix. ``adapter`` is the digest of the sequence's adapter."""
     return crc32(adapter.encode())
 
 
@@ -32,13 +32,12 @@ def digest_after(digest: int, token_id: int, content: bytes = b"") -> int:
 
 
 def contents_of(images: Sequence[PromptImage]) -> dict[int, bytes]:
-    """Return the image's digest for each position that belongs to an image."""
+    """Return the digest of the image for each position of a prompt that belongs to an image."""
     return {at: image.digest for image in images for at in range(image.start, image.end)}
 
 
 def next_token(digest: int, seed: int | None, choice: int) -> int:
-    """Return the token after a prefix of this digest: any id of the vocabulary but 0, which ends a
-    sequence."""
+    """Return the token after a prefix with this digest: any id but 0, which ends a sequence."""
     mixed = crc32(f"{digest}/{seed}/{choice}".encode())
     return 1 + mixed % (VOCAB_SIZE - 1)
 

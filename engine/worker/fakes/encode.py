@@ -52,14 +52,15 @@ def digest_of(token_ids: Sequence[int]) -> int:
 
 
 def vector_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[float]:
-    """Return the vector of some tokens, not normalised. Each number is a 16-bit fraction."""
+    """Return the vector of an input's tokens, not normalised; its numbers are multiples of
+    2**-16."""
     digests = [digest_after(digest_of(token_ids), place) for place in range(DIMENSIONS)]
     return [(digest & 0xFFFF) / 2**16 for digest in digests][:dimensions]
 
 
 @dataclass(frozen=True, slots=True)
 class FakeFit(ImageFit):
-    """Fits images to 4 × 4 pixels. Decoding an image takes ``decode_s``, passed to ``sleep``."""
+    """Fits images to 4 × 4 pixels. Decoding an image takes the time of ``sleep(decode_s)``."""
 
     num_tokens: int = IMAGE_TOKENS
     max_pixels: int = 2**20
@@ -75,13 +76,13 @@ class FakeFit(ImageFit):
 
 
 def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
-    """Return the score of a pair. A raw score is a 16-bit fraction; the activation halves it."""
+    """Return the score of a pair. A raw score is a multiple of 2**-16; otherwise it is halved."""
     score = (digest_of(token_ids) & 0xFFFF) / 2**16
     return score if raw else score / 2
 
 
 def ids_of(input_: AnyInput) -> tuple[int, ...]:
-    """Return the tokens by which an input's vector is computed: an image's are its pixels."""
+    """Return the tokens that an input's vector depends on. An image's tokens are its bytes."""
     return tuple(input_.image.pixels) if isinstance(input_, ImageInput) else input_.token_ids
 
 

@@ -54,7 +54,7 @@ FAKE_INFO = ImageGenerationInfo(
 
 
 def digest_of_drawing(drawing: Drawing) -> int:
-    """Return a digest of a drawing without its number of images, 32 bits."""
+    """Return a 32-bit digest of a drawing, which does not depend on its number of images."""
     return crc32(repr(astuple(replace(drawing, num_images=1))).encode())
 
 
@@ -77,7 +77,7 @@ def preview_of(drawing: Drawing, num_steps: int) -> RawImage:
 
 @dataclass(slots=True)
 class _FakeDrawing:
-    """The state of one drawing: the numbers of its computed steps and tiles."""
+    """The state of one drawing: how many of its steps and tiles have been computed."""
 
     drawing: Drawing
     num_steps: int
@@ -88,8 +88,8 @@ class _FakeDrawing:
 class FakeImageGenerationRunner(ScriptedRunner["ImageGenerationPlan", "ImageGenerationResult"]):
     """Implements `engine.worker.image_generation.interface.ImageGenerationRunner` without a model.
 
-    ``drawings`` are the states that it keeps. `execute` also raises an AssertionError for a step
-    that is not the drawing's next step.
+    ``drawings`` has the state of each drawing that has not ended. `execute` also raises an
+    AssertionError for a step that is not the drawing's next step.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ KEPT_IMAGES = 8  # encodings that are kept after a step
 
 @dataclass(frozen=True, slots=True)
 class FakePreprocessor:
-    """Implements `engine.images.preprocessor.Preprocessor`. Decoding an image takes ``decode_s``,
-    passed to ``sleep``."""
+    """Implements `engine.images.preprocessor.Preprocessor`. Decoding an image takes the time of
+    ``sleep(decode_s)``."""
 
     decode_s: float
     sleep: Callable[[float], None]
@@ -75,7 +75,7 @@ class FakeTower:
         self._kept: OrderedDict[bytes, None] = OrderedDict()
 
     def encode(self, images: Iterable[PromptImage]) -> int:
-        """Encode those images of a step that are not kept. Return the cost, in tokens."""
+        """Encode those images of a step whose encodings are not kept. Return their costs' sum."""
         cost, used = 0, set()
         for image in images:
             used.add(image.digest)
@@ -90,7 +90,8 @@ class FakeTower:
 
 
 def met_by(rows: Iterable[tuple[Row, Sequence[PromptImage]]]) -> Iterator[PromptImage]:
-    """Yield the images whose tokens rows compute. Each row comes with its prompt's images."""
+    """Yield the images of which rows compute tokens. ``rows`` are pairs of a row and the images of
+    its prompt."""
     for row, images in rows:
         for image in images:
             if image.start < row.start + row.count and row.start < image.end:

@@ -53,7 +53,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         raise NotImplementedError
 
     def estimate(self) -> MemoryEstimate:
-        """Return the ``memory_bytes`` that the script's info names."""
+        """Return the ``memory_bytes`` of the runner's info."""
         return MemoryEstimate(self.info.memory_bytes)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> Any:
@@ -78,7 +78,7 @@ class ScriptedRunner(Generic[PlanT, ResultT]):
         return cost
 
     def _row_fault(self, sequence: SequenceId) -> RowFailure | None:
-        """Return the failure of a row by the script's ``sample_fault``, or None."""
+        """Return the failure of a row that the script's ``sample_fault`` draws, or None."""
         draw = self.script.sample_fault
         phase = None if draw is None else draw()
         return None if phase is None else RowFailure(sequence, RowPhase(phase), "drawn")

@@ -15,7 +15,7 @@ NOTHING = -1
 
 
 class FakeStates:
-    """``num_slots`` slots, and the states that the running step will write into them."""
+    """The state slots of a fake model, and the states that the running step will write there."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [NOTHING] * num_slots
@@ -27,11 +27,11 @@ class FakeStates:
         return bool(self._slots)
 
     def begin(self, row: Row, slot: BlockId | None, digest: int) -> BlockId | None:
-        """Return the slot of the row's sequence from now on; it was ``slot`` before. The state that
-        the row begins from must be that of the prefix before it, with this ``digest``.
+        """Return the state slot that the row's sequence has from this step on; before, it was
+        ``slot``. ``digest`` is that of the tokens before the row.
 
         Raises:
-            AssertionError: It is another state.
+            AssertionError: The row begins from the state of another prefix.
         """
         source = slot
         if row.state is not None:

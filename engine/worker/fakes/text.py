@@ -107,7 +107,7 @@ class FakeScript:
 
 @dataclass(slots=True)
 class _FakeSequence:
-    """The state of one sequence. The first ``sent`` characters of ``text`` were returned."""
+    """The state of one sequence. Its first ``sent`` characters of ``text`` were returned."""
 
     admitted: AdmittedSequence
     tokens: list[int]
@@ -115,11 +115,11 @@ class _FakeSequence:
     state_slot: BlockId | None = None
     text: str = ""
     sent: int = 0
-    scored: int = 1  # first tokens of the prompt that are scored; the first one needs no score
-    replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
-    ended: RowResult | None = None  # the end of a continued choice that had ended already
-    draft: list[int] = field(default_factory=list)  # offered with the last result
-    contents: dict[int, bytes] = field(init=False)  # by position, of the prompt's images
+    scored: int = 1  # So many first tokens of the prompt have log-probabilities or need none.
+    replayed: str = ""  # The text of a continued choice's earlier tokens, until it is returned.
+    ended: RowResult | None = None  # The end of a continued choice that had ended already.
+    draft: list[int] = field(default_factory=list)  # The draft offered with the last result.
+    contents: dict[int, bytes] = field(init=False)  # The images' digests by prompt position.
 
     def __post_init__(self) -> None:
         self.contents = contents_of(self.admitted.images)
@@ -237,8 +237,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return seq
 
     def _drafted(self, row: Row) -> Row:
-        """Return the row with the drafts of the script's draft model, if the plan has drafts by
-        it."""
+        """Return the row, with the drafts of the script's draft model if the plan asks for them."""
         if not row.by_model or self.script.draft_model is None:
             return row
         seq = self._sequences[row.sequence]
@@ -393,8 +392,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return (first, *(fake_logprob(i, sampling.prompt_logprobs) for i in prompt[1:]))
 
     def _say(self, seq: _FakeSequence, token_id: int) -> RowResult:
-        """Return the text of a token and whether it ends the sequence, by the simplest rules that
-        agree with those of `engine.worker.tokenizing.detokenizer`."""
+        """Return the text of a token, and whether and how the token ends the sequence. The rules
+        are those of `engine.worker.tokenizing.detokenizer`, written as simply as possible."""
         stops = seq.admitted.stops
         if not (token_id == EOS and stops.skip_special):
             words, at = self.script.words, seq.num_output - 1

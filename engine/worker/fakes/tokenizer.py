@@ -32,7 +32,7 @@ class FakeTokenizer:
     The text ``<12><7>`` is the ids 12 and 7; other text is its UTF-8 bytes, offset by 1.
     """
 
-    max_chars_per_token = math.inf  # a written id may have any number of zeros
+    max_chars_per_token = math.inf  # an id may be written with any number of leading zeros
 
     def __init__(self, script: FakeScript | None = None) -> None:
         self._script = script
@@ -86,7 +86,7 @@ class FakeTokenizer:
         return "".join(f"<{token_id}>" for token_id in shown)
 
     def is_known(self, token_id: int) -> bool:
-        """Return False: it has no vocabulary."""
+        """Return False, because there is no vocabulary."""
         return False
 
     def render_chat(

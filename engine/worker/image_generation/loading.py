@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from engine.worker.image_generation.pipelines import Component, Pipeline
 
-# All images of a drawing together may have the pixels of so many images of the default size.
+# The images of a drawing may have together as many pixels as this number of default-sized images.
 DEFAULT_SIZES_MAX = 4
-# The most activations at once in a forward, in numbers: in the unet for each latent and channel of
-# its first block, with the guidance's second row; in the autoencoder for each pixel of a tile and
-# channel of its second block. Measured with small models of both kinds, where StableDiffusion's
-# unet took 66, and increased by a half.
+# The peak of a forward's activations, counted in numbers: in the unet for each latent and channel
+# of its first block, with two rows for guidance; in the autoencoder for each pixel of a tile and
+# channel of its second block. These are 1.5 times what small models of StableDiffusion and SDXL
+# took (66 in StableDiffusion's unet).
 UNET_ACTIVATIONS = 100
 VAE_ACTIVATIONS = 8
-# Bytes for each pixel: of a drawing's state between its steps (its source, its overlapping decoded
-# tiles, and its latents with those that the scheduler keeps), and of joining its tiles.
+# Bytes for each pixel of a drawing: its state between steps (source, decoded tiles, which overlap,
+# and latents, with those that the scheduler keeps), and the memory that joining its tiles takes.
 STATE_BYTES, JOIN_BYTES = 28, 24
 # Freed memory that the allocator keeps, as a share of the memory in use: measured up to 0.25.
 KEPT_SHARE = 0.3

@@ -4,7 +4,7 @@ The verbs do what diffusers' pipelines do between their progress callbacks, in t
 that the same seed gives the same image. A drawing's noise comes from a generator of the CPU, so
 that it is the same on every device.
 
-Source: issue 28; diffusers 0.42, `__call__` of the text-to-image and image-to-image pipelines.
+Source: diffusers 0.42, `__call__` of the text-to-image and image-to-image pipelines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.worker.image_generation.prompts import Embeddings, Prompts
     from engine.worker.image_generation.tiles import Tiles
 
-PREVIEW_LATENTS = 16  # on the longer side; decoding takes a tenth of a step's multiplications
+PREVIEW_LATENTS = 16  # the latents on a preview's longer side; it costs a tenth of a step
 
 
 class Parts(NamedTuple):
@@ -101,7 +101,7 @@ class DiffusionModel:
         latents = self._unscaled(state.latents[:1])
         sides = latents.shape[-2:]
         factor = min(1.0, PREVIEW_LATENTS / max(sides))
-        size = [max(1, int(side * factor)) for side in sides]  # 1: for narrow images
+        size = [max(1, int(side * factor)) for side in sides]
         small = functional.interpolate(latents, size=size, mode="area")
         return _raw(self.parts.vae.decode(small, return_dict=False)[0])
 

@@ -3,7 +3,7 @@
 A drawing may name a scheduler other than the checkpoint's own. It is then made with those fields of
 the checkpoint's config that its class has, as diffusers' users do.
 
-Source: issue 28; diffusers 0.42, `schedulers`.
+Source: diffusers 0.42, `schedulers`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # All classes are imported with this file: diffusers would import each at its first use, which may
 # be in a drawing's first step.
 KINDS = {name: getattr(diffusers, name_of_class) for name, name_of_class in CLASSES.items()}
-# Settings of every latent diffusion model, whatever default a class of diffusers has: latents have
-# no range to be clipped to, and Runge-Kutta steps would be twelve more than requested.
+# Settings that differ from defaults of diffusers' classes: latents are not clipped, because they
+# have no fixed range, and PNDM's twelve additional Runge-Kutta steps are skipped.
 ALWAYS: dict[str, Any] = {"clip_sample": False, "skip_prk_steps": True}
 
 
@@ -45,7 +45,7 @@ class NoiseSchedulers:
         return str(self._config.get("prediction_type", "epsilon"))
 
     def make(self, name: str) -> Any:
-        """Return a new scheduler; with an empty name, of the checkpoint's own class."""
+        """Return a new scheduler of this name, or of the checkpoint's own class if it is empty."""
         kind = KINDS[name or self.default]
         known = inspect.signature(kind.__init__).parameters
         return kind(**{field: value for field, value in self._config.items() if field in known})
@@ -57,8 +57,8 @@ class NoiseSchedulers:
 
 
 def start(scheduler: Any, drawing: Drawing, device: torch.device) -> torch.Tensor:
-    """Set a scheduler to the drawing's steps, and return their times [steps]. For a drawing with a
-    source, the first times are left out."""
+    """Set a scheduler to the drawing's number of steps, and return the steps' times in the noise
+    schedule, [steps]. A drawing with a source skips the first steps, by its strength."""
     scheduler.set_timesteps(drawing.steps, device=device)
     times = scheduler.timesteps
     if drawing.source is None:
@@ -70,6 +70,6 @@ def start(scheduler: Any, drawing: Drawing, device: torch.device) -> torch.Tenso
 
 
 def step_arguments(scheduler: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Return a scheduler step's arguments beside the prediction, its time and the latents."""
+    """Return further arguments of a scheduler's ``step``: the generator, if it draws noise."""
     known = inspect.signature(scheduler.step).parameters
     return {"generator": generator} if "generator" in known else {}

@@ -6,7 +6,7 @@ accepted, and only safetensors. Rule 2: this file imports neither torch nor diff
 model is refused before they are. A safety checker is not loaded: the operator decides what may be
 drawn, as with text.
 
-Source: issue 28; diffusers 0.42, `pipelines/stable_diffusion` and `pipelines/stable_diffusion_xl`.
+Source: diffusers 0.42, `pipelines/stable_diffusion` and `pipelines/stable_diffusion_xl`.
 """
 
 from __future__ import annotations

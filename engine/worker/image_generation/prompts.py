@@ -1,6 +1,6 @@
 """Turns prompts into the embeddings that a denoising step reads.
 
-Source: issue 28; diffusers 0.42, encode_prompt of both pipelines, without their clip_skip.
+Source: diffusers 0.42, encode_prompt of both pipelines, without their clip_skip.
 """
 
 from __future__ import annotations

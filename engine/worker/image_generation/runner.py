@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from engine.worker.image_generation.state import DrawingState
     from engine.worker.interface import RunnerSpec
 
-WARM_UP_PIXELS = 64  # the width and height of the first image
-GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # diffusers' defaults of StableDiffusion and of SDXL
-STEPS, FEW_STEPS = 50, {"lcm": 4}  # diffusers' defaults, by the checkpoint's own scheduler
-EXTRA_STEPS = (("pndm", 1),)  # by scheduler; PNDM takes its first step twice
+WARM_UP_PIXELS = 64  # The width and the height of the warm-up's image.
+GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # Diffusers' defaults for StableDiffusion and for SDXL.
+STEPS, FEW_STEPS = 50, {"lcm": 4}  # Diffusers' defaults, which depend on the scheduler.
+EXTRA_STEPS = (("pndm", 1),)  # PNDM takes its first step twice.
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class PipelineRunner(
     InProcessRunner[ImageGenerationPlan, ImageGenerationResult, ImageGenerationInfo]
 ):
     """A runner of a pipeline of diffusers: an `ImageGenerationRunner`. A step
-    without memory leaves the drawing's state as it was; a drawing whose values are not finite fails
-    alone."""
+    that runs out of memory leaves the drawing's state as it was; a drawing whose values are not
+    finite fails alone."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         super().__init__(spec)
@@ -168,7 +168,7 @@ class PipelineRunner(
             )
         except FloatingPointError as error:
             row = RowFailure(plan.sequence, RowPhase(plan.verb.value), str(error))
-        except InvalidRequest as error:  # by the second tokenizer, which requests do not use
+        except InvalidRequest as error:  # the second tokenizer's: requests are checked by the first
             row = RowFailure(
                 plan.sequence, RowPhase(plan.verb.value), str(error), error.violations[0]
             )

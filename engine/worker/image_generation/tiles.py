@@ -13,12 +13,13 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TILE_PIXELS = 256  # width; as much work as half a denoising step of StableDiffusion at 512 x 512
-OVERLAP = 0.25  # of a tile's width and height
+TILE_PIXELS = 256  # a tile takes as long as half a denoising step of StableDiffusion at 512 x 512
+OVERLAP = 0.25
 
 
 class Tiles:
-    """The tiles of one autoencoder, whose own tiling is set to the same size."""
+    """Decodes by one autoencoder in tiles. The autoencoder's own tiling, which encodes the source
+    of a drawing, is set to the same size."""
 
     def __init__(self, vae: Any, latent_scale: int) -> None:
         self._vae = vae
@@ -26,7 +27,7 @@ class Tiles:
         self._latents = self.size // latent_scale
         self._stride = int(self._latents * (1 - OVERLAP))
         vae.tile_sample_min_size, vae.tile_latent_min_size = self.size, self._latents
-        vae.tile_overlap_factor, vae.use_tiling = OVERLAP, True  # for the encoder of a source
+        vae.tile_overlap_factor, vae.use_tiling = OVERLAP, True
         self.stride = self._stride * latent_scale
 
     def places(self, latents: torch.Tensor) -> list[tuple[int, int]]:

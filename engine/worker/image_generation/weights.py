@@ -39,7 +39,7 @@ OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to
 OLDER = re.compile(r"(?<=\.attentions\.\d\.)(query|key|value|proj_attn)(?=\.(weight|bias)$)")
 # Published files have this prefix in the names of CLIP's parameters; transformers' modules may not.
 PREFIX = "text_model."
-POSITIONS = "position_ids"  # 0, 1, 2 …: old files have this buffer, and the module computes it
+POSITIONS = "position_ids"  # a buffer that old files have and the module computes: 0, 1, 2 …
 
 
 def load_module(
