@@ -122,7 +122,7 @@ class ImageReader:
 
 
 def scaled(image: FittedImage, table: Floats) -> Floats:
-    """Return a model's input for an image, [3, height, width] float32, by ``table`` (`table_of`)."""
+    """Return an image as a model reads it, [3, height, width] float32, by `table_of`'s table."""
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
     return np.stack([table[channel][pixels[..., channel]] for channel in range(3)])
 
