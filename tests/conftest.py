@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, Phase, settings
 from engine.gc_tuning import collect_seldom
 from tests.support.workers import Workers
 
-collect_seldom()  # as servers do; otherwise a tenth of the tests' time are collections
+collect_seldom()  # as servers do; else garbage collections take a tenth of the tests' time
 
-# As tools/test does: without bytecode each server and worker process compiles torch, transformers
-# and diffusers for 12 s of CPU time, and tests wait for many of them.
+# Keep bytecode, as tools/test does: without it each server and worker process compiles torch,
+# transformers and diffusers, which takes 12 s of CPU time, and tests start many of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -34,12 +34,12 @@ _COMMON = {
 settings.register_profile("quick", max_examples=15, **_COMMON)
 settings.register_profile("dev", max_examples=50, **_COMMON)
 settings.register_profile("ci", max_examples=1000, derandomize=True, print_blob=True, **_COMMON)
-settings.register_profile(  # for tools/mutate.py: the same every time, and no shrinking
+settings.register_profile(  # for tools/mutate.py: the same examples every time, not shrunk
     "mutate", max_examples=50, derandomize=True, phases=[Phase.generate], **_COMMON
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# How many cases of one test the quick run has. Of the folders that are not named, it has all.
+# How many cases of one test the quick run has, by folder. Of all other folders it has every case.
 QUICK_CASES = {"conformance": 1, "interop": 1, "service": 1, "simulation": 2}
 
 
@@ -71,8 +71,8 @@ def pytest_collection_modifyitems(items):
 
 
 def leave_out(cases, most, mark):
-    """Keep at most so many cases of a test, spread evenly, and mark the others. Return those that
-    are kept."""
+    """Keep at most ``most`` cases of a test, spread evenly, and mark the others. Return the kept
+    cases."""
     if len(cases) <= most:
         return cases
     kept = {number * (len(cases) - 1) // max(1, most - 1) for number in range(most)}
@@ -85,7 +85,7 @@ def leave_out(cases, most, mark):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Take away the log handlers that a command has set. They write to the test's standard error,
-    which is closed after it, and later tests would log that."""
+    which is closed afterwards, so that later tests would log errors."""
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
         return (yield)
@@ -95,10 +95,9 @@ def pytest_runtest_call(item):
 
 
 def pytest_collection_finish(session):
-    """Take what the imports made out of the garbage collector's sight.
+    """Freeze the imported objects, so that garbage collections do not walk them.
 
-    Every full collection would walk it: torch and transformers alone are a million objects, and
-    many tests collect on purpose.
+    Torch and transformers alone are a million objects, and many tests collect on purpose.
     """
     gc.collect()
     gc.freeze()

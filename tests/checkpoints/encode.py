@@ -28,7 +28,7 @@ question red green blue small large old young happy sad
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-# The architectures that embed images, and how their classes of transformers begin.
+# The architectures that embed images, and how the names of their classes in transformers begin.
 IMAGE_ARCHS = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
 
 
@@ -79,7 +79,7 @@ def words_tokenizer(vocab: int) -> Any:
 
 
 def _write_base(out: Path, shape: Shape, seed: int, *, num_labels: int) -> None:
-    """Write the transformer and its tokenizer. Without labels it has no head."""
+    """Write the transformer and its tokenizer. Without labels the model has no head."""
     import torch
     from transformers import (
         BertConfig,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ARCHS = ("sd", "sdxl")
-WIDTH = 32  # of the text encoders
+WIDTH = 32  # hidden size of the text encoders
 TOKENS = 77  # of a prompt, with the first and the last one
 START, END = "<|startoftext|>", "<|endoftext|>"
-SCHEDULER = {  # as published checkpoints have it
+SCHEDULER = {  # as in published checkpoints
     "beta_start": 0.00085,
     "beta_end": 0.012,
     "beta_schedule": "scaled_linear",
@@ -69,8 +69,8 @@ def text_encoder(seed: int, *, has_projection: bool, layers: int = 3) -> Any:
 
 def unet(seed: int, *, is_xl: bool, reads_guidance: bool, size: int, width: int) -> Any:
     """Return a unet of two blocks for latents of ``size`` across, with ``width`` channels in the
-    first block. As in published models, that of StableDiffusion reads the prompt in its first
-    block, and that of SDXL does not."""
+    first block. As in published models, StableDiffusion's unet reads the prompt in its first block,
+    SDXL's in its second."""
     import torch
     from diffusers import UNet2DConditionModel
 
@@ -100,8 +100,8 @@ def unet(seed: int, *, is_xl: bool, reads_guidance: bool, size: int, width: int)
 
 
 def autoencoder(seed: int, width: int) -> Any:
-    """Return an autoencoder, of which a latent stands for 8 x 8 pixels, with ``width`` channels
-    after its first block."""
+    """Return an autoencoder with ``width`` channels after its first block. A latent stands for 8 x
+    8 pixels."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -123,7 +123,7 @@ def make(
     seed: int = 0, size: int = 8, width: int = 16,
 ) -> Path:  # fmt: skip
     """Write a pipeline whose images have ``size`` latents across; return its directory. ``width``
-    is that of the unet's first block."""
+    is the number of channels of the unet's first block."""
     import diffusers
 
     is_xl = arch == "sdxl"

@@ -69,9 +69,8 @@ PRESETS = {
     "q05": Shape(24, 896, 14, 2, 4864, 151936, 2048),
 }
 
-# What an architecture needs beside the shape. Windows are shorter than the test prompts, and caps
-# and limits are near the spread of the numbers that they cap; otherwise none would change an
-# output.
+# Further fields of an architecture's config. Windows are shorter than the test prompts, and caps
+# are near the spread of the numbers that they cap; otherwise they would change no output.
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "phi3": {"sliding_window": 24},
@@ -245,14 +244,14 @@ def fill(model: Any, generator: torch.Generator) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in embedded:
-                parameter.copy_(noise * (0.1 / scale))  # see Rule 2
+                parameter.copy_(noise * (0.1 / scale))  # so that layers add more (Rule 2)
             elif name.endswith("sinks"):
-                parameter.copy_(1.0 + 1.5 * noise)  # about the best scores of a few keys
-            elif parameter.dim() == 1 or name.endswith("_norm.weight"):  # Cohere's are [heads, dim]
+                parameter.copy_(1.0 + 1.5 * noise)  # sinks near the best scores of a few keys
+            elif parameter.dim() == 1 or name.endswith("_norm.weight"):  # Cohere: [heads, dim]
                 # Norm weights near their initial value (1, or 0 if the model adds the 1).
                 start = parameter.mean().round() if "bias" not in name else 0.0
                 parameter.copy_(start + 0.1 * noise)
-            elif name.endswith("_proj_bias"):  # of experts, [experts, outputs]
+            elif name.endswith("_proj_bias"):  # biases of experts, [experts, outputs]
                 parameter.copy_(0.3 * noise)
             else:
                 inputs = parameter.shape[-2 if id(parameter) in flipped else -1]
@@ -268,8 +267,8 @@ def _gain(name: str) -> float:
 
 
 def _embedding_scale(model: Any) -> float:
-    """Return the factor of the model's embeddings (Gemma: the square root of the width;
-    Granite)."""
+    """Return the factor by which the model multiplies embeddings (Gemma: the square root of the
+    width; Granite: a field)."""
     config = model.config
     if config.model_type.startswith("gemma"):
         return float(config.hidden_size**0.5)
@@ -291,11 +290,11 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
     norms = [module for name, module in model.named_modules() if name.endswith(last)]
     if not norms:
         return
-    # OLMo's norms have no weights: its head is scaled.
+    # OLMo's norms have no weights, so its output head is scaled.
     weight = getattr(norms[-1], "weight", model.get_output_embeddings().weight)
     adds_one = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     offset = 1.0 if adds_one else 0.0
-    for _ in range(3):  # a cap on the logits makes it less than linear
+    for _ in range(3):  # repeated, as a cap on the logits makes them grow less than the factor
         factor = LOGIT_STD / model.eval()(tokens, use_cache=False).logits.std()
         weight.copy_((weight + offset) * factor - offset)
 

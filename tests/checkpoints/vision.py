@@ -15,7 +15,7 @@ from typing import Any
 from tests.checkpoints.text import EOS, fill, write_tokenizer
 
 VOCAB = 512
-WORDS = 400  # ids of the tokenizer's own; special tokens follow
+WORDS = 400  # the tokenizer's first ids are words; special tokens follow
 TEXT = {
     "num_hidden_layers": 3,
     "hidden_size": 64,
@@ -48,8 +48,8 @@ TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How one architecture's checkpoint is made: its special tokens, its chat template's marker of
-    an image, and functions that make the model and the processor. ``names`` are those that the
-    processor has for the first tokens."""
+    an image, and functions that make the model and the processor. ``names`` are the processor's
+    names for the first of these tokens."""
 
     tokens: tuple[str, ...]
     marker: str
@@ -82,7 +82,7 @@ def _llava_processor(transformers: Any, tokenizer: Any) -> Any:
     )
 
 
-# As one square and, besides, as two, three or four of them.
+# An image is one square and, beside that, two, three or four tiles.
 ANYRES = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE]]
 
 
@@ -134,7 +134,7 @@ def _idefics_processor(name: str) -> Callable[[Any, Any], Any]:
         images = getattr(transformers, f"{name}ImageProcessorPil")(
             size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
         )
-        # SmolVLM's own processor has a video processor, too, which needs more packages.
+        # SmolVLM's processor class also makes a video processor, which needs more packages.
         return transformers.Idefics3Processor(
             images, tokenizer, image_seq_len=(SIDE // PATCH // 2) ** 2
         )
@@ -173,7 +173,7 @@ def _grid(
 _qwen2_vl = _grid(
     "Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": TEXT["hidden_size"]}, {}
 )
-# Windows of two by two tokens.
+# The vision encoder attends in windows of two by two tokens.
 _qwen2_5_vl = _grid(
     "Qwen2_5_VL",
     {
@@ -201,7 +201,7 @@ _qwen3_vl = _grid(
 
 def _grid_processor(transformers: Any, tokenizer: Any) -> Any:
     class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
-        """Without a video processor, which needs more packages."""
+        """Qwen 2 VL's processor without a video processor, which would need more packages."""
 
         def __init__(self, image_processor: Any, tokenizer: Any) -> None:
             super().__init__(image_processor, tokenizer)
@@ -210,7 +210,7 @@ def _grid_processor(transformers: Any, tokenizer: Any) -> Any:
     return Qwen2VLProcessor(images, tokenizer)
 
 
-# Of an image's tokens, most are behind the window.
+# Most of an image's tokens are outside the sliding window.
 GEMMA_TEXT = TEXT | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
                      "sliding_window": 8, "query_pre_attn_scalar": 16}  # fmt: skip
 GEMMA_EYES = EYES | {"image_size": 96, "vision_use_head": False}
@@ -289,7 +289,7 @@ def make(out: Path | str, arch: str = "smolvlm", *, seed: int = 0) -> Path:
     model = recipe.model(transformers, ids)
     fields = {"vocab_size": VOCAB, "hidden_size": TEXT["hidden_size"]}
     for name, value in fields.items():
-        setattr(model.config, name, value)  # which filling reads
+        setattr(model.config, name, value)  # for `fill`, which reads them here
     fill(model, torch.Generator().manual_seed(seed))
     for name in fields:
         delattr(model.config, name)

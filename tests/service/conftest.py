@@ -17,7 +17,7 @@ def demo(tmp_path_factory):
 
 @pytest.fixture
 def ask(capsys):
-    """Return a function that runs a command and returns exit code, output and error output."""
+    """Return a function that runs a command and returns its exit code, output and errors."""
     from tests.service.test_cli_client import triolet
 
     def call(backend, *argv):

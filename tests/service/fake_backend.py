@@ -84,7 +84,7 @@ class FakeStream:
         trio.lowlevel.spawn_system_task(self._feed)
 
     def note_taken(self):
-        """Nothing here waits for a reader."""
+        """Do nothing: nothing waits until a reader has taken the stream."""
 
     async def _feed(self):
         for batch in self.batches:
@@ -98,7 +98,7 @@ class FakeStream:
                     return
                 await trio.sleep(0.001)
             if not any(isinstance(event, self.credited) for event in batch):
-                await trio.sleep(0.02)  # nothing announces that the task has written them
+                await trio.sleep(0.02)  # for the task to write what gives no credit back
         if not self.hangs and not self._has_left:
             self.error, self.is_closed = self._outcome, True
             self._reader.end(self.error)
@@ -124,7 +124,7 @@ class FakeStream:
 
 
 class FakeEngine:
-    """An engine with two models, one of which failed; a token is a character.
+    """An engine with two models, one of which failed to load; a token is a character.
 
     Every request's stream is a `FakeStream`; ``streams`` keeps them.
     """
@@ -201,7 +201,7 @@ STATISTICS = EngineStatistics(
 
 
 class FakeUnreadCalls:
-    """Record which calls are left."""
+    """Records which calls' handlers have returned."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -292,7 +292,7 @@ def run(backend, main, *, health=None, options=()):
             asyncio.timeout(TEST_TIMEOUT_S),
             grpc.aio.insecure_channel(address, options=options) as channel,
         ):
-            channel.address = address  # for clients that are not grpcio's
+            channel.address = address  # for clients other than grpcio's
             channel.tell = lambda function, *args: trio.from_thread.run_sync(
                 function, *args, trio_token=token
             )

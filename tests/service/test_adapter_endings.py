@@ -38,18 +38,18 @@ LIMIT_S = 60
 
 
 async def one_that_waits(engine):
-    """Another request has the only place of a step, and this one waits in the queue."""
+    """Another request has the only seat, and this request waits in the queue."""
     await trio.sleep(0.1)
     assert engine.explain("x").state == "WAITING"
 
 
 async def one_that_is_parked(engine):
-    """Its reader reads nothing, and no message slot is left."""
+    """The request's reader reads nothing, and no message slot is free."""
     await wait_for(lambda: engine.statistics().totals.parked == 1)
 
 
 async def one_that_was_preempted(engine):
-    """It has lost its blocks to another one that came before it."""
+    """The request has lost its blocks to an earlier request."""
     await wait_for(lambda: engine.statistics().totals.preemptions > 0)
 
 
@@ -109,7 +109,7 @@ async def test_an_unload_cuts_a_request_in_every_state(state):
 
 @pytest.mark.parametrize(("load_s", "in_time"), [(0.1, "loaded"), (2.0, "ShuttingDown")])
 async def test_a_drain_lets_requests_of_adapters_finish_and_cuts_the_rest(load_s, in_time):
-    """A load that is under way ends before its model does, or fails."""
+    """An adapter's load that is under way ends before its base model closes, or fails."""
     world = World(adapters=[sql()], script={"step_s": 0.01, "adapter_s": load_s})
     ends = {}
     async with world.open() as engine:
@@ -207,7 +207,7 @@ def ids_of(events):
 
 @pytest.mark.parametrize("drain_s", [0, 30])
 def test_a_client_that_was_cut_off_attaches_to_an_adapter_that_is_being_unloaded(drain_s):
-    """Its request keeps the adapter as long as the drain allows."""
+    """The client's request keeps the adapter as long as the drain allows."""
     with (
         fake(**SERVED) as server,
         Client(server.address, resume_s=0) as client,
@@ -243,7 +243,7 @@ def test_a_client_that_was_cut_off_attaches_to_an_adapter_that_is_being_unloaded
 
 
 def test_an_adapter_is_a_model_to_health_and_listing_and_counts_in_its_clients_quota(tmp_path):
-    """By every name. A key's limits hold for all models together."""
+    """The adapter is one by its name and its alias. A key's limits hold for all models together."""
     keys = tmp_path / "keys"
     keys.write_text("alice the-key-of-alice-1 max_requests=1\n")
     settings = SERVED | {"server": {"api_key_file": str(keys)}}

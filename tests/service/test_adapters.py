@@ -1,5 +1,5 @@
-"""Adapters of fake models with several replicas: loads that fail in one of them, replicas that die
-and come back, bytes.
+"""Adapters of fake models with several replicas: loads that fail in one replica, replicas that die
+and come back, memory.
 """
 
 import threading
@@ -26,7 +26,7 @@ LIMIT_S = 60
 
 
 async def test_every_replica_gets_an_adapter_and_gives_it_back():
-    """Requests run on either of them, whichever the adapter."""
+    """Requests run on either replica, whatever their adapter."""
     world = World(2, adapters=[sql()], routing="round-robin")
     async with world.open() as engine:
         await engine.load_model("fake")
@@ -48,7 +48,7 @@ async def test_every_replica_gets_an_adapter_and_gives_it_back():
 
 @pytest.mark.parametrize("name", ["fake:sql", "fake:tales"])
 async def test_a_load_that_fails_in_one_replica_leaves_none_with_it(name):
-    """Whether it would have replaced an adapter or not."""
+    """This holds for a load that would replace an adapter, too."""
     world = World(2, adapters=[sql()], contents=[CONTENTS, {"/sql": "sql"}])
     async with world.open() as engine:
         await engine.load_model("fake")
@@ -94,7 +94,7 @@ async def test_a_load_without_memory_for_every_replica_leaves_none_with_it():
 
 
 async def test_an_adapter_that_takes_more_than_was_measured_is_given_back():
-    """Its files were replaced by larger ones in between; nobody has granted the difference."""
+    """Its files grew between measuring and loading; the difference was not reserved."""
     world = World(1, adapters=[sql()])
     async with world.open() as engine:
         await engine.wait_ready()
@@ -113,8 +113,8 @@ def running(engine):
 
 
 async def test_a_request_runs_only_where_its_own_adapter_is_held():
-    """The second replica lacks it, but has the same content under another name, with the request's
-    prefix cached. That other adapter may be unloaded at any time."""
+    """The second replica lacks the adapter, but has the same content under another name, with the
+    request's prefix cached. The other name may be unloaded at any time."""
     both = {"/copy": "sql"}
     world = World(
         2, adapters=[sql()], contents=[CONTENTS | both, both], routing="prefix",
@@ -127,13 +127,13 @@ async def test_a_request_runs_only_where_its_own_adapter_is_held():
     async with world.open() as engine:
         await engine.load_model("fake")
         await engine.adapters.load("fake:copy", "/copy")
-        replicas = engine.registry.entries["fake"].replicas  # whichever was made first
+        replicas = engine.registry.entries["fake"].replicas  # the first one made has both adapters
         holder, other = sorted(replicas, key=lambda one: -len(one.adapters))
         assert [len(one.adapters) for one in (holder, other)] == [2, 1]
         assert (holder.processed, other.processed) == (0, 0)
         busy = [int(one is holder) for one in replicas]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(tokens_of, engine, asked(count=100))  # keeps the first one busy
+            nursery.start_soon(tokens_of, engine, asked(count=100))  # keeps the holder busy
             await wait_for(lambda: running(engine) == busy)
             await tokens_of(engine, replace(request, model="fake:copy"))
             await wait_for(lambda: other.processed == 1)
@@ -151,9 +151,9 @@ async def test_a_request_runs_only_where_its_own_adapter_is_held():
 
 
 async def test_a_request_that_moves_is_computed_with_its_adapters_newest_version():
-    """Its adapter is replaced while it is in a queue, and then the queue's worker dies.
+    """The adapter is replaced while its request waits in a queue, whose worker then dies.
 
-    Red if it keeps the version of its first queue (`PreparedText.with_adapter`).
+    Red if the request keeps the old version (`PreparedText.with_adapter`).
     """
     world = World(adapters=[sql()], script={"step_s": 0.01}, max_num_seqs=1)
     moving, got = asked(), []
@@ -179,7 +179,7 @@ async def test_a_request_that_moves_is_computed_with_its_adapters_newest_version
 
 
 async def test_a_worker_process_that_dies_comes_back_with_every_adapter():
-    """With that of the configuration and with that of the operator."""
+    """The adapters are one of the configuration and one that the operator loaded."""
     adapters = {"adapters": CONTENTS}
     fleet = Fleet(2, asked=adapters, adapters=(sql(),), routing="round-robin")
     async with fleet.open() as engine:
@@ -187,7 +187,7 @@ async def test_a_worker_process_that_dies_comes_back_with_every_adapter():
         await engine.adapters.load("fake:tales", "/tales")
         each = engine.get_model("fake:sql").memory_bytes
         assert each == 2 * ADAPTER_BYTES
-        for _ in range(2):  # each of the first two in turn
+        for _ in range(2):  # kills each of the first two processes in turn
             fleet.kill()
             await wait_for(lambda: ModelState.DEGRADED in states(engine))
             request = asked("fake:tales")
@@ -203,8 +203,8 @@ async def test_a_worker_process_that_dies_comes_back_with_every_adapter():
 
 
 async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alone(tmp_path):
-    """The other replica drops it again, and the dead one comes back without it. The error says that
-    the worker died, although its runner may have been closed before the load's thread sees it."""
+    """The other replica drops it, and the dead one comes back without it. The error says that the
+    worker died, although its runner may have been closed before the load's thread sees it."""
     free = tmp_path / "free"
     free.touch()
     asked_of_each = {"adapters": CONTENTS, "folder": str(tmp_path)}
@@ -229,7 +229,7 @@ async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alon
             (tmp_path / f"free{numbers[0]}").touch()
             await wait_for((tmp_path / f"adapter{numbers[1]}").exists)
             assert len(first.adapters) == 2
-            fleet.kill(second.process)  # while it loads
+            fleet.kill(second.process)  # while it loads the adapter
         free.touch()
         assert failed == ["WorkerLost"]
         await wait_for(lambda: states(engine) == [ModelState.READY] * 2)
@@ -243,7 +243,7 @@ async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alon
 
 
 async def test_a_load_whose_base_is_unloaded_meanwhile_can_be_tried_again():
-    """The error says so: it is neither the adapter's fault nor that of its files."""
+    """The error says that the base was unloaded: neither the adapter nor its files are wrong."""
     loading, free = threading.Event(), threading.Event()
 
     def sleep(seconds):

@@ -130,7 +130,7 @@ async def test_loops_in_several_threads_share_an_engine(eng):
     await asyncio.gather(*[asyncio.to_thread(in_a_thread, index) for index in range(5)])
     await ended(eng, finished=5)
     gc.collect()
-    assert len(eng._caller.streams._crossings) == 0  # no loop is left
+    assert len(eng._caller.streams._crossings) == 0  # no event waits for a loop
 
 
 @in_engine()
@@ -162,7 +162,7 @@ async def test_without_a_running_loop_nothing_begins(eng):
 
 
 async def cancelled_while_it_waits(eng):
-    """The task is held with its stream, so that no finaliser ends the request."""
+    """The test holds task and stream, so that no finaliser ends the request."""
     await eng.pause(PauseMode.KEEP)
     stream = eng.generate(request())
     task = asyncio.create_task(read(stream))
@@ -228,7 +228,7 @@ async def closed(eng):
 
 
 async def a_generator_of_ours_is_closed(eng):
-    """A web application streams a body in this way, and its client leaves."""
+    """Web applications stream a body by such a generator, and close it when the client leaves."""
 
     async def body():
         async for event in eng.generate(request()):
@@ -297,7 +297,7 @@ async def test_the_end_of_a_loop_ends_its_requests(eng):
 
 @in_engine()
 async def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests(eng):
-    """Nothing can be handed over to the loop any more: the next event finds this out."""
+    """The engine cannot hand anything over to a closed loop: the next event finds this out."""
     await eng.pause(PauseMode.KEEP)
 
     def in_a_thread():
@@ -322,7 +322,7 @@ async def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests(eng):
 
 @run_by(run_loop)
 async def test_an_engine_may_be_awaited():
-    """In a notebook or an actor no block lasts."""
+    """A notebook or an actor has no block that lasts as long as the engine."""
     eng = await open_fake(aio)
     assert len(ids_of(await read(eng.generate(request(sampling=SHORT))))) == 5
     await eng.close()
@@ -336,7 +336,7 @@ async def test_opening_that_is_cancelled_leaves_no_thread():
         await open_fake(aio)
 
     task = asyncio.create_task(open_one())
-    await asyncio.sleep(0)  # its thread starts
+    await asyncio.sleep(0)  # the engine's thread starts
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

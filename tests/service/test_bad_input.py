@@ -282,7 +282,7 @@ def test_malformed_bytes_are_an_invalid_argument(channel, method, data):
 
 
 def test_a_text_that_is_not_utf_8_is_an_invalid_argument(channel):
-    for name in ("Generate", "Tokenize"):  # field 2 of both is the text
+    for name in ("Generate", "Tokenize"):  # field 2 of both requests is the text
         path = f"/triolet.v1.Inference/{name}"
         error = send(channel, path, b"\x12\x03a\xff\xfe", streams=name == "Generate")
         assert error.code() is INVALID
@@ -392,7 +392,7 @@ def test_a_broken_chat_is_named_by_both_calls_and_the_next_is_served(channel, ch
     whole = {"messages": [{"role": "user", "content": "x"}]}
     error = generate(channel, chat=whole | chat).error
     check_invalid(error, [field], "REQUEST_TOO_LARGE" if field == "input" else "INVALID_REQUEST")
-    if field != "input":  # a count of tokens has no context to exceed
+    if field != "input":  # counting tokens has no context limit
         request = pb.TokenizeRequest(chat=whole | chat)
         check_invalid(inference(channel, "Tokenize", request), [field], "INVALID_REQUEST")
     assert generate(channel, chat=whole, max_tokens=1).error is None

@@ -25,7 +25,7 @@ def root(tmp_path):
 
 
 def served(root, *args, **settings):
-    """Serve there until it is ready, generate, and return what the server logged."""
+    """Start a server in such a container, generate when it is ready, and return its log."""
     argv = bare_machine.triolet("serve", "--port", "0", "--model", "demo-stories", *args)
     with process(bare_machine.command(root, *argv, **settings)) as server:
         address = server.wait_for_output(READY.search, MODEL_START_LIMIT_S)[1]

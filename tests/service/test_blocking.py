@@ -39,7 +39,7 @@ def eng():
 
 
 def test_the_engines_thread_is_woken_without_a_lock_held(eng, monkeypatch):
-    """A thread that shares the stream does not wait for a wake-up of another one."""
+    """The stream's lock is free then, so that other threads can use the stream."""
     held, post = [], eng._portal.post
     stream = eng.generate(request(sampling=SamplingParams(max_tokens=200)))
 
@@ -57,7 +57,7 @@ def test_the_engines_thread_is_woken_without_a_lock_held(eng, monkeypatch):
 
 
 def test_closing_at_once_is_no_bug(caplog):
-    """A request that comes while the pool ends finds it closed, whatever the pool waits for."""
+    """A request that comes while the pool ends is told so, whatever the pool waits for."""
     for _ in range(30):
         eng = open_fake(blocking)
         stream = eng.generate(request())
@@ -95,7 +95,7 @@ def test_a_command_that_raises_ends_nothing(eng, caplog):
 
 
 def test_a_thread_that_reads_an_answer_late_misses_nothing_of_it(eng, monkeypatch):
-    """The answer begins with the question, however late the calling thread runs again."""
+    """The whole answer comes, however late the calling thread runs again after `ask`."""
     ask = eng._caller.ask
 
     def ask_and_dawdle(question):
@@ -139,10 +139,10 @@ next(stream)
 def test_the_interpreter_exits_with_a_real_model(text):
     """The engine must close before torch's own exit handlers run.
 
-    When `atexit` closed it, the first of these scripts failed with errors of the libraries, or
-    hung.
+    The old fault: `atexit` closed the engine, and the first of these scripts hung or failed with
+    errors of the libraries.
     """
-    config = "engine.EngineConfig(spawn_timeout_s=150)"  # for the same reason
+    config = "engine.EngineConfig(spawn_timeout_s=150)"  # importing torch may be slow
     text = f"portal.EXIT_LIMIT_S = 150\neng = blocking.open_engine({config})\n{text}"
     code, out, err = run_script(text, options=(), limit_s=180)
     assert (code, out, err) == (0, "", "")
@@ -162,7 +162,7 @@ eng.encoder(function=forever).embed(["a"])
 
 @pytest.mark.parametrize("text", WAITS.values(), ids=WAITS.keys())
 def test_ctrl_c_reaches_the_thread_that_waits(text):
-    """The signal is not lost in the engine's thread, and the engine closes after it."""
+    """The engine's thread does not swallow the signal, and the engine closes afterwards."""
     body = text.strip().replace("\n", "\n    ")
     code, out, err = run_script(
         f"""

@@ -112,7 +112,7 @@ def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):
     assert code == 0
     assert out.count("Yes") == 6
     dropped = re.findall(r"The context is full: (\d+) earlier messages", err)
-    assert dropped == ["4", "4"]  # the fourth question and the sixth; the fifth had room
+    assert dropped == ["4", "4"]  # by the fourth and the sixth question; the fifth had room
     questions = [text[0] for role, text in said(backend.streams[-1]) if role == "user"]
     assert questions == ["0", "5"]
     assert said(backend.streams[-1])[0] == ("system", "Brief.")
@@ -197,7 +197,7 @@ def test_a_refused_image_is_named_by_its_file_and_forgotten(chat, tmp_path):
 
 
 class Tty(io.StringIO):
-    """What is typed on a terminal."""
+    """Standard input that is a terminal, with lines typed before."""
 
     def isatty(self):
         return True
@@ -226,7 +226,7 @@ def test_a_message_that_is_too_long_says_what_was_kept(chat):
         "triolet: input: has 999 tokens\n"
         "This message was not kept; the conversation before it was, with 2 messages.\n" in err
     )
-    assert "The context is full" not in err  # nothing was left out
+    assert "The context is full" not in err  # no message was left out
     assert [text for _, text in said(backend.streams[-1])] == ["Brief.", "one", "Yes, so.", "two"]
 
 
@@ -255,8 +255,8 @@ def test_json_is_one_event_per_line(chat):
 # ---- on a terminal
 
 
-# The terminal and the signal are set in the new process, and not between fork and exec: other
-# threads of this one hold locks then. A background shell's children ignore Ctrl-C.
+# The new process itself sets its terminal, and the signal, which a background shell's children
+# ignore. Between fork and exec, locks of other threads could block it.
 ON_ITS_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -336,7 +336,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
             terminal.type("\x03")
             await terminal.expect("(stopped)")
             await terminal.expect("> ")
-            await terminal.press("\x03", "Ctrl-D ends the chat.")  # no answer is under way
+            await terminal.press("\x03", "Ctrl-D ends the chat.")  # while no answer is under way
             await terminal.expect("> ")
             terminal.type("two\n")
             await terminal.expect("Once")

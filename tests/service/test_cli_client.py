@@ -55,7 +55,7 @@ def test_generate_prints_the_text_and_one_newline(ask):
     request = backend.last.request
     assert (request.text, request.n, request.timeout_s) == ("Once", None, None)
     assert request.sampling == SamplingParams()
-    assert request.output == OutputOptions(token_ids=True)  # to go on with a lost stream
+    assert request.output == OutputOptions(token_ids=True)  # needed to continue a lost stream
 
 
 def test_generate_asks_about_images_in_a_chat(ask, tmp_path):
@@ -118,7 +118,7 @@ def test_generate_reads_its_prompt_from_standard_input(ask, monkeypatch):
 
 
 def echo():
-    """Return a backend that answers a prompt with itself in capitals, and refuses "bad" ones."""
+    """Return a backend that answers with the prompt in capitals, and refuses "bad" ones."""
     backend = FakeBackend()
 
     def script_of(request):

@@ -33,7 +33,7 @@ FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
 
 
 def angle_of(text):
-    """Return the angle of a text's vector, in radians; that of an image is its bytes as a text."""
+    """Return the angle of an input's vector, in radians. An image's bytes are read as a text."""
     text = text.decode() if isinstance(text, bytes) else text
     return math.radians(float(text) if text.replace(".", "").isdigit() else len(text))
 
@@ -41,8 +41,8 @@ def angle_of(text):
 class Encoder(FakeBackend):
     """A backend that gives vectors and scores.
 
-    A vector has 2 numbers and the norm 2. Its angle in degrees is the text, or else the text's
-    length; a score is a hundredth of this angle. The last input comes first.
+    A vector has 2 numbers and the norm 2. The vector's angle in degrees is the number in the text,
+    or else the text's length; a score is a hundredth of that angle. Results come in reverse order.
     """
 
     def __init__(self, error_in=None):

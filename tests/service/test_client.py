@@ -45,7 +45,7 @@ from tests.support.wire import ended, wait_idle, wait_until
 SILENT = "127.0.0.1:1"  # nobody listens on port 1
 LONG = 2000  # tokens: 20 s of steps
 CALL_LIMIT_S = 30
-SOON_S = 5  # a call that takes less has not waited for the request's own end
+SOON_S = 5  # seconds; a longer call has waited for the request's own end
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_a_chat_takes_mappings_and_messages(client):
 
 
 def test_a_text_and_a_mapping_stand_for_a_request(client):
-    """The forms that the engine's own methods take."""
+    """The client takes the same forms as the engine's own methods."""
     wanted = client.generate(story(), timeout=CALL_LIMIT_S).text()
     sampling = {"max_tokens": 3, "seed": 7}
     mapping = {"text": "Once", "sampling": sampling, "model": "fake"}

@@ -32,7 +32,7 @@ def text_of(draw, num_sentences):
 
 
 def requests_of(channel):
-    """Return requests of 1 to 500 tokens, each cut from another place of a text."""
+    """Return requests with prompts of 1 to 500 tokens, each from another place of a text."""
     draw = random.Random(SEED)
     ids = tokenize(channel, text_of(draw, 200))
     assert len(ids) > 2 * PROMPT_TOKENS[1]
@@ -73,5 +73,5 @@ def test_64_clients_at_once_get_the_same_as_alone_in_steps_of_many_rows(demo, ca
     rows = after.step_rows_total - before.step_rows_total
     with capsys.disabled():
         print(f"\n[{NUM_CLIENTS} clients] {rows} rows in {steps} steps: {rows / steps:.1f}", end="")
-    assert rows / steps > 8  # clients of a busy machine do not begin at once
+    assert rows / steps > 8  # not 64, as on a busy machine clients do not begin at once
     assert (stats(channel).running, stats(channel).waiting) == (0, 0)

@@ -63,8 +63,8 @@ def timed(ask):
 
 @pytest.mark.alone
 def test_an_address_that_connects_over_and_over_delays_no_other():
-    """A probe and a first token, each on a connection of its own; red with one accepted connection
-    in each turn of the loop."""
+    """Measured are a health check and a first token, each on a connection of its own. Red if each
+    turn of the loop accepts one connection."""
     with fake(script={"step_s": 0.002}) as server:
         wait_serving(server.channel)
         probes, tokens = [], []
@@ -83,7 +83,7 @@ def test_an_address_that_connects_over_and_over_delays_no_other():
             while time.monotonic() < ends_at:
                 probes.append(timed(probe))
                 tokens.append(timed(begin))
-        # a machine that is shared may pause the server once
+        # a shared machine may pause the server once
         assert sorted(probes)[-2] < HEALTH_BAR_S, probes
         assert sorted(tokens)[-2] < TOKEN_BAR_S, tokens
         wait_idle(server.channel)
@@ -91,7 +91,7 @@ def test_an_address_that_connects_over_and_over_delays_no_other():
 
 
 def test_a_full_server_answers_health_and_serves_again_when_there_is_room():
-    """Four addresses hold all connections; red when a full server closes each new one."""
+    """Four addresses hold all connections. Red if a full server closes every new connection."""
     limits = {"max_connections": 9, "max_connections_per_address": 2}
     with fake(server=limits) as server, contextlib.ExitStack() as held:
         wait_serving(server.channel)
@@ -107,7 +107,7 @@ def test_a_full_server_answers_health_and_serves_again_when_there_is_room():
                 waits.append(timed(lambda: health(channel)))
                 error = generate(channel, prompt_ids=[5], max_tokens=1).error
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert min(waits) < HEALTH_BAR_S  # the others may have waited for the machine
+        assert min(waits) < HEALTH_BAR_S  # other checks may have waited for the machine
         assert generate(server.channel, prompt_ids=[5], max_tokens=1).error is None
         with connect(server.address) as channel:
             assert health(channel) == SERVING

@@ -115,7 +115,7 @@ def test_a_bad_constraint_names_its_field_and_says_why(demo, constraint, field):
     assert broken_fields(error) == [field]
     [violation] = details(error)["BadRequest"].field_violations
     assert len(violation.description) > 5
-    assert took < 30  # one second of processor time at most, on a machine that may be busy
+    assert took < 30  # at most a second of processor time, but on a machine that may be busy
     wait_idle(demo.channel)
     fine = generate(demo.channel, constraint={"regex": "ok[0-9]"}, max_tokens=5)
     assert re.fullmatch("ok[0-9]", fine.text())
@@ -131,7 +131,8 @@ def test_settings_that_leave_no_token_are_the_clients_mistake(demo):
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_with_a_special_token_ends_every_choice_at_the_token(demo, include):
-    """vLLM#2123. The form makes the model write the token, which the text leaves out."""
+    """As in vLLM#2123. The constraint makes the model write the token, which the text leaves
+    out."""
     form = {"lark": 'start: "ab" <|user|> "cd"'}
     sampling = {"max_tokens": 20, "stop": ["b<|user|>"], "include_stop": include}
     unstopped = generate(demo.channel, constraint=form, max_tokens=20)
@@ -146,8 +147,8 @@ def test_a_stop_string_with_a_special_token_ends_every_choice_at_the_token(demo,
 
 @contextlib.contextmanager
 def stopped_compilers(demo):
-    """Let no constraint be compiled meanwhile. One that is new has just left a process idle, and an
-    idle one takes the next."""
+    """Stop the processes that compile constraints during the block. A new constraint, compiled
+    before, has left one process idle, which takes the next."""
     new = {"regex": f"new{next(NUMBERS)}"}
     assert generate(demo.channel, constraint=new, max_tokens=9).error is None
     compilers = children_of(demo.process.pid)
@@ -164,7 +165,7 @@ def is_compiling(channel, name):
     """Return whether a request waits for its constraint."""
     try:
         found = stubs.ControlStub(channel).Explain(pb.ExplainRequest(request_id=name))
-    except RpcError:  # it has not arrived
+    except RpcError:  # the request has not arrived
         return False
     return "constraint" in found.waiting_for
 
@@ -183,7 +184,7 @@ def test_a_cancel_while_a_constraint_compiles_frees_everything(demo):
 
 def test_a_deadline_that_passes_while_a_constraint_compiles_says_where(demo):
     with stopped_compilers(demo):
-        for timeout_s in (0.4, 0.8, 1.6, 3.2):  # the request may take long to come there
+        for timeout_s in (0.4, 0.8, 1.6, 3.2):  # until a deadline passes during compilation
             error = generate(
                 demo.channel, constraint={"regex": "late"}, max_tokens=5, server_timeout=timeout_s
             ).error
@@ -201,8 +202,7 @@ def test_a_deadline_that_passes_while_a_constraint_compiles_says_where(demo):
 def gaps(channel, until):
     """Return the seconds between Deltas until ``until()``.
 
-    They are of one stream after another, because a context may be full before a compilation is
-    over.
+    Streams follow one another, because a context may be full before a compilation is over.
     """
     found, last = [], time.monotonic()
     while not until():
@@ -219,7 +219,7 @@ def gaps(channel, until):
 
 @pytest.mark.alone
 def test_a_costly_constraint_does_not_hold_up_another_stream(demo, capsys):
-    """No step waits for the compiler, a process with a lower priority than the model."""
+    """No step waits for the compiler, which is a process of lower priority than the server."""
     end = time.monotonic() + 1.5
     alone = gaps(demo.channel, lambda: time.monotonic() > end)
     with Generation(demo.channel, constraint=costly(3), max_tokens=5) as bad:

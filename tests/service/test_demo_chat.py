@@ -39,11 +39,11 @@ def test_the_shipped_model_takes_little_memory_and_the_summary_says_what_it_hold
 
 @pytest.mark.alone
 def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
-    """The second turn's usage and the time to its first token show it.
+    """The second turn's cached tokens and its prefill time show this.
 
-    The answer's tokens are the same when they are read again, as far as the template leaves its
-    text alone. A host that takes a core away makes each step ten times as long, for seconds, so
-    conversations are held until the times of one show it.
+    The first answer's tokens are cached, too, as far as the template leaves its text alone. A host
+    that takes a core away makes each step ten times as long for seconds, so the test tries several
+    conversations.
     """
     times = []
     with engine.blocking.open_engine(engine.EngineConfig(step_timeout_s=300)) as eng:

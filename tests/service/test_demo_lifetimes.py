@@ -127,7 +127,7 @@ def test_a_cancel_while_the_model_loads(tmp_path, free_within):
         with connect(server.address) as channel:
             wait_until(lambda: answers(channel), 60, "bound")
             with Generation(channel, text="Once", max_tokens=LONG) as call:
-                stats(channel)  # an answer to a later call: the server has received the first
+                stats(channel)  # answered, so the server has received the call before
                 is_loading = READY.search(server.out) is None
                 start = time.monotonic()
                 call.call.cancel()

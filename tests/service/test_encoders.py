@@ -198,7 +198,7 @@ CLIP = ({"name": "fake"}, {"name": "clip", "capability": "image-embedding"})
 
 @pytest.fixture(scope="module")
 def images():
-    """Yield a server with a model of images. A request has at most 1 MiB of them, beside 64 KiB."""
+    """Yield a server with a model of images. A request may have 1 MiB of images."""
     limits = {"max_message_bytes": 2**16, "max_image_bytes": 2**20}
     with fake(models=CLIP, server=limits) as one:
         wait_serving(one.channel)
@@ -252,7 +252,7 @@ def test_only_images_make_a_request_larger_than_others_may_be(images):
 
 
 def test_many_large_images_at_once_wait_for_each_other_and_all_are_embedded(images):
-    """Together they have 40 MiB, and the wire keeps 16; windows stay closed meanwhile."""
+    """Together they have 40 MiB; the server keeps 16 MiB, and other windows stay closed."""
     large = GOOD[0] + bytes(2**20 - 2**12)
     with contextlib.ExitStack() as open_calls:
         calls = [
@@ -266,7 +266,7 @@ def test_many_large_images_at_once_wait_for_each_other_and_all_are_embedded(imag
 
 
 def test_two_thousand_inputs_in_one_call_are_held_back_by_its_reader():
-    """At no time more waits than the stream's buffer, and others are served meanwhile."""
+    """No more results wait than the stream's buffer holds; others are served meanwhile."""
     count, buffer = 2000, 16
     models = [one | {"script": {"step_s": 0.001}} for one in ENCODERS]
     with fake(models=models, engine={"stream_buffer": buffer, "max_num_seqs": 8}) as server:
@@ -283,7 +283,7 @@ def test_two_thousand_inputs_in_one_call_are_held_back_by_its_reader():
             wait_until(lambda: is_held(stats(server.channel)), 20, "parked")
             assert embed(server.channel, ["a"]).error is None
             wait_until(lambda: is_held(stats(server.channel), 1), 20, "parked")
-            # computed are what was read, the buffer, and what the transport took
+            # computed are the results that were read, buffered, or taken by the transport
             assert stats(server.channel).step_rows_total < 400
             heard = call.finish()
         assert heard.error is None

@@ -1,12 +1,12 @@
 """Every phase of a request of every kind and every way to end it early, over real gRPC.
 
-Whoever ends it learns of the end at once, though the model is held in the middle of a step or of
-what comes before. All that the request held is free after that step and at most another one, the
-end is counted once, others get what is theirs, and the next request works (D1, D18).
+Whoever ends a request learns of the end at once, even while a step, a load or the preparation of
+the request is held. All that the request held is free after that step and at most one more; the end
+is counted once, other requests get right answers, and the next request works (D1, D18).
 
-Rule: no wait counts seconds. A test waits for what the server does, and time passes when it says
-so (`tests.support.fake_server`). test_signals.py has what else ends the server, test_faults.py what
-the server does to itself.
+Rule: no wait counts seconds. A test waits until the server has done something, and the server's
+clock moves when the test says so (`tests.support.fake_server`). test_signals.py has other ends of
+the server, test_faults.py its own faults.
 """
 
 import contextlib
@@ -58,10 +58,10 @@ from tests.support.wire import (
 )
 
 KINDS = (*SERVED, COUNT)
-LIMIT_S = 60.0  # of a wait that would never end
+LIMIT_S = 60.0  # seconds, for a wait that would never end
 TIMEOUT_S = 1000.0
-NUM_STEPS = 4  # after which every request that has a seat has a result
-NUM_LOOKS = 12  # so often the figures of a parked request are the same
+NUM_STEPS = 4  # after so many steps, each request with a seat has a result
+NUM_LOOKS = 12  # a request is parked when its figures were the same so often
 Code = grpc.StatusCode
 NAMES = (f"ending-{number}" for number in itertools.count())
 pytestmark = pytest.mark.quick(len(KINDS))
@@ -87,7 +87,7 @@ class Place:
     server: object
     cold: object  # names of models that are not loaded yet
     is_holding: bool = False
-    looks: list = field(default_factory=list)  # the figures of a parked request so far
+    looks: list = field(default_factory=list)  # the figures so far, until a request is parked
 
     @property
     def is_held(self):
@@ -114,7 +114,7 @@ class Place:
             os.kill(decoder, signal.SIGSTOP)
 
     def let_go(self):
-        """Let them go on, if they wait."""
+        """Let the fakes, or that process, go on if they wait."""
         if not self.is_holding:
             return
         self.is_holding = False
@@ -131,7 +131,7 @@ class Place:
             self.admit()
             return now.waiting >= before.waiting + self.kind.num_waiting
         if self.name == "parked":
-            # It is parked and drained in turn until the buffers on the way are full, too.
+            # The request is parked and unparked in turn until all buffers to its client are full.
             self.looks.append((now.parked >= self.kind.num_parked, now.step_count))
             return self.looks[-NUM_LOOKS:] == [(True, now.step_count)] * NUM_LOOKS
         if self.phase.holds_decoder:
@@ -139,18 +139,18 @@ class Place:
         return not self.is_held or self.server.ask("held") == 1
 
     def are_running(self, count):
-        """Return whether so many requests have seats."""
+        """Return whether ``count`` requests have seats."""
         self.admit()
         return stats(self.server.channel).running >= count
 
     def admit(self):
-        """Let the step pass after which a request that has arrived joins the queue, and no other
-        one: the steps take from the queue what is waited for."""
+        """Let one held step end if a command waits for it, so that a request that has arrived joins
+        the queue. More steps would start requests from the queue."""
         if self.server.ask("held") == 1 and self.server.ask("posted"):
             self.server.tell("let_one_go")
 
     def explained(self, name):
-        """Return how a request is explained; None if it has not arrived."""
+        """Return Explain's answer for a request; None if it has not arrived."""
         with contextlib.suppress(grpc.RpcError):
             return control(self.server).Explain(pb.ExplainRequest(request_id=name))
 
@@ -183,7 +183,7 @@ def serving(kind, name, **engine):
         for model in models:
             wait(partial(is_served, server, model["name"]), "the models' loads")
         place = Place(kind, name, phase, server, iter(LATE))
-        # The first image starts the process that decodes images.
+        # This request starts the process that decodes images, if the phase needs it.
         ask_another(place, place.fields() if phase.holds_decoder else kind.after)
         yield place
 
@@ -194,7 +194,7 @@ def is_served(server, model):
 
 
 def ask_another(place, fields):
-    """Check that another request gets what is its own."""
+    """Check that another request gets the right answer."""
     fields = {"model": place.kind.model} | fields
     with place.kind.call(place.server.channel, fields) as call:
         call.finish()
@@ -218,7 +218,8 @@ def place(request):
 
 @dataclass
 class Asked:
-    """A request in its phase: its call and channel, and the counts before it."""
+    """A request in its phase: its call, its channel ``own``, which goes through the proxy
+    ``between``; and the server's ``ends`` by reason and its ``steps`` until then."""
 
     call: object
     own: grpc.Channel
@@ -230,10 +231,10 @@ class Asked:
 
 @contextlib.contextmanager
 def holding(place, *, spares_others=True):
-    """Let the server hold what comes, in the place's phase, until the end of the block.
+    """Let the server hold requests in the place's phase until the end of the block.
 
-    If the phase is that of a request which waits for a seat, others have all seats. They get what
-    is right to the end, unless the test ends every request.
+    In the phase "queued", other requests have all seats. They get right answers to the end, unless
+    the test ends every request.
     """
     kind = place.kind
     own = {"model": kind.model}
@@ -263,7 +264,7 @@ def holding(place, *, spares_others=True):
 
 @contextlib.contextmanager
 def arriving(place, **options):
-    """Yield a request that has come into the phase."""
+    """Yield a new request once it is in the place's phase."""
     server, fields = place.server, place.fields() | {"request_id": next(NAMES)}
     before, ends = stats(server.channel), ended(server.channel)
     with (
@@ -280,7 +281,7 @@ def arriving(place, **options):
 
 @contextlib.contextmanager
 def in_phase(place, *, spares_others=True, **options):
-    """Yield a request that has come into the phase; check that nothing is left of it."""
+    """Yield a new request in the place's phase; check that nothing is left of it afterwards."""
     server = place.server
     wait_idle(server.channel)
     with holding(place, spares_others=spares_others), arriving(place, **options) as asked:
@@ -288,7 +289,7 @@ def in_phase(place, *, spares_others=True, **options):
     wait_idle(server.channel, LIMIT_S)
     wait(lambda: server.ask("image_bytes") == 0, "the memory of images")
     ask_another(place, place.kind.after)
-    if place.name == "load":  # the load has gone on
+    if place.name == "load":  # the load was not cancelled
         model = asked.fields["model"]
         ask_another(place, place.kind.after | {"model": model})
         assert server.log.count(f"model {model} is ready") == 1
@@ -302,11 +303,11 @@ def check_end(place, asked, how):
 
 
 def check_free(place, asked):
-    """Check that all is free after the step in flight and one that had begun."""
+    """Check that all is free after the step in flight and at most one more."""
     place.let_go()
     if place.name != "queued":
         after = wait_idle(place.server.channel, LIMIT_S)
-        # Choices of a stopped reader go on until the buffers on the way are full, too.
+        # A stopped reader's choices go on until all buffers to its client are full.
         assert after.step_count - asked.steps <= 2 or place.name == "parked"
 
 
@@ -335,11 +336,11 @@ def test_an_operators_abort(place):
 
 
 def test_a_pause_that_aborts(place):
-    """A request that has not reached the scheduler yet is refused when it does. The scheduler is
-    done with one whose images are written."""
+    """A request that has not reached the scheduler yet is refused when it does. A request in the
+    phase "write" ends whole, as the scheduler is done with it."""
     with in_phase(place, spares_others=False) as asked:
         control(place.server).Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT))
-        place.let_go()  # the scheduler hears of it between two steps
+        place.let_go()  # the scheduler gets the pause between two steps
         try:
             if place.is_before_queue:
                 check_end(place, asked, "refused")
@@ -360,7 +361,7 @@ def test_a_pause_that_aborts(place):
 
 
 def test_a_deadline(place):
-    """The client leaves it to the server, which counts it once, by its phase.
+    """The client itself has no timer; the server counts the missed deadline once, by phase.
 
     Red if the end is counted as a cancel, or for another phase (`Supervisor._count`).
     """
@@ -410,7 +411,7 @@ def client_process(place, fields):
 
 @pytest.mark.parametrize("name", TEXT.phases)
 def test_a_client_process_that_is_killed(name):
-    """Red in the phase "parked" if a writer that still has events leaves its request running
+    """Red in the phase "parked" if a call that still has events to write leaves its request running
     (`CallWriter._cancel`)."""
     with serving(TEXT, name) as place, holding(place):
         server, fields = place.server, place.fields()
@@ -427,7 +428,7 @@ def test_a_client_process_that_is_killed(name):
 
 # ---- readers that stop -------------------------------------------------------------------------
 
-STALLS = {  # the kind, its request, and the slots of its stream
+STALLS = {  # the kind, the request's fields, and the stream's message slots
     "text": (TEXT, TEXT.phases["parked"].fields, 16),
     "encode": (ENCODE, ENCODE.phases["parked"].fields, 8),
     "denoise": (DRAW, LARGE | {"steps": 100, "preview_every": 1, "n": 1}, 4),
@@ -439,7 +440,7 @@ STALLS = {  # the kind, its request, and the slots of its stream
 
 @pytest.mark.parametrize("name", STALLS)
 def test_a_reader_that_stalls_is_ended(name):
-    """In the case "write" the slots suffice, and the images wait."""
+    """In the case "write" there are enough slots, and the images wait for the reader."""
     kind, fields, buffer = STALLS[name]
     fields = {"model": kind.model} | fields
     engine = {"stream_buffer": buffer, "stall_timeout_s": 0.5}
@@ -463,8 +464,8 @@ def test_a_reader_that_stalls_is_ended(name):
 
 @contextlib.contextmanager
 def in_drain(case, code, number=signal.SIGTERM, **options):
-    """Yield a place whose server was told to end by a signal while a request is in its phase, and
-    the request; check the server's exit code."""
+    """Yield a place, whose server has got a signal to end while a request is in its phase, and the
+    request; check the server's exit code."""
     with serving(*case) as place:
         with holding(place, **options), arriving(place) as asked:
             place.server.signal(number)
@@ -476,8 +477,8 @@ def in_drain(case, code, number=signal.SIGTERM, **options):
 @pytest.mark.parametrize("case", CASES, ids=named)
 @pytest.mark.parametrize(("how", "code"), [("timeout", 75), ("signal", 128 + signal.SIGINT)])
 def test_a_drain_cuts_a_request_whatever_its_phase(how, code, case):
-    """By its timeout, or by a second signal: at once, with a status, and the exit code names
-    the cause. The server ends once the step in flight is over."""
+    """The drain's timeout or a second signal cuts it at once, with a status, and the exit code
+    names the cause. The server ends once the step in flight is over."""
     first = signal.SIGINT if how == "timeout" else signal.SIGTERM
     with in_drain(case, code, first, spares_others=False) as (place, asked):
         if how == "timeout":
@@ -486,7 +487,7 @@ def test_a_drain_cuts_a_request_whatever_its_phase(how, code, case):
             place.server.signal(signal.SIGINT)
         error = asked.call.finish().error
         assert error is not None
-        if not place.phase.window:  # else no status reaches a client whose window is closed (D1)
+        if not place.phase.window:  # no status reaches a client whose window is closed (D1)
             assert (error.code(), reason(error)) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
         place.kind.check_begun(asked.call, asked.fields)
 

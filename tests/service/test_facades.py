@@ -1,4 +1,4 @@
-"""What holds for both façades, `engine.aio` and `engine.blocking`, on fakes in real time.
+"""Tests of both façades, `engine.aio` and `engine.blocking`, on fakes in real time.
 
 The tests are written for asyncio. `InThreads` (`tests.support.facades`) gives the blocking façade
 the same methods, each of which waits in a thread. No test depends on how long something takes;
@@ -31,7 +31,7 @@ from engine.errors import (
 )
 from engine.requests.encode.values import EmbedRequest, RerankRequest
 from engine.requests.text.values import GenerateRequest, OutputOptions, SamplingParams, Started
-from engine.worker.fakes.digests import VOCAB_SIZE  # X
+from engine.worker.fakes.digests import VOCAB_SIZE
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
@@ -153,7 +153,7 @@ async def test_a_full_stream_holds_up_no_other(eng, *, facade):
 
 
 async def broken_out_of(eng):
-    """Dropped, the stream is collected at once."""
+    """A stream that is dropped is collected at once."""
     await until_token(eng.generate(request()))
     await ended(eng, cancelled=1)
 
@@ -180,7 +180,7 @@ async def never_iterated(eng):
 
 
 async def of_a_cycle_collected_on_the_engines_thread(eng):
-    """The collector runs on any thread."""
+    """Python's garbage collector may run on any thread, also on the engine's."""
     box = [eng.generate(request())]
     box.append(box)
     del box
@@ -270,7 +270,7 @@ async def test_an_engine_that_cannot_start_raises_and_leaves_no_thread(*, facade
 @pytest.mark.parametrize("is_referenced", [True, False])
 @run_by(run_loop)
 async def test_closing_with_an_abandoned_full_stream(*, facade, is_referenced):
-    """Held or dropped, the stream has no reader any more."""
+    """Whether the test holds the stream or drops it, the stream has no reader."""
     eng = await opened(facade, in_process_buffer=2)
     stream = await park(eng)
     if not is_referenced:
@@ -300,7 +300,7 @@ async def test_closing_while_tasks_wait(*, facade):
 
 @run_by(run_loop)
 async def test_closing_during_a_load_joins_it(*, facade):
-    """Nothing is abandoned, and a task that waited for the load learns of the end."""
+    """No thread is abandoned, and a task that waited for the load gets an error."""
     eng = await opened(facade, script=FakeScript(load_s=0.5))
     waiter = asyncio.create_task(eng.wait_ready())
     await until(lambda: has(len(eng._portal._waiters) == 1))
@@ -358,7 +358,7 @@ CALLS = {
 
 @run_by(run_loop)
 async def test_after_closing_every_call_raises(*, facade):
-    """A call raises, and a call that only ends something does nothing."""
+    """Calls raise, except those that only end something, which do nothing."""
     eng = await opened(facade)
     stream, chat = eng.generate(request()), eng.chat()
     await eng.close()
@@ -372,7 +372,7 @@ async def test_after_closing_every_call_raises(*, facade):
 
 
 def test_an_engine_whose_thread_dies_leaves_nobody_waiting(facade, caplog):
-    """The task whose call never gets an answer, and another that reads."""
+    """One task's call gets no answer, and another task reads a stream."""
 
     async def main():
         eng = await opened(facade, in_process_buffer=4)
@@ -416,7 +416,7 @@ async def test_a_stop_ends_the_iteration_of_another_task(eng, *, facade):
         chat.stop()
         assert ids_of(await reader) == []
         await eng.resume()
-        stream = chat.ask("two")  # an earlier stop does not count
+        stream = chat.ask("two")  # an earlier `stop` does not end it
         assert len([await anext(stream) for _ in range(5)]) == 5
 
 
@@ -468,7 +468,7 @@ async def test_encoders_that_are_not_configured_are_an_error(eng, *, facade):
 
 
 def test_engines_opened_and_closed_again_and_again_leave_nothing(facade):
-    """Only threads that Trio caches stay; no descriptor stays, and no future complains."""
+    """Only threads that Trio caches stay; no file descriptor stays, and no future logs an error."""
 
     async def main():
         async with await opened(facade, in_process_buffer=2) as eng:
@@ -504,7 +504,7 @@ async def test_an_engine_that_is_dropped_is_closed(*, facade):
 
 
 def test_nothing_is_kept_alive_by_a_closed_engine(facade):
-    """The engine, its streams and handles, the loop and the model."""
+    """Freed are the engine, its streams and handles, the asyncio loop and the model."""
     runners = []
 
     def make_runner(model, config):
@@ -681,7 +681,7 @@ async def test_the_process_id_decides_about_a_fork(eng, *, facade, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: real + 1)
         with pytest.raises(ShuttingDown, match="fork"):
-            await read(stream)  # its first event may have come before
+            await read(stream)  # the first event may have come before
         with pytest.raises(ShuttingDown, match="fork"):
             eng.chat()
         with pytest.raises(ShuttingDown, match="fork"):

@@ -34,7 +34,7 @@ from tests.support.wire import (
 
 LIMIT_S = 0.4  # --step-timeout
 LONG = 2000
-SOON_S = 8.0  # for what should be immediate, on a busy machine
+SOON_S = 8.0  # seconds for an immediate effect, on a busy machine
 HUNG_LOG = r"ERROR .*step \d+ of \w+ has been running"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 INTERNAL = grpc.StatusCode.INTERNAL
@@ -44,7 +44,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 
 @contextlib.contextmanager
 def hanging(*, step_timeout_s=LIMIT_S, engine=None, waits=True, **settings):
-    """Yield a server and a request whose step hangs, reported unless ``waits`` is false."""
+    """Yield a server and a request whose step hangs; with ``waits``, once that is reported."""
     engine = {"step_timeout_s": step_timeout_s} | (engine or {})
     with fake(engine=engine, may_log=HUNG_LOG, **settings) as server:
         wait_serving(server.channel)
@@ -113,7 +113,7 @@ def test_a_drain_does_not_wait_for_a_step_that_hangs():
 
 
 def test_a_drain_gives_a_step_its_time_before_it_hangs():
-    """The drain's timeout is over long before the step's."""
+    """The drain's timeout is over long before the step's time limit."""
     limit_s = 3.0
     with hanging(step_timeout_s=limit_s, waits=False, engine={"drain_timeout_s": 0.1}) as (
         server,
@@ -183,7 +183,7 @@ def test_the_watchdog_sleeps_while_the_server_is_idle():
         def looks():
             return server.ask()["switches"]["triolet-watchdog"]
 
-        def is_asleep():  # after its last check, one limit after the last step
+        def is_asleep():  # the watchdog checks once more, one limit after the last step
             before = looks()
             time.sleep(0.5)
             return looks() == before
@@ -200,7 +200,7 @@ def test_the_watchdog_sleeps_while_the_server_is_idle():
 
 @pytest.mark.parametrize("first", [OUT_OF_MEMORY_STEP, EXITING_STEP])
 def test_a_step_that_never_succeeds_ends_its_request_and_no_other(first):
-    """Out of memory, the newest request is to blame. SystemExit counts like any error."""
+    """A step out of memory blames its newest request. SystemExit counts like any error."""
     may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed|SystemExit"
     with fake(script={"step_s": 0.01}, may_log=may_log) as server:
         channel = server.channel
@@ -241,7 +241,7 @@ PROVOCATIONS = {
 
 
 def connect_to(server):
-    """Open one more connection, whatever becomes of it."""
+    """Open one more connection, which may fail."""
     with connect(server.address) as channel, contextlib.suppress(grpc.RpcError):
         list_models(channel)
 

@@ -50,12 +50,12 @@ METHODS = {
 }
 DRAIN = "triolet.v1.Control/Drain"
 FEW = 20
-# The full run draws at least 20,000 in all; a message without fields has only one value.
+# For each RPC: the full run draws 20,000 messages or more. Those without fields have one value.
 MANY = -(-20_000 // sum(bool(method.input_type.fields) for method in METHODS.values()))
-# A drawing has a bar of its own (issue 28).
+# GenerateImage has a smaller number (issue 28).
 MANY_OF = {"triolet.v1.Inference/GenerateImage": 2_000}
-# Valid requests. Many drawn messages differ little from these (`nearly_right`): messages that are
-# drawn from nothing hardly ever get as far as the engine.
+# Valid requests. Many drawn messages differ little from these (`nearly_right`): wholly random
+# messages hardly ever get as far as the engine.
 SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
     "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
@@ -76,16 +76,16 @@ MODELS = (
 CALL_S = 2.0
 READ_MAX = 200  # a drawing of 150 steps has fewer messages
 SOON_S = 60.0
-GROWTH_MAX = 48 * 2**20  # guess: memory that allocators keep; a leak of 5,000 streams is far more
+GROWTH_MAX = 48 * 2**20  # guess: allocators keep less; a leak of 5,000 streams takes far more
 BAD = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 CLIENTS_OWN = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
 @contextlib.contextmanager
 def small_server():
-    """Return a server whose requests end soon, whatever they ask for. One client sends it thousands
-    of requests that are refused, so it has points for all of them: what a connection costs that
-    has spent its points is tested in `tests/unit/rpc`."""
+    """Yield a server whose requests end soon, whatever they ask for. One client sends it thousands
+    of requests that are refused, so a connection's budget is large enough for all of them;
+    `tests/unit/rpc` tests connections that exceed their budgets."""
     runner = {"max_model_len": 96, "num_blocks": 64}
     with fake(runner=runner, models=MODELS, server={"connection_budget": 10**8}) as one:
         wait_serving(one.channel)
@@ -113,7 +113,7 @@ def nothing_is_left(server):
 
 
 def check_served(server):
-    """Check that a client of its own is served soon."""
+    """Check that another client, on a new connection, is served soon."""
     with connect(server.address) as channel:
         heard = generate(channel, prompt_ids=[5], sampling={"ignore_eos": True}, max_tokens=9)
         assert heard.error is None, heard.error
@@ -172,7 +172,7 @@ def fuzz_messages(server, name, num_examples):
     send()
     if base is not None and num_examples > FEW:
         assert num_served > num_examples / 50, "too few got as far as the engine"
-    # a message without fields has one value, and Hypothesis does not repeat it
+    # Hypothesis sends the one value of a message without fields only once
     while num_sent < num_examples:
         num_sent += 1
         call(server.channel, name, b"")
@@ -206,7 +206,7 @@ def test_many_messages_get_a_status_of_their_own(server, name):
     "num_examples", [FEW, pytest.param(MANY, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
 )
 def test_any_drain_gets_a_status_and_the_server_still_ends_in_order(num_examples):
-    """On a connection that was open before: the first drain closes the port."""
+    """The drains come on a connection that was open before, as the first one closes the port."""
     with small_server() as one, RawClient(one.address) as client:
 
         @settings(max_examples=num_examples, deadline=None, database=None)
@@ -249,7 +249,7 @@ def asking(image):
 
 
 def counting(image):
-    """Return the RPC that counts the tokens of such a chat, and its request."""
+    """Return the RPC that counts the tokens of a chat with the image, and its request."""
     return "Tokenize", inference_pb2.TokenizeRequest(chat=asking(image)[1].chat)
 
 
@@ -290,7 +290,7 @@ def test_ten_thousand_images_are_read_or_refused_and_take_no_memory():
     asked = {embedding: 10_000, asking: 1000, counting: 200}
     with small_server() as one:
         for ask in asked:
-            fuzz_images(one, 0, 500, ask)  # allocators keep what they once had
+            fuzz_images(one, 0, 500, ask)  # first, as allocators keep memory that they once had
         with nothing_is_left(one):
             before, num_good = one.memory_bytes(), 0
             for ask, number in asked.items():
@@ -443,7 +443,7 @@ def test_a_flood_costs_others_nothing_but_time(flood):
 def test_remains_of_floods_do_not_add_up():
     """The most expensive flood, again and again on one server."""
     with small_server() as server:
-        for _ in range(2):  # the first round allocates what is allocated once
+        for _ in range(2):  # what is allocated only once comes before the measurement
             reset(server)
         memory = server.memory_bytes()
         with nothing_is_left(server):
@@ -463,7 +463,7 @@ def reset(server):
 
 
 def test_random_bytes_of_every_length_are_no_message(server):
-    """Hypothesis draws short messages; long ones take the parser longer."""
+    """Hypothesis draws only short messages; the parser takes longer for long ones."""
     source = random.Random(7)
     with nothing_is_left(server):
         for size in (1_000, 10_000, 100_000, 1_000_000):

@@ -35,7 +35,7 @@ MAX_MODEL_LEN = 256
 
 @pytest.fixture(scope="module")
 def server():
-    """Serve three models: `slow` takes 50 ms a step, `ending` sometimes ends by itself."""
+    """Serve three models: `slow` takes 50 ms a step, `ending` sometimes samples an end."""
     models = [
         {"name": "quick", "aliases": ["q"]},
         {"name": "slow", "script": {"step_s": 0.05}},
@@ -80,7 +80,7 @@ def test_a_stream_is_started_then_deltas_then_finished_with_the_models_own_token
 
 
 def test_tokens_come_while_later_ones_are_still_being_made(channel):
-    """20 steps of 50 ms, and the first token comes within the first few steps."""
+    """Of 20 steps of 50 ms, the first few bring the first token."""
     start = time.monotonic()
     with Generation(channel, model="slow", prompt_ids=[1], max_tokens=20) as call:
         call.read_deltas(1)
