@@ -163,7 +163,7 @@ def prepare(
     ``recurrent`` is the class of its recurrent layers, which adapters cannot change if stock.
 
     Raises:
-        Refusal: ``quantization`` is not supported here.
+        Refusal: weights with ``quantization`` need compiled code that the model cannot have.
     """
     name = model.architecture.name
     places, head = linear_places(model.module, recurrent), head_name(model.module)
