@@ -84,7 +84,7 @@ class ModelConfig(ModelChoices):
     """One model to serve."""
 
     model: str  # a directory, a GGUF file, a demo id or a Hugging Face id
-    name: str = ""  # its name in requests; empty: the last part of `model`
+    name: str = ""  # the model's name in requests; empty: the last part of `model`
     aliases: tuple[str, ...] = ()  # further names
     _: KW_ONLY
     runner: str = setting(

@@ -68,7 +68,7 @@ class ModelStatus:
     state: ModelState
     capability: Capability = Capability.TEXT_TO_TEXT
     aliases: tuple[str, ...] = ()
-    error: str = ""  # why its last load failed; empty unless the state is FAILED
+    error: str = ""  # why the model's last load failed; empty unless the state is FAILED
     memory_bytes: int = 0  # reserved for all replicas
     replicas: tuple[ReplicaStatus, ...] = ()
     leases: int = 0  # held by requests
@@ -80,7 +80,7 @@ class ModelStatus:
     quantization: str = ""  # the form of the linear layers' weights; "": floats of dtype
     context_note: str = ""  # why max_model_len is less than the model's own length
     full_sequences: int = 0  # the sequences of max_model_len that the KV pools hold at once
-    kv_bytes: int = 0  # of the KV pools, part of memory_bytes
+    kv_bytes: int = 0  # bytes of the KV pools, part of memory_bytes
     is_demo: bool = False
     is_lazy: bool = False  # a request loads the model: it is configured so, or was loaded before
     is_hung: bool = False  # a step takes longer than the step timeout (D17)
@@ -131,7 +131,7 @@ class Counts:
 
     running: int = 0
     waiting: int = 0
-    parked: int = 0  # not scheduled until their clients read
+    parked: int = 0  # those that wait until their clients read
     ending: int = 0  # ended, but the step in flight still uses their blocks
     unread_calls: int = 0  # ended calls whose clients have not read everything
     free_blocks: int = 0  # of the KV pool, like total_blocks and cached_blocks

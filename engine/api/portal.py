@@ -155,7 +155,7 @@ class Feed:
         self.push(End(error))
 
     def follow(self, source: Source) -> None:
-        """Use ``source``, whose events go to this feed, to give credit back and to leave."""
+        """Use ``source``, whose events go to this feed, to give credit back and end the request."""
         self.credited, self.num_per_release = source.credited, source.num_per_release
         if not self.has_ended:
             self._source = source

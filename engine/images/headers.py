@@ -19,7 +19,7 @@ FORMATS = "JPEG, PNG, WebP or GIF"
 # The most parts of a file before its pixels: segments of a JPEG, chunks of a PNG, blocks of a GIF.
 # A PNG of 16 MiB in chunks of 1 KiB has 16,384; not tuned.
 PARTS_MAX = 20_000
-EXIF_ENTRIES_MAX = 1000  # not tuned; cameras write some fifty
+EXIF_ENTRIES_MAX = 1000  # most EXIF entries that are read; not tuned: cameras write some fifty
 ORIENTATION_TAG = 0x0112  # the number of TIFF's tag Orientation
 EXIF_START = b"Exif\0\0"
 XMP_START = b"http://ns.adobe.com/xap/1.0/\0"

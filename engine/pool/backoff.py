@@ -34,7 +34,7 @@ class CircuitBreaker:
     """Counts the failed loads of one model and says when the next may begin."""
 
     def __init__(self) -> None:
-        self.num_failures = 0  # since the breaker was last closed
+        self.num_failures = 0  # failures since the breaker was last closed
         self._num_successes = 0
         self._retry_at = -math.inf
 

@@ -85,11 +85,11 @@ class Entry:
     settled: trio.Event = field(default_factory=trio.Event)
     replicas: list[AnyReplica] = field(default_factory=list)
     load: Load | None = None
-    cause: BaseException | None = None  # of the last failure, until a replica has loaded
+    cause: BaseException | None = None  # the last failed load's error, until a replica has loaded
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     deaths: dict[int, RestartBackoff] = field(default_factory=dict)  # by replica id
     missing: list[float] = field(default_factory=list)  # restarts due, on Trio's clock
-    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica id; an unload resets it
+    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica id, until an unload
     num_waiting: int = 0  # requests waiting for the model's load
     num_unloads: int = 0  # unloads by the operator that are under way
     num_deaths: int = 0  # deaths of replicas, since the start
@@ -98,7 +98,7 @@ class Entry:
     progress: LoadProgress | None = None
     pause: Pause | None = None
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)  # by BASE:NAME
-    adapters_lock: trio.Lock = field(default_factory=trio.Lock)  # held by a load of an adapter
+    adapters_lock: trio.Lock = field(default_factory=trio.Lock)  # held while an adapter loads
     _turn: int = 0
 
     @property

@@ -62,7 +62,7 @@ class LoadWatch:
             if load is None or load is not self._load:
                 if self._has_enough() and (load is None or self._entry.ready):
                     break
-                self._is_own = load is None  # a load for others may wait for its backoff
+                self._is_own = load is None  # a load that others began may wait
                 self._loads.ensure(self._entry.config.name, replicas=self._count)
                 self._load = self._entry.load
                 continue

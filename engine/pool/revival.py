@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM_RETRY_S = 10.0  # after which a restart that found no memory is tried again; a guess
+ROOM_RETRY_S = 10.0  # seconds until a restart that found no memory is tried again; a guess
 
 
 class Revival:

@@ -279,7 +279,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             raise self._lost
         now = self._drain_commands(began)
         if (due := self.core.next_wakeup(now)) is not None and due <= now:
-            self._apply(Tick(), now)  # also in a busy loop: steps may follow one another for hours
+            self._apply(Tick(), now)  # a busy loop must end stalled requests, too
         plan, events = self.core.plan(now)
         self._outbox += events
         planned = self._time()

@@ -106,8 +106,8 @@ class ReplicaKind(Protocol):
 class Work(NamedTuple):
     """How much a replica has to do."""
 
-    tokens: int  # upper bound of the tokens that its requests still need
-    requests: int  # requests that hold a lease of it
+    tokens: int  # tokens that the replica's requests still need, at most
+    requests: int  # requests that hold a lease of the replica
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Replica(Generic[InfoT, ToolsT]):
     adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # by `AdapterVersion`
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
-    outstanding_tokens: int = 0  # still to be computed, at most; guests' do not count
+    outstanding_tokens: int = 0  # tokens to compute, at most; guests' do not count
     restarts: int = 0
     processed: int = 0
     failed: int = 0

@@ -101,7 +101,7 @@ class _Leave(NamedTuple):
 
 
 class Watchdog:
-    """The thread that watches, and the loops that it watches.
+    """The thread that watches for hung steps, and the loops whose steps it watches.
 
     Life: 1. made; 2. `start`; 3. `leave`, perhaps more than once; 4. `stop`. The thread starts with
     the first step. It is a daemon, because it may be asleep for long when `stop` is called.

@@ -145,15 +145,15 @@ class Engine(_Block):
             return "".join([event.text for event in stream if isinstance(event, Tokens)])
 
     def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
-        """Make one vector per input (`engine.api.engine.Engine.embed`); as `generate`."""
+        """Make one vector per input (`engine.api.engine.Engine.embed`); begins like `generate`."""
         return self._submit(request_of("embed", request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
-        """Score every document (`engine.api.engine.Engine.rerank`); as `generate`."""
+        """Score every document (`engine.api.engine.Engine.rerank`); begins like `generate`."""
         return self._submit(request_of("rerank", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
-        """Draw images of a prompt (`engine.api.engine.Engine.draw`); as `generate`."""
+        """Draw images of a prompt (`engine.api.engine.Engine.draw`); begins like `generate`."""
         return self._submit(request_of("draw", request))
 
     def _submit(self, request: ClientRequest) -> Stream[Any]:

@@ -99,11 +99,11 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
     """
 
     prefixes: PrefixLookup | None = None  # set by a kind that has a prefix cache
-    token_word = "tokens"  # the word of error messages for `CoreRequest.num_tokens`
+    token_word = "tokens"  # what error messages call `CoreRequest.num_tokens`
 
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
-        self._events: list[OutputEvent] = []  # those of the call in progress, so far
+        self._events: list[OutputEvent] = []  # the events of the call in progress
         self._step: StepT | None = None
         self._rate = RecentRate()  # in the unit of `CoreRequest.num_tokens`
 

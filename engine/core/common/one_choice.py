@@ -88,7 +88,7 @@ class OneChoice(LiveRequest[RequestT]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a row of it has been in a step."""
+        """Whether a row of the request has been in a step."""
         return self.started_at is not None
 
     def needs_slot(self, part: Any) -> bool:
@@ -101,7 +101,7 @@ class OneChoice(LiveRequest[RequestT]):
         return self.request.num_tokens
 
     def key_in_queue(self, now: float, aging_s: float) -> Key:
-        """Return its key in the queue: its priority after aging, then its arrival."""
+        """Return the request's key in the queue: its priority after aging, then its arrival."""
         return (aged_priority(self.request, now, aging_s), *self.rank[1:])
 
     def park(self, now: float) -> None:

@@ -12,14 +12,14 @@ class Phase(Enum):
     of metrics, and in log lines.
     """
 
-    LOAD = "load"  # waits for a replica of its model
+    LOAD = "load"  # the request waits for a replica of its model
     TOKENIZE = "tokenize"
     DECODE_IMAGE = "decode image"
-    COMPILE = "compile"  # compiles its constraint
+    COMPILE = "compile"  # the request's constraint is compiled
     QUEUED = "queued"
     PREFILL = "prefill"
-    ENCODE = "encode"  # computes its inputs, or a drawing's prompt
+    ENCODE = "encode"  # inputs are encoded, or a drawing's prompt
     DENOISE = "denoise"
-    DECODE = "decode"  # samples tokens, or makes images from latents
+    DECODE = "decode"  # tokens are sampled, or latents become images
     PARKED = "parked"
     WRITE = "write"  # finished images become files, or wait for their reader

@@ -43,11 +43,11 @@ class InTurn(OneChoice[RequestT]):
     @property
     @abstractmethod
     def part(self) -> Any:
-        """The part that its next step computes, or that the step in flight computes."""
+        """The part of the request that the step in flight computes, or else its next step."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has been in a step."""
+        """Whether the request has been in a step."""
         return self.num_done + self.in_step > 0
 
 

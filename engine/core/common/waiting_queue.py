@@ -25,10 +25,11 @@ class Queued(Protocol):
 
     @property
     def queued_tokens(self) -> int:
-        """Its tokens to compute; if they change while it is queued, call `WaitingQueue.recount`."""
+        """The item's tokens to compute. After a change in the queue, call
+        `WaitingQueue.recount`."""
 
     def key_in_queue(self, now: float, aging_s: float) -> Key:
-        """Return the key of its place: its level (`aged_priority`) first, a tie-breaker last."""
+        """Return the key of the item's place: its `aged_priority` first, a tie-breaker last."""
 
 
 QueuedT = TypeVar("QueuedT", bound=Queued)

@@ -63,7 +63,7 @@ class LiveEncode(OneChoice["EncodeRequest"]):
         return sum(map(len, self.left.values()))
 
     def length(self, index: int) -> int:
-        """Return the number of tokens of one of its inputs."""
+        """Return the number of tokens of one of the request's inputs."""
         return self.request.inputs[index].num_tokens
 
     def is_left(self, index: int) -> bool:

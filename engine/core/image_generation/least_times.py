@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     rows: int
 
     def covers(self, other: Shape) -> bool:
-        """Return whether a step of this shape takes at least as long as one of ``other``."""
+        """Return whether a step of this shape takes at least as long as a step of ``other``."""
         return self.verb is other.verb and self.pixels >= other.pixels and self.rows >= other.rows
 
 

@@ -116,12 +116,12 @@ class ImageGenerationPlan:
 
     @property
     def rows(self) -> tuple[ImageGenerationPlan]:
-        """The one drawing: the plan itself."""
+        """The plan itself, as its only row."""
         return (self,)
 
     @property
     def num_tokens(self) -> int:
-        """One denoising step, or 0 for the other verbs."""
+        """1 for a denoising step, 0 for any other step."""
         return int(self.verb is Verb.DENOISE)
 
     def journal_line(self) -> str:

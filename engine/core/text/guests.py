@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # others.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
 BLOCKS_SHARE = 16  # 1/16 of the blocks
-# For how long no other request has been computed before parked guests go on: a client that sends
-# one request after another does not wait for guests' steps in between.
+# Seconds without a step of another request before parked guests go on: a client that sends one
+# request after another does not wait for guests' steps in between.
 QUIET_S = 0.25
 
 
@@ -66,7 +66,7 @@ class Guests:
         self._admitted.pop(request_id, None)
 
     def note_step(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Take note of a step that ended: guests wait for a while if it computed others."""
+        """Take note of a step that ended: guests wait for a while if it computed other requests."""
         if any(not seq.live.is_guest for seq in sequences):
             self._quiet_from = now + QUIET_S
 
@@ -135,7 +135,7 @@ class Guests:
                 self._ledger.park(live, now)
 
     def _evict(self, now: float) -> None:
-        """Take the blocks of the guests parked first, until all guests hold their share at most."""
+        """Take the blocks of the guests parked first, until all guests hold at most their share."""
         left = self._num_blocks
         for live in reversed(tuple(self._ledger.parked.holders.values())):
             if live.num_blocks <= left:

@@ -165,7 +165,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         return self._intake.misfit(request, credit.capacity)
 
     def _queued(self) -> tuple[int, int]:
-        guests = self._guests.waiting()  # parked by the next plan if others run or wait
+        guests = self._guests.waiting()  # guests in the queue, which the next plan may park
         tokens = sum([seq.num_tokens for seq in guests])
         return len(self._waiting) - len(guests), self._waiting.num_tokens - tokens
 

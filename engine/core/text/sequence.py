@@ -128,12 +128,12 @@ class Sequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a token was sampled for it."""
+        """Whether a token was sampled for the sequence."""
         return len(self.output) > self.num_resumed
 
     @property
     def has_ended(self) -> bool:
-        """Whether its end has been reported."""
+        """Whether the sequence's end has been reported."""
         return self.state in (State.FINISHED, State.ENDING)
 
     @property
@@ -148,17 +148,17 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the prompt's log-probabilities are still to be computed; then the prompt is, too,
-        whatever part of it is cached."""
+        """Whether the prompt's log-probabilities are still to be computed; then the whole prompt is
+        computed, too, even if a part of it is cached."""
         return self.wants_scores and not self.output and self.num_computed < self.num_prompt - 1
 
     @property
     def queued_tokens(self) -> int:
-        """The tokens that are to be computed when it starts."""
+        """The tokens to compute when the sequence starts."""
         return self.num_tokens
 
     def key_in_queue(self, now: float, aging_s: float) -> Key:
-        """Return its key in the waiting queue (`waiting_key`)."""
+        """Return the sequence's key in the waiting queue (`waiting_key`)."""
         return waiting_key(self.live.request, now, aging_s, self.sequence_id)
 
     def is_late(self, now: float) -> bool:
@@ -192,7 +192,7 @@ class Sequence:
             self.num_chunks -= 1
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Stop the clock of the phase that it is in, and start that of ``phase``."""
+        """Stop the clock of the sequence's phase so far, and start that of ``phase``."""
         self.phase_seconds[self.phase] += max(0.0, now - self.phase_since)
         self.phase = phase
         self.phase_since = now
@@ -203,7 +203,7 @@ class Sequence:
         return self.phase_seconds[phase] + running
 
     def run_s(self, now: float) -> float:
-        """Return the seconds that it has run so far, prefill and decode together."""
+        """Return the seconds that the sequence has run so far, prefill and decode together."""
         return self.seconds_in(Phase.PREFILL, now) + self.seconds_in(Phase.DECODE, now)
 
     def tokens(self, start: int, end: int) -> list[int]:
@@ -214,7 +214,7 @@ class Sequence:
         return [*self.live.request.prompt[start:end], *self.output[: max(0, end - past)]]
 
     def usage(self) -> Usage:
-        """Return the tokens so far; cached ones count for the choice that computed the prompt."""
+        """Return the usage so far; cached tokens count for the choice that computed the prompt."""
         counts = () if self.drafting is None else counts_of([self.drafting.counter])
         return Usage(
             self.num_prompt,
@@ -253,17 +253,17 @@ class LiveText(LiveRequest["Request"]):
 
     @property
     def phase(self) -> Phase | None:
-        """The phase of its first choice that has not ended; None if all have."""
+        """The phase of the request's first choice that has not ended; None if all have."""
         return next((seq.phase for seq in self.sequences if not seq.has_ended), None)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the worker knows a choice of it, and not all have ended."""
+        """Whether the worker knows a choice of the request, and not all choices have ended."""
         return not self.is_over and any(seq.is_known_to_worker for seq in self.sequences)
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks its sequences list, those that they share counted for each."""
+        """How many blocks the request's sequences list; a shared block counts for each of them."""
         return sum([len(seq.blocks) for seq in self.sequences])
 
     @property

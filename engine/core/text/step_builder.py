@@ -75,10 +75,10 @@ class StepBuilder:
         self._may_preempt = True
         self._lacked_blocks = False
         self._step = PlannedStep(ledger)
-        self._chunk_left: int | None = None  # computed when the first prompt needs it
+        self._chunk_left: int | None = None  # computed for the first prompt of the step
         self._score_left = SCORED_TOKENS_MAX
         self._has_chunk = False  # whether the step computes a part of a prompt
-        self._image_cost = 0  # what the images of `_chunk_of`'s last chunk cost
+        self._image_cost = 0  # what encoding the last chunk's images costs, in tokens
         self._executing_keys: Set[bytes] = frozenset()  # keys of the executing step's blocks
 
     # ---- building: one call of one of these
@@ -355,7 +355,7 @@ class StepBuilder:
             if any(other.state is State.RUNNING for other in first.live.sequences):
                 return  # the request's running choice needs the slots, or has both parked
             first.credit.mark_starved()
-            self._ledger.park(first.live, self._now)  # allowed, as no step is in flight
+            self._ledger.park(first.live, self._now)  # no step in flight has a row of the request
         for victim in self._victims_for_first():
             self._preempt(victim)
 

@@ -80,7 +80,7 @@ class Constraint:
 
     @property
     def field(self) -> str:
-        """The path of the proto field that holds its text."""
+        """The path of the proto field that holds the constraint's text."""
         if self.kind == TOOLS_KIND:
             return "chat.tools"
         return "constraint.choice.choices" if self.kind == "choice" else f"constraint.{self.kind}"
@@ -110,7 +110,7 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position behind the image's last token."""
         return self.start + self.count
 
     def is_inside(self, position: int) -> bool:

@@ -177,7 +177,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
         """Let the stall timeout of the reader begin now, if it has not begun."""
         self.credit.waits_until = trio.current_time()
         if self.credit.starved and self.replica is not None:
-            self.replica.loop.post(Tick())  # so that the loop wakes when the timeout ends
+            self.replica.loop.post(Tick())  # the loop then wakes when the timeout ends
 
     async def _file_of(self, image: RawImage) -> bytes:
         quality = self.request.quality or DEFAULT_QUALITY

@@ -109,7 +109,7 @@ class Chat(_Looked):
 
     @property
     def images(self) -> Iterator[tuple[str, bytes]]:
-        """The images of its messages, each with its proto path."""
+        """The images of the chat's messages, each with its proto path."""
         if self._seen is not None:
             yield from self._seen.images
             return
@@ -120,7 +120,7 @@ class Chat(_Looked):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory its messages and tools take."""
+        """About how much memory the chat's messages and tools take."""
         if self._seen is not None:
             return self._seen.num_bytes
         total = len(str(self.tools)) if self.tools else 0
@@ -199,7 +199,7 @@ def _parts_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _is_object(arguments: object) -> bool:
     """Return whether a call's arguments are a JSON object, which may be written as text."""
     if isinstance(arguments, str):
-        if not arguments.lstrip().startswith("{"):  # ten times as fast as json's refusal
+        if not arguments.lstrip().startswith("{"):  # ten times as fast as json's error
             return False
         try:
             arguments = json.loads(arguments, parse_constant=refuse_constant)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 ENTRIES_MAX = 256
 BYTES_MAX = 256 << 20
 COMPILERS = 2  # compilations at once, so that a cheap one does not wait for a costly one
-WAITING_MAX = 512  # compilations that wait; each ahead of them takes 2 s at most
+WAITING_MAX = 512  # compilations that wait; each compilation takes 2 s at most
 
 
 class _Entry:

@@ -60,7 +60,7 @@ class TextStream(RequestStream[StreamEvent]):
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
         self._prompt_bytes = 0  # memory of the prompt's tokens, once the input is dropped
-        self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
+        self._parsers: tuple[ChoiceParser, ...] = ()  # a parser per choice, if a chat has a format
         self.resume_window_s = request.resume_window_s
         self.counted = QuotaCount(options.origin.quota)
         self._on_loss, self._on_leave = options.on_loss, options.on_leave
@@ -88,7 +88,7 @@ class TextStream(RequestStream[StreamEvent]):
         return self._kept.num_bytes + self.request.num_bytes + self._prompt_bytes
 
     def leave(self, reader: Reader[StreamEvent], left_at: float, *, is_lost: bool = False) -> None:
-        """Let the stream wait for a client that lost its connection; any other leave is an end."""
+        """Let the stream wait for a client that lost its connection; otherwise end the request."""
         kept = self._kept
         if kept is not None:
             if not kept.is_read_by(reader):

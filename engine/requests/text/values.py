@@ -41,7 +41,7 @@ TOKEN_ID_BYTES = 40  # memory of a token id: a number, and its place in a tuple
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 65_536  # alternatives included; a guess: so many are encoded in 0.1 s
+MAX_PROMPT_LOGPROBS = 65_536  # with the alternatives; a guess: they are encoded in 0.1 s
 MAX_BIAS = 100.0  # as in OpenAI's API
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
@@ -51,7 +51,7 @@ MAX_RESUME_WINDOW_S = 3600.0  # a guess: a client that is away longer sends a co
 MAX_REQUEST_ID_CHARS = 128  # a guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
-RANGES = (  # the least and the most value, and whether the least value itself is excluded
+RANGES = (  # a field's least and greatest value, and whether the least itself is excluded
     ("temperature", 0.0, 100.0, False),
     ("top_p", 0.0, 1.0, True),
     ("min_p", 0.0, 1.0, False),
@@ -208,7 +208,7 @@ class GenerateRequest(CheckedFields):
 
     @property
     def capability(self) -> Capability:
-        """The capability that a model must have for it."""
+        """The capability that a model must have for the request."""
         return Capability.VISION if self.has_images else Capability.TEXT_TO_TEXT
 
     @property

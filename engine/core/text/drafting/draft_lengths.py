@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 GAIN_LEAST = 1.03  # estimate: with less gain than this factor, drafts may cost more than they gain
 FIRST_SHARE = 0.5  # estimate: the share of accepted tokens that a sequence begins with
 FIRST_WEIGHT = 2.0  # estimate: the expected share counts as this many tokens of the mean
-LEAST_WEIGHT = 0.1  # estimate: so a sequence's mean is that of about its last ten tokens
-LEAST_WEIGHT_OF_ALL = 0.01  # estimate: so the mean of all sequences is that of about 100 tokens
-TRY_EVERY, TRY_EVERY_MAX = 16, 256  # offers before a try, at first and at most; estimates
+LEAST_WEIGHT = 0.1  # estimate: a sequence's share is that of about its last ten tokens
+LEAST_WEIGHT_OF_ALL = 0.01  # estimate: the share of all sequences is that of about 100 tokens
+TRY_EVERY, TRY_EVERY_MAX = 16, 256  # declined offers before a try, at first and at most; estimates
 EARNED = 0.01  # estimate: what a step without the draft model adds to its budget, in steps
 EARNED_LEAST = EARNED / 4  # estimate
-BUDGET_STEPS = 20.0  # estimate: catching up with a prompt of some thousand tokens costs as much
+BUDGET_STEPS = 20.0  # estimate: a draft model reads a prompt of some thousand tokens in that time
 
 
 class Trials:

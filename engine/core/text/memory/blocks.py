@@ -39,7 +39,7 @@ class Reservation:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.blocks: list[BlockId] = []  # one entry per holding, fresh and shared alike
+        self.blocks: list[BlockId] = []  # fresh and shared blocks, one entry per holding
 
     def __repr__(self) -> str:
         return f"<Reservation of {len(self.blocks)} blocks, {'open' if self.is_open else 'ended'}>"
@@ -164,7 +164,7 @@ class BlockPool:
         self._cached.add(block)
 
     def unmark_cached(self, block: BlockId) -> None:
-        """Note that the block's contents cannot be matched any more; a free one is reused first."""
+        """Note that the block's contents cannot be matched any more; if free, it is now first."""
         self._cached.discard(block)
         if block in self._free:
             self._free.move_to_end(block, last=False)

@@ -52,7 +52,7 @@ def cut_chunk(ledger: Ledger, seq: Sequence, count: int) -> int:
 def begin(
     ledger: Ledger, states: StepStates, seq: Sequence, matched: tuple[BlockId, ...]
 ) -> StateDelta:
-    """Give a sequence that starts its state slot, and return what its first row begins from: the
+    """Give a starting sequence its state slot, and return what its first row begins from: the
     snapshot at the end of its cached prefix ``matched``, or nothing."""
     source = states.begin(seq, seq.keys[len(matched) - 1] if matched else None)
     assert seq.state_slot is not None

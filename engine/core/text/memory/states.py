@@ -92,7 +92,7 @@ class StepStates:
         self.snapshots: list[BlockId] = []
 
     def begin(self, seq: Sequence, key: bytes | None) -> BlockId | None:
-        """Give a sequence that starts its slot. Return the slot of the snapshot with this ``key``,
+        """Give a starting sequence its slot. Return the slot of the snapshot with this ``key``,
         from which it begins; None if it begins from nothing."""
         snapshot = None
         if key is not None:
@@ -113,8 +113,8 @@ class StepStates:
         return slot
 
     def snapshot(self, num_kept: int) -> BlockId | None:
-        """Return a slot for a snapshot; None if no more slots are free than the ``num_kept`` ones
-        that choices which will fork, and the next sequence that starts, need."""
+        """Return a slot for a snapshot; None unless more than ``num_kept`` slots are free: those
+        that choices which will fork, and the next sequence to start, need."""
         if self._states.pool.num_free <= num_kept:
             return None
         slot = self._states.take(self._reservation)

@@ -108,7 +108,7 @@ def _thought(end: str, find_id: FindId) -> str:
 
 
 def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_single: bool) -> str:
-    """Return the right side of the rule of all calls, which names the rule of one call's inside."""
+    """Return the right side of the grammar's rule for all calls; ``one`` is a bare call."""
     if kind is ToolFormat.HERMES:
         opening, closing = _marker(HERMES_OPEN, find_id), _marker(HERMES_CLOSE, find_id)
         call = f'{opening} "\\n" one "\\n" {closing}'
@@ -124,8 +124,8 @@ def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_single: bool)
 
 
 def _function(index: int, function: Tool, template: str, kind: ToolFormat, find_id: FindId) -> str:
-    """Return the right side of the rule of a call of one function, which names the rule of its
-    arguments by the function's index."""
+    """Return the right side of the grammar's rule for a call of one function. It names the rule of
+    the arguments by the function's index."""
     name: str = function["name"]
     if kind is ToolFormat.CHANNELS:
         _check_name(index, name)
@@ -153,8 +153,8 @@ def _check_name(index: int, name: str) -> None:
 
 
 def _arguments(index: int, function: Tool) -> str:
-    """Return the right side of the rule of a function's arguments: an object that its schema
-    accepts, and an empty one if it has no schema."""
+    """Return the right side of the grammar's rule for a function's arguments: an object that the
+    function's schema accepts, and an empty object without a schema."""
     schema = function.get("parameters") or {}
     field = f"chat.tools[{index}].parameters"
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
