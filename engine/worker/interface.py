@@ -31,8 +31,8 @@ class RunnerSpec(ModelChoices, ModelMemory, TextSteps, ImageLimits):
 
     ``model`` is a directory, a GGUF file, a demo id or a Hugging Face id. ``kv_bytes`` bounds the
     KV pool; the runner turns the bound into blocks once it knows the model. ``memory_limit`` is the
-    most bytes that the process may use; error messages of a load name it. ``threads`` 0 means the
-    library's default.
+    most bytes that the process may use, for the messages of a load. ``threads`` is the number of
+    CPU threads of a step; 0: the library's default.
 
     The runner is rank ``rank`` of the ``tp`` ranks of a divided model, which find each other by the
     file ``rendezvous``; ``kv_bytes`` and ``memory_limit`` are those of all ranks together. With a

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from engine.worker.process.messages import Raised
 
 # Seconds from the first rank's failure in a step to the end of the group, if other ranks do not
-# answer. A rank that is ahead of the failed rank waits for it in a collective for ever. Not tuned:
-# otherwise an answer takes milliseconds.
+# answer: a rank that the failed rank has left in a collective waits for ever. Not tuned; ranks that
+# do not wait answer within milliseconds.
 GRACE_S = 1.0
 
 
 class OutOfStep(Exception):
-    """The ranks are not in the same state any more, so the group must end; the message continues
-    "the worker process"."""
+    """The ranks are not in the same state any more, so the group must end. The message says why, as
+    the rest of a sentence that begins with "the worker process"."""
 
 
 class Answer(NamedTuple):

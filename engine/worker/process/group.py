@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.worker.interface import MemoryEstimate
     from engine.worker.process.side_channels import SideChannels
 
-FIRST_REQUESTS = ("estimate", "load")  # requests in which a silent rank is given up
+FIRST_REQUESTS = ("estimate", "load")  # requests in which a rank that sends nothing is given up
 SIGNS_OF_LIFE = ("progress", "alive")
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class WorkerGroup:
         return sum(rank.rss_bytes() for rank in self.ranks)
 
     def _dead_ranks(self, patience_s: float) -> list[int]:
-        """Return the ranks that are dead, after waiting for the first."""
+        """Wait up to ``patience_s`` for the death of a rank, and return all ranks that are dead."""
         with contextlib.suppress(ValueError):  # `close` was called
             self._deaths.poll(patience_s)
         look = select.poll()
@@ -121,7 +121,7 @@ class WorkerGroup:
 
 class GroupProcess(WorkerGroup):
     """A group of worker processes, in the place of a single one. ``channel`` is the main channel to
-    all ranks. A rank that sends nothing for ``patience_s`` seconds of a load is hung."""
+    all ranks. A rank that sends nothing for ``patience_s`` seconds of a load counts as hung."""
 
     def __init__(self, name: str, threads: int, size: int, patience_s: float) -> None:
         """Start the processes.

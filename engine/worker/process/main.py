@@ -142,7 +142,7 @@ class Worker:
     @contextlib.contextmanager
     def _signs_of_life(self) -> Iterator[None]:
         """While the block runs, have a thread send a sign of life to the server every `ALIVE_S`
-        seconds: the server cannot know how long a load takes, only that a rank has stopped."""
+        seconds. The server waits for a load, whose time it does not know, as long as they come."""
         has_ended = threading.Event()
 
         def tell() -> None:
@@ -214,9 +214,8 @@ class Worker:
 
 
 class _Compiled:
-    """Remembers the number of each constraint's latest compilation. A request to forget that the
-    server made before that compilation, but that arrives after it on another channel, must have no
-    effect."""
+    """Remembers the number of each constraint's latest compilation. A request to forget that has a
+    lower number, but arrives later because of another channel, must not drop that compilation."""
 
     def __init__(self) -> None:
         self._latest: dict[Constraint, int] = {}
@@ -228,7 +227,8 @@ class _Compiled:
             self._latest[constraint] = max(number, self._latest.get(constraint, 0))
 
     def try_forget(self, constraint: Constraint, number: int) -> bool:
-        """Return whether to drop the constraint, and drop its number if so."""
+        """Return whether a request to forget with this number is to drop the constraint. If so,
+        drop the number of the constraint's compilation."""
         with self._lock:
             if self._latest.get(constraint, 0) >= number:
                 return False

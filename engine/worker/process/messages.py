@@ -36,9 +36,8 @@ TEXT_CHARS = 2000  # the most characters of an error's message; not tuned
 
 
 class WorkerProcessError(RuntimeError):
-    """An exception of the worker process that is not one of ours. Its message holds the type and
-    the message of the original. The original's traceback is a note, which logs show and ``str``
-    does not."""
+    """An exception in the worker process that is no `TrioletError`. The message has the original
+    exception's type and message. The original's traceback is a note, which only logs show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class AdapterCall:
 @dataclass(frozen=True, slots=True)
 class Raised:
     """An exception as a message: as strings, and, if it is a TrioletError, pickled in ``own``.
-    ``num_collectives`` is the number of collectives that a rank of a group had begun by then."""
+    ``num_collectives`` is how many collectives the rank of a group had begun when it raised."""
 
     text: str
     traceback: str

@@ -91,7 +91,7 @@ class ProcessRunner:
         self._name = short_name(spec.model)
         self._starting = threading.Lock()  # held while the process is started; never in a step
         self._is_closed = False
-        self._has_died = False  # before `close`
+        self._has_died = False  # whether the process died before `close` was called
         self._process: WorkerProcess | GroupProcess | None = None
         self._channel: Channel | GroupChannel | None = None  # the main channel of the process
         self._loaded: Loaded | None = None
@@ -156,7 +156,7 @@ class ProcessRunner:
                 return messages.result_of(value)
             failure = _error_of(name, value)
         except Exception as error:
-            # Whatever the error is, the state of the process is unknown.
+            # After any error here, the state of the process is unknown.
             raise self._give_up(error) from error
         raise failure
 
@@ -319,7 +319,7 @@ class ProcessRunner:
         return self._process
 
     def _give_up(self, error: Exception) -> WorkerLost | ShuttingDown:
-        """Give the worker up because of ``error``, and return the error of all later calls."""
+        """Kill the process because of ``error``, and return the error of all later calls."""
         if not isinstance(error, ChannelClosed):
             log.error("the worker process of %s is given up: %r", self._name, error)
             what = "be understood" if isinstance(error, BadMessage) else "be sent its next step"
@@ -329,8 +329,8 @@ class ProcessRunner:
     def _failed_load(
         self, error: ChannelClosed | BadMessage
     ) -> ShuttingDown | SpawnFailed | WorkerLost:
-        """Return the error of a load whose channel failed. The load of a group can be tried again:
-        one rank of many has died, perhaps not because of the model."""
+        """Return the error of a load whose channel failed. For a group it is one after which the
+        load is tried again, because a rank may have died for another reason than the model."""
         lost = self._give_up(error)
         if isinstance(lost, ShuttingDown) or self._spec.tp > 1:
             return lost

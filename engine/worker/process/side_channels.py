@@ -25,7 +25,7 @@ class SideChannels:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._lock = threading.Lock()  # guards the fields below, also while a channel is opened
+        self._lock = threading.Lock()  # guards the fields below; held while a channel is opened
         self._is_closed = False
         self._idle: list[Channel] = []
         self._all: set[Channel] = set()

@@ -52,8 +52,8 @@ class WorkerProcess:
         self.name = name
         self._is_given_up = False  # `kill` or `close` was called
         self._killed_why = ""
-        self._end = ""  # how the process ended, once it is reaped
-        self._reaping = threading.Lock()  # held while the process is ended; never taken in a step
+        self._end = ""  # How the process ended, once it is reaped.
+        self._reaping = threading.Lock()  # Held while the process is ended; never taken in a step.
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             main, their_main = socket.socketpair()
             ours.enter_context(main), theirs.enter_context(their_main)

@@ -24,10 +24,11 @@ UNSIGNED = tuple(range(16))
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of GGUF's quantised types. ``decode`` returns its blocks' numbers, scales and offsets."""
+    """One of GGUF's quantised types: a block's inputs and bytes, and its weights' ``form`` and
+    ``decode``, which returns blocks' numbers, scales and offsets."""
 
-    inputs: int  # of a block
-    num_bytes: int  # of a block
+    inputs: int
+    num_bytes: int
     form: Form
     decode: Callable[[torch.Tensor], Parts]
     table: tuple[int, ...] = ()
@@ -36,8 +37,8 @@ class BlockType:
 def decode(
     raw: torch.Tensor, kind: BlockType, order: torch.Tensor | None = None
 ) -> QuantizedWeight:
-    """Return the weight of a tensor's bytes, uint8 [outputs, bytes]. ``order`` are the indices of
-    the rows in the order of the outputs; None: as they are."""
+    """Return the weight in a tensor's bytes, uint8 [rows, bytes]. ``order`` has for each output the
+    index of its row; None: the order is the same."""
     rows = raw if order is None else raw[order]
     numbers, scales, offsets = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
     return QuantizedWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
@@ -116,7 +117,7 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     return numbers, (_half(blocks, 208)[..., None] * scales).flatten(1), None
 
 
-# The block types by GGUF's numbers. The types of 5 and 6 bits are kept in 8 bits.
+# The block types by GGUF's numbers for them. Weights of 5 and 6 bits are kept in 8 bits.
 BLOCK_TYPES = {
     2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
     3: ("Q4_1", BlockType(32, 20, Form(4, 32, has_offsets=True), _q4_1, UNSIGNED)),

@@ -5,8 +5,8 @@ each with two codes, the first in its low four bits, and scales [experts, output
 are powers of two. A code is a number of one sign, two exponent and one mantissa bit; 32 codes share
 a scale. Gates and ups alternate as in the float weights, but outputs come before inputs.
 
-The numbers of the codes are doubled, so that all are integers, and the scales are halved. Source:
-OCP Microscaling Formats (MX) Specification 1.0, 5.3.3 and 6.3; transformers'
+Here codes stand for twice their numbers, so that all are integers, and the scales are halved.
+Source: OCP Microscaling Formats (MX) Specification 1.0, 5.3.3 and 6.3; transformers'
 `integrations/mxfp4.py`.
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from engine.worker.load.joined_experts import Piece
 
-METHOD = "mxfp4"  # its name in config.json
+METHOD = "mxfp4"  # MXFP4's name in config.json
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice each code's number
-BIAS = 127  # a scale of byte b is 2 ** (b - BIAS)
-SCALE_NAN = 255  # the byte of a scale that is NaN
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # Twice each code's number.
+BIAS = 127  # A scale whose byte is b is 2 ** (b - BIAS).
+SCALE_NAN = 255  # A scale with this byte is NaN.
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ class Mxfp4Checkpoint(Checkpoint):
         return "BF16"
 
     def _split_experts(self) -> None:
-        """Replace blocks and scales by the weights of each expert, and do the same for the biases.
+        """Replace the tensors of all experts (blocks, scales, biases) by those of single experts.
 
         Raises:
             Refusal: A layer lacks its scales, or its tensors do not fit each other.

@@ -4,9 +4,9 @@ Rule 1: config.json's `quantization_config` names the layout; a layout that is n
 `Refusal`. Rule 2: the tensors of a packed layer become one weight with its name in a float
 checkpoint. A tensor that belongs to no layer stays in the list for the loader's refusal.
 
-A code of 4 bits is the number code - 8, and a code of 8 bits code - 128, as in symmetric layouts.
-If a group has another zero, it gets an offset: scale * (8 - zero), or scale * (128 - zero). Source:
-AutoGPTQ's `qlinear_cuda_old`, AutoAWQ's `packing_utils`, compressed-tensors'
+A code of 4 bits stands for code - 8, and one of 8 bits for code - 128, as in symmetric layouts. If
+a group has another zero point, it gets an offset: scale * (8 - zero), or scale * (128 - zero).
+Source: AutoGPTQ's `qlinear_cuda_old`, AutoAWQ's `packing_utils`, compressed-tensors'
 `compressors/quantized_compressors`.
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-WORD = 32  # bits
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # for each nibble of a word: its output, of eight
+WORD = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each nibble of a word belongs to
 FINEST_GROUP = 16
 
 
@@ -42,7 +42,7 @@ class Layout:
     is_symmetric: bool
     parts: tuple[str, ...]
     num_needed: int
-    is_zero_less_one: bool = False  # GPTQ's first version stores zero - 1
+    is_zero_less_one: bool = False  # whether zero points are stored less 1, as by GPTQ's version 1
 
 
 def read_layout(config: Mapping[str, Any]) -> Layout | None:
@@ -112,7 +112,7 @@ def _compressed(settings: Mapping[str, Any]) -> Layout:
 
 
 def _size(name: str, bits: Any, group: Any) -> tuple[int, int]:
-    """Return the bits and the inputs of a group, 0 if all inputs are one group."""
+    """Check a layout's bits and its inputs of a group, and return both; 0 inputs mean all."""
     if bits not in (4, 8):
         raise Refusal(f"its {name} weights have {bits} bits; 4 and 8 are read")
     if group in (None, -1):
@@ -252,7 +252,7 @@ def _unpack(
 
 
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in words [rows, words] of 32 bits, the lowest bits' first, as uint8."""
+    """Return as uint8 the codes in words [rows, words] of 32 bits, from the lowest bits on."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     codes = words[..., None] >> shifts & (1 << bits) - 1
     return codes.to(torch.uint8).flatten(1)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DEPTH_PAD = 32  # packed inputs are a multiple; SMALL_DEPTH_PAD in engine/kernels/small_weights.h
-GROUP = 32  # inputs of a group; as in llama.cpp's Q8_0 and Q4_0, to be at least as exact
+GROUP = 32  # inputs of a group, as in llama.cpp's Q8_0 and Q4_0
 CENTRED = tuple(range(-8, 8))  # the numbers that 4-bit codes of `quantise` stand for
 ROUNDED = {"int8": 8, "int4": 4}  # the bits of each value of `--quantization`
-# The largest magnitude of a group becomes -8 times its scale, or a little less: the scale with the
-# smallest square error is taken. The factor 1.0 alone would be llama.cpp's Q4_0; with all five, the
-# square error on normal numbers is less than 0.93 times that (`test_quantized_weights.py`).
+# For a group in 4 bits, these multiples of the scale at which its largest magnitude becomes -8 are
+# tried, and the one with the smallest square error is taken. The factor 1.0 alone is llama.cpp's
+# Q4_0; five factors have less than 0.93 of its square error (`test_quantized_weights.py`).
 FACTORS = (1.0, 0.94, 0.88, 1.06, 0.82)
-ROUNDED_AT_ONCE = 1 << 19  # numbers; a few float tensors of them fit a core's cache
+ROUNDED_AT_ONCE = 1 << 19  # weights: a few float32 tensors of so many fit a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class QuantizedWeight:
 
     @property
     def bits(self) -> int:
-        """The bits of a number."""
+        """The bits of one number: 4 or 8."""
         return 4 if self.table else 8
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
-        """Return the weight with every tensor replaced by ``change`` of it, such as a choice or
-        another order of rows (outputs); columns must stay."""
+        """Return the weight with ``change`` applied to every tensor. It may select rows (outputs)
+        or change their order, and must keep the columns."""
         offsets = None if self.offsets is None else change(self.offsets)
         return replace(
             self, numbers=change(self.numbers), scales=change(self.scales), offsets=offsets
@@ -89,7 +89,7 @@ class QuantizedWeight:
         """Return the weight with scales and offsets in half precision, as the kernels take them.
 
         Raises:
-            Refusal: Half precision cannot hold one of them, or their number is not that of groups.
+            Refusal: Half precision cannot hold one of them, or there is not one for each group.
         """
         wanted = (len(self.numbers), -(-self.numbers.shape[1] // self.group))
         for tensor in (self.scales, self.offsets):
@@ -166,14 +166,14 @@ def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> QuantizedWe
 
 
 def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers, at most 127, and scales of weights [outputs, groups, inputs]."""
+    """Round weights [outputs, groups, inputs]: return numbers of -127 to 127, and scales."""
     scales = (groups.abs().amax(2) / 127.0).half()
     numbers = (groups * _inverse(scales)[:, :, None]).round_().clamp_(-127, 127)
     return numbers.to(torch.int8), scales
 
 
 def _round_to_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of weights [outputs, groups, inputs]."""
+    """Round weights [outputs, groups, inputs]: return codes of 4 bits, and scales."""
     low, high = groups.aminmax(dim=2)
     largest = torch.where(-low > high, low, high)
     best_error = torch.full_like(largest, torch.inf)
@@ -206,7 +206,8 @@ def _per_input(grouped: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
 
 
 class RoundedLater:
-    """Reads a float weight from its mapped file and rounds it. Equal if the results are."""
+    """Reads a float weight from its mapped file and rounds it. Two are equal if they read equal
+    weights and round to as many bits."""
 
     def __init__(self, stored: torch.Tensor, bits: int) -> None:
         self._stored = stored
@@ -242,8 +243,8 @@ def _zeros(given: torch.Tensor, *, width: int, dtype: torch.dtype, is_linear: bo
 
 
 def weight_of(layer: Any) -> torch.Tensor | Callable[[], QuantizedWeight]:
-    """Return a layer's weight, or the function that reads it from its file. For layers that share a
-    weight, the object is the same."""
+    """Return a layer's weight, or the function that reads it from its file. Layers that share a
+    weight return the same object."""
     stored: Callable[[], QuantizedWeight] | None = getattr(layer, "stored", None)
     return layer.weight if stored is None else stored
 

@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
-# llguidance's limits. initial_lexer_fuel is a tenth of its default, which lets
-# `((a{100}){100}){100}` take 200 MB and a second (here 6 MB, 0.1 s); schemas of a thousand
-# properties with patterns stay below.
+# llguidance's limits. initial_lexer_fuel is a tenth of its default, with which
+# `((a{100}){100}){100}` takes 200 MB and a second (here 6 MB and 0.1 s). Schemas with a thousand
+# properties and patterns need less than these limits.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000,
-    "max_lexer_states": 64_000,  # of 1-2 KB each, for all sequences of a constraint together
+    "max_lexer_states": 64_000,  # a state takes 1-2 KB; a constraint's sequences share them
     "max_grammar_size": 100_000,
-    "verbose_errors": False,  # verbose ones quote the output
+    "verbose_errors": False,  # verbose messages quote the output
 }
-# JSON may have whitespace between its parts, but of limited length: a model that begins a run of
-# spaces may never end it. 32 is a line break and an indent of 15 levels.
+# JSON may have whitespace between its parts, but at most 32 characters (a line break and an indent
+# of 15 levels), because a model that begins a run of spaces may never end it.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-# Kinds whose grammar this server writes itself; their cost is known (10,000 choices: 0.15 s).
+# Kinds of constraints whose grammar this server writes itself. 10,000 choices compile in 0.15 s.
 TRUSTED = frozenset({"json_object", "choice"})
 OWN_LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 1_000_000}
-TRUSTED_BYTES_PER_CHAR = 200  # measured with choices; a constraint counts MIN_BYTES at least
+TRUSTED_BYTES_PER_CHAR = 200  # memory of a compiled choice, by characters of its text: measured
 MIN_BYTES = 1 << 16
 # Filling a mask takes 5 µs to 5 ms, or more because of its constraint. Beyond TOKEN_S_MAX seconds
 # in the sandbox, the constraint is refused; beyond MASK_S_MAX in a step, the request ends.
@@ -79,7 +79,7 @@ class Matching:
     """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
     sampled token with `push`."""
 
-    _matcher: LLMatcher | None  # None: the constraint is not compiled, so the row fails
+    _matcher: LLMatcher | None  # None if the constraint is not compiled; the row then fails
     ends: tuple[int, ...]
     _num_words: int
     _field: str
@@ -105,8 +105,8 @@ class Matching:
             mask.trouble = TOO_COMPLEX
 
     def allows(self, token: int) -> bool:
-        """Return whether a token that was sampled elsewhere may follow. If the constraint is not
-        compiled, the result is True: the row fails by its mask."""
+        """Return whether a token that another server or model sampled may follow. If the constraint
+        is not compiled, the result is True, because the row fails by its mask anyway."""
         return self._matcher is None or self._matcher.validate_tokens([token]) == 1
 
     def forced(self) -> list[int]:
@@ -119,7 +119,7 @@ class Matching:
         return tokens[: first_outside(tokens, self._vocab)]
 
     def num_allowed(self, tokens: list[int]) -> int:
-        """Return how many of these tokens, from the first on, may follow one another."""
+        """Return how many of these tokens may follow the output, from the first one on."""
         return 0 if self._matcher is None else max(0, self._matcher.validate_tokens(tokens))
 
     def push(self, token: int) -> bool:
@@ -203,8 +203,8 @@ class ConstraintCompiler:
             self._sandbox.close()
 
     def _prepare(self, field: str) -> tuple[LLTokenizer, ConstraintSandbox]:
-        """Return llguidance's own tokenizer and the sandbox; the first call makes them, which for
-        128,000 tokens takes 0.6 s. A refusal names ``field``."""
+        """Return llguidance's own tokenizer and the sandbox. The first call makes them, which takes
+        0.6 s for a vocabulary of 128,000 tokens. A refusal names ``field``."""
         with self._preparing:
             if not self._refusal and (self._tokenizer is None or self._sandbox is None):
                 self._build_tokenizer()

@@ -30,17 +30,17 @@ PROGRAM = Path(__file__).with_name("sandbox_main.py")
 # properties takes 0.3 s.
 SECONDS_MAX = 1.0
 MEMORY_MAX = 256 << 20
-# Seconds to wait for an answer to the setup and to a grammar. A process that exceeds its processor
-# time ends long before, unless other processes take all of the machine's.
+# Seconds to wait for the answers to the setup and to a grammar. `SECONDS_MAX` of processor time end
+# a process long before, unless other processes take the machine's processor time.
 START_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The outcome of compiling a grammar in the sandbox. ``error`` is the reason why it cannot be
-    compiled, or empty; ``num_bytes`` is the memory it took; ``token_s`` is the longest processor
-    time of a mask, in seconds."""
+    """The outcome of compiling a grammar in the sandbox. ``error`` says why the grammar cannot be
+    compiled, or is empty. ``num_bytes`` is the memory of the compiled grammar, and ``token_s`` the
+    longest processor time that filling a mask took, in seconds."""
 
     error: str = ""
     num_bytes: int = 0
@@ -66,7 +66,7 @@ class ConstraintSandbox:
             "seconds": SECONDS_MAX,
             "memory": MEMORY_MAX,
         }
-        self._lock = threading.Lock()  # guards the two lists, also while a process is started
+        self._lock = threading.Lock()  # guards the fields below
         self._idle: list[_SandboxProcess] = []
         self._all: set[_SandboxProcess] = set()
         self._is_closed = False

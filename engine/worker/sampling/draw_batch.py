@@ -41,8 +41,8 @@ class _Kind(NamedTuple):
 
     is_greedy: bool
     is_seeded: bool
-    is_narrow: bool  # it has top_k or top_p
-    is_edited: bool  # the request changes the row's logits
+    is_narrow: bool  # Whether it has top_k or top_p.
+    is_edited: bool  # Whether the request changes the row's logits.
 
 
 def sample_batch(
@@ -51,10 +51,10 @@ def sample_batch(
     """Implements `engine.worker.sampling.sampler.sample`; ``logits`` are [rows, vocab] float32."""
     if not rows:
         return []
-    looked: list[int] = []  # rows, in the order of `states`
+    looked: list[int] = []  # the rows of `states`, in its order
     states: list[torch.Tensor] = []
-    drawn: list[int] = []  # rows, in the order of `tokens`
-    tokens: list[torch.Tensor] = []  # [n] int64 each
+    drawn: list[int] = []  # the rows of `tokens`, in its order
+    tokens: list[torch.Tensor] = []
     for kind, members, scores in _groups(logits, rows):
         looked.extend(members)
         states.append(_states(scores))
@@ -180,9 +180,8 @@ def _inverse_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Return the columns [rows, 1] int64 that ``u`` [rows, 1] in [0, 1) draws by ``weights``
     [rows, n] float32.
 
-    ``right=True`` finds the first column whose running sum exceeds the target, and that column
-    never has the weight 0. In a row that is not finite there is no such column, so the result is
-    clamped to the row.
+    ``right=True`` finds the first column whose running sum exceeds the target; its weight is never
+    0. A row with a NaN has no such column, so the result is clamped to the row.
     """
     sums = weights.cumsum(1, dtype=torch.float64)
     columns = torch.searchsorted(sums, sums[:, -1:] * u, right=True)

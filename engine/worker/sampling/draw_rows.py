@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Ids = NDArray[np.int64]
 
-# Length of the first prefix, the likeliest tokens, for a top_p without top_k. In most real rows,
+# For a top_p without top_k, this many of the likeliest tokens are sorted first. In most real rows,
 # 256 tokens hold 0.95 of the mass.
 PREFIX = 256
 _GROWTH = 8  # a prefix that is too short grows by this factor: 256, 2,048, 16,384, all
 _BLOCK = 128  # tokens in a block of the unseeded draw; 64 to 512 are equally fast
 _SLAB = 1 << 14  # tokens hashed at once: 128 KB of uint64 stay in a core's cache
-# exp(3e-4): a tolerance for float32 weights that are too small, so that the winner survives.
+# exp(3e-4): by this factor a weight computed in float32 may be too small, and still the token with
+# the highest score plus noise is among the survivors (`_survivors`).
 _SLACK = 1.0003
 NO_LIMITS = Sampling()
 
@@ -58,7 +59,7 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
     Raises:
         NothingToSample: A row has no token that can be sampled, or is not finite.
     """
-    logits = np.ascontiguousarray(logits)  # the kernels need it
+    logits = np.ascontiguousarray(logits)  # as the kernels need them
     tokens, draws = [], iter(uniforms)
     with np.errstate(over="ignore"):  # a logit of -3e38 may overflow to -inf
         for index, row in enumerate(rows):
@@ -76,7 +77,7 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
 
 
 def _processed(scores: Floats, row: SampleRow) -> Floats:
-    """Return the logits [vocab] after edits, bans and mask; a copy if there are any."""
+    """Return the logits [vocab] after the row's edits, bans and mask: a copy if it has any."""
     if not row.is_edited:
         return scores
     scores = scores.copy()
@@ -258,7 +259,7 @@ def likeliest(scores: Floats, count: int) -> Ids:
 
 
 def _bar(scores: Floats, count: int) -> np.float32:
-    """Return a value that at least ``count`` scores, and few more, reach."""
+    """Return a value such that ``count`` scores, or a few more, are at least as high."""
     vocab = len(scores)
     if count >= vocab:
         return np.float32(-np.inf)
@@ -273,7 +274,7 @@ def _bar(scores: Floats, count: int) -> np.float32:
 
 @lru_cache(maxsize=8)
 def _walk(vocab: int) -> NDArray[np.uint64]:
-    """Return `noise.walk` of every id, [vocab] uint64. It is cached for 8 vocabularies."""
+    """Return `noise.walk` of every id, [vocab] uint64, cached for 8 sizes of a vocabulary."""
     return noise.walk(np.arange(vocab))
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Ids = NDArray[np.int64]
 
-# Penalties clip finite logits to this magnitude, because the sampler treats a best logit beyond
-# `LOGIT_MAX` (1e18) as a failure of the model.
+# Penalties clip the logits that they change to this magnitude, because the sampler treats a best
+# logit beyond `LOGIT_MAX` (1e18) as a failure of the model.
 LOGIT_BOUND = 1e17
 
 

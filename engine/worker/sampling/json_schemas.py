@@ -30,13 +30,13 @@ from decimal import Context, Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-EXACT_MAX = 2**53  # beyond it, doubles skip integers
-DECIMALS_MAX = 22  # places after the point: 10^22 is the last power of ten that a double holds
+EXACT_MAX = 2**53  # Doubles hold each integer up to this one.
+DECIMALS_MAX = 22  # Places after the point: doubles hold the powers of ten up to this one.
 # Beyond these, llguidance's 32 bits overflow: in a remainder times ten, and in a product.
 MULTIPLE_MAX = 2**32 // 10 - 1
 PRODUCT_MAX = 2**32 - 1
 DIGITS = Context(prec=15)
-SMALLEST = 1e-20  # taken for the next number after 0: llguidance reads no smaller ones exactly
+SMALLEST = 1e-20  # stands for the next number after 0: llguidance rounds smaller numbers
 ESCAPES = 'nrbtf\\"'
 PLACE_CHARS = 200  # the most characters of a JSON pointer in a message
 EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
@@ -54,14 +54,14 @@ _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP})"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
-FORMATS = {  # patterns that texts of these formats must match in addition
+FORMATS = {  # the pattern that is added to each of these formats
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}[tT]{_TIME}",
     "time": f"^{_TIME}",
     "hostname": "^.{1,253}$",
 }
 
-# The tokens of llguidance's Lark that may contain %json as text, and the keyword itself.
+# In a Lark grammar, tokens in which %json is plain text (comments, strings, …), and %json itself.
 _LARK = re.compile(
     r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json\s*)'
 )
@@ -160,8 +160,8 @@ _Nodes = list[tuple[dict[str, Any], _Place]]
 
 
 def _nodes(root: dict[str, Any]) -> _Nodes:
-    """Return each part of a schema that is a schema itself, with its place: the values of keywords,
-    and the targets of references."""
+    """Return each part of a schema that is a schema itself (values of keywords, and targets of
+    references), with its place."""
     nodes: dict[int, tuple[dict[str, Any], _Place]] = {}
     waiting: list[tuple[Any, _Place]] = [(root, _Place(None, "#"))]
     while waiting:
@@ -224,9 +224,9 @@ def _check_numbers(node: dict[str, Any], place: _Place) -> None:
 
 
 def _is_exact(value: float, *, is_exclusive: bool) -> bool:
-    """Return whether llguidance computes with exactly this number."""
+    """Return whether llguidance computes exactly with a bound, and after an exclusive one."""
     if isinstance(value, int) or not math.isfinite(value):
-        return abs(value) <= EXACT_MAX - is_exclusive  # an exclusive bound allows one integer less
+        return abs(value) <= EXACT_MAX - is_exclusive
     written = Decimal(repr(value))
     places = _decimals(written)
     return places <= DECIMALS_MAX and abs(written.scaleb(places)) <= EXACT_MAX
@@ -275,7 +275,7 @@ def _make_inclusive(nodes: _Nodes) -> None:
     near: dict[int, set[int]] = {
         1: set(),
         -1: set(),
-    }  # integers beside a fraction of the other side
+    }  # the integers next to a bound with a fraction on the other side
     for node, side, key, up in ends:
         for other in (_number(node.get(side)), _number(node.get(key))):
             if other is not None and other != int(other):
@@ -306,7 +306,7 @@ def _complete_format(node: dict[str, Any]) -> None:
 
 
 def _separate_items(node: dict[str, Any]) -> None:
-    """Drop an `additionalItems` that has no effect; move any other behind its `items`."""
+    """Drop an `additionalItems` without an effect; put any other directly after `items`."""
     if "additionalItems" not in node:
         return
     rest = node.pop("additionalItems")
@@ -320,7 +320,7 @@ def _separate_items(node: dict[str, Any]) -> None:
 
 
 def _check_names(node: dict[str, Any], place: _Place) -> None:
-    """Refuse a minimum number of properties that a name written twice could fulfil."""
+    """Refuse a `minProperties` that an answer could fulfil by writing one name twice."""
     least, listed = _number(node.get("minProperties")), node.get("required")
     names = (
         {*listed} if isinstance(listed, list) and all(isinstance(n, str) for n in listed) else ()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """A token to score by a row of the logits, and how many alternatives to return with it."""
+    """A token to score by a row of the logits, and how many of the likeliest tokens to return."""
 
     row: int
     token: int
@@ -56,7 +56,7 @@ def score(
     ]
 
 
-# The log-probability of the token; the ids and log-probabilities of its alternatives.
+# A token's log-probability, and the ids and log-probabilities of the likeliest tokens.
 _Scored = tuple[float, list[tuple[int, float]]]
 
 
@@ -79,7 +79,7 @@ def _score_batch(logits: torch.Tensor, wanted: Sequence[Wanted]) -> list[_Scored
     own = rows.gather(1, tokens)
     width = min(max(item.alternatives for item in wanted), logits.shape[1])
     values, ids = rows.topk(width, dim=1)
-    scores = torch.cat((own, values, ids), 1).tolist()  # one copy; ids below 2**24 are exact floats
+    scores = torch.cat((own, values, ids), 1).tolist()  # one copy, with exact ids below 2**24
     scored: list[_Scored] = []
     for item, (logprob, *rest) in zip(wanted, scores, strict=True):
         likely = zip(map(int, rest[width:]), rest[:width], strict=True)

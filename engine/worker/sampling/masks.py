@@ -25,9 +25,9 @@ class Mask:
 
     ``words`` are bits; token 0 is the lowest bit of the first word. They are 0 until the mask is
     filled. ``ends`` are the end-of-sequence tokens of the grammar. ``field`` is the path of the
-    proto field by which the client asked for the constraint. ``trouble`` is the reason why the mask
-    could not be filled, for the client, as the end of a sentence that begins with "the constraint";
-    else it is empty.
+    proto field by which the client asked for the constraint. ``trouble`` is empty, or tells the
+    client why the mask could not be filled, as the rest of a sentence that begins with "the
+    constraint".
     """
 
     __slots__ = ("ends", "field", "trouble", "words")

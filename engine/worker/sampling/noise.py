@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
-# Bits of a token's number. bits + 0.5 must be exact in float64; with 53 bits, the largest would
-# round up to 1.0.
+# The bits of a token's noise, from which a uniform number (bits + 0.5) / 2**BITS is made. It must
+# be exact in float64: with 53 bits, the largest would round up to 1.0.
 BITS = 52
 
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -61,13 +61,13 @@ def _mix(value: int) -> int:
 
 
 def walk(ids: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """Return the place of each id on the walk from a key of 0, in the shape of ``ids``."""
-    return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)  # wraps
+    """Return (id + 1) * GOLDEN modulo 2**64 for each of ``ids``, to which a draw adds its key."""
+    return (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
 
 
 def mix(places: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Turn places on the walk into noise bits, 0 ≤ bits < 2**52, in place, and return them.
-    ``scratch`` has the shape of ``places``."""
+    """Turn ``places`` (`walk` plus a key) into noise bits, 0 ≤ bits < 2**52, in place, and return
+    them. ``scratch`` has the same shape."""
     for shift, factor in _ROUNDS:
         np.right_shift(places, np.uint64(shift), out=scratch)
         np.bitwise_xor(places, scratch, out=places)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from engine.worker.sampling.edits import Edits
     from engine.worker.sampling.masks import Mask
 
-# A best logit beyond LOGIT_MAX counts as not finite, and a lower temperature as TEMPERATURE_MIN, so
-# that their quotient is still a float32. Logits of real models stay below 1e3.
+# A best logit beyond LOGIT_MAX counts as not finite, and temperatures as TEMPERATURE_MIN at least,
+# so that a logit divided by its temperature fits float32. Logits of real models stay below 1e3.
 LOGIT_MAX = 1e18
 TEMPERATURE_MIN = 1e-20
 
@@ -51,9 +51,9 @@ class SampleRow:
 
 
 def uniforms_of(rows: Sequence[SampleRow], generator: torch.Generator) -> torch.Tensor:
-    """Return the uniform numbers of draws without a client's seed, [rows, 2] float64 on the CPU.
-    For a row with a drawn seed they follow from it, so that its stream can go on at another server;
-    for other rows they come from the generator."""
+    """Return the uniform numbers of draws without a client's seed, [rows, 2] float64 on the CPU. If
+    the server has drawn a seed for a row, its numbers follow from that seed, so that another server
+    can continue the stream; other rows' numbers come from the generator."""
     drawn = [
         None
         if row.sampling.drawn_seed is None

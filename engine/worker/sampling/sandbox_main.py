@@ -27,9 +27,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-NICENESS = 5  # lower priority than the model's steps, but an answer comes in time
-STACK_BYTES = 1 << 20  # smaller than the stack of any of the server's threads
-WALK_TOKENS = 16  # tokens of the random walk
+NICENESS = 5  # The model's steps have a higher priority, and answers still come in time.
+STACK_BYTES = 1 << 20  # Less than the stack of any of the server's threads.
+WALK_TOKENS = 16  # How many tokens the random walk has.
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def answer(fields: dict[str, Any]) -> None:
 
 
 def try_in_fork(tokenizer: LLTokenizer, grammar: str, setup: dict[str, Any]) -> dict[str, Any]:
-    """Compile one grammar in a fork, which that may kill, and return the answer."""
+    """Compile one grammar in a forked process, which may die of it, and return the answer."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -78,7 +78,7 @@ def try_in_fork(tokenizer: LLTokenizer, grammar: str, setup: dict[str, Any]) -> 
 def limit(setup: dict[str, Any]) -> None:
     """Limit the processor time and the memory that this process may use from now on."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = memory_bytes(5) + setup["memory"]  # the limit counts the data segment
+    most = memory_bytes(5) + setup["memory"]  # RLIMIT_DATA counts data that is there already
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # SIGPROF kills the process
 

@@ -81,8 +81,7 @@ class GgufShape:
 
 
 def _has_more_bits(index: int, layers: int) -> bool:
-    """Return whether a layer has its values and downs in Q6_K. Source: llama.cpp's
-    ``use_more_bits``."""
+    """Return whether a layer's value and down projections are in Q6_K, as by llama.cpp's rule."""
     eighth = layers // 8
     return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
 
