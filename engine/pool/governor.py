@@ -101,7 +101,7 @@ class Governor:
     def _grant(
         self, entry: Entry, load: Load, needs: Sequence[MemoryEstimate]
     ) -> list[Reservation | None]:
-        """Reserve for each of ``needs`` that fits now. Never waits (rule 1)."""
+        """Reserve the bytes of each of ``needs`` that fits now. Never waits (rule 1)."""
         granted: list[Reservation | None] = []
         for need in needs:
             for part in need.by_device:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # The longest time, in seconds, for which a job keeps the GIL from the loop or from a step, which
-# need it several times for a token. A guess: a tenth of Python's default.
+# need it several times for a token. A guess: a tenth of Python's default interval.
 SHORT_TURN_S = 5e-4
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ of all threads. Once the process has nothing left to do but to join its threads 
 the thread ends the process rather than letting it wait for ever.
 
 Rule 1: for a step, its loop reads the clock and sets a few attributes; it takes no lock, and wakes
-the thread only from its longest sleep. The thread sleeps until the oldest step reaches its limit
-and then checks again. It wakes once per limit while steps follow each other; an idle engine causes
-one last check and no further wake-ups.
+the thread only after an idle time. The thread sleeps until the oldest step reaches its limit and
+then checks again. It wakes once per limit while steps follow each other; an idle engine causes one
+last check and no further wake-ups.
 Rule 2: nothing here waits for locks that a hung thread may hold: a helper thread, waited for
 `WRITE_LIMIT_S` at most, writes the log lines, and the loop gets callbacks and is never queried.
 Rule 3: nothing here knows an event loop; ``call_soon`` runs a callback on the loop's thread.
@@ -55,7 +55,7 @@ class StepWatch:
     ) -> None:
         self.name = name
         self.step = 0
-        self.started_at: float | None = None  # the watchdog's thread reads it
+        self.started_at: float | None = None  # read by the watchdog's thread
         self.reported_at: float | None = None  # start of the step last reported, by the watchdog
         self.is_hung = False
         self._watchdog = watchdog
@@ -66,7 +66,7 @@ class StepWatch:
         self.step = step
         self.started_at = time.monotonic()
         watchdog = self._watchdog
-        # In this order: either the thread sees the step before it sleeps, or this sees it asleep.
+        # In this order: the thread sees the step before it sleeps, or else is seen asleep here.
         if watchdog is not None and watchdog.is_asleep:
             watchdog.wake()
 

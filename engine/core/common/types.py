@@ -29,7 +29,7 @@ class EndReason(Enum):
 
     @property
     def is_success(self) -> bool:
-        """Whether the choice ended by itself."""
+        """Whether the choice ended by STOP or LENGTH."""
         return self in (EndReason.STOP, EndReason.LENGTH)
 
 

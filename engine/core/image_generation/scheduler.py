@@ -122,7 +122,7 @@ class ImageGenerationScheduler(
         return min((due for due in dues if due is not None), default=None)
 
     def check(self) -> None:
-        """Check also that no live drawing is to be named as ended.
+        """Check also that no live drawing is among those that the next plan names as ended.
 
         Raises:
             AssertionError: One is.

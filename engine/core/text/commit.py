@@ -1,7 +1,7 @@
 """What a step's results mean for its sequences: progress, tokens and ends.
 
 Rule: each row of the step has its result in the same place; a row's message slot becomes one
-message (`Tokens`), or goes back.
+message (`Tokens`), or is given back.
 """
 
 from __future__ import annotations

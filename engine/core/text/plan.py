@@ -100,7 +100,7 @@ class Row(NamedTuple):
     that it does not share. ``blocks`` None: the block table is as the last step left it.
 
     The last ``drafts`` of the positions hold tokens that the worker offered with the sequence's
-    last result (`RowResult.offered`). It samples behind each of them, too, and keeps the sampled
+    last result (`RowResult.offered`). The row samples behind each draft, too, and keeps the sampled
     tokens up to the first that differs from the draft. ``by_model``: the draft model of the worker
     drafts these tokens in this step; they may become fewer (`RowResult.drafted`).
 

@@ -45,7 +45,7 @@ WAITING_MAX = 512  # compilations that wait; each compilation takes 2 s at most
 
 
 class _Entry:
-    """One constraint. ``num_bytes`` is None until it is compiled, ``error`` why it was not."""
+    """One constraint. ``num_bytes`` is None until it is compiled; ``error`` says why it was not."""
 
     def __init__(self) -> None:
         self.holders = 0

@@ -64,7 +64,7 @@ class KeptEvents:
         self._started_bytes = 0
         self._is_started_whole = True
         self._tokens: deque[Tokens] = deque()
-        self._tokens_bytes = 0  # an estimate
+        self._tokens_bytes = 0
         # How many tokens of each choice are not kept: the oldest, and those of ``continued``.
         self._dropped: Counter[int] = Counter(
             {i: len(choice.token_ids) for i, choice in enumerate(continued) if not choice.finished}

@@ -127,7 +127,7 @@ class Drafts:
             offer = offers.get(seq.sequence_id)
             if offer is None or not (may_model or offer.count):
                 continue
-            most, left = -(-room // left), left - 1  # an equal part of the free positions
+            most, left = -(-room // left), left - 1  # each row's equal part of the free positions
             by_model = most if offer.has_model and may_model else 0
             counts = (offer.count, num_drafted), (by_model, len(offers))
             length, is_models = self._pick(seq, rows[index], most, counts, num_rows)

@@ -164,7 +164,7 @@ class BlockPool:
         self._cached.add(block)
 
     def unmark_cached(self, block: BlockId) -> None:
-        """Note that the block's contents cannot be matched any more; if free, it is now first."""
+        """Note that the block's contents cannot be matched any more; it is reused first if free."""
         self._cached.discard(block)
         if block in self._free:
             self._free.move_to_end(block, last=False)

@@ -227,7 +227,7 @@ def _call_of(text: str, name: str, call_id: str, needs_arguments: bool) -> ToolC
     the model's spelling."""
     try:
         fields = _fields_of(text)
-    except (ValueError, RecursionError):  # an int of 5,000 digits raises ValueError
+    except (ValueError, RecursionError):  # to json, an int of 5,000 digits is a ValueError
         return None
     if name:
         return ToolCall(name, text, call_id)
