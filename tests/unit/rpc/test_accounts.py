@@ -1,4 +1,4 @@
-"""What connections may cost, and what becomes of those that cost more."""
+"""What a connection may cost the server, and what becomes of connections that cost more."""
 
 import gzip
 import itertools
@@ -130,7 +130,7 @@ async def test_who_connects_anew_waits_for_what_is_owed_and_others_do_not(autoju
 
 @pytest.mark.parametrize("num_calls", [0, 10])
 async def test_a_handshake_that_brought_no_call_costs_its_address_time(autojump_clock, num_calls):
-    """A client that did nothing but handshakes of TLS took 0.6 of a core."""
+    """Red if TLS handshakes are free: a client that did nothing else took 0.6 of a core."""
     async with serving(echo) as running:
         client = Client(Wire())
         client.wire.opening_s = TlsTransport.opening_s
@@ -145,7 +145,7 @@ async def test_a_handshake_that_brought_no_call_costs_its_address_time(autojump_
 
 
 async def test_a_failed_call_owes_for_the_bytes_of_its_request(autojump_clock, monkeypatch):
-    """It owed the same for 12 MiB of garbage as for none, which took 20 ms to read and to parse."""
+    """Red if a call owes the same for an empty request and one of 12 MiB, which takes 20 ms."""
 
     async def refuse(call):
         await call.read()
@@ -276,7 +276,7 @@ async def test_a_flood_ends_with_enhance_your_calm_and_others_are_served(autojum
 
 
 async def test_a_client_that_reads_much_and_answers_every_message_never_pays(autojump_clock):
-    """It sends two window updates and a ping for each small message, as a busy client does."""
+    """The client sends two window updates and a ping for each small message, as a busy one does."""
 
     async def handler(call):
         for _ in range(10_000):
@@ -361,7 +361,7 @@ async def test_others_are_served_while_a_large_message_is_decompressed(autojump_
         sizes.append(len(await call.read()))
         await call.end(StatusCode.OK)
 
-    sizes = []  # in the order in which the requests became complete
+    sizes = []  # of the requests, in the order in which they became complete
     async with serving(read) as running:
         bad, good = await running.connect(), await running.connect()
         send(bad, zeros_in_gzip(2**22), headers=GZIP)
@@ -380,13 +380,12 @@ def send(client, body, *, headers=None, is_last=True):
 
 
 def call_often(client, headers):
-    """Make ten calls at once with these headers."""
     for _ in range(10):
         client.call(b"a", headers=headers)
 
 
 def many_headers(size):
-    """Return so many bytes of metadata."""
+    """Return metadata of ``size`` bytes."""
     return {f"x-{number}": "a" * 1000 for number in range(size // 1000)}
 
 
@@ -558,8 +557,8 @@ async def test_failures_of_the_server_do_not_end_a_busy_connection(autojump_cloc
 def test_nobody_waits_for_the_opening():
     account = Account(Limits(), lambda: 0.0)
     account.charge(accounts.SETTINGS_FRAME)  # the client's first frame
-    account.charge(accounts.NO_OP_FRAME)  # its acknowledgement of ours
-    account.charge(accounts.WINDOW_UPDATE)  # that of the connection
+    account.charge(accounts.NO_OP_FRAME)  # the client's acknowledgement of the server's SETTINGS
+    account.charge(accounts.WINDOW_UPDATE)  # for the connection, not for a stream
     assert account.take_owed_s() == 0
 
 

@@ -16,7 +16,7 @@ from tests.support.rpc_calls import GOAWAY, echo, serving, wait
 from tests.support.rpc_memory import Wire, framed
 
 LIMITS = Limits()
-PATIENT = Limits(budget=math.inf, overhead_burst_s=math.inf)  # clients may cost what they like
+PATIENT = Limits(budget=math.inf, overhead_burst_s=math.inf)  # no client costs too much
 
 
 async def linger(call):
@@ -157,8 +157,8 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
 
 
 async def test_calls_that_are_reset_in_the_queue_leave_it(autojump_clock):
-    """Calls of other clients would wait behind them. Bytes may take any time here: else a slow
-    machine handles them in such small parts that the calls have begun before their resets."""
+    """Red if other clients' calls wait behind them. Reading may take any time here: on a slow
+    machine the calls would otherwise begin before their resets are read."""
     async with serving(echo, replace(PATIENT, share_s=math.inf, part_s=math.inf)) as running:
         client = await running.connect()
         calls = [client.call(b"a", is_last=False) for _ in range(900)]
@@ -189,7 +189,7 @@ async def test_a_long_block_of_headers_is_refused_early(autojump_clock):
             await trio.testing.wait_all_tasks_blocked()
         assert client.wire.is_closed or not client.hear() or client.goaway_code is not None
         (connection,) = running.connections or (None,)
-        assert connection is None or connection._is_over  # 480 KiB are kept by h2, and 1 MiB may be
+        assert connection is None or connection._is_over  # of up to 1 MiB, h2 keeps 480 KiB
 
 
 @pytest.mark.parametrize("has_requests", [False, True])
@@ -197,7 +197,7 @@ async def test_calls_without_requests_come_in_slowly(autojump_clock, has_request
     async with serving(echo) as running:
         client = await running.connect(window=100_000)
         began_at = trio.current_time()
-        for count in (500, 1):  # what the first ones owe delays the last one
+        for count in (500, 1):  # the last call waits for what the first 500 owe
             for _ in range(count):
                 client.call(*[b"a"] * has_requests, is_last=has_requests)
             await client.settle()

@@ -1,4 +1,4 @@
-"""One call over a connection in memory, on a clock that jumps: its messages and its ends."""
+"""One call over a connection in memory, in virtual time: its messages, and how it ends."""
 
 import pytest
 import trio
@@ -127,7 +127,7 @@ async def test_a_message_that_waits_whole_is_dropped_and_the_status_follows_at_o
 
 @pytest.mark.parametrize("window", [1, 31, 38, 39, 64, 150])
 async def test_a_window_smaller_than_a_small_message_does_not_hold_it_back(autojump_clock, window):
-    """A client opens its window again only as far as it was used."""
+    """The client opens its flow-control window again only by as many bytes as it has received."""
 
     async def handler(call):
         for number in range(5):

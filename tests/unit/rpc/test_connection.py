@@ -1,4 +1,4 @@
-"""Connections in memory, on a clock that jumps: when output leaves, slow and lost clients."""
+"""Connections in memory, in virtual time: when output is sent, slow clients, and lost ones."""
 
 import math
 
@@ -86,7 +86,7 @@ async def test_a_message_of_a_step_to_a_client_that_has_left_ends_its_connection
         client.call()
         await client.settle()
         await running.calls[0].write(b"a")
-        client.wire.has_left = True  # and the connection's reader does not notice
+        client.wire.has_left = True  # the task that reads from the connection does not notice
         running.flusher.hold()
         assert running.calls[0].try_write(b"b")
         running.flusher.release()
@@ -150,7 +150,7 @@ async def test_for_a_client_that_takes_no_bytes_little_is_buffered_and_nothing_i
         assert not connection.http2.blocked_by_stream
         client.ping(10_000)
         await client.settle()
-        assert len(client.wire.incoming) == 170_000 - 2**14  # the server had begun to read
+        assert len(client.wire.incoming) == 170_000 - 2**14  # the server has read 2**14 bytes
         assert len(connection._unsent) < LIMITS.clogged_bytes + 20_000 + 2**14
         assert not connection.http2.output.take()
         client.wire.room = math.inf
@@ -180,7 +180,7 @@ async def test_a_client_that_takes_no_bytes_for_long_is_cut(autojump_clock):
 
 
 async def test_a_client_that_takes_bytes_slowly_gets_them_all(autojump_clock):
-    """Nothing is read from the client meanwhile, so that its answers to pings are not seen."""
+    """Meanwhile nothing is read from the client, not even its answers to pings."""
 
     async def handler(call):
         await call.write(bytes(2**20))
@@ -224,7 +224,7 @@ async def test_a_client_whose_bytes_take_long_is_read_a_little_at_a_time(
     autojump_clock, monkeypatch
 ):
     sizes = []
-    limits = Limits(part_s=-1.0)  # every part takes longer
+    limits = Limits(part_s=-1.0)  # every part of the input takes longer than this
     async with serving(echo, limits) as running:
         client = await running.connect()
         http2 = running.connections[0].http2

@@ -1,4 +1,4 @@
-"""Which connections a server takes, and that no address keeps others outside."""
+"""Which connections a server accepts; no address can keep the clients of other addresses out."""
 
 import socket
 import time
@@ -41,7 +41,7 @@ def test_an_address_that_owes_time_has_few_connections_that_wait_for_it():
 
 
 def test_a_crowd_is_let_in_quickly_however_many_addresses_are_connected():
-    """Red if the connections of all addresses are summed up for each that comes."""
+    """Red if the server counts the connections of all addresses again for each new connection."""
     entrance = Entrance(Limits())
     for number in range(15_000):
         entrance.admit(f"{number}")
@@ -89,9 +89,9 @@ async def test_who_holds_the_most_places_loses_the_oldest():
 
 
 async def test_a_full_server_answers_what_lasts_and_refuses_the_rest_by_name(autojump_clock):
-    """A probe hears that the server is alive, and gRPC repeats other calls at another address.
+    """A health probe hears that a full server is alive, and gRPC repeats other calls elsewhere.
 
-    Red if a full server closes each connection: a probe could not tell it from one that hangs.
+    Red if a full server closes each connection: a probe would think that the server hangs.
     """
     limits = Limits(connections_max=2, reserved_max=2, lasting_methods=(b"/a.Health/",))
     async with serving(echo, limits) as running:
@@ -118,11 +118,11 @@ async def test_a_full_server_answers_what_lasts_and_refuses_the_rest_by_name(aut
 
 @pytest.mark.parametrize("stays_s", [0.0, 0.5], ids=["leaves at once", "waits for an answer"])
 async def test_an_address_that_connects_over_and_over_delays_no_other(autojump_clock, stays_s):
-    """What the connections of an address take of the loop is bounded by the share of overhead, and
-    what waits for that share is bounded, too. A client of the same address comes through, as those
-    before it have left, and cost little.
+    """The share of overhead (`Limits.overhead_share`) bounds how much time of the event loop the
+    connections of one address take, and how many of them wait for that share. A later client of the
+    same address is served, as the connections before it have closed and cost little.
 
-    Red if only one of an address waits, or if those that have left pay as those that are served.
+    Red if one connection of an address may wait, or if closed ones cost as much as served ones.
     """
     limits = Limits()
     seconds, num_opened, slowest_s = 5, 0, 0.0
@@ -183,7 +183,8 @@ async def test_a_connection_leaves_a_debt_of_what_it_took(autojump_clock):
 
 @pytest.mark.parametrize("begins", [False, True], ids=["it waits", "in a handshake"])
 async def test_who_loses_its_place_while_it_is_opened_still_owes(begins, autojump_clock):
-    """Red if an address that comes into the reserve over and over loses its debt there."""
+    """Red if an address loses its debt when its connections come into the reserve again and
+    again."""
     async with serving(echo, Limits(connections_max=0, reserved_max=1)) as running:
         addresses, owed_s = running.server._shared.addresses, BROKEN_CONNECTION * POINT_S
         if not begins:
@@ -206,7 +207,7 @@ async def listener():
 
 
 async def test_a_crowd_is_accepted_in_few_turns(listener):
-    """Red if a listener takes one client in each turn of the loop."""
+    """Red if a listener accepts one client in each turn of the loop."""
     clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(100)]
     taken = [await listener.accept() for _ in range(2)]
     assert [len(batch) for batch in taken] == [ACCEPTS_MAX, 100 - ACCEPTS_MAX]
@@ -228,7 +229,7 @@ async def test_it_is_known_whether_a_client_has_left(listener, said):
 
 
 async def test_a_crowd_of_one_address_is_served_at_once(autojump_clock):
-    """Clients that come for the first time owe nothing, however many share an address."""
+    """New clients owe nothing, however many of them share an address."""
     async with serving(echo) as running:
         clients = [Client(Wire(OTHER)) for _ in range(300)]
         for one in clients:

@@ -22,7 +22,7 @@ class Turns(trio.abc.Instrument):
 
 
 async def pass_all(start_limiter, count, turns, *, cancelled=(), owner_of=lambda number: "a"):
-    """Return the turn in which each task passed, in the order in which the tasks came."""
+    """Return the turn in which each task passed the limiter, in the order of their arrival."""
     scopes = [trio.CancelScope() for _ in range(count)]
     came, passed = [], {}
 
@@ -102,7 +102,7 @@ async def test_a_lock_is_held_by_one_and_its_owners_take_turns():
             nursery.start_soon(go, "many")
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(go, "few")
-        with trio.move_on_after(0.01):  # leaves the queue
+        with trio.move_on_after(0.01):  # gives up its place in the queue
             await go("gone")
     assert passed.index("few") <= 2
     assert len(passed) == 11
@@ -126,7 +126,7 @@ async def test_a_share_that_is_spent_lets_nobody_through_until_the_next_turn(tur
     share = FairShareLimiter(0.004, 16)
     await share.enter("a")
     share.spend(0.003)
-    await share.enter("a")  # there is time left
+    await share.enter("a")  # 1 ms of the share is left
     share.spend(0.002)
     before = turns.count
     await share.enter("a")

@@ -1,4 +1,4 @@
-"""Messages in a body."""
+"""How the bytes of a request's or response's body are split into gRPC messages."""
 
 import gzip
 import random
@@ -45,7 +45,7 @@ class Reading:
 
 
 def read(body, limit=LIMIT, encoding=b"identity", cuts=()):
-    """Return what is read from a body that comes in these pieces."""
+    """Return what is read from a body that arrives in these pieces."""
     reader = MessageReader(limit, encoding)
     for chunk in chunks_of(body, cuts):
         reader.feed(chunk)
@@ -165,7 +165,7 @@ def test_an_uncompressed_message_may_come_with_any_encoding():
 
 
 def test_a_compressed_message_without_an_encoding_is_no_message():
-    """Source: compression.md, the status for a compressed flag without an encoding."""
+    """Source: compression.md of gRPC, on compressed messages in a call without an encoding."""
     reader = read(framed(gzip.compress(b"a"), flag=1), encoding=b"identity")
     assert isinstance(reader.error, InvalidMessage)
     assert not reader.messages
@@ -184,7 +184,7 @@ def test_another_compression_is_unsupported(encoding):
 
 
 def test_messages_that_nobody_takes_are_bounded():
-    """A client might go on sending to a call that takes one request."""
+    """Otherwise a client could fill the memory by messages to a method that reads one request."""
     reader = MessageReader(LIMIT)
     for _ in range(10_000):
         reader.feed(framed(b""))
@@ -217,8 +217,8 @@ def test_a_large_message_is_decompressed_in_parts(size, encoding, is_dense, has_
 
 
 def test_a_large_message_takes_no_more_memory_than_its_own_size():
-    """Its pieces leave no holes in the heap. They were small blocks once, of which most stayed with
-    the process: then 16 MiB took 26 (issue 19)."""
+    """The buffer's pieces leave no holes in the heap. Before issue 19 was fixed, the pieces were
+    small blocks of which most stayed with the process, so that a message of 16 MiB took 26 MiB."""
     program = """
 from grpc_service.rpc.framing import MessageReader
 

@@ -1,5 +1,5 @@
 """Calls and connections that have ended leave nothing to Python's garbage collector, which a server
-runs so seldom that the garbage of thousands of calls took tens of megabytes (issue 19)."""
+runs so seldom that the garbage of thousands of calls would take tens of megabytes (issue 19)."""
 
 import gc
 
@@ -21,7 +21,7 @@ from tests.support.rpc_calls import MemoryServer, serving
 OF_CALLS = (Call, RequestBody, Holding, Stream, UncountedStream)
 OF_CONNECTIONS = (Connection, Http2Connection, ServerH2)
 HALF = b"\0\0\0\0\x09half"  # a message of which five bytes are missing
-OLDER = []  # what other tests of this process keep
+OLDER = []  # objects that earlier tests in this process keep alive
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _no_collector():
 
 
 def instances(*classes):
-    # Not `isinstance`, which asks some objects of torch for their class, and warns of them.
+    # `isinstance` would ask some of torch's objects for their class, which warn of that.
     return [one for one in gc.get_objects() if type(one) in classes]
 
 
@@ -45,7 +45,7 @@ def alive(*classes):
 
 
 async def handler(call):
-    """Do what the call's ``x-do`` says."""
+    """Handle a call in the way that its header ``x-do`` names."""
     what = dict(call.metadata).get("x-do", "")
     try:
         if what == "close":
@@ -133,7 +133,7 @@ async def test_a_call_that_has_ended_is_freed_without_the_collector(way, autojum
         await trio.sleep(2)
         await client.settle()
         assert len(client.ends) == 1
-        assert alive(*OF_CALLS) == ["Holding"]  # that of the connection's output
+        assert alive(*OF_CALLS) == ["Holding"]  # the holding of the connection's output
         assert len(alive(*OF_CONNECTIONS)) == len(OF_CONNECTIONS)
 
 
@@ -166,7 +166,7 @@ async def breaks_the_protocol(client):
 @pytest.mark.parametrize("end", [leaves, breaks_the_protocol])
 @pytest.mark.parametrize("way", [None, *WAYS])
 async def test_a_connection_that_has_ended_is_freed_without_the_collector(way, end, autojump_clock):
-    """Its calls are freed with it, in whatever state they are."""
+    """A connection's calls are freed with the connection, whatever state they are in."""
     async with serving(handler, kind=MemoryServer) as running:
         client = await running.connect()
         if way is not None:

@@ -1,7 +1,7 @@
-"""Each part of h2's insides that the library relies on.
+"""Each part of h2's internals that the RPC library relies on.
 
-A test here fails when h2 changes that part, or when h2 does by itself what our override does, so
-that the override can go. `plain` is h2's own connection; its behaviour is the override's reason.
+A test here fails when h2 changes such a part, or when h2 does by itself what our override does, so
+that the override can go. `plain` is h2's own connection, whose behaviour we override.
 """
 
 import pytest
@@ -69,7 +69,7 @@ class Client(H2Connection):
 
 
 def exchange(client, server):
-    """Pass bytes both ways until neither has more to send; return the server's events."""
+    """Pass bytes both ways until nobody has more to send; return the server's events."""
     events = server.receive_data(client.data_to_send())
     client.receive_data(server.data_to_send())
     return events + server.receive_data(client.data_to_send())
@@ -177,7 +177,7 @@ def test_h2_describes_frames_and_we_leave_out_the_body_of_data(client, monkeypat
 def test_a_frame_of_data_is_of_our_kind_before_h2_looks_for_its_handler(server):
     assert QuietDataFrame in server._frame_dispatch_table
     frame = DataFrame(1, b"x")
-    frame.__class__ = QuietDataFrame  # both have the same layout
+    frame.__class__ = QuietDataFrame  # `QuietDataFrame` adds no attributes to h2's `DataFrame`
     assert frame.serialize() == DataFrame(1, b"x").serialize()
 
 
@@ -250,7 +250,7 @@ def test_h2_remembers_as_many_closed_streams_as_the_limit_says(client, server):
 
 
 def serve_after_goaway(client, server):
-    """Answer a call after the client has sent GOAWAY; return the events of the answer."""
+    """Answer a call after the client has sent GOAWAY; return the client's events for the answer."""
     call = client.request()
     exchange(client, server)
     events = server.receive_data(GoAwayFrame(0).serialize())
@@ -287,7 +287,7 @@ def test_our_goaway_names_the_last_stream_and_h2_goes_on(client, server):
 
 
 def settings_frame(*sizes):
-    """Return SETTINGS frames, one for each of these sizes of the header table."""
+    """Return SETTINGS frames, one frame for each size of the header table in ``sizes``."""
     frames = [SettingsFrame(0, {SettingsFrame.HEADER_TABLE_SIZE: size}) for size in sizes]
     return b"".join(frame.serialize() for frame in frames)
 

@@ -74,7 +74,7 @@ GOOD = [
 
 
 def without(name):
-    """Return the good headers without one."""
+    """Return the good headers without the header called ``name``."""
     return [header for header in GOOD if header[0] != name]
 
 

@@ -1,4 +1,4 @@
-"""The bytes that a server keeps for its clients are bounded, and those who hold most pay first."""
+"""The bytes that a server keeps for clients are bounded; those who hold most lose calls first."""
 
 import math
 import os
@@ -23,7 +23,7 @@ REQUEST_BYTES = 200_000
 
 
 class Room:
-    """HeldBytes with a clock that a test moves, and what they did."""
+    """A `HeldBytes` with a clock that a test moves, and the calls that it evicted or let grow."""
 
     def __init__(self):
         self.now = 0.0
@@ -32,7 +32,7 @@ class Room:
         self.held = HeldBytes(LIMITS, lambda: self.now)
 
     def holding(self, address="a", *, is_request=True, holder=None):
-        """Return a new holding of a connection from this address, a new one without ``holder``."""
+        """Return a new holding of ``holder``, or of a new connection from ``address``."""
 
         def evict():
             self.evicted.append(one)
@@ -69,8 +69,8 @@ def test_beyond_the_limit_what_makes_no_progress_ends_the_heaviest_address_first
 
 
 def test_of_an_address_the_connection_with_most_bytes_pays_first():
-    """Red if calls of equal size end in the order in which they came: then the first call behind a
-    proxy pays for a client that came later."""
+    """Red if, of calls of equal size, the oldest is evicted: then the first client behind a proxy
+    would lose its call because of a client that came later."""
     room = Room()
     innocent, greedy = Holder("proxy"), Holder("proxy")
     first = room.holding(holder=innocent)
@@ -148,7 +148,7 @@ def test_beyond_twice_the_limit_calls_end_although_they_progress():
 
 
 def test_large_requests_do_not_fill_the_room_by_halves():
-    """Each of them is as large as all of the room, and they take what they are given at once."""
+    """Each request is as large as the room. Red if many hold half of it, and none can finish."""
     room, whole, peak = Room(), LIMITS.held_bytes, 0
     holdings = [room.holding(f"address {number}") for number in range(10)]
     missing = dict.fromkeys(holdings, whole)
@@ -269,8 +269,8 @@ async def test_half_requests_are_bounded_and_whole_ones_are_served(autojump_cloc
 
 
 async def test_a_whole_request_that_waits_for_the_server_has_not_stalled(autojump_clock):
-    """Requests that waited for their turn to be decoded were ended, as if they were not complete,
-    when another client's request made the room short."""
+    """Red if complete requests that wait to be decoded are ended as if they had stalled, when
+    another client's request makes the memory short."""
     turn, body = trio.Event(), bytes(16_000)
 
     async def serve(call):
@@ -325,7 +325,7 @@ async def test_whole_requests_beyond_twice_the_limit_end_and_say_why(autojump_cl
 )
 async def test_answers_that_are_not_read_are_bounded_and_say_why(autojump_clock, window, end):
     async def handler(call):
-        await call.write(bytes(95))  # 100 with its prefix
+        await call.write(bytes(95))  # 100 bytes with gRPC's prefix of 5
         await call.answer(bytes(300_000))
 
     limits = Limits(held_bytes=1_000_000)
@@ -394,7 +394,7 @@ async def test_calls_that_wait_for_windows_are_bounded(autojump_clock):
         refused = str(int(StatusCode.RESOURCE_EXHAUSTED))
         assert set(bad.ends.values()) == {refused}
         assert 100 <= len(bad.ends) < 110, "twice the limit is for 200, without their requests"
-        await trio.sleep(limits.held_stall_s + 5 * LOOK_S)  # they end a few at a time
+        await trio.sleep(limits.held_stall_s + 5 * LOOK_S)  # calls end a few at a time
         answer = await good.request("a.B/C", b"a")
         assert answer.code is StatusCode.OK
         bad.call()
@@ -476,8 +476,8 @@ async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
 
 
 async def test_a_call_whose_request_is_not_complete_counts_itself_and_its_bytes(autojump_clock):
-    """1,500 calls with some bytes each took 65 MB, when the larger of the two was counted, and 40
-    since (`python -m tools.lab.bench abuse`, half messages)."""
+    """Red if only the larger of call and bytes counts: 1,500 such calls then took 65 MB instead of
+    40 (`python -m tools.lab.bench abuse`, half messages)."""
     async with serving(echo, Limits()) as running:
         client = await running.connect()
         call = client.call(is_last=False)
@@ -517,7 +517,7 @@ async def test_a_request_that_waited_is_told_that_it_may_go_on(autojump_clock):
         one.reset(first)
         await one.settle()
         await other.settle()
-        assert other.h2.local_flow_control_window(second) > 0  # sent only by the ping, 30 s later
+        assert other.h2.local_flow_control_window(second) > 0  # before the next ping, 30 s later
 
 
 async def test_nothing_is_counted_for_a_call_that_ended_before_its_message_was_decompressed(
@@ -581,7 +581,7 @@ async def test_a_waiting_compressed_message_is_counted(autojump_clock):
 
 
 async def test_a_requests_bytes_are_dropped_when_its_call_ends(autojump_clock):
-    """The call's objects refer to each other, and a server runs the garbage collector seldom."""
+    """Red if the bytes live until the garbage collector frees the call, which is in a cycle."""
     async with serving(wait) as running:
         client = await running.connect()
         for _ in range(5):
@@ -619,8 +619,8 @@ async def test_output_that_a_client_does_not_take_counts_and_ends_its_connection
 
 
 def test_nothing_is_counted_for_what_has_ended():
-    """A connection's writer may still report what was sent of an answer in the turn in which its
-    call was cancelled. Counted then, the bytes would be missing for ever."""
+    """A connection's writer may report sent bytes in the turn in which their call was cancelled. If
+    these were counted then, nothing would ever subtract them."""
     room = Room()
     answer, other = room.holding(is_request=False), room.holding()
     room.held.set_bytes(answer, 60)

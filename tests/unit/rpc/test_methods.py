@@ -1,4 +1,4 @@
-"""Methods, the dispatcher, and the kit that tests handlers in memory."""
+"""Methods, the dispatcher, and the helpers with which programs test their handlers in memory."""
 
 import pytest
 import trio
@@ -20,12 +20,12 @@ def packed(text):
 
 
 def serve(handler, **options):
-    """Return what serves a call of one method by ``handler``."""
+    """Return a function that serves a call of one method by ``handler``."""
     return Dispatcher([Method(NAME, StringValue, handler, **options)]).serve
 
 
 async def ask(handler, *messages, method=NAME, limits=None, headers=None, **options):
-    """Return what a client gets from one call of ``handler``."""
+    """Call ``handler`` once, and return what the client gets."""
     async with serving(serve(handler, **options), limits) as server:
         client = await server.connect()
         return await client.request(method, *messages, headers=headers)
@@ -37,12 +37,11 @@ async def upper(request, call):
 
 
 async def fail(request, call):
-    """Fail with a status."""
     raise RpcError(StatusCode.NOT_FOUND, "no such nömber", [("x-a", "1"), ("x-b-bin", b"\0")])
 
 
 async def crash(request, call):
-    """Fail with a bug."""
+    """Raise an exception that is no status."""
     raise ValueError("a secret path")
 
 

@@ -45,7 +45,7 @@ async def test_a_server_that_stops_sends_goaway_lets_calls_finish_and_cuts_the_r
 
 @pytest.mark.parametrize("patience_s", [0, Limits().leave_patience_s])
 async def test_a_server_without_calls_stops_once_its_clients_know(autojump_clock, patience_s):
-    """Clients that do not answer get `Limits.leave_patience_s`."""
+    """Clients that do not answer are waited for during `Limits.leave_patience_s`."""
     async with serving(wait) as running:
         clients = [await running.connect() for _ in range(3)]
         began_at = trio.current_time()
@@ -68,7 +68,7 @@ async def test_a_call_on_its_way_is_served_by_a_server_that_stops(autojump_clock
         async with trio.open_nursery() as nursery:
             nursery.start_soon(running.server.stop, MINUTE)
             await trio.testing.wait_all_tasks_blocked()
-            call = client.call()  # before the client has read of the end
+            call = client.call()  # before the client has read that the server stops
             await client.settle()
         assert client.ends == {call: "0"}
 
@@ -102,13 +102,13 @@ async def test_a_server_that_stops_waits_for_no_handshake(autojump_clock, is_rea
 async def test_a_client_whose_handshake_ends_after_the_leave_repeats_its_calls(
     autojump_clock, calls
 ):
-    """Nobody waits for them, so one that has come is refused by name and not by a status. Others
-    are on their way while the server closes, and behind the number of the last GOAWAY."""
+    """Nobody waits for such calls. A call that has arrived is refused by REFUSED_STREAM, not by a
+    status; later calls have ids above the last one in the GOAWAY."""
     async with serving(wait) as running:
         client = Client(Wire())
         client.wire.ready = trio.Event()
         running.listener.arrive(client.wire)
-        # One does not wait for the server's settings.
+        # This call does not wait for the server's SETTINGS.
         refused = {client.call(b""): ErrorCodes.REFUSED_STREAM} if calls else {}
         await trio.testing.wait_all_tasks_blocked()
         running.server.leave()
@@ -122,8 +122,8 @@ async def test_a_client_whose_handshake_ends_after_the_leave_repeats_its_calls(
 
 @pytest.mark.parametrize("knows", ["after its calls", "not within the patience", "comes late"])
 async def test_no_call_is_served_that_its_client_repeats_elsewhere(autojump_clock, knows):
-    """gRPC's clients repeat by themselves what is behind the number of a GOAWAY. A lasting call
-    that was on its way when the server named a number was served, and could be served twice."""
+    """gRPC's clients repeat calls whose stream ids are above the last one in a GOAWAY. Red if a
+    lasting call that arrives after the GOAWAY is served here, too."""
     limits = Limits(lasting_methods=(b"/a.Lasting/",))
     async with serving(echo, limits) as running:
         client = Client(Wire(), is_deaf=knows == "not within the patience")
@@ -166,7 +166,7 @@ async def test_a_stop_does_not_wait_for_a_refused_call(autojump_clock):
 
 
 async def test_a_server_that_leaves_settles_when_every_handler_has_what_it_needs(autojump_clock):
-    """A call is on its way until its handler has taken it, and runs on afterwards."""
+    """A call is on its way until its handler calls `note_taken`, and may run on after that."""
 
     async def handler(call):
         await call.read()
@@ -193,7 +193,7 @@ async def test_a_server_that_leaves_settles_when_every_handler_has_what_it_needs
 
 @pytest.mark.parametrize("is_deaf", [False, True])
 async def test_a_server_that_leaves_does_not_wait_for_ever(autojump_clock, is_deaf):
-    """Neither for a handler, nor for a client that does not answer."""
+    """The server waits for a handler or a silent client only for a limited time."""
     limits = Limits()
     async with serving(wait) as running:
         client = await running.connect(is_deaf=is_deaf)
@@ -210,7 +210,7 @@ async def test_a_server_that_leaves_does_not_wait_for_ever(autojump_clock, is_de
 
 
 async def test_a_connection_that_is_open_keeps_what_lasts_when_the_server_leaves(autojump_clock):
-    """Its other calls are refused, so that gRPC repeats them elsewhere; it ends with the server."""
+    """Other calls than those of `Limits.lasting_methods` are refused, and repeated elsewhere."""
     limits = Limits(lasting_methods=(b"/a.Lasting/",))
     async with serving(echo, limits) as running:
         client = await running.connect()

@@ -1,4 +1,4 @@
-"""TLS over sockets: handshakes, what is sent, and the end."""
+"""TLS over sockets: handshakes, what is sent, and how a connection ends."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ async def serve_one(server, transport, peer="unix:"):
 
 @contextlib.contextmanager
 def shaking_hands(said=b""):
-    """Yield a function that serves a TLS socket whose client has sent ``said``.
+    """Yield a function that serves a TLS socket whose client has already sent the bytes ``said``.
 
     Check at the end that the server has closed the socket.
     """
@@ -58,7 +58,7 @@ async def test_garbage_instead_of_a_handshake_is_closed(autojump_clock):
 
 @pytest.fixture
 async def serving_tls(tls_context, authority):
-    """Return a function that serves a client with these protocols, and waits for its end."""
+    """Return a function that serves a client with these ALPN protocols until it has left."""
     server = RpcServer(wait)
 
     async def serve(protocols=(), said=b""):
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_during_its_handshake_is_no_warning(caplog, e
 
 
 async def test_a_connection_that_is_refused_costs_two_system_calls(monkeypatch):
-    """Whoever connects over and over is refused thousands of times a second."""
+    """No socket option is set: a client may be refused thousands of times a second."""
     calls = []
     for name in ("setblocking", "setsockopt", "getsockopt"):
         original = getattr(socket.socket, name)
@@ -183,7 +183,7 @@ class TlsClient:
         )
 
     def read_all(self):
-        """Read until the server ends the connection in order; return the bytes."""
+        """Read until the server closes the TLS connection properly; return the bytes."""
         found = b""
         while data := self.sock.recv(2**16):
             found += data
@@ -289,7 +289,7 @@ async def test_a_tls_client_without_http2_is_refused(tls_context, authority, pro
 
 
 def tcp_pair():
-    """Return both ends of a connection over loopback; the second one does not block."""
+    """Return both ends of a TCP connection over loopback; the second is non-blocking."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
@@ -299,7 +299,7 @@ def tcp_pair():
 
 @pytest.mark.parametrize("number", range(10))
 async def test_a_tls_client_that_breaks_the_protocol_reads_why(tls_context, authority, number):
-    """A socket that is closed with bytes unread would be reset, and the reason lost."""
+    """Closing a socket with unread bytes resets the connection, and the GOAWAY would be lost."""
     server = RpcServer(wait)
     theirs, ours = tcp_pair()
     garbage = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\1\0\0\0\0\0\0x" + bytes(number * 1000)
@@ -310,7 +310,7 @@ async def test_a_tls_client_that_breaks_the_protocol_reads_why(tls_context, auth
             client.sock.do_handshake()
             client.sock.sendall(garbage)
             time.sleep(0.02)
-            for _ in range(5):  # what comes behind the fault
+            for _ in range(5):  # bytes that follow the protocol error
                 client.sock.sendall(bytes(10_000))
                 time.sleep(0.002)
             return client.read_all()
