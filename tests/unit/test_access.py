@@ -1,4 +1,4 @@
-"""Who may call which method: peers as grpc writes them, keys as a file holds them."""
+"""Who may call which method: peers as grpc writes them, API keys as their file has them."""
 
 import hmac
 
@@ -25,7 +25,6 @@ READING = {"triolet.v1.Models/ListModels", "triolet.v1.Models/GetModel"}
 
 
 def methods():
-    """Return the paths of every RPC of triolet.v1."""
     return [
         f"{service.full_name}/{method.name}"
         for file in (inference_pb2, models_pb2, control_pb2)
@@ -52,7 +51,7 @@ def ring(file):
 
 
 def showing(key, scheme="Bearer"):
-    """Return metadata that show this key."""
+    """Return metadata with this key as `authorization`."""
     return [("user-agent", "x"), ("authorization", f"{scheme} {key}")]
 
 
@@ -139,11 +138,11 @@ def test_a_shown_key_is_compared_with_every_known_key(ring, monkeypatch, shown):
     monkeypatch.setattr(keys, "hmac", _Comparer(compared))
     ring.find(shown.encode())
     assert len(compared) == 2
-    assert len({len(part) for pair in compared for part in pair}) == 1  # digests, all of one length
+    assert len({len(part) for pair in compared for part in pair}) == 1  # digests of one length
 
 
 class _Comparer:
-    """hmac, with a record of what it compares."""
+    """Stands in for `hmac`, and records what it compares."""
 
     def __init__(self, compared):
         self._compared = compared
@@ -223,7 +222,7 @@ def test_a_quota_counts_requests_and_tokens_separately():
         quota.enter()
     quota.leave()
     quota.enter()
-    quota.queue(50)  # alone in the queue; otherwise such a prompt could never be served
+    quota.queue(50)  # alone in the queue, so accepted, or it could never be served
     with pytest.raises(Overloaded):
         quota.queue(1)
     quota.unqueue(50)

@@ -1,5 +1,5 @@
-"""Adapters (LoRA) in memory: their names, what a load of one reports, and files that are refused
-before anything is computed. tests/conformance/test_adapters.py compares what is computed."""
+"""Adapters (LoRA) in memory: their names, what a load reports, and which files are refused before
+anything is computed. tests/conformance/test_adapters.py compares what is computed."""
 
 import re
 from contextlib import asynccontextmanager
@@ -48,7 +48,7 @@ def put(registry, name, aliases=()):
 
 
 def test_an_alias_that_is_given_twice_counts_once():
-    """The adapter can be replaced and forgotten."""
+    """Such an adapter can be replaced and unloaded like any other."""
     registry = registry_of()
     put(registry, "m:x", ("a", "a"))
     entry, version = put(registry, "m:x", ("a", "b", "a"))
@@ -64,7 +64,7 @@ def test_the_own_name_is_refused_as_an_alias():
 
 
 def test_of_two_loads_with_one_alias_the_later_one_is_refused():
-    """Both may begin; the names are checked again when a load ends."""
+    """Both loads may begin: the names are checked when a load begins and again when it ends."""
     registry = registry_of()
     entry, config = registry.adapter_config("m:y", "d", ("a",))
     _, first = put(registry, "m:x", ("a",))
@@ -83,7 +83,7 @@ def test_forgetting_a_version_leaves_names_that_stand_for_another_one():
 
 
 def test_a_divided_model_takes_no_adapters():
-    """Neither when it is configured nor while it serves."""
+    """Neither a divided model's configuration nor a later load may name adapters."""
     with pytest.raises(ConfigError, match="a divided model takes none"):
         ModelConfig("m", tp=2, adapters=(AdapterConfig("x", "d"),))
     models = (ModelConfig("m", name="m", tp=2),)
@@ -96,24 +96,22 @@ def test_a_divided_model_takes_no_adapters():
 
 
 class Store:
-    """A runner's adapters, by what was loaded. ``fail`` is raised by each load."""
+    """Stands in for a runner's adapters; ``loaded`` lists them. ``fail`` is raised by each load."""
 
     def __init__(self, fail=None):
         self.loaded, self.fail = [], fail
 
     def measure(self, directory):
-        """Return any size."""
         return 10
 
     def load(self, directory):
-        """Keep the directory, whose name stands for the content."""
+        """Note the directory; its name stands for the digest of its content."""
         if self.fail is not None:
             raise self.fail
         self.loaded.append(directory)
         return AdapterInfo(directory, 10)
 
     def unload(self, digest):
-        """Forget it."""
         self.loaded.remove(digest)
 
 
@@ -121,7 +119,6 @@ class Jobs:
     """Runs each job after a second of virtual time."""
 
     async def run_for_load(self, job):
-        """Return what the job returns."""
         await trio.sleep(1)
         return job()
 
@@ -153,7 +150,7 @@ def replica_with(store, **adapters):
 
 
 async def test_two_loads_at_once_never_share_an_alias(autojump_clock, monkeypatch):
-    """One of them is refused at its end, and what it loaded is dropped."""
+    """One of two such loads is refused when it ends, and the adapter that it loaded is dropped."""
     registry, store = registry_of(), Store()
     entry = registry.entries["m"]
     monkeypatch.setattr(type(entry), "ready", property(lambda self: self.replicas))
@@ -185,7 +182,7 @@ async def test_a_replica_that_is_loaded_drops_what_is_unloaded_meanwhile(autojum
             found.update(await load_all(entry, SimpleNamespace(adapters=store), Jobs()))
 
         nursery.start_soon(load)
-        await trio.sleep(1.5)  # between its two adapters
+        await trio.sleep(1.5)  # when the first of two adapters is loaded
         assert store.loaded == ["x"]
         await adapters.unload("m:x")
     assert store.loaded == ["y"]
@@ -193,7 +190,7 @@ async def test_a_replica_that_is_loaded_drops_what_is_unloaded_meanwhile(autojum
 
 
 async def test_files_that_changed_are_not_kept_by_a_replica_that_loads(autojump_clock, monkeypatch):
-    """Another replica has other content, so the load is refused, and its memory is given back."""
+    """Another replica has the adapter's former content, so this load is refused and freed."""
     registry, store = registry_of(AdapterConfig("x", "new")), Store()
     entry = registry.entries["m"]
     [version] = entry.adapters.values()
@@ -217,7 +214,7 @@ async def test_files_that_changed_are_not_kept_by_a_replica_that_loads(autojump_
 async def test_the_log_says_why_an_adapter_did_not_load(
     error, logged, autojump_clock, monkeypatch, caplog
 ):
-    """The same for a load by RPC and for one with its base, also where the client is told less."""
+    """Loads by RPC and at a start log the reason, even where clients get a shorter one."""
     registry, store = registry_of(AdapterConfig("x", "x")), Store(fail=error)
     entry = registry.entries["m"]
     monkeypatch.setattr(type(entry), "ready", property(lambda self: self.replicas))
@@ -242,7 +239,7 @@ def test_deep_json_is_refused():
 
 
 def decoded(root, directory):
-    """Return where LoadAdapter reads from."""
+    """Return the directory from which LoadAdapter reads."""
     message = messages.LoadAdapterRequest(model="m:x", directory=directory)
     return decode_load_adapter(message, str(root))[1]
 
@@ -264,7 +261,7 @@ def test_links_of_files_lead_nowhere_but_below_the_root(tmp_path):
 
 
 def test_without_a_root_nothing_is_loaded_and_a_root_may_be_a_link(tmp_path):
-    """The root itself is no adapter, and nothing beside it is below it."""
+    """The root itself is not accepted as an adapter, nor is any folder outside the root."""
     for directory in ("sql", str(tmp_path), "/"):
         with pytest.raises(InvalidRequest, match="without --adapter-root"):
             decoded("", directory)
@@ -291,7 +288,7 @@ NAME = "model.layers.12.self_attn.q_proj"
 
 
 def form_of(tmp_path, **fields):
-    """Return what a config with some fields says."""
+    """Return how a config with these fields is read."""
     return read_form((files_in(tmp_path, **fields) / CONFIG).read_bytes())
 
 
@@ -305,14 +302,14 @@ def test_a_pattern_that_takes_too_long_is_refused_and_holds_nobody_up(tmp_path, 
 
 
 def test_a_group_in_a_pattern_is_not_the_layers_number(tmp_path):
-    """As in peft, which names the group of the number."""
+    """peft reads the number from a named group; ours, too."""
     form = form_of(tmp_path, layers_to_transform=[12], layers_pattern="(layers|h)")
     assert form.has(NAME, "lm_head")
     assert not form.has(NAME.replace("12", "1"), "lm_head")
 
 
 def test_a_tilde_is_the_home_in_settings_and_a_name_in_requests(tmp_path, monkeypatch):
-    """A shell expands none behind an equals sign."""
+    """A shell does not expand ``~`` behind an equals sign, as in ``--adapter-root=~/x``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert AdapterConfig("x", "~/sql").directory == str(tmp_path / "sql")
     assert ServerConfig(adapter_root="~/adapters").adapter_root == str(tmp_path / "adapters")

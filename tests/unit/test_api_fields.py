@@ -206,7 +206,7 @@ MESSAGES = {
         failed:uint64 refused:uint64
     """,
     "Totals": STATS + "detached:uint32",
-    # `pause` is here so that a paused replica does not pass for one that serves
+    # `pause` tells a replica that is paused from one that serves.
     "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState pause:PauseMode",
     "PauseRequest": "mode:PauseMode model:string",
     "PauseResponse": "",
@@ -228,7 +228,7 @@ MESSAGES = {
     "DraftCounts": "drafter:string drafted_tokens:uint32 accepted_tokens:uint32",
 }
 
-# Values without their prefix, after UNSPECIFIED, which is 0 in each enum.
+# The names of each enum's values without their common prefix; the value 0 is UNSPECIFIED in each.
 ENUMS = {
     "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
     "ImageFormat": ("IMAGE_FORMAT", "PNG JPEG WEBP"),
@@ -283,7 +283,7 @@ def written(field):
     oneof = field.containing_oneof
     if oneof is None:
         return f"{field.name}:{type_of(field)}"
-    if len(oneof.fields) == 1 and oneof.name == f"_{field.name}":  # stores a proto3 optional
+    if len(oneof.fields) == 1 and oneof.name == f"_{field.name}":  # a proto3 optional
         return f"{field.name}:{type_of(field)}?"
     return f"{oneof.name}/{field.name}:{type_of(field)}"
 

@@ -6,7 +6,7 @@ from engine.pool.backoff import FAILURES_TO_OPEN, OPEN_S, WINDOW_S, CircuitBreak
 
 
 def failed(times, now=100.0):
-    """Return a breaker after so many failures."""
+    """Return a breaker after this number of failures."""
     breaker = CircuitBreaker()
     for _ in range(times):
         breaker.failed(now)
@@ -67,6 +67,6 @@ def test_each_death_waits_twice_as_long_until_it_is_given_up(limit, delays):
 def test_a_death_counts_for_as_long_as_the_window_is():
     backoff = RestartBackoff()
     assert [backoff.died(now) for now in (0.0, 10.0)] == [1.0, 2.0]
-    assert backoff.died(WINDOW_S) == 2.0  # the first death is then as old as the window is long
+    assert backoff.died(WINDOW_S) == 2.0  # the first death is too old to count
     assert backoff.died(WINDOW_S + 9.9) == 4.0
     assert backoff.died(3 * WINDOW_S) == 1.0

@@ -15,7 +15,7 @@ from tools.lab.bench.catalog import FIGURES, names
 from tools.lab.bench.claims import FILES, Claim, File, Line
 from tools.lab.bench.frame import Row, report, row_of
 
-KINDS = ("xeon", "zen3", "zen4", "zen5")  # of machines; in the names of figures
+KINDS = ("xeon", "zen3", "zen4", "zen5")  # kinds of machines, as the names of files of figures end
 
 FIGURES_OF_TWO = {
     "bench": "step",
@@ -52,7 +52,7 @@ PAGE = f"Before.\n{tables.HEAD.format('two')}\n{PART}\n{tables.END}\nAfter.\n"
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """Return a folder with the figures of one claim, the only one of a page in the folder."""
+    """Return a folder with a page and the figures of the page's only claim."""
     (tmp_path / "two.json").write_text(json.dumps(FIGURES_OF_TWO))
     (tmp_path / "page.md").write_text(PAGE)
     monkeypatch.setitem(FILES, "two", File("Zen 9", "^decode"))
@@ -115,7 +115,7 @@ def test_the_pages_show_the_committed_figures():
     assert tables.main(["--check"]) == 0
 
 
-# What a bench measures: a number and a unit of time, memory or speed, or a ratio.
+# What a bench measures: a number with a unit of time, memory or speed, or a ratio.
 MEASURED = re.compile(
     r"""(?<![\w.,-])\d[\d.,]*\s?
     (?: × | % | times\b | [nµm]?s\b | seconds?\b | minutes?\b | hours?\b
@@ -126,13 +126,13 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def measured_outside_parts(text):
-    """Return the numbers with a unit, or a ratio, that stand neither in a made part nor in code."""
+    """Return the numbers with a unit, and the ratios, outside of code and of generated parts."""
     return MEASURED.findall(FENCED.sub("", tables.PART.sub("", text)))
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_no_measured_number_stands_outside_the_parts_that_are_made_from_figures(page):
-    """A figure that somebody writes into the text has no command, and grows old."""
+    """Nothing updates a figure that somebody writes into the text by hand."""
     assert measured_outside_parts((ROOT / page).read_text()) == []
 
 
@@ -240,7 +240,7 @@ def test_a_missing_module_of_ours_is_no_missing_tool(monkeypatch):
 def test_a_bar_is_judged_by_the_median_and_the_worse_quartile(
     samples, better, worse_quartile, verdict
 ):
-    """A bar that the median meets and the worse quartile does not is met by a hair."""
+    """A bar counts as just met if the median meets it and the worse quartile does not."""
     row = row_of("ratio", samples, "×", bar=1.0, better=better)
     assert row.worse_quartile == pytest.approx(worse_quartile)
     assert row.verdict == verdict
@@ -269,6 +269,6 @@ def test_two_rows_of_one_name_are_printed_and_not_written(tmp_path, capsys):
 def test_each_file_of_figures_is_one_benchs_on_one_kind_of_machine():
     for path in FIGURES.glob("*.json"):
         bench = json.loads(path.read_text())["bench"]
-        own = path.stem.removeprefix(bench).removeprefix("-memory")  # the memory is measured apart
+        own = path.stem.removeprefix(bench).removeprefix("-memory")  # memory may have its own file
         assert own == "" or own.removeprefix("-") in KINDS, path.stem
         assert bench in names()

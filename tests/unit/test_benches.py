@@ -22,7 +22,7 @@ BENCHES = ROOT / "tools" / "lab" / "bench"
 
 
 def test_every_bench_says_what_it_measures():
-    """Figures name their commit, with a + if one of these paths had changes."""
+    """Figures name their commit, with a + if a path that the bench measures had changes."""
     for path in BENCHES.glob("*.py"):
         has_run = re.search(r"^def run\(\)", path.read_text(), re.MULTILINE) is not None
         assert has_run == (path.stem.replace("_", "-") in names()), path.name
@@ -83,7 +83,7 @@ def test_the_memory_of_an_engine_is_that_of_all_its_processes():
 
 
 def test_the_memory_of_a_cold_start_is_sampled_while_it_loads(monkeypatch):
-    """A load that needs more than the model that it leaves shows in the bench `coldstart`."""
+    """Red if only the loaded model's memory is sampled: a load may take more."""
 
     class Wasteful(coldstart.HeavyRunner):
         def load(self, progress):

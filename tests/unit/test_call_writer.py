@@ -1,4 +1,4 @@
-"""Writing a request's events to its gRPC call: credit, writes in a delivery, how a call is left."""
+"""How a request's events become messages of its call: credit, writes by the loop, and the end."""
 
 import gc
 import logging
@@ -37,15 +37,15 @@ class Connection(str):
     is_being_read = False
 
     def note_taken(self, call):
-        """Do nothing: the server does not leave."""
+        """Do nothing: only a server that drains needs the note."""
 
 
 class Call:
-    """A gRPC call that keeps what is written to it; its messages are the events themselves.
+    """Stands in for a gRPC call, and keeps what is written; its messages are the events.
 
-    ``taken`` has what was written in deliveries: ``is_open`` allows such writes, ``bug`` makes them
-    fail. ``written`` has what the call's task wrote, one list for each time that the task was
-    woken.
+    ``taken`` has what the replica's loop wrote while it delivered a step: ``is_open`` allows such
+    writes, ``bug`` makes them fail. ``written`` has what the call's task wrote, one list for each
+    time that the task was woken.
     """
 
     def __init__(self, *, is_open=False, bug=None, connection="one"):
@@ -87,7 +87,7 @@ class Call:
 
 
 class Served:
-    """A request whose events are written to ``call`` while `run` runs."""
+    """A request, and the task `run` that writes its events to ``call``."""
 
     def __init__(self, unread_calls, call, error=None):
         self.call = call
@@ -105,7 +105,7 @@ class Served:
             await self.writer.run(self.stream)
 
     def make(self, *numbers):
-        """Push these tokens, as the replica's loop does."""
+        """Push a token for each number, as the replica's loop does."""
         for number in numbers:
             assert self.stream.credit.try_reserve()
             self.stream.credit.fill()
@@ -251,7 +251,7 @@ async def test_an_error_comes_after_the_last_events(serve):
 async def test_a_failed_call_gets_its_status_though_its_client_does_not_read(
     serve, autojump_clock, fails_first
 ):
-    """The request fails before the task tries to write the last event, or while it waits there."""
+    """The request fails before the call's task writes the last event, or during that write."""
     served = await serve()
     served.call.is_stuck = True
     served.make(1)
@@ -339,13 +339,13 @@ async def test_nothing_is_written_in_a_delivery_while_the_task_is_busy(serve):
 
 
 async def test_a_bug_in_a_delivery_ends_only_its_call(serve, unread_calls, monkeypatch):
-    """A write, the arithmetic of credit, and the count of unread calls can fail."""
+    """The write, the return of credit, and the count of unread calls can each have a bug."""
     broken = await serve(bug=RuntimeError("planted"))
     unpaid = await serve(is_open=True)
     uncounted = await serve()
     good = await serve()
     broken.make(1)
-    unpaid.stream._reader.push(token(2))  # there is no slot to give back
+    unpaid.stream._reader.push(token(2))  # has no credit to return
     good.make(4)
     monkeypatch.setattr(unread_calls, "ended", lambda *_: 1 / 0)
     uncounted.stream.close(None)
@@ -367,14 +367,14 @@ async def test_a_call_that_is_left_gets_nothing_more(serve):
     served.scope.cancel()
     await wait_all_tasks_blocked()
     assert served.stream.scope.cancel_called
-    served.make(2)  # by a step that was under way
+    served.make(2)  # tokens of a step that was running when the client left
     served.stream.close(InvalidRequest([], message="planted"))
     assert not served.call.taken
     assert served.writer.has_left
 
 
 async def test_a_call_that_is_left_is_no_garbage_in_a_cycle(nursery, unread_calls):
-    """The tracebacks of its failures hold its frames."""
+    """Red if a failure's traceback, which refers to the call's frames, keeps the call alive."""
     left = []
 
     async def serve(call, end):
@@ -398,7 +398,7 @@ async def test_a_call_that_is_left_is_no_garbage_in_a_cycle(nursery, unread_call
     try:
         nursery.start_soon(serve, Call(), give)
         nursery.start_soon(serve, Call(is_open=True), fail)
-        bug = InvalidRequest([], message="planted")  # a log record would keep another kind alive
+        bug = InvalidRequest([], message="planted")  # other errors are logged and kept
         nursery.start_soon(serve, Call(bug=bug), give)
         del bug
         await wait_all_tasks_blocked(0.01)

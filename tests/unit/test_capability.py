@@ -26,7 +26,7 @@ CONFIGS = {
         "text_config": {},
     },
 }
-# What an operator may say of a model that shows another capability.
+# Which other capability an operator may give to a model whose files show this one.
 OPEN = {
     Capability.TEXT_TO_TEXT: {Capability.TEXT_EMBEDDING},
     Capability.TEXT_EMBEDDING: {Capability.TEXT_TO_TEXT},

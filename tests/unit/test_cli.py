@@ -24,7 +24,7 @@ from grpc_service.client import messages
 CHOICES = re.compile(r"\{(.*)\}")
 PROTO = Path(__file__).resolve().parents[2] / "proto"
 
-# Values of flags of which most values of their kind would be refused, or are the default.
+# Other values for flags of whose kind most values are refused, or equal the default.
 OTHER = {
     "host": "::1",
     "metrics_host": "::1",
@@ -81,7 +81,7 @@ def test_a_streams_buffer_is_bounded_and_holds_at_least_one_message():
 
 
 def test_every_field_of_the_configs_has_a_flag():
-    """Fields without a flag are set in another way, or cannot be set yet."""
+    """The fields without a flag that are listed here are set in another way, or cannot be set."""
     without = {
         EngineConfig: {"models", "in_process_buffer", "aging_s", "telemetry", "check_level"},
         ServerConfig: set(),
@@ -92,7 +92,7 @@ def test_every_field_of_the_configs_has_a_flag():
         assert fields - others == {f.field for f in flags.FLAGS if f.target is target}
 
 
-# What each of these flags requires beside it.
+# The flags that each of these flags requires.
 BESIDE = {
     "tls_cert": ("tls_key",),
     "tls_key": ("tls_cert",),
@@ -492,14 +492,14 @@ def test_tokenize_takes_one_text(capsys):
     ],
 )
 def test_the_home_of_a_user_who_is_unknown_is_no_traceback(argv, sentence, capsys):
-    """Nor is one's own where there is none: `pathlib` raises a RuntimeError for both."""
+    """`pathlib` raises RuntimeError for ``~nobody``, and for ``~`` where the user has no home."""
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith(f"triolet: {sentence}")
 
 
 def test_proto_writes_every_proto_as_it_stands_in_the_repository(tmp_path, capsys):
     target = tmp_path / "new" / "protos"
-    for _ in range(2):  # the second time over the first
+    for _ in range(2):  # the second time overwrites the files of the first
         assert main(["proto", str(target)]) == 0
         written = capsys.readouterr().out.splitlines()
     files = {path.relative_to(PROTO): path.read_bytes() for path in PROTO.rglob("*.proto")}

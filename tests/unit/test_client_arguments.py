@@ -65,7 +65,7 @@ def cases(function):
 
 
 async def refusal(function, given):
-    """Return what a call raises, waited for or not."""
+    """Return the error of a call, whether it raises at once or when it is awaited."""
     try:
         called = function(**given)
         if inspect.isawaitable(called):
@@ -102,7 +102,7 @@ def fields_of(descriptor, path=()):
 
 
 def wrapped(path):
-    """Return fields in which the last of a path has a wrong value, and the name of that field."""
+    """Return fields in which a path's last field has a wrong value, and that field's name."""
     value, names = object(), []
     for field in reversed(path):
         entry = field.message_type

@@ -31,7 +31,7 @@ def test_a_clients_timeout_travels_rounded_up(asked, travels):
 @given(st.floats(0.001, 1e6), st.floats(0, 0.005))
 def test_the_remaining_time_never_exceeds_the_clients_own_timer(asked, age):
     left = inference.clients_timeout(max(0.0, sent(asked) - age))
-    assert left <= asked + 0.001  # one unit of the header, if nothing else is rounded
+    assert left <= asked + 0.001  # 1 ms is the header's unit; nothing else may be rounded
     assert left >= 0.98 * asked - age - 0.001
 
 

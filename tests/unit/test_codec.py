@@ -54,7 +54,7 @@ def test_an_empty_request_leaves_everything_unset():
 
 
 def scalars(section):
-    """Return a section's fields with presence that are served now, by proto path."""
+    """Return the fields of a section of GenerateRequest that have presence."""
     message = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[section].message_type
     return [field for field in message.fields if field.has_presence]
 
@@ -95,9 +95,9 @@ def test_unset_zero_and_set_differ(section, field):
 
 
 def asked(field, **values):
-    """Return a scalar of another request as the engine sees it.
+    """Return the engine's value of a scalar field outside of GenerateRequest's sections.
 
-    ``values`` are added to what the request must have.
+    The request has the fields that it requires, and ``values``.
     """
     message, name = field.containing_type.name, field.name
     match message:
@@ -131,7 +131,7 @@ OTHER_SCALARS = [
     for message in file.DESCRIPTOR.message_types_by_name.values()
     for field in message.fields
     if field.containing_oneof is not None and field.containing_oneof.name == f"_{field.name}"
-    # sections of GenerateRequest, above; an answer; `tests/service/test_servicer.py`
+    # these are sections of GenerateRequest, an answer, or tested in tests/service/test_servicer.py
     if not message.name.endswith(("Params", "Options", "Logprob", "Started"))
     and message.name[:5] != "Detok"
 ]
@@ -219,7 +219,7 @@ def test_template_args_are_the_json_that_was_sent(args):
 
 @given(st.data())
 def test_any_request_decodes_or_is_refused_by_the_engines_own_errors(data):
-    """Random bytes, where they are a message, never raise another kind of exception."""
+    """Random bytes that parse as a request never raise another kind of exception."""
     raw = data.draw(st.binary(max_size=60))
     try:
         message = inference_pb2.GenerateRequest.FromString(raw)
@@ -340,13 +340,12 @@ def test_log_probabilities_keep_their_absence_and_rank_from_one():
 
 
 def wide_entry(token_id):
-    """Return an entry of log-probabilities that takes many bytes."""
     likely = tuple(Alternative(i, "x" * 60, -1.0, i) for i in range(20))
     return TokenLogprob(token_id, "y" * 60, -0.5, likely)
 
 
 def test_a_prompts_log_probabilities_never_fill_more_than_a_message():
-    """At the engine's maximum there are several Started, each with the next entries."""
+    """At the engine's maximum an answer begins with several Started, each with the next entries."""
     entries = tuple(wide_entry(i) for i in range(MAX_PROMPT_LOGPROBS // 21))
     messages = text_encoder.encode_events([Started("r", "m", len(entries), entries)])
     assert len(messages) > 1
@@ -397,7 +396,7 @@ def test_coalescing_keeps_each_choices_text_tokens_and_order(events, with_ids):
 
 
 def read(messages):
-    """Return what a client puts together: text and tokens up to each Finished."""
+    """Return the text and the tokens that a client has at each Finished."""
     parts, text, ids = [], "", []
     for message in messages:
         if message.HasField("finished"):
@@ -409,7 +408,7 @@ def read(messages):
 
 
 def read_events(events, *, with_ids):
-    """Return what a client puts together from these events."""
+    """Return what `read` returns for the messages of these events."""
     parts, text, ids = [], "", []
     for event in events:
         if isinstance(event, Finished):
@@ -449,7 +448,7 @@ def test_no_message_exceeds_the_limit(limit, events):
 def test_a_token_alone_is_encoded_as_one_among_others(text, ids, choice, token_ids, limit):
     event = tokens(text, choice=choice, ids=tuple(ids))
     short = text_encoder.ShortDelta(token_ids=token_ids)
-    short.encode(tokens("before", choice=2, ids=(4, 5)))  # nothing of these may be left
+    short.encode(tokens("before", choice=2, ids=(4, 5)))  # leaves nothing in the encoder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", limit)
         messages = text_encoder.encode_events([event], token_ids=token_ids)
@@ -475,7 +474,7 @@ def test_an_event_that_cannot_be_split_is_sent_whole():
 
 
 def test_a_text_that_does_not_fit_in_a_message_is_too_large():
-    """Tokens of more than 16 bytes each can make one of as many ids as a request may have."""
+    """As many tokens as a request may have make such a text if each has more than 16 bytes."""
     assert len(text_encoder.encode_text("x" * 4_000_000).text) == 4_000_000
     with pytest.raises(RequestTooLarge) as caught:
         text_encoder.encode_text("x" * 4 * 2**20)

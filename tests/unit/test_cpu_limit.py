@@ -1,4 +1,4 @@
-"""How many threads the process computes with: its cores, and the quota of its control groups."""
+"""How many threads the process computes with: its cores, within its control groups' quotas."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_a_part_of_a_core_counts_as_a_whole_one(cores, quota, threads):
 
 
 def test_hyper_threads_of_one_core_count_once(tmp_path):
-    """Four cores: processors 0 to 3, and their second threads 4 to 7."""
+    """The machine has four cores: processors 0 to 3, and 4 to 7 as their second threads."""
     for one in range(8):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{one}/topology"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The drawings that the demo models are trained and measured on, and what is said of them."""
+"""The drawings that the demo models are trained and measured on, and the questions about them."""
 
 import random
 from itertools import pairwise
@@ -25,7 +25,7 @@ BESIDE = Scene((RED_CIRCLE, BLUE_SQUARE), is_across=True)
 
 
 def answer_to(text: str, scene: Scene) -> str:
-    """Return the answer to a question, which is asked until its text is this one."""
+    """Return the answer to the question with this text; questions are drawn until it comes."""
     for seed in range(5000):
         for question in questions(random.Random(seed), scene):
             if question.text == text:

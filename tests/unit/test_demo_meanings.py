@@ -1,4 +1,4 @@
-"""What the demo encoders are trained and measured on: drawn by seed, held-out meanings apart."""
+"""The demo encoders' texts for training and measuring, drawn by seed from separate meanings."""
 
 import random
 

@@ -15,7 +15,7 @@ from grpc_service.cli.main import build_parser
 from tests.support.programs import ROOT
 
 DEPLOY = ROOT / "deploy"
-KUBERNETES = "1.29"  # whose schemas the manifests are checked with
+KUBERNETES = "1.29"  # the version whose schemas check the manifests
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 
@@ -155,7 +155,7 @@ def test_the_caches_of_servers_outlive_their_pods(name):
             ]
             [volume] = [one for one in pod["volumes"] if one["name"] == home]
             assert volume["persistentVolumeClaim"]["claimName"] in claims
-            # Kubernetes would make the kernels' folder writable for the group at each mount
+            # Otherwise Kubernetes would make the kernels' folder group-writable at each mount.
             assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert claims
 
@@ -268,10 +268,10 @@ def test_the_unit_drains_reloads_and_runs_without_rights():
     assert service["KillSignal"] == "SIGTERM"
     assert service["ExecReload"].endswith("-HUP $MAINPID")
     assert service["SuccessExitStatus"] == "75"
-    assert int(service["TimeoutStopSec"]) > 30 + 60  # --drain-timeout and --step-timeout
+    assert int(service["TimeoutStopSec"]) > 30 + 60  # defaults of --drain-timeout, --step-timeout
     assert service["DynamicUser"] == service["NoNewPrivileges"] == "yes"
     kept = dict(one.split("=") for one in shlex.split(service["Environment"]))["XDG_CACHE_HOME"]
-    assert kept == f"/var/cache/{service['CacheDirectory']}"  # compiled kernels outlive the process
+    assert kept == f"/var/cache/{service['CacheDirectory']}"
 
 
 # ---- the dashboard and the alerts ------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""What is kept of a stream for its client, and which streams wait, in which bounds."""
+"""Detached streams, whose clients are away: which events are kept, and how many streams may
+wait."""
 
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ EARLY = "is before what the server keeps; send the request again with a continua
 
 
 class Seen(list):
-    """Keeps what it gets, and how it ended."""
+    """A reader that keeps its events, and the errors with which it was ended."""
 
     push = list.append
     ends = ()
@@ -33,7 +34,6 @@ class Seen(list):
 
 
 def tokens(choice, *ids, **fields):
-    """Return an event with these tokens."""
     return Tokens(RequestId("r"), choice, ids, "x", **fields)
 
 
@@ -44,7 +44,7 @@ def end(choice):
 
 
 def kept(*events, continued=()):
-    """Return what keeps these events, and its reader."""
+    """Return a `KeptEvents` that has got these events, and its reader."""
     seen = Seen()
     keeping = KeptEvents(seen, continued)
     for event in events:
@@ -86,13 +86,13 @@ def test_a_client_gets_what_it_lacks_and_nothing_else():
         assert len(got) == num_credited == 3 - sum(one.tokens for one in received)
         assert second[0] == STARTED
         assert (end(0) in second) == (not any(one.finished for one in received))
-        assert len(first.ends) == 1  # the former call hears that another has taken the stream up
+        assert len(first.ends) == 1  # the former reader is ended, as another one has attached
         first = second
 
 
 @pytest.mark.parametrize("count", range(6))
 def test_a_count_inside_a_message_is_refused(count):
-    """A step with drafts makes one message of several tokens, whose text has no parts."""
+    """A step with drafts sends several tokens in one message, whose text cannot be divided."""
     keeping, _ = kept(STARTED, tokens(0, 5), tokens(0, 6, 7, 8), tokens(0, 9))
     found = [(v.field, v.description) for v in keeping.violations([ReceivedChoice(count)], 1)]
     what = f"is {count}, which is inside a message; count whole messages, or send the request again"
@@ -111,7 +111,7 @@ def test_tokens_of_a_continuation_are_counted_and_its_ended_choices_left_alone()
 
 @pytest.mark.parametrize("is_scored", [False, True])
 def test_what_is_kept_is_bounded(monkeypatch, is_scored):
-    """Red if events are counted and not weighed: those with log-probabilities are larger."""
+    """Red if a number of events bounds what is kept: events with log-probabilities are larger."""
     scored = (TokenLogprob(1, "x", -1.0),) * 9 if is_scored else ()
     one = tokens(0, 1, logprobs=scored)
     room = 10 * (301 + 300 * len(scored))
@@ -138,7 +138,7 @@ def test_a_scored_prompt_that_is_too_large_is_not_kept(monkeypatch):
 
 
 class Tasks:
-    """The nursery of the requests' tasks, which starts none."""
+    """Stands in for the nursery of the requests' tasks, and starts none."""
 
     is_open = True
 
@@ -147,7 +147,7 @@ class Tasks:
 
 
 def lost(streams, name, holder=None, num_bytes=0, text="a", address="", chat=None):
-    """Return a stream that waits."""
+    """Return a detached stream: its client is away."""
     request = GenerateRequest(text=text, chat=chat, request_id=name, resume_window_s=9.0)
     options = StreamOptions(
         name,
@@ -166,7 +166,7 @@ def lost(streams, name, holder=None, num_bytes=0, text="a", address="", chat=Non
 
 
 async def test_a_holder_drives_out_its_own_streams_and_not_others(monkeypatch, autojump_clock):
-    """Red if the oldest of all is given up."""
+    """Red if the oldest stream of all holders is given up."""
     monkeypatch.setattr(detached, "DETACHED_MAX", 3)
     streams, ann, ben = DetachedStreams(Tasks()), Quota("ann"), Quota("ben")
     first = lost(streams, "a", ann)
@@ -184,10 +184,8 @@ async def test_a_holder_drives_out_its_own_streams_and_not_others(monkeypatch, a
 
 @pytest.mark.parametrize("by", ["key", "address"])
 async def test_each_holder_or_address_has_a_bound_of_its_own(monkeypatch, autojump_clock, by):
-    """One client filled up the places of all.
-
-    Red if only the number of all streams that wait is bounded.
-    """
+    """Red if only the number of all detached streams is bounded: one client could fill all
+    places."""
     monkeypatch.setattr(detached, "DETACHED_EACH_MAX", 2)
     streams = DetachedStreams(Tasks())
     ann, ben = [
@@ -200,7 +198,7 @@ async def test_each_holder_or_address_has_a_bound_of_its_own(monkeypatch, autoju
 
 
 async def test_the_core_hears_whose_client_is_away(autojump_clock):
-    """Whether the client left before its request was submitted, or after."""
+    """The core is told at once, or when the request is submitted if its client left before."""
     streams, posted = DetachedStreams(Tasks()), []
     loop = SimpleNamespace(post=posted.append, num_undelivered=lambda *of: 0)
     early, late = lost(streams, "early"), lost(streams, "late")
@@ -225,7 +223,7 @@ async def test_the_memory_of_streams_that_wait_is_bounded(monkeypatch, autojump_
 
 
 async def test_a_long_prompt_counts_as_memory_of_its_stream(monkeypatch, autojump_clock):
-    """Only tokens counted, and the prompts of streams that wait were not bounded."""
+    """Red if only the tokens of a detached stream count, and its prompt does not."""
     monkeypatch.setattr(detached, "DETACHED_BYTES_MAX", 100)
     streams = DetachedStreams(Tasks())
     first, second = [lost(streams, name, text="a" * 60) for name in "ab"]
@@ -244,8 +242,8 @@ async def test_who_keeps_the_most_bytes_loses_a_stream_if_bytes_are_short(
 
 
 async def test_a_stream_that_cannot_be_attached_to_any_more_waits_no_longer(autojump_clock):
-    """Its client sends a continuation then, under the same id, which was refused as in use until
-    the window ended."""
+    """Then the client sends a continuation under the same id. Red if that is refused because the id
+    is in use until the resume window ends."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann")
     stream = lost(streams, "a", ann)
     stream._kept._dropped[0] = 5
@@ -257,7 +255,7 @@ async def test_a_stream_that_cannot_be_attached_to_any_more_waits_no_longer(auto
 
 
 async def test_a_full_server_gives_up_a_stream_that_waits_of_whoever_has_the_most(autojump_clock):
-    """Red if the oldest of all is given up, or one whose request has ended and holds no place."""
+    """Red if the oldest of all streams is given up, or one that has ended and holds no place."""
     streams, ann, ben = DetachedStreams(Tasks()), Quota("ann"), Quota("ben")
     first = lost(streams, "a", ann)
     many = [lost(streams, f"b{number}", ben) for number in range(3)]
@@ -269,8 +267,8 @@ async def test_a_full_server_gives_up_a_stream_that_waits_of_whoever_has_the_mos
 
 
 async def test_memory_for_images_is_given_up_by_a_stream_that_has_some(autojump_clock):
-    """Red if a stream is given up whose request waits for memory for its images, as the request
-    does that lacks it."""
+    """Red if a stream is given up whose images still wait for memory, such as the request that
+    asks."""
     streams = DetachedStreams(Tasks())
     images = Chat(({"role": "user", "content": [{"type": "image", "image": b"a"}]},))
     plain = lost(streams, "a")
@@ -282,11 +280,11 @@ async def test_memory_for_images_is_given_up_by_a_stream_that_has_some(autojump_
 
 
 async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump_clock):
-    """The old fault: its tokens counted against its API key until the resume window ended, so that
-    the key's holder could not even continue it. When the client is back, they count again."""
+    """Red if it counts for its API key until the resume window ends: the key could not even
+    send a continuation. When the client is back, the prompt counts again, and is not refused."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann", max_queued_tokens=100)
     late = lost(streams, "late", ann)
-    late.queued.add(60)  # its client left while it was tokenised
+    late.queued.add(60)  # 60 prompt tokens; the client left while they were tokenised
     early = lost(streams, "early", ann)
     streams.attach(early, reader := Seen(), [])
     early.queued.add(60)
@@ -306,8 +304,7 @@ async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump
 
 
 async def test_what_is_aborted_counts_no_more_and_its_client_may_learn_of_it(autojump_clock):
-    """The old fault: the request counted in its key's max_requests until its resume window
-    ended."""
+    """Red if an aborted stream counts against `max_requests` until its resume window ends."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann")
     stream = lost(streams, "a", ann)
     streams.abort("a")
@@ -320,7 +317,7 @@ async def test_what_is_aborted_counts_no_more_and_its_client_may_learn_of_it(aut
 
 
 async def test_nobody_learns_of_anothers_stream(autojump_clock):
-    """The wrong id, the wrong token, no token, and the wrong holder have one answer."""
+    """A wrong id, a wrong token, no token, and a wrong holder get the same error."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann")
     stream = lost(streams, "a", ann)
     right = ("a", stream.attach_token, ann)

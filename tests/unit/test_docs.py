@@ -98,7 +98,7 @@ def anchors(text: str) -> set[str]:
 
 @pages
 def test_every_anchor_is_a_heading_of_its_page(page):
-    """A page that is rewritten takes its headings from under the links of the others."""
+    """Whoever renames a heading breaks the links of other pages to it."""
     lost = [
         found["target"]
         for found in LINK.finditer(prose(page))
@@ -131,7 +131,6 @@ def test_code_that_links_to_a_file_is_in_that_file(page):
 
 
 def _defines(path: Path, dotted: str) -> bool:
-    """Return whether every part of a dotted name is a class or function of that file."""
     source = path.read_text()
     return all(
         re.search(rf"^\s*(?:async )?(?:def|class) {re.escape(part)}\b", source, re.MULTILINE)
@@ -189,7 +188,7 @@ def test_the_functions_of_the_schedulers_pseudo_code_exist():
 
 
 def test_the_checks_are_run_and_a_warning_fails_its_test():
-    """A ResourceWarning is a warning like any other."""
+    """A ResourceWarning fails a test like any other warning."""
     script = (ROOT / "tools" / "test").read_text()
     for check in ('ruff" check .', 'ruff" format --check .', '/mypy"', "regen_proto.py --check"):
         assert check in script

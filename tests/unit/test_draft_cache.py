@@ -1,4 +1,4 @@
-"""What a draft model's cache holds of which sequence (D27)."""
+"""A draft model's cache: which tokens of which sequences it holds (D27)."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,8 +8,8 @@ from tests.support.examples import examples
 
 
 def read(cache, sequence, tokens):
-    """Let the cache hold all of a sequence but its last token, and return its place, the blocks
-    that were copied, and how many tokens it held before."""
+    """Let the cache hold all tokens of a sequence but the last. Return the sequence's place in the
+    cache, the copies of blocks, and how many tokens the cache held of it before."""
     place, copies = cache.open(sequence, tokens)
     held = len(place.tokens)
     assert cache.try_grow(place, len(tokens))
@@ -57,7 +57,7 @@ def test_sequences_that_have_ended_give_their_blocks_first_and_those_in_use_neve
     assert len(cache.open(2, [200 + i for i in range(8)])[0].tokens) == 0
     kept, _ = cache.open(3, [300 + i for i in range(8)])
     assert len(kept.tokens) == 7
-    assert not cache.try_grow(kept, 24)  # all are in use
+    assert not cache.try_grow(kept, 24)  # all blocks are in use in this step
     assert len(kept.blocks) == 2
 
 
@@ -73,11 +73,11 @@ def test_the_number_of_sequences_is_bounded():
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_what_is_held_is_always_the_sequences_own_and_no_block_has_two_owners(data):
-    """Over sequences that grow, reject drafts, end, and are evicted; with a naive model that keeps
-    in each block which tokens were computed there."""
+    """The drawn sequences grow, reject drafts, end, and are evicted. A naive model notes for each
+    slot which tokens were computed there."""
     cache, size = DraftCache(data.draw(st.integers(4, 12)), 2), 2
     num_blocks, written = cache.num_free, {}
-    sequences, ends = {}, 0  # ids never come again
+    sequences, ends = {}, 0  # an id that has ended is never used again
     for _ in range(data.draw(st.integers(1, 25))):
         cache.begin()
         name = data.draw(st.integers(0, 4)) + 5 * ends

@@ -1,4 +1,4 @@
-"""Drafts in the core (D27): how rows are widened, verified and committed, and how many they are."""
+"""Drafts in the core (D27): drafts of rows, their verification and commit, and their lengths."""
 
 from collections import Counter
 
@@ -51,13 +51,13 @@ def drafting(draft=always_right, *, script=None, **config):
 
 
 def totals_of(driver):
-    """Return how many drafts were verified, with how many tokens, and how many were right."""
+    """Return the numbers of verified drafts, of their tokens, and of accepted tokens."""
     counts = driver.scheduler.statistics().drafts
     return tuple(sum(each) for each in zip(*[one[1:4] for one in counts], strict=True))
 
 
 def finish(driver):
-    """Run to the end, and check tokens and blocks."""
+    """Run until all requests have ended, and check tokens and blocks."""
     steps = driver.run()
     driver.check_tokens()
     driver.scheduler.check()
@@ -162,7 +162,7 @@ def test_the_last_token_of_a_steps_budget_is_drafted():
 
 
 def test_drafts_take_only_blocks_that_are_free():
-    """Two sequences that just fit are not preempted for the drafts of one of them."""
+    """Two sequences that just fit the pool are not preempted to make room for drafts."""
     driver = drafting(num_blocks=16, max_model_len=64)
     for name in "ab":
         driver.submit(make_request(name, range(1, 9), max_tokens=24))
@@ -198,7 +198,7 @@ def run_in_small_pool(draft, *, block_size, num_blocks, prompt, max_tokens):
 @pytest.mark.parametrize("prompt", [4, 7, 9])
 @pytest.mark.parametrize("max_tokens", [8, pytest.param(14, marks=pytest.mark.slow), 24])
 def test_drafts_that_are_wrong_take_no_blocks_from_others(block_size, prompt, max_tokens):
-    """In pools from one sequence's size on, as many steps and preemptions as without drafts."""
+    """In any pool that holds a sequence, steps and preemptions are as many as without drafts."""
     least = -(-(prompt + 2 + max_tokens) // block_size)
     for num_blocks in range(least, 3 * least + 1):
         pool = {"block_size": block_size, "num_blocks": num_blocks}
@@ -241,7 +241,7 @@ def test_blocks_that_drafts_complete_are_found_by_later_requests():
     driver.submit(make_request("b", whole, max_tokens=4))
     driver.run()
     driver.check_tokens()
-    # All but the last token are computed, and the last full block of those is cached.
+    # The last token is not computed, and only full blocks of the others are cached.
     assert driver.finished["b", 0].usage.cached_tokens == (len(whole) - 1) // 4 * 4
 
 
@@ -342,7 +342,7 @@ COUNT = st.integers(0, DRAFTED_TOKENS_MAX)
 
 @given(st.lists(st.tuples(st.integers(1, DRAFTED_TOKENS_MAX), COUNT, COUNT, st.booleans())))
 def test_the_sums_over_the_drafters_are_those_of_all_drafts(drawn):
-    """And each drafter has exactly its own tokens."""
+    """A draft counts for one drafter, and each of its tokens for the one that proposed it."""
     counter, wanted = DraftCounter(), Counter()
     for drafted, accepted, forced, by_model in drawn:
         accepted, forced = min(accepted, drafted), min(forced, drafted)
@@ -366,7 +366,7 @@ def test_the_sums_over_the_drafters_are_those_of_all_drafts(drawn):
 
 
 def test_what_each_drafter_has_drafted_is_told_apart():
-    """By the statistics, and by Explain for a request."""
+    """The statistics count each drafter apart, and so does Explain for a request."""
     script = FakeScript(draft=always_right, draft_model=drafter(0.9, count=4))
     driver = drafting(script=script)
     driver.scheduler._times.pass_ratio = 0.01
@@ -390,7 +390,7 @@ def test_what_each_drafter_has_drafted_is_told_apart():
 
 
 def fed(share, *, rounds=60, trials=None):
-    """Return the `Lengths` after drafts whose tokens were all right (1) or all wrong (0)."""
+    """Return the `Lengths` after drafts of which this share of tokens was right."""
     one = Lengths(0.5, trials)
     for _ in range(rounds):
         one.note(4, 4 * share)
@@ -398,19 +398,19 @@ def fed(share, *, rounds=60, trials=None):
 
 
 def length(one, most, times, *beside):
-    """Return how many tokens are drafted, with those that are tried."""
+    """Return how long a draft is: the best length, or 1 for a trial."""
     best, _ = one.best(most, times, *beside)
     return best or int(one.trials.is_due())
 
 
 def test_the_share_is_the_mean_of_the_verified_tokens_and_of_what_was_expected():
-    """Which weighs two tokens, as long as there are few."""
+    """The expected share weighs as much as two verified tokens."""
     one = Lengths(0.5)
     one.note(1, 1)
     assert one.share == pytest.approx((2 * 0.5 + 1) / 3)
     one.note(1, 0)
     assert one.share == pytest.approx((2 * 0.5 + 1) / 4)
-    one.note(5, 2)  # two right ones and a wrong one; nobody knows about the others
+    one.note(5, 2)  # 2 tokens were right and 1 was wrong; the 2 behind it count for nothing
     assert one.share == pytest.approx((2 * 0.5 + 3) / 7)
 
 
@@ -452,7 +452,7 @@ def test_of_two_drafts_that_pay_alike_the_shorter_is_taken():
 
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_drafts_that_never_pay_are_tried_now_and_then(num_rows):
-    """More seldom where more rows wait for them."""
+    """The more rows share the trials, the more seldom each of them tries a draft."""
     trials = Trials()
     tried = [trials.is_due(num_rows) for _ in range(10 * num_rows * TRY_EVERY)]
     assert sum(tried) == 10
@@ -489,7 +489,7 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_again():
 
 
 def measured(ratio, *, num_drafts=1):
-    """Return the estimate after steps whose drafts made them ``ratio`` times as long."""
+    """Return the estimate after steps with drafts took ``ratio`` times as long as without."""
     times = step_times()
     for _ in range(10):
         note(times, 0.01, decodes=1)
@@ -517,7 +517,7 @@ def test_what_a_draft_model_takes_makes_its_drafts_shorter():
 def test_what_a_draft_model_takes_is_measured_in_steps_without_drafts():
     times = step_times()
     for _ in range(10):
-        times.note_passes(1, 4, 0.004)  # nobody knows yet how long a step takes
+        times.note_passes(1, 4, 0.004)  # no step was measured to compare with
     assert times.pass_ratio == PASS_COST
     note(times, 0.01, decodes=1)
     for _ in range(10):
@@ -543,14 +543,14 @@ def test_costs_are_kept_by_the_number_of_drafts_and_never_below_one():
 
 
 def test_sequences_that_do_not_draft_count_in_what_drafts_gain():
-    """A step with a few tokens more is not worth it if most rows gain nothing."""
+    """A draft that makes the step longer does not pay if most of the step's rows have none."""
     one = Lengths(0.6)
     assert length(one, 1, measured(1.2)) == 1
     assert length(one, 1, measured(1.2), 1, 7) == 0
 
 
 def test_a_model_that_only_costs_may_cost_its_budget_and_a_hundredth():
-    """However often it could draft: 10,000 steps, each of which it would make twice as long."""
+    """Here the model could draft in 10,000 steps, and make each take twice as long."""
     budget, lost = DraftBudget(), 0.0
     for _ in range(10_000):
         if budget.is_open:
@@ -588,7 +588,7 @@ def test_a_model_that_saves_no_more_than_it_costs_does_not_earn_all_again():
 
 def test_a_model_that_pays_keeps_its_budget_open():
     budget = DraftBudget()
-    budget.note(0.0, BUDGET_STEPS - 1)  # it reads a long prompt
+    budget.note(0.0, BUDGET_STEPS - 1)  # the draft model reads a long prompt
     for _ in range(100):
         assert budget.is_open
         budget.note(2.0, 1.5)
@@ -614,7 +614,7 @@ def test_a_draft_model_saves_steps_and_changes_no_token():
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_a_draft_model_may_draft_fewer_tokens_than_are_wanted(most):
-    """Only what was drafted counts, and blocks for the others are given back."""
+    """Only the drafted tokens count, and blocks taken for the missing ones are given back."""
     driver = with_model(lambda *given: always_right(*given)[:most])
     driver.submit(make_request("a", range(1, 6), max_tokens=100))
     finish(driver)
@@ -666,8 +666,8 @@ def test_a_choice_that_forks_drafts_nothing_in_the_row_of_another_one():
 
 
 def test_a_row_takes_the_drafter_that_gains_more():
-    """Of an n-gram drafter that is always wrong and a model that is always right, and the other
-    way."""
+    """Once the model is always right and the n-gram drafter always wrong, and once the other way
+    round."""
     for by_model, script in (
         (True, FakeScript(draft=drafter(0.0), draft_model=always_right)),
         (False, FakeScript(draft=always_right, draft_model=drafter(0.0))),
@@ -689,8 +689,8 @@ def test_a_row_takes_the_drafter_that_gains_more():
 def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_too(
     num_rows, share, draft_s, stall
 ):
-    """Each of its tokens takes ``draft_s`` of a step, and this ``share`` of them is right. Every
-    seventh step takes ``stall`` times as long, by accident."""
+    """Each token of the model takes ``draft_s`` of a step's time, and a ``share`` of its tokens is
+    right. Every seventh step takes ``stall`` times as long, like an accident of the machine."""
     driver = with_model(drafter(share), draft_s=draft_s, num_blocks=400)
     tried, num_steps = [], 0
     for index in range(20):
@@ -709,7 +709,7 @@ def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_
 
 
 def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_without_drafts():
-    """Eight sequences whose model is always wrong: the steps are those of decodes alone."""
+    """The model is always wrong: once it is off, eight sequences' steps have no drafts."""
     driver = with_model(drafter(0.0), num_blocks=400, draft_s=1.0)
     driver.scheduler._drafts._budget.left = -100.0
     for index in range(8):
@@ -721,12 +721,12 @@ def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_witho
         driver.end_step()
     driver.check_tokens()
     assert kinds[True, False] == kinds[True, True] == 0
-    assert kinds[False, False] <= 1  # the last step, behind which nothing comes
+    assert kinds[False, False] <= 1  # nothing is prepared during the last step
     assert kinds[False, True] >= 59
 
 
 def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_is_looked_up():
-    """The model is always right and its cost is known, and the n-gram drafter is always wrong."""
+    """Here the model is always right and cheap, the n-gram drafter always wrong."""
     driver = drafting(script=FakeScript(draft=drafter(0.0), draft_model=always_right))
     driver.submit(make_request("a", range(1, 6), max_tokens=100))
     while not driver.begin_step().rows[0].by_model:
@@ -743,7 +743,7 @@ def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_
 
 
 def test_an_ngram_drafter_beside_a_draft_model_drafts_no_more_than_without_one():
-    """One of eight rows was looked up. That the others could use a model makes it gain no more."""
+    """Red if n-gram drafts of one row seem to gain more as seven others could use the model."""
     planned = []
     for model in (None, drafter(0.0)):
         script = FakeScript(draft=_for_the_first, draft_model=model, sleep=lambda _: None)
@@ -769,7 +769,7 @@ def _for_the_first(tokens, seed, choice):
 
 
 def test_a_draft_model_does_not_count_in_the_rates_of_steps():
-    """Otherwise the engine would take prompts for slow beside one."""
+    """Otherwise the engine would believe that prompts beside a draft model are slow."""
     driver = with_model(always_right, draft_s=0.5)
     driver.submit(make_request("a", range(1, 6), max_tokens=60))
     while (plan := driver.begin_step()) is not None:
@@ -781,7 +781,7 @@ def test_a_draft_model_does_not_count_in_the_rates_of_steps():
 
 
 def test_a_draft_model_leaves_steps_to_measure_against():
-    """The first ones with so many rows, and one of many later ones."""
+    """The first `PLAIN_FIRST` steps have no drafts, and later one step in `PLAIN_EVERY`."""
     driver = with_model(always_right)
     driver.submit(make_request("a", range(1, 6), max_tokens=60))
     drafts = []
@@ -814,8 +814,8 @@ def test_preempted_sequences_with_a_draft_model_keep_their_tokens(num_blocks):
 
 
 def test_the_pace_of_decodes_is_that_without_drafts():
-    """Otherwise prompts would get more of a step, the longer its drafts take; and less, if what
-    decodes take were unknown because all of them verify drafts."""
+    """Otherwise a step would get more prompt tokens the longer its drafts take, and fewer if every
+    step that was measured had drafts."""
     driver = drafting(inter_token_target_s=0.1)
     driver.submit(make_request("a", range(1, 6), max_tokens=40))
     while (plan := driver.begin_step()) is not None:
@@ -830,9 +830,11 @@ def test_the_pace_of_decodes_is_that_without_drafts():
 
 
 def tokens_per_s(draft, *, num_requests, draft_s):
-    """Return the rate of the third of three bursts of requests. A step takes 25 ms, 1.3 more for
-    each row, ``draft_s`` for each draft and 0.9 ms for each prompt token, as a model of half a
-    billion parameters on two cores."""
+    """Return the tokens per second of the third of three bursts of requests.
+
+    A step takes 25 ms, and 1.3 ms for each row, ``draft_s`` for each draft and 0.9 ms for each
+    prompt token, as with a model of half a billion parameters on two cores.
+    """
     config = {"num_blocks": 1000, "block_size": 16, "max_model_len": 512, "max_num_seqs": 32}
     limits = {"max_num_batched_tokens": 2048, "inter_token_target_s": 0.02, "prefix_cache": False}
     driver = drafting(draft, **config, **limits)
@@ -840,7 +842,7 @@ def tokens_per_s(draft, *, num_requests, draft_s):
         begun, waiting = driver.now, [f"{burst}/{index}" for index in range(num_requests)]
         driver.submit(make_request(waiting.pop(), range(1, 129), max_tokens=96))
         while (plan := driver.begin_step()) is not None:
-            while waiting:  # they come while the first one's step runs
+            while waiting:  # the others arrive during the first request's step
                 driver.submit(make_request(waiting.pop(), range(1, 129), max_tokens=96))
             prompts = plan.num_tokens - plan.num_drafts - len(plan.rows)
             driver.now += 0.025 + 0.0013 * len(plan.rows)
@@ -855,9 +857,9 @@ def tokens_per_s(draft, *, num_requests, draft_s):
     [4, 8, pytest.param(15, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)],
 )
 def test_prompts_come_no_later_because_of_drafts(num_requests, draft_s):
-    """So a burst is served as fast as without drafts where they are wrong, and faster otherwise,
-    which is little: most steps have prompts, and so no drafts. Prompts that waited for drafts made
-    it up to a fifth slower, however right these were."""
+    """A burst is served as fast as without drafts if drafts are wrong, and slightly faster if they
+    are right: most steps have prompts, and so no drafts. Red if prompts wait for drafts, which made
+    a burst up to a fifth slower."""
     given = {"num_requests": num_requests, "draft_s": draft_s}
     without = tokens_per_s(None, **given)
     assert tokens_per_s(drafter(0.0), **given) >= 0.97 * without

@@ -1,4 +1,4 @@
-"""The reader of drawings, which judges what the model that draws has drawn."""
+"""The reader of drawings, a program that judges what the demo's image model has drawn."""
 
 import random
 

@@ -84,7 +84,7 @@ def test_waiting_raises_a_priority_by_a_level_in_ten_seconds():
     driver.now = 10.0
     driver.submit("new", [2], priority=1)
     driver.submit("first", [3], priority=0)
-    assert lengths(driver.begin_step()) == [1]  # by now as urgent as "first", and earlier
+    assert lengths(driver.begin_step()) == [1]  # "old", by now as urgent as "first"
 
 
 def test_a_slow_reader_is_parked_and_costs_nobody_else_anything():
@@ -124,7 +124,7 @@ def test_the_last_inputs_need_room_for_themselves_only():
 
 
 def test_slots_that_a_failed_step_gives_back_are_not_waited_for():
-    """The request's reader has read everything, so that no ReaderDrained will come."""
+    """The request's reader has read everything, so that the core gets no further ReaderDrained."""
     driver = EncodeDriver(max_num_batched_tokens=20)
     driver.submit("a", [20, *[1] * 9], buffer=4)
     driver.step(read=False)
@@ -300,7 +300,7 @@ def test_pauses(mode):
 
 def test_the_queue_is_bounded_in_requests_and_tokens():
     driver = EncodeDriver(max_queued_requests=2, max_queued_tokens=20)
-    driver.submit("huge", [30, 30])  # more than the bound, but the only request
+    driver.submit("huge", [30, 30])  # beyond the bound, but alone in the queue
     driver.submit("one", [1])
     assert isinstance(driver.refused["one"].error, Overloaded)
     assert driver.refused["one"].error.retry_after_s >= 1.0
@@ -379,7 +379,7 @@ def test_an_encode_request_says_what_it_waits_for():
     driver.begin_step()
     assert said("a") == ("RUNNING", "", 0)
     driver.apply(Pause(PauseMode.WAIT))
-    assert said("a") == ("RUNNING", "", 0)  # what has begun goes on
+    assert said("a") == ("RUNNING", "", 0)  # a pause by WAIT lets running requests go on
     assert said("b")[:2] == ("WAITING", "resume: the model is paused (wait)")
     driver.apply(Resume())
     driver.apply(Pause(PauseMode.KEEP))
@@ -388,7 +388,7 @@ def test_an_encode_request_says_what_it_waits_for():
 
 
 def test_the_peak_of_the_queue_counts_inputs_and_stays():
-    """Also of a request that comes back from a failed step, or from its reader."""
+    """Inputs that return from a failed step, or from a slow reader, count again."""
     driver = EncodeDriver(max_num_seqs=4)
     driver.submit("a", [5, 2, 3])
     driver.submit("b", [3, 1])
@@ -432,7 +432,7 @@ def test_images_of_several_requests_share_a_step_and_texts_have_another():
 
 
 def test_a_text_waits_for_one_step_of_images_at_most_and_the_other_way_round():
-    """Red if the first request's kind decides: its images come before every text."""
+    """Red if the oldest request's kind decides: all images would come before the texts."""
     driver = EncodeDriver(max_num_batched_tokens=8)
     driver.submit("images", [Picture(4)] * 6)
     assert driver.begin_step().kind is InputKind.IMAGE

@@ -57,11 +57,11 @@ EVERY_FIELD = dict(leaves(pb.GenerateRequest.DESCRIPTOR))
 def test_no_set_field_is_ignored(path):
     """Every field shows in the engine's request, or is refused.
 
-    Empty sections and a template's own defaults may make no difference.
+    Only empty sections and the defaults of templates may make no difference.
     """
     nothing = {"sampling", "prompt", "output", "chat", "chat.add_generation_prompt"}
     nothing |= {"chat.template_args", "chat.messages", "chat.messages.content"}
-    nothing |= {"chat.messages.parts.text"}  # an empty text, as an empty content
+    nothing |= {"chat.messages.parts.text"}  # an empty text equals an empty content
     nothing |= {"chat.tools.parameters"}  # an empty object means unset
     base = {"text": "a"}
     fields = EVERY_FIELD[path]

@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def fields_of(made, **given):
-    """Return the fields of an object that is made of these."""
+    """Return these fields of an object of the class ``made``, made from them."""
     one = made(**given)
     return {name: getattr(one, name) for name in given}
 

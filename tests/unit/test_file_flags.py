@@ -16,7 +16,7 @@ from grpc_service.ray.command import read_fleet
 from tests.support.unreadable import FAULTS, broken, open_folder, reason
 
 PARSERS = _commands(build_parser())
-BESIDE = {("generate", "--image"): ["--chat"]}  # what a flag needs beside it
+BESIDE = {("generate", "--image"): ["--chat"]}  # other flags that a flag requires
 PAIRED = {
     "--tls-cert": ["--tls-key"],
     "--tls-key": ["--tls-cert"],
@@ -25,8 +25,8 @@ PAIRED = {
 
 
 def flags():
-    """Return the commands and flags that take a file to read. Of commands that share a flag, with
-    its text of help, the first is returned."""
+    """Return the commands and flags that take a file to read. If several commands share a flag and
+    its help, only the first command is returned."""
     found = {}
     for command, parser in PARSERS.items():
         for action in parser._actions:
@@ -38,7 +38,6 @@ def flags():
 
 @pytest.fixture(scope="module")
 def folder():
-    """Return a folder that any user may enter."""
     with open_folder() as made:
         yield made
 
@@ -64,7 +63,7 @@ def test_a_file_of_a_flag_that_cannot_be_read_is_named(
     folder, monkeypatch, capsys, command, flag, fault
 ):
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
-    monkeypatch.setattr(doctor, "_torch", list)  # which would start a process
+    monkeypatch.setattr(doctor, "_torch", list)  # the check of torch would start a process
     path = folder / "wanted"
     with broken(path, fault):
         assert main(arguments(command, flag, path, folder)) != 0

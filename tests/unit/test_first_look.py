@@ -1,4 +1,4 @@
-"""A model that its small files alone exclude is refused as what it is, before torch is imported."""
+"""A model that its small files show to be unservable is refused before torch is imported."""
 
 import json
 
@@ -12,7 +12,7 @@ GGUF = "GGUF\x03\x00\x00\x00"
 WHOLE = {"config.json": LLAMA, "model.safetensors": "", "tokenizer.json": {}}
 MODULES = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"type": "os.system"}]
 
-# The files of a directory, and how the error ends.
+# The files of a directory, and the end of the error with which the directory is refused.
 DIRECTORIES = {
     "nowhere": (None, "there is no such directory"),
     "unknown": (
@@ -113,7 +113,7 @@ print(json.dumps(said))
 
 
 def write(path, files):
-    """Write a directory's files, or a file; None writes nothing."""
+    """Write ``content``: a file, or a directory's files as a dict; None writes nothing."""
     if files is None:
         return
     if isinstance(files, str):
@@ -126,7 +126,7 @@ def write(path, files):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """Return what a fresh interpreter says of each directory, and which libraries it imported."""
+    """Return each directory's error in a fresh interpreter, and the libraries it imported."""
     root = tmp_path_factory.mktemp("models")
     for name, (files, _) in DIRECTORIES.items():
         write(root / name, files)

@@ -1,4 +1,4 @@
-"""The commands that a server suggests at its start fit what it serves, and reach it."""
+"""The commands that a server suggests when it starts fit its models and its address."""
 
 import shlex
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from grpc_service.app.server_config import ServerConfig
 from grpc_service.app.startup import first_requests
 from grpc_service.cli.main import build_parser
 
-# what a server's command may begin with, by the capability that it needs
+# How a suggested command may begin, by the capability that the command needs.
 FITTING = {
     Capability.TEXT_TO_TEXT: ("triolet generate", "grpcurl"),
     Capability.VISION: ("triolet generate --chat --image FILE",),

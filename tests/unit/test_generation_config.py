@@ -1,4 +1,4 @@
-"""What a model's generation_config.json decides, and what the log says of the rest."""
+"""What a model's generation_config.json decides, and what the log says of fields without effect."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def read(tmp_path, caplog):
     ("fields", "temperature"),
     [
         ({"do_sample": False}, 0.0),
-        ({"do_sample": False, "temperature": 0.7}, 0.0),  # transformers ignores it as well
+        ({"do_sample": False, "temperature": 0.7}, 0.0),  # as in transformers
         ({"do_sample": True, "temperature": 0.7}, 0.7),
         ({"temperature": 0.7}, 0.7),
         ({}, None),

@@ -1,7 +1,5 @@
-"""Guests: requests whose clients are away cost others nothing, and nothing of them is lost (D25).
-
-The drawn schedules of `tests/property/test_scheduler.py` lose and find clients at any time.
-"""
+"""Guests: requests whose clients are away cost others nothing, and lose nothing (D25). In the drawn
+schedules of `tests/property/test_scheduler.py`, clients leave and come back at any time."""
 
 import pytest
 
@@ -16,12 +14,12 @@ from tests.support.core_driver import Driver, make_request
 
 NUM_BLOCKS = 64
 HELD_MAX = NUM_BLOCKS // 16
-PROMPT, LONG_PROMPT = 12, 40  # of 3 blocks, and of 10
+PROMPT, LONG_PROMPT = 12, 40  # tokens: 3 blocks, and 10 blocks
 ANSWER = 9
 
 
 class Line(Driver):
-    """A driver whose readers read nothing while their clients are away."""
+    """A scheduler's driver; readers read nothing while their clients are away."""
 
     def __init__(self, **config):
         small = {"num_blocks": NUM_BLOCKS, "block_size": 4, "max_model_len": 128}
@@ -30,7 +28,6 @@ class Line(Driver):
         super().__init__(**small | config)
 
     def send(self, name, length=PROMPT, first=1, max_tokens=ANSWER, buffer=1000, **fields):
-        """Submit a request."""
         prompt = range(first, first + length)
         request = make_request(name, prompt, max_tokens=max_tokens, arrival=self.now, **fields)
         self.submit(request, buffer=buffer)
@@ -49,7 +46,7 @@ class Line(Driver):
             self.apply(ClientCame(RequestId(name)))
 
     def read(self, name, count=None):
-        """Let the reader of a client that is there take messages."""
+        """Let a request's reader take messages, unless its client is away."""
         if name not in self.away:
             super().read(name, count)
 
@@ -58,13 +55,12 @@ class Line(Driver):
         return self.scheduler._ledger.requests[RequestId(name)].parent.state
 
     def held_by_guests(self):
-        """Return how many blocks parked guests hold."""
         lives = self.scheduler._ledger.requests.values()
         parked = [live for live in lives if live.is_guest and live.parked_since is not None]
         return sum(live.num_blocks for live in parked)
 
     def answers(self, name):
-        """Return how many tokens of each choice have come, those that have ended."""
+        """Return the number of tokens of each of a request's choices that have ended."""
         return [len(self.tokens[key]) for key in self.finished if key[0] == name]
 
 
@@ -109,7 +105,7 @@ def parked_by_its_reader(line, n):
 def parked_as_a_guest(line, n):
     decoding(line, n)
     line.step()
-    line.step()  # the first plan may have been prepared
+    line.step()  # the first step may have been planned before the client left
     assert line.state_of("guest") is State.PARKED
 
 
@@ -171,7 +167,7 @@ def test_a_guest_whose_window_ends_leaves_nothing_behind(phase, n, reason):
     line.cancel("guest", reason)
     if line.in_flight is not None:
         line.end_step()
-    line.apply(ClientCame(RequestId("guest")))  # too late
+    line.apply(ClientCame(RequestId("guest")))  # the request has ended
     line.run()
     assert [line.finished["guest", choice].reason for choice in range(n)] == [reason] * n
     line.check_tokens()
@@ -184,9 +180,9 @@ def test_a_guest_whose_window_ends_leaves_nothing_behind(phase, n, reason):
     "num_guests", [100, pytest.param(1000, marks=pytest.mark.slow)], ids=lambda count: f"{count}"
 )
 def test_hoarded_windows_cost_another_client_nothing(num_guests, monkeypatch):
-    """Red if `ClientLeft` does nothing: the client had a twentieth of its speed, and guests held
-    all blocks."""
-    monkeypatch.setattr(Scheduler, "check", lambda scheduler: None)  # most of the time otherwise
+    """Red if `ClientLeft` does nothing: guests hold all blocks, and others have 1/20 of the
+    speed."""
+    monkeypatch.setattr(Scheduler, "check", lambda scheduler: None)  # to save time
     alone = speed(Line(num_blocks=512))
     line = Line(num_blocks=512, max_queued_requests=num_guests + 9)
     names = [f"g{number}" for number in range(num_guests)]
@@ -206,13 +202,12 @@ def test_hoarded_windows_cost_another_client_nothing(num_guests, monkeypatch):
 
 
 def cost(line):
-    """Return how long the next step takes, as if a row took 2 ms beside 8 ms for each step."""
     return 0.008 + 0.002 * len(line.scheduler._ledger.running)
 
 
 def speed(line):
-    """Return the tokens per second of a client that sends one request after the other, from two
-    seconds on. Guests never hold more than a tenth of the blocks then."""
+    """Return the tokens per second of a client that sends one request after the other, in its third
+    and fourth second. Check that guests hold at most a tenth of the blocks in that time."""
     began, count, had = line.now, 0, 0
     while line.now < began + 4.0:
         name = f"own{count}"
@@ -227,7 +222,7 @@ def speed(line):
 
 
 def test_guests_go_on_when_nobody_else_has_been_there_for_a_while():
-    """A client that sends one request after the other waits for no step of theirs."""
+    """Guests wait for `QUIET_S`, longer than the gaps between a busy client's requests."""
     line = Line()
     parked_as_a_guest(line, 1)
     line.cancel("other")
@@ -245,7 +240,7 @@ def test_guests_go_on_when_nobody_else_has_been_there_for_a_while():
 
 
 def test_a_guest_whose_stream_is_full_makes_way_for_the_next():
-    """Its blocks were kept, and nobody woke the scheduler for the next one."""
+    """Red if the guest keeps its blocks, or if nothing wakes the scheduler for the next."""
     line = Line()
     for name in ("first", "second", "third"):
         line.send(name, max_tokens=30, buffer=6)
@@ -321,7 +316,7 @@ def test_guests_that_are_not_parked_yet_go_on_up_to_their_share_of_the_seats():
 
 
 def test_guests_that_hold_no_block_are_not_looked_at():
-    """The time of a step of others does not grow with their number."""
+    """So a step of other requests takes no longer the more guests there are."""
     line = Line(max_queued_requests=200)
     line.send("other", max_tokens=40, first=50)
     line.step()
@@ -359,8 +354,8 @@ def test_a_guest_loses_its_blocks_before_a_reader_that_is_slow():
 
 
 def test_a_queue_of_guests_refuses_nobody():
-    """A connection with many requests is lost, and its client sends one of them again at once: it
-    was refused, as the queue was full of its own until the next plan."""
+    """When a connection with many requests is lost, its client may send one of them again at once.
+    Red if that is refused because the lost requests still fill the queue until the next plan."""
     line = Line(max_queued_requests=2, max_queued_tokens=2 * PROMPT, max_num_seqs=1)
     line.send("other", max_tokens=40, first=50)
     line.step()
@@ -376,15 +371,14 @@ def test_a_queue_of_guests_refuses_nobody():
 
 
 def said(line, name="guest"):
-    """Return what a parked guest waits for."""
     explained = line.scheduler.explain(RequestId(name), line.now)
     assert explained.state == "PARKED"
     return explained.waiting_for
 
 
 def test_what_is_said_of_a_guest():
-    """Each sentence at a time when it is true."""
-    line = Line(max_num_seqs=8)  # a seat for guests
+    """Explain gives each reason at a time when it is true."""
+    line = Line(max_num_seqs=8)  # guests get one of these 8 seats
     parked_as_a_guest(line, 1)
     others = f"the others: its replica has to compute nobody else for {QUIET_S} s"
     assert said(line) == others

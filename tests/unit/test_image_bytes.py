@@ -1,4 +1,4 @@
-"""The images of a request are counted before it is parsed."""
+"""The bytes of a request's images are counted before the request is parsed."""
 
 import random
 import time
@@ -12,7 +12,6 @@ from grpc_service.services.methods import IMAGE_FIELDS, INFERENCE
 
 
 def embed(*inputs, **fields):
-    """Return an EmbedRequest's bytes."""
     return pb.EmbedRequest(inputs=inputs, **fields).SerializeToString()
 
 
@@ -31,7 +30,7 @@ def test_only_images_count():
 
 
 def test_a_field_behind_an_image_in_its_input_makes_it_count_as_none():
-    """Otherwise a text could hide there: the last of several fields is the input's own."""
+    """protobuf takes the last field of a oneof: here a large text would pass for an image."""
     one = (
         pb.EmbedInput(image=b"abc").SerializeToString()
         + pb.EmbedInput(text="x" * 9).SerializeToString()
@@ -77,7 +76,7 @@ def test_no_bytes_make_it_fail(seed):
 
 
 def paths_to_images(message):
-    """Yield the numbers of the fields that lead to each image of a message's type."""
+    """Yield the path of field numbers to each field of a message type that holds an image."""
     for one in message.fields:
         if one.message_type is not None and one.message_type.file.package == "triolet.v1":
             yield from ((one.number, *rest) for rest in paths_to_images(one.message_type))

@@ -81,7 +81,7 @@ def test_an_image_that_met_a_dying_process_is_read_by_the_next(decoder, tmp_path
     once = tmp_path / "once"
     once.touch()
     assert decoder(partial(end_by, signal.SIGKILL), os.fsencode(once)) == os.fsencode(once)
-    os.kill(decoder.pid, signal.SIGKILL)  # while it waits
+    os.kill(decoder.pid, signal.SIGKILL)  # the process waits for the next image
     assert decoder(FIT.read, picture()) == FIT.read(picture())
 
 
@@ -136,8 +136,8 @@ def test_images_of_several_threads_are_read_one_after_another(decoder):
     )
 )
 def test_each_image_gets_its_own_answer_whenever_the_process_is_killed(steps):
-    """A process that starts takes about 0.1 s, so that the moments of the kills are in its start,
-    before an image, in the middle of one, and behind it."""
+    """A process takes about 0.1 s to start, so that it is killed while it starts, before an image,
+    while it decodes one, or after that."""
     decoder = DecoderProcess()
     for action, data, kill_after_s in steps:
         killer = threading.Timer(kill_after_s or 0, kill_of, [decoder])

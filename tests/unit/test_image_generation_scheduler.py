@@ -1,4 +1,4 @@
-"""The scheduler of drawings: turns, seats, ends, deadlines, pauses, and what the worker hears."""
+"""The scheduler of drawings: turns, seats, ends, deadlines, pauses, and the content of plans."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.support.image_generation_driver import ImageGenerationDriver
 
 
 def told(driver):
-    """Return the plans so far, as their journal lines without their numbers."""
+    """Return the journal's line of each plan so far, without the plan's number."""
     return [plan.journal_line().partition(": ")[2] for plan in driver.plans]
 
 
@@ -25,7 +25,7 @@ def test_a_drawing_takes_its_steps_in_order():
     assert told(driver) == ["1 encode 0", "1 denoise 0", "1 denoise 1 preview", *tiles]
     kinds = [type(event) for event in driver.got["a"]]
     assert kinds == [Stepped, Stepped, Drawn, Drawn]
-    assert driver.finished["a"].choice == 0  # a drawing ends as a whole, whatever its images
+    assert driver.finished["a"].choice == 0  # several images have one end, that of choice 0
     driver.check_idle()
 
 
@@ -36,7 +36,7 @@ def test_drawings_take_turns_in_the_order_of_their_ranks():
     driver.submit("first", steps=1, priority=-1)
     driver.run()
     turns = [line.split()[0] for line in told(driver)]
-    # first has the sequence 1, early 2, late 3
+    # "first" has the sequence 1, "early" 2, "late" 3
     assert turns == ["1", "2", "3", "1", "2", "3", "1", "2", "3", "2", "3"]
 
 
@@ -98,7 +98,7 @@ def test_timings_add_up():
     driver.submit("a", steps=2, buffer=1)
     driver.now = 1.0
     assert driver.scheduler.is_live("a")
-    for _ in range(3):  # the prompt, and a step whose reader then has no room
+    for _ in range(3):  # encode, denoise, and a step after which the stream is full
         driver.step(read=False)
     began = driver.now
     driver.now += 5.0
@@ -139,7 +139,7 @@ def test_a_stalled_reader_is_ended_and_tells_the_worker():
 
 
 def test_a_reader_that_has_taken_something_is_not_stalled_before_its_report_comes():
-    """A loop that was busy takes a tick first, and then the report of a reader that took an image
+    """If the loop was busy, the core may get the tick before it hears that the reader took an image
     in time."""
     driver = ImageGenerationDriver(stall_timeout_s=30.0)
     driver.submit("a", steps=5, buffer=1)
@@ -188,7 +188,7 @@ def test_a_deadline_that_no_drawing_meets_is_refused():
     assert isinstance(driver.refused["long"].error, DeadlineInfeasible)
     assert "at least 12 s, of which 9 s are left" in str(driver.refused["long"].error)
     assert "short" not in driver.refused
-    driver.submit("over", steps=10, deadline=driver.now)  # the request's scope ends it by itself
+    driver.submit("over", steps=10, deadline=driver.now)  # its cancel scope ends this one
     assert "over" not in driver.refused
 
 
@@ -197,12 +197,12 @@ def test_a_deadline_that_cannot_be_met_any_more_ends_a_waiting_drawing():
     driver.submit("runs", steps=50)
     for _ in range(5):
         driver.step(seconds=1.0)
-    # 1 s of encoding and 4 of denoising; a tile is not measured
+    # Encoding takes 1 s and denoising 4 s; how long decoding a tile takes is not known yet.
     driver.submit("waits", steps=4, deadline=driver.now + 7.0)
     assert driver.scheduler.next_wakeup(driver.now) == pytest.approx(driver.now + 2.0, abs=1e-3)
     driver.tick(1.9)
     assert "waits" not in driver.finished
-    driver.tick(driver.scheduler.next_wakeup(driver.now) - driver.now)  # not a moment too early
+    driver.tick(driver.scheduler.next_wakeup(driver.now) - driver.now)
     assert driver.finished["waits"].reason is EndReason.DEADLINE
     assert driver.finished["waits"].phase is Phase.QUEUED
     assert "at least 5 s" in driver.finished["waits"].detail
@@ -265,7 +265,7 @@ def test_with_guidance_an_image_takes_as_long_as_two_without():
 
 
 def test_a_full_queue_counts_denoising_steps():
-    """Red if the refusal speaks of tokens, of which a client of drawings knows nothing."""
+    """Red if the refusal speaks of tokens, which a client that asks for images does not know."""
     driver = ImageGenerationDriver(max_queued_requests=9, max_queued_tokens=5, max_drawings=1)
     driver.submit("a", steps=3)
     driver.submit("b", steps=3)
@@ -313,7 +313,7 @@ def test_explanations():
     assert said[0].waiting_for == "its turn: drawings take one step each, and 1 more go on"
     assert said[2].waiting_for == "a seat: 2 drawings take turns"
     assert said[2].position == 1
-    assert 7 * 0.01 <= said[2].estimate_s <= 1  # the first steps count for little
+    assert 7 * 0.01 <= said[2].estimate_s <= 1  # at least 7 steps of 10 ms
     assert driver.scheduler.explain(RequestId("nobody"), driver.now) is None
 
 

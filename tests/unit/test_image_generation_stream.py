@@ -1,4 +1,4 @@
-"""Drawings in process: what a stream gives, how long it lasts, and the three façades."""
+"""Drawings in process: a stream's events, its end, and the façades (Trio, asyncio, threads)."""
 
 import asyncio
 import math
@@ -54,7 +54,7 @@ async def drawn(engine, asked):
 
 
 def check(events, asked=ASKED):
-    """Check that a stream's events are whole."""
+    """Check that a stream's events are those of a complete drawing, with the right pixels."""
     started, *_, finished = events
     assert isinstance(started, DrawingStarted)
     assert isinstance(finished, DrawingFinished)
@@ -71,7 +71,7 @@ def check(events, asked=ASKED):
 
 
 class ProtoLike:
-    """A DrawRequest with the fields of a message that `drawing_of` reads."""
+    """A DrawRequest with the names of fields that `drawing_of` reads from the proto message."""
 
     def __init__(self, asked):
         self._asked = asked
@@ -99,8 +99,8 @@ async def test_a_text_is_a_prompt():
 
 
 def test_asyncio_programs_and_threads_get_the_same(monkeypatch):
-    """Red if a drawing's end waits for the timer by which readers give credit back: that cost each
-    drawing 0.1 s, a tenth of its time (`python -m tools.lab.bench drawing`)."""
+    """Red if a drawing's end waits for `RELEASE_AFTER_S`, after which readers give credit back:
+    that cost each drawing 0.1 s, a tenth of its time (`python -m tools.lab.bench drawing`)."""
     monkeypatch.setattr(portal, "RELEASE_AFTER_S", 1e9)
     asked = config(stall_timeout_s=2.0)
 
@@ -127,7 +127,7 @@ async def test_leaving_the_block_ends_the_drawing_within_a_step():
 
 
 async def test_time_in_which_files_are_made_is_not_the_readers(monkeypatch, mock_clock):
-    """Red if the stall timeout counts while previews become files."""
+    """Red if the time that the engine takes to encode previews counts as the reader's stall."""
     real = image_generation_stream.encode
 
     def slow(*given):
@@ -141,7 +141,7 @@ async def test_time_in_which_files_are_made_is_not_the_readers(monkeypatch, mock
 
 
 async def end_late(engine, clock):
-    """Let time pass when the steps of the request "late" are done, until it has ended."""
+    """Jump the clock once the steps of the request "late" are done, until the request has ended."""
     while "has not taken" not in engine.explain("late").waiting_for:
         await trio.lowlevel.checkpoint()
     with suppress(RequestNotFound):
@@ -173,7 +173,7 @@ async def test_a_deadline_counts_until_the_images_are_taken(mock_clock):
 
 
 async def test_a_workers_death_spares_the_drawing_that_it_is_done_with():
-    """Red if `ImageGenerationStream.lose_replica` ends a request whose images only wait for their
+    """Red if the worker's death ends a request whose steps are done and whose images wait for their
     reader."""
     runner = FakeImageGenerationRunner()
     async with opened(runner) as engine, engine.draw(replace(ASKED, request_id="done")) as done:

@@ -64,14 +64,14 @@ async def test_one_that_leaves_the_queue_lets_the_next_one_in_and_holds_nothing(
 async def test_one_that_is_cancelled_as_it_gets_memory_gives_it_back(ask):
     first, second = await ask(60), await ask(50)
     second.scope.cancel()
-    first.held.close()  # grants the second's, whose task has not run since
+    first.held.close()  # grants the second's request; the second task has not run yet
     await wait_all_tasks_blocked()
     assert not second.has_it
     assert second.memory.num_bytes == 0
 
 
 async def test_the_first_that_waits_asks_others_for_theirs_until_it_has_enough():
-    """Requests whose clients were away kept theirs up to their windows' ends."""
+    """Red if requests whose clients are away keep their memory until their resume windows end."""
     memory, hoards, own = ImageMemory(100), {name: ExitStack() for name in "abc"}, ExitStack()
     for name, held in hoards.items():
         await memory.take(30, held, name)
@@ -97,7 +97,7 @@ async def test_the_first_that_waits_asks_others_for_theirs_until_it_has_enough()
 
 
 async def test_nobody_else_is_given_up_while_the_memory_of_one_is_not_back():
-    """Each further request that waited gave up another one before the first was free."""
+    """Red if a second request gives up its memory before the first one's is free."""
     memory, hoards, asked = ImageMemory(100), {name: ExitStack() for name in "abc"}, []
     for name, held in hoards.items():
         await memory.take(30, held, name)
@@ -118,7 +118,7 @@ async def test_nobody_else_is_given_up_while_the_memory_of_one_is_not_back():
 
 
 def test_files_of_requests_whose_clients_are_away_take_no_room_from_others():
-    """They were counted up to their windows' ends, and nobody else could send an image."""
+    """Red if the files count until the resume windows end: nobody else could send an image."""
     of_guests = FILE_BYTES_MAX
     files = ImageFiles(lambda: of_guests)
     files.add(FILE_BYTES_MAX)

@@ -42,7 +42,7 @@ SQUARE = ImageFit(num_tokens=1, max_pixels=MOST, size=(32, 32))
 
 
 def librarys(data):
-    """Return what transformers' ``load_image`` makes of a file, by its own two lines."""
+    """Return what transformers' ``load_image`` makes of a file."""
     return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
 
@@ -63,12 +63,12 @@ def test_each_mode_becomes_rgb_as_the_library_makes_it(mode):
     options = {"transparency": bytes(range(0, 256, 2))} if mode == "P" else {}
     data = encoded(image, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *_, **__: None)  # Pillow's, of the palette
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # Pillow warns of the palette
         want = librarys(data)
     assert same(decode(data, MOST), want)
 
 
-# Two pixels in each of Pillow's modes, and what they are in RGB by the mode's definition.
+# Two pixels in each of Pillow's modes, and their RGB values by the mode's definition.
 IN_EACH_MODE = {
     "1": (b"\x40", (0, 0, 0), (255, 255, 255)),
     "L": (bytes([7, 200]), (7, 7, 7), (200, 200, 200)),
@@ -105,7 +105,7 @@ def test_pixels_of_each_mode_become_rgb_by_the_modes_definition(mode):
     if mode in ("P", "PA"):
         image.putpalette(PALETTE)
     difference = np.array(to_rgb(image), np.int16)[0] - np.array(want)
-    assert np.abs(difference).max() <= (mode == "LAB")  # which is computed in floats
+    assert np.abs(difference).max() <= (mode == "LAB")  # LAB is computed in floats
 
 
 # The colour types of PNG by their numbers: samples of a pixel, and the bits that each may have.
@@ -139,7 +139,7 @@ def test_each_form_of_png_has_the_pixels_that_its_samples_say(colour, bits):
 
 
 def test_every_reader_takes_the_upper_half_of_16_bit_grey():
-    """What an encoder, a chat and a drawing read of a scan, beside its copy in 8 bits."""
+    """Encoders, chats and drawings read equal pixels from scans of 16 bits and copies of 8."""
     grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 64 + 17
     scan = encoded(Image.fromarray(grey))
     plain = encoded(Image.fromarray((grey >> 8).astype(np.uint8)))
@@ -244,7 +244,7 @@ def test_a_gif_whose_first_frame_is_larger_than_its_screen_has_the_frames_size()
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_or_read_at_a_bounded_cost(name):
-    """Red if decoders read what they do not need, or before the size is checked."""
+    """Red if a decoder reads more than it needs, or anything before the size is checked."""
     data = BOMBS[name]
     decode(picture(), MOST)  # imports the decoders
     tracemalloc.start()

@@ -34,8 +34,8 @@ DECODERS = {
 
 @pytest.mark.parametrize("name", DECODERS)
 async def test_decoding_a_request_takes_from_its_timeout(name, autojump_clock, monkeypatch):
-    """Red if the engine counts the timeout from the end of the decoding: then the call's own
-    deadline comes first, and the request counts as cancelled."""
+    """Red if the engine counts the timeout from the end of the decoding: the call's own deadline
+    would pass first, and the request would count as cancelled by its client."""
 
     submitted = []
 

@@ -110,7 +110,7 @@ ONLY_THE_MODEL_KNOWS = {
     "model",
     "text",
     "chat.template_args",
-    "chat.messages.parts.image",  # a model that sees decodes it
+    "chat.messages.parts.image",  # only a model that reads images decodes the image
     "sampling.stop_token_ids",
     "sampling.allowed_token_ids",
     "sampling.banned_token_ids",
@@ -133,7 +133,7 @@ ANY_VALUE = {
     "chat.messages.name",
     "continuation.choices.finished",
 }
-# Tools and tool calls have their tests with the chat's.
+# tests/unit/test_codec_chat.py has invalid tools and tool calls.
 NOT_HERE = ("chat.tools", "chat.messages.tool_call")
 
 

@@ -37,7 +37,7 @@ def sequence(driver, name):
     return ledger(driver).requests[name].sequences[0]
 
 
-DAMAGES = {  # statements about the ledger, its pool and its cache, and a sequence in each state
+DAMAGES = {  # code: names are the ledger, its pool and cache, and a sequence in each state
     "drop from the queue": "ledger.waiting.items.clear()",
     "drop from running": "ledger.running.clear()",
     "unpark by hand": "ledger.parked.unread.clear()",

@@ -31,7 +31,7 @@ def test_a_processor_gets_the_best_variant_that_it_can_run(features, name):
 
 
 def test_every_variant_is_the_best_one_of_some_processor():
-    """Red if a variant is listed before one that every processor of it can run."""
+    """Red if a better variant is listed behind a worse one: then no processor would get it."""
     assert {best_variant(set(one.needs)) for one in VARIANTS} == set(VARIANTS)
 
 

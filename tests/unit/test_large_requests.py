@@ -1,4 +1,4 @@
-"""A request with images is kept once: by the engine, and not by the RPC as well."""
+"""The engine alone keeps a request with images: the RPC's task has no second reference."""
 
 import math
 import sys
@@ -31,7 +31,7 @@ REQUESTS = {
 
 
 class Parsing:
-    """Parses as a class of messages does, and keeps what it made."""
+    """Stands in for a message class: parses bytes as that class does, and keeps the message."""
 
     def __init__(self, request):
         self._class = type(request)
@@ -61,7 +61,7 @@ async def test_nothing_but_the_engine_keeps_a_request_that_runs(autojump_clock, 
         path = f"triolet.v1.Inference/{name}"
         answer = await client.request(path, REQUESTS[name].SerializeToString())
         assert answer.code is StatusCode.UNAVAILABLE, answer.message
-    assert counts == [2]  # the test's list, and the argument of the count itself
+    assert counts == [2]  # references by the test's list, and by getrefcount's argument
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ async def test_nothing_but_the_engine_keeps_a_request_that_runs(autojump_clock, 
     ],
 )
 def test_a_client_is_told_of_few_violations_of_a_large_chat(message):
-    """Ten thousand of them took the loop 17 ms."""
+    """Red if all are listed: ten thousand violations kept the event loop busy for 17 ms."""
     with pytest.raises(InvalidRequest) as caught:
         decode_generate(pb.GenerateRequest(chat={"messages": [message]})).validate()
     assert len(caught.value.violations) == VIOLATIONS_MAX
 
 
 async def test_a_deadline_that_passes_in_the_queue_for_decoding_names_its_phase(autojump_clock):
-    """Its status said that the deadline had passed, and not where, as that of the engine does."""
+    """Here the deadline passes before the engine has the request."""
     interceptor = Interceptor(methods(SimpleNamespace(), 2**20), None, status_of)
     async with serving(interceptor.serve) as server:
         client = await server.connect()
@@ -93,8 +93,8 @@ async def test_a_deadline_that_passes_in_the_queue_for_decoding_names_its_phase(
 
 
 async def test_an_owner_has_few_large_requests_that_are_decoded_and_not_answered(monkeypatch):
-    """A thousand texts of a megabyte that waited for the tokenizer were a gigabyte. A
-    short request waits for none of them."""
+    """Red if a client can have a thousand texts of a megabyte decoded while the tokenizer is busy:
+    a gigabyte. Short requests do not wait for this bound."""
     for name, size in {"SMALL_BYTES": 50, "LARGE_BYTES": 100, "DECODED_BYTES": 2000}.items():
         monkeypatch.setattr(decoding, name, size)
     began, answers = trio.open_memory_channel(20)
@@ -141,8 +141,8 @@ REQUEST = st.tuples(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(REQUEST, max_size=12))
 def test_the_room_bounds_each_owner_and_all_and_is_empty_in_the_end(requests):
-    """Of requests whose clients may leave while they wait or later, and that may keep their room
-    for longer than it counts."""
+    """The drawn requests' clients may leave while they wait or later, and some keep their room for
+    longer than `DECODED_S`, after which it does not count."""
     num_bytes: Counter[str] = Counter()
     num_in: Counter[str] = Counter()
     num_ended = 0

@@ -39,15 +39,15 @@ from tools.rooms import (
 # The generated protos make their names when they are imported.
 MADE_AT_IMPORT = "grpc_service._generated"
 
-# What the core may not name although Python ships it: the core is pure.
+# Standard modules that the core may not import: it has no clock, no I/O and no threads.
 IMPURE = {
     *("threading", "multiprocessing", "concurrent", "subprocess", "signal"),
     *("time", "datetime", "random", "secrets", "uuid"),
     *("os", "pathlib", "io", "socket", "logging", "contextvars", "importlib"),
 }
 
-# Imports that bring torch, and wait in functions until a torch model is asked for: `import engine`,
-# an engine of fakes, and the arithmetic of specs work without it.
+# Imports that bring torch, and stand in functions, which run only for a torch model: `import
+# engine`, an engine of fakes, and the arithmetic of specs work without it.
 LAZY = {
     "engine.api.engine": {
         *("engine.worker.factory", "engine.worker.load.capability", "engine.worker.load.resolve"),
@@ -65,7 +65,7 @@ LAZY = {
 
 
 def offences(module: str, source: str) -> list[str]:
-    """Return every rule that an import of ``source``, as the file of ``module``, breaks."""
+    """Return every rule that an import breaks in ``source``, the text of ``module``'s file."""
     return [
         f"{module} imports {found.target}: {reason}"
         for found in imports_of(source)
@@ -104,7 +104,7 @@ def _is_lazy(module: str, found: Import) -> bool:
 
 
 def _folder(room: Room) -> str:
-    """Return the package of a room that is a single file, and otherwise the room."""
+    """Return a room's folder: for a room of one file, the package that has the file."""
     path = modules().get(room.name)
     return room.name.rpartition(".")[0] if path and path.name != "__init__.py" else room.name
 
@@ -249,10 +249,10 @@ def test_only_these_make_threads_beside_those_of_trio():
     assert made == OWN_THREADS.keys()
 
 
-# What hands a request to a worker or loads a model, and who may. A name with a dot stands for an
-# attribute of anything of that name, another name for that attribute of anything.
+# Attributes that hand a request to a worker or load a model, and the modules that may use them.
+# "runner.load" is the attribute `load` of what is called `runner`, "execute" that of anything.
 ONE_WAY_IN = {
-    "_begin_load": {"engine.pool.loads"},  # for `ensure`, or for a replica it loaded that died
+    "_begin_load": {"engine.pool.loads"},  # for `ensure`, and after a replica's death
     "load_replicas": {"engine.pool.loads"},
     "runner.load": {"engine.pool.loader", "engine.worker.process.main"},
     "loop.submit": {"engine.requests.stream"},
@@ -265,8 +265,8 @@ ONE_WAY_IN = {
 
 
 def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
-    """Handles and services submit to the supervisor, and a
-    stream to the loop; the pool alone loads."""
+    """Handles and services submit to the supervisor, and a request's stream submits to the
+    replica's loop. Only the pool loads models."""
     assert {
         name: {module for module in product_modules() if name in names_in(module).attributes}
         for name in ONE_WAY_IN
@@ -274,7 +274,7 @@ def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
 
 
 def test_no_home_directory_is_taken_for_granted():
-    """These raise for a user whom no passwd file knows; `os.path.expanduser` does not."""
+    """`Path.home` and `getuser` raise for a user without an entry in the passwd file."""
     raising = {"home", "expanduser", "getuser"}
     found = {
         (module, node.lineno)
@@ -306,7 +306,7 @@ def test_the_core_calls_nothing_impure():
 
 
 def test_only_the_sequence_writes_its_state():
-    """D7: one table, one writer."""
+    """D7: `Sequence` alone changes states, by the transition table."""
     writers = {
         name
         for name, tree in _core().items()
@@ -324,9 +324,9 @@ TORCHLESS_TESTS = ("tests.unit", "tests.property", "tests.golden", "tests.simula
 
 
 def test_tests_of_the_core_reach_no_torch():
-    """Imports in functions count, but for those in `LAZY`."""
+    """Imports inside functions count, except those that `LAZY` lists."""
     to_do = [name for name in modules() if any(is_within(name, one) for one in TORCHLESS_TESTS)]
-    reached = dict.fromkeys(to_do, "")  # by who brings it
+    reached = dict.fromkeys(to_do, "")  # module: the module that imports it
     while to_do:
         name = to_do.pop()
         for found in imports_of(modules()[name].read_text()) if name in modules() else ():
@@ -350,7 +350,7 @@ def test_importing_brings_no_torch(module):
     assert not heavy & imported_by(f"import {module}")
 
 
-# Protocols, codecs and policies that a test drives without a loop, as h11 and h2 are written.
+# Protocols, codecs and policies without I/O ("sans-I/O", like h2), so that tests need no loop.
 SANS_IO = (
     *("grpc_service.rpc.http2", "grpc_service.rpc.framing", "grpc_service.services.text_codec"),
     *(
@@ -365,7 +365,7 @@ def test_protocols_codecs_and_policies_import_no_loop():
     assert not {"trio", "asyncio"} & imported_by(f"import {', '.join(SANS_IO)}")
 
 
-# ---- the judge itself: a planted offence is found --------------------------------------------
+# ---- the checks: each finds a planted offence --------------------------------------------------
 
 
 CORE = "engine.core.text.step_builder"
@@ -409,7 +409,7 @@ def test_what_a_layer_may_is_no_offence(module, source):
 @cache
 def _bound_names(path: Path) -> frozenset[str] | None:
     """Return the names that a module binds at its top level. Return None if the source does not
-    show them all, because the module has `__getattr__` or imports a star."""
+    show all of them, because of `__getattr__` or `import *`."""
     names: set[str] = set()
     left: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while left:
@@ -451,8 +451,8 @@ def _has(module: str, name: str) -> bool:
 
 
 def test_every_import_of_ours_is_there():
-    """mypy looks at the product alone, and no test imports every tool: a bench once named a module
-    that had moved."""
+    """mypy reads the product alone, and no test imports every tool: red if a bench names a module
+    that has moved."""
     missing = {
         name: _missing(path.read_text("utf-8"))
         for name, path in modules().items()

@@ -1,4 +1,4 @@
-"""The transition table has every transition of a sequence's states (D7)."""
+"""A sequence changes its state only by the transition table (D7), which reaches every state."""
 
 import pytest
 

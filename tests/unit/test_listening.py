@@ -1,4 +1,4 @@
-"""How many connections a server may have."""
+"""How many connections a server accepts, by the limit of file descriptors."""
 
 import logging
 import resource
@@ -28,7 +28,7 @@ INFINITY = resource.RLIM_INFINITY
 def test_there_are_descriptors_for_all_connections(
     soft, hard, refuses, found, raised_to, monkeypatch, caplog
 ):
-    """Without one, a server accepts nobody, and one address could take them all."""
+    """Without a free descriptor a server accepts nobody, and one address could take all of them."""
     raised = []
 
     def set_limit(_, limits):

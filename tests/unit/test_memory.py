@@ -1,4 +1,4 @@
-"""The memory that the process may use, its ledger, and how many replicas fit."""
+"""The memory that the process may use, the ledger of reservations, and how many replicas fit."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.support.control_groups import GIB, TREES, write_tree
 @pytest.mark.parametrize(
     ("reserved", "each", "limit", "granted"),
     [
-        (0, 2, 4, 2),  # both fit, to the last byte
+        (0, 2, 4, 2),  # two replicas fill the limit exactly
         (0, 2, 3, 1),
         (0, 2, 2, 1),
         (0, 2, 1, 0),
@@ -25,14 +25,14 @@ from tests.support.control_groups import GIB, TREES, write_tree
     ],
 )
 def test_how_many_of_two_replicas_fit(reserved, each, limit, granted):
-    """Two if they fit, else one, else none; the limit itself fits."""
+    """Two replicas if they fit, else one, else none; replicas may fill the limit exactly."""
     assert plan_workers(reserved, each, limit, wanted=2) == granted
 
 
 def test_each_device_has_its_own_limit():
     ledger = MemoryLedger(10)
     ledger.add_device("cuda:0", 5)
-    ledger.add_device("cuda:0", 99)  # has a limit already
+    ledger.add_device("cuda:0", 99)  # ignored: the device already has a limit
     a, b = ledger.reserve("a", {"cpu": 10}), ledger.reserve("b", {"cuda:0": 5})
     assert [ledger.free(device) for device in ("cpu", "cuda:0")] == [0, 0]
     a.measured(4)
@@ -92,7 +92,7 @@ def test_a_reservation_is_released_once():
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_the_smallest_limit_of_the_process_and_of_those_above_it_counts(tmp_path, tree):
-    """The default is 0.80 of that."""
+    """The default of `--memory-limit` is 0.80 of that limit."""
     root = write_tree(tmp_path, tree, "memory")
     assert usable_bytes(root) == tree.smallest * GIB
     assert default_limit(root) == int(0.8 * tree.smallest * GIB)
@@ -119,4 +119,4 @@ def test_the_shipped_models_have_a_small_kv_pool_unless_the_operator_sets_its_si
 
     assert kv_bytes("demo-stories") == 128 * 2**20
     assert kv_bytes("demo-stories", kv_cache_memory=GIB) == GIB
-    assert kv_bytes(tmp_path) is None  # the runner decides, once it knows the model
+    assert kv_bytes(tmp_path) is None  # the runner sets the size when it has read the model

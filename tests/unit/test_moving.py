@@ -15,8 +15,6 @@ from engine.requests.text.values import GenerateRequest
 
 
 class Seen(list):
-    """Keeps what it gets."""
-
     push = list.append
 
     def end(self, error):
@@ -33,7 +31,7 @@ class DyingLoop:
 
 
 async def test_a_moving_request_begins_its_answer_once():
-    """Red if its parser reads the beginning of the answer again, or its echo comes twice."""
+    """Red if the parser reads the message to continue once more, or the prompt is echoed twice."""
     turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "<thi"})
     chat = Chat(turns, continue_final_message=True)
     seen = Seen()

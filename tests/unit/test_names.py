@@ -1,9 +1,9 @@
 """Every name in code type exists, in docstrings, comments, pages and protos.
 
 A dotted name of ours, such as ``engine.replica.loop.EngineLoop``, is looked up in its module, a
-file among the files, a flag among the flags. Any other word has to be one that some code defines or
-uses, or a word of the protos, the kernels or the deployment. Names of other projects that no code
-of ours uses are in `FOREIGN`.
+file among the files, a flag among the flags. Any other word must be defined or used by some code,
+or occur in the protos, the kernels or the deployment files. Names of other projects that no code of
+ours uses are in `FOREIGN`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ FILE = re.compile(r"[\w-]+\.(?:py|pyi|md|sh|toml|txt|proto|json|cpp|h|png|yaml|g
 COMMAND = re.compile(r"triolet (\w+)")
 FLAG = re.compile(r"--[a-z][\w-]*")
 
-# Names of other projects that no code of ours uses, by where they come from.
+# Names of other projects that no code of ours uses, by their origin.
 FOREIGN = {
     "pip's environment": {"PIP_EXTRA_INDEX_URL"},
     "transformers": {
@@ -68,7 +68,7 @@ FOREIGN = {
     "what a user writes there": {"HOST"},
     "gRPC in Ruby and Java": {"to_rpc_status"},
 }
-FOREIGN_PACKAGES = {"com", "vllm"}  # with every name below them
+FOREIGN_PACKAGES = {"com", "vllm"}  # any name in these packages is accepted
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Names:
     """What the repository defines and uses."""
 
     words: set[str] = field(default_factory=set)
-    top: dict[str, set[str]] = field(default_factory=dict)  # of a module, by its full name
+    top: dict[str, set[str]] = field(default_factory=dict)  # top-level names by module
     strings: set[str] = field(default_factory=set)
     flags: set[str] = field(default_factory=set)
 
@@ -95,13 +95,12 @@ class Names:
 
 @cache
 def names() -> Names:
-    """Return what all Python files define and use, and the words of all other files."""
     found = Names()
     found.words |= {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names}
     for module, path in modules().items():
         if path.name == Path(__file__).name:
             continue  # this file names what does not exist
-        code = SourceFileLoader(module, str(path)).get_code(module)  # from the bytecode, if any
+        code = SourceFileLoader(module, str(path)).get_code(module)  # cached bytecode, if any
         assert code
         _look_at(code, found)
         found.words |= set(module.split("."))
@@ -121,7 +120,7 @@ def names() -> Names:
         "--all",
         "--full",
     }
-    found.words |= {flag[2:].replace("-", "_") for flag in found.flags}  # keys of the file
+    found.words |= {flag[2:].replace("-", "_") for flag in found.flags}  # configuration keys
     foreign = {word for group in FOREIGN.values() for word in group}
     found.words |= foreign
     found.flags |= set(filter(FLAG.fullmatch, foreign))
@@ -147,7 +146,7 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 
 def _look_at(code: CodeType, found: Names) -> None:
-    """Add what a module or a function uses. A string with a space in it is no name."""
+    """Add what a module or function uses. A string with a space is not taken for a name."""
     found.words |= {code.co_name, *code.co_names, *code.co_varnames, *code.co_cellvars}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""What every scheduler does alike stands once: in `engine.core.common`."""
+"""What all schedulers do alike is written once, in `engine.core.common`."""
 
 import ast
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_there_is_one_waiting_queue_and_one_table_of_live_requests():
 
 
 def test_the_steps_of_an_encoder_seldom_sort_its_queue(monkeypatch):
-    """The queue is sorted again after `aging_late_s`, and not for each plan."""
+    """The queue is sorted again only every `aging_late_s` seconds."""
     driver, keys = EncodeDriver(max_num_seqs=4), []
     own = LiveEncode.key_in_queue
     monkeypatch.setattr(LiveEncode, "key_in_queue", lambda *args: keys.append(1) or own(*args))
@@ -79,6 +79,6 @@ def test_the_steps_of_an_encoder_seldom_sort_its_queue(monkeypatch):
 
 
 def test_a_new_kind_takes_at_most_200_lines():
-    """Values, core, fake runner, stream, service and codec, driver, simulated and real clients."""
+    """A kind needs values, a core, a fake runner, a stream, a codec, a driver and clients."""
     files = [Path(module.__file__) for module in (counting, counting_calls)]
     assert sum(len(file.read_text().splitlines()) for file in files) <= 200

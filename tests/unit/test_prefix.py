@@ -1,4 +1,4 @@
-"""The prefix cache by example; `tests/property/test_blocks.py` has its laws."""
+"""The prefix cache by example; `tests/property/test_blocks.py` tests its general laws."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_the_longest_published_prefix_is_matched_and_a_gap_ends_it(pool):
         cache.publish(keys[index], blocks[index])
     assert cache.match(keys) == blocks[:2]
     assert cache.match(keys[:1]) == blocks[:1]
-    assert cache.match(keys[1:2]) == blocks[1:2]  # a key identifies all tokens before it, too
+    assert cache.match(keys[1:2]) == blocks[1:2]  # a block's key covers all tokens before the block
     assert cache.match([]) == ()
     assert cache.match(keys_of(range(1, 17), salt="other")) == ()
 
@@ -69,10 +69,10 @@ def test_a_free_block_is_matched_until_it_is_reused(pool):
     pool.release(blocks)
     assert pool.num_free == 4
     reservation = pool.open()
-    assert not set(pool.take(reservation, 2)) & set(blocks)  # cached blocks are reused last
+    assert not set(pool.take(reservation, 2)) & set(blocks)  # cached blocks are taken last
     assert pool.drain_reused() == []
     assert cache.match(keys) == blocks
-    assert pool.take(reservation, 1) == blocks[1:]  # the end of a table is reused first
+    assert pool.take(reservation, 1) == blocks[1:]  # a table's last block is reused first
     cache.forget(pool.drain_reused())
     assert cache.match(keys) == blocks[:1]
     cache.check()
@@ -89,5 +89,5 @@ def test_a_reset_forgets_all_and_takes_nothing(pool):
     cache.check()
     pool.check([blocks[1:]])
     reservation = pool.open()
-    assert pool.take(reservation, 1) == blocks[:1]  # the block holds nothing worth keeping
+    assert pool.take(reservation, 1) == blocks[:1]  # a released block without content
     pool.rollback(reservation)

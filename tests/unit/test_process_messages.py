@@ -55,7 +55,7 @@ def channels():
 
 
 def sent(value):
-    """Return a value that went over a channel. Another thread sends it, because it may be large."""
+    """Send a value over a channel, and return it. A thread sends it, because it may be large."""
     with channels() as (ours, theirs):
         sender = threading.Thread(target=ours.send, args=("value", value))
         sender.start()
@@ -134,7 +134,7 @@ def test_a_message_larger_than_any_buffer_arrives_whole():
 
 
 def raw(data, *, close=True):
-    """Return what `receive` makes of these bytes."""
+    """Return what `receive` makes of bytes that arrive on a channel."""
     ours, theirs = socket.socketpair()
     with ours, contextlib.closing(Channel(theirs)) as received:
         ours.sendall(data)
@@ -241,7 +241,7 @@ def test_an_error_of_ours_travels_as_itself(cls):
 
 
 class OfThere(errors.TrioletError):
-    """A class that the other side does not know."""
+    """An error whose class the receiving process does not know."""
 
 
 def test_an_error_of_a_class_that_is_not_known_here_comes_as_text(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a prompt's images change for the core: the keys of its blocks, and where it is cut."""
+"""What a prompt's images change for the core: the keys of blocks, and where chunks end."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def image(start=6, count=5, digest=b"a", cost=10, *, is_whole=False):
 
 
 def keys_of(*images, tokens=TOKENS):
-    """Return the keys of a prompt's blocks, computed in two parts."""
+    """Return the keys of a prompt's blocks, extended twice, as chunks do."""
     keys = []
     contents = contents_of_blocks(images, SIZE)
     extend_keys(keys, b"root", tokens[:8], SIZE, contents)
@@ -47,21 +47,21 @@ def test_two_images_in_one_block_are_told_apart_by_their_order():
 
 
 def cut(*images, start=0, count=20, room=100, begins=True, is_first=True):
-    """Return a chunk and its cost."""
+    """Return how many tokens a chunk has when it is cut, and what its images cost."""
     return cut_chunk(images, start, count, room, begins=begins, is_first=is_first)
 
 
 @pytest.mark.parametrize(
     ("wanted", "fields"),
     [
-        ((20, 10), {}),  # all of it
-        ((20, 0), {"start": 11}),  # behind the image
-        ((8, 10), {"start": 8, "count": 8}),  # begins inside, as behind a cached prefix
-        ((8, 0), {"start": 8, "count": 8, "begins": False}),  # charged by the chunk before
-        ((6, 0), {"room": 16}),  # no room for the image behind what is before it
-        ((7, 10), {"room": 17}),  # room for its cost and its first token
-        ((0, 0), {"start": 6, "room": 8, "is_first": False}),  # left to the next step
-        ((1, 7), {"start": 6, "room": 8}),  # the first of a step, however large
+        ((20, 10), {}),  # the whole prompt
+        ((20, 0), {"start": 11}),  # starts behind the image
+        ((8, 10), {"start": 8, "count": 8}),  # starts inside the image, behind a cached prefix
+        ((8, 0), {"start": 8, "count": 8, "begins": False}),  # the image's cost was paid before
+        ((6, 0), {"room": 16}),  # the image's cost does not fit
+        ((7, 10), {"room": 17}),  # the image's cost and its first token fit
+        ((0, 0), {"start": 6, "room": 8, "is_first": False}),  # the next step computes the image
+        ((1, 7), {"start": 6, "room": 8}),  # the first chunk of a step may exceed the room
     ],
 )
 def test_a_chunk_is_charged_for_an_image_where_it_first_meets_it(wanted, fields):
@@ -72,13 +72,13 @@ def test_a_chunk_is_charged_for_an_image_where_it_first_meets_it(wanted, fields)
     ("wanted", "fields"),
     [
         ((20, 10), {}),
-        ((6, 0), {"count": 8}),  # cut before, never inside
-        ((11, 10), {"count": 11}),  # cut just behind it
+        ((6, 0), {"count": 8}),  # a whole image is never cut: the chunk ends before it
+        ((11, 10), {"count": 11}),  # the chunk ends behind the image
         ((6, 0), {"room": 20}),
         ((11, 10), {"room": 21}),
         ((0, 0), {"start": 6, "room": 8, "is_first": False}),
-        ((5, 0), {"start": 6, "room": 3}),  # the first of a step is computed whole
-        ((3, 0), {"start": 8, "room": 2}),  # the rest of one behind a cached prefix
+        ((5, 0), {"start": 6, "room": 3}),  # may exceed the room if it is first
+        ((3, 0), {"start": 8, "room": 2}),  # the rest of a whole image behind a cached prefix
         ((12, 10), {"start": 8, "count": 12}),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_step_takes_two_images_only_with_room_for_both():
 # ---- images of several tiles
 
 TOKEN = 9
-TILES, TILE_TOKENS, TILE_COST = 5, 4, 16  # of an image of 64 × 48 pixels
+TILES, TILE_TOKENS, TILE_COST = 5, 4, 16  # for an image of 64 × 48 pixels
 PREPROCESSOR = TiledPreprocessor(
     max_pixels=2**20,
     longest_edge=64,
@@ -110,7 +110,7 @@ PREPROCESSOR = TiledPreprocessor(
 
 
 def tiles_of(*files):
-    """Return where the tiles of images are, of a prompt with two words before each tile."""
+    """Return where the tiles of images are, in a prompt with two words before each tile."""
     images = [ReadImage(PREPROCESSOR.read(data), digest_of(data)) for data in files]
     ids, owners = [], []
     for number in range(len(images)):
@@ -132,7 +132,7 @@ def test_a_tile_that_is_encoded_alone_is_a_piece_of_its_own():
 
 
 def test_a_step_encodes_as_many_tiles_of_an_image_as_it_has_room_for():
-    """Red if an image of several tiles is one piece, which a step encodes whole."""
+    """Red if a step encodes all tiles of an image, or none."""
     images, end = tiles_of(picture(64, 48)), TILES * (2 + TILE_TOKENS)
     for room, most in ((18, 1), (45, 2), (1000, TILES)):
         start, costs = 0, []

@@ -13,7 +13,7 @@ from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 PROTO = Path(__file__).resolve().parents[2] / "proto"
 
 
-# A line that begins an element: a message or the like, a field, or a value of an enum.
+# A line that begins an element: a message, enum, service, RPC, oneof, field, or value of an enum.
 ELEMENT = re.compile(r"\s*(?:(?:message|enum|service|rpc|oneof) |[\w.<>, ]+ = \d+(?: \[.*)?;)")
 
 
@@ -47,14 +47,12 @@ def test_an_element_without_a_comment_is_found():
 
 
 def test_reflection_v1_is_v1alpha_under_another_package():
-    """grpc_service.services.reflection answers v1 with v1alpha messages.
-
-    Their descriptors must therefore agree.
-    """
+    """`grpc_service.services.reflection` answers calls of v1 with v1alpha's messages, so that both
+    must have equal descriptors."""
     v1, v1alpha = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
     v1_pb2.DESCRIPTOR.CopyToProto(v1)
     v1alpha_pb2.DESCRIPTOR.CopyToProto(v1alpha)
     for file in (v1, v1alpha):
         file.ClearField("name")
-        file.ClearField("options")  # these only say where other languages put their generated code
+        file.ClearField("options")  # the options only say where other languages put generated code
     assert str(v1) == str(v1alpha).replace("grpc.reflection.v1alpha", "grpc.reflection.v1")

@@ -1,5 +1,5 @@
-"""What the package for Ray Serve decides without Ray: which replica has a prompt's beginning, how
-many replicas there should be, when one is replaced, and whether a file is right."""
+"""What the package for Ray Serve decides without Ray: which replica has a prefix cached, how many
+replicas there should be, when one is replaced, and whether a fleet's file is valid."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +21,10 @@ LONG = "The dog sleeps by the fire. " * 20
 
 
 def text(words, **fields):
-    """Return the request of a text."""
     return inference_pb2.GenerateRequest(text=words, **fields)
 
 
 def chat(*turns, **fields):
-    """Return the request of a chat."""
     roles = ("user", "assistant")
     messages = [{"role": roles[at % 2], "content": turn} for at, turn in enumerate(turns)]
     return inference_pb2.GenerateRequest(chat={"messages": messages, **fields})
@@ -159,7 +157,7 @@ def test_a_replica_is_replaced_when_a_step_hangs_or_a_model_failed():
 
 
 def shipped():
-    """Return the content of the shipped file."""
+    """Return the fleet's file that Triolet ships, parsed."""
     return yaml.safe_load(FLEET.read_text())
 
 

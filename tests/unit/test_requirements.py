@@ -26,13 +26,11 @@ def names(path: Path) -> set[str]:
 
 
 def test_each_requirement_stands_in_one_row_of_a_short_table():
-    """R99."""
     assert len(ROWS) <= 60
     assert sorted(n for row in ROWS for n in numbers(row)) == list(range(1, 212))
 
 
 def test_each_row_names_a_test_that_exists():
-    """R99."""
     kept = [row for row in ROWS if "| dropped: " not in row]
     assert [row for row in kept if not TEST.search(row)] == []
     named = [found for row in kept for found in TEST.findall(row)]

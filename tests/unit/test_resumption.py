@@ -103,7 +103,7 @@ def test_without_resumption_nothing_is_changed():
 
 
 def test_tries_have_growing_delays_and_end_when_nothing_new_comes():
-    """Red if a stream that never grows is tried for ever."""
+    """Red if a stream that gets no new token is retried for ever."""
     told = []
     resumption, clock = made(on_break=lambda error, delay_s: told.append(delay_s))
     resumption.take(started())
@@ -113,7 +113,7 @@ def test_tries_have_growing_delays_and_end_when_nothing_new_comes():
     assert 8 < len(told) < 30
     assert told[0] < 0.4 < told[3]
     assert max(told) <= 1.5 * DELAY_MAX_S
-    resumption.take(delta(0, [1]))  # something new: the time begins anew
+    resumption.take(delta(0, [1]))  # a new token resets the delays and the time limit
     assert resumption.next_call(unavailable()).delay_s < 0.4
 
 
@@ -128,8 +128,8 @@ def test_a_servers_advice_and_the_deadline_are_kept():
 
 
 def test_which_errors_are_resumable():
-    """A lost stream's id may still be in use, and a queue full, but only once a stream has broken:
-    before that, these are answers."""
+    """After a break, "already exists" and "the queue is full" may be true for a moment only. Before
+    a break they are the final answer."""
     taken = errors.AlreadyExists(grpc.StatusCode.ALREADY_EXISTS, "in use")
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     full = errors.ResourceExhausted(code, "full", retry_after_s=1.0)
@@ -144,7 +144,7 @@ def test_which_errors_are_resumable():
 
 
 def test_a_stream_that_the_server_may_keep_is_attached_to_and_otherwise_continued():
-    """Red if the tokens of a continuation are not counted among those received."""
+    """Red if the tokens of the request's own continuation are missing in the next one."""
     request = pb.GenerateRequest(text="a", continuation={"choices": [{"token_ids": [1, 2]}]})
     resumption, _ = made(request)
     resumption.take(started(attach_token="secret", request_id="made"))
@@ -159,7 +159,7 @@ def test_a_stream_that_the_server_may_keep_is_attached_to_and_otherwise_continue
 
 
 def test_a_large_message_that_came_in_part_counts_as_not_received():
-    """Red if a program gets the parts at once: they come again behind a break."""
+    """Red if a program gets parts at once: after a break the server sends them again."""
     resumption, _ = made()
     resumption.take(started())
     assert resumption.take(delta(0, [], "one ")) is None

@@ -1,7 +1,5 @@
-"""The scheduler's checks of its inputs, and its statistics.
-
-`tests/golden` has its decisions, `tests/property` its laws.
-"""
+"""The scheduler's checks of its inputs, and its statistics. `tests/golden` tests its decisions,
+`tests/property` the laws that always hold."""
 
 from types import SimpleNamespace
 
@@ -59,7 +57,7 @@ def test_a_result_belongs_to_the_plan_in_flight(driver):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_rows_result_names_its_sequence(driver, steps):
     plan = begun(driver)
-    for _ in range(steps):  # the first step gives a prompt's token, the second a decode's
+    for _ in range(steps):  # the first step ends with the prompt, the others are decodes
         driver.end_step()
         plan = driver.begin_step()
     result = StepResult(plan.plan_id, (RowResult(plan.rows[0].sequence + 1, (7,), "<7>"),))
@@ -82,7 +80,7 @@ def test_the_queues_estimate_follows_the_measured_rate():
         driver.begin_step()
         driver.now += 10.0
         driver.end_step()
-    rate = 0.0  # 100 tokens in 10 s, then 1 in each; a new value weighs one fifth
+    rate = 0.0  # 100 tokens in 10 s, then 1 token in each 10 s; a new rate weighs one fifth
     for tokens in (100, 1, 1, 1, 1):
         rate += 0.2 * (tokens / 10.0 - rate)
     driver.submit(make_request("a", range(4), arrival=driver.now))
@@ -94,9 +92,9 @@ def test_the_queues_estimate_follows_the_measured_rate():
 
 
 def test_a_scored_prompt_is_computed_whole_within_the_bound_on_logits():
-    """Such a prompt takes nothing from the cache, and what it computes is cached for others.
+    """A scored prompt takes nothing from the prefix cache; others find its blocks there.
 
-    The fake raises if it must give log-probabilities that the plans did not compute.
+    The fake runner raises if a plan asks for log-probabilities of tokens that no plan has computed.
     """
     driver = Driver(
         block_size=4, num_blocks=400, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=256
@@ -142,7 +140,7 @@ def test_one_scored_prompt_does_not_hold_up_another():
     driver.begin_step()
     driver.end_step()
     driver.submit(make_request("short", range(5), sampling=scored))
-    for _ in range(5):  # one position in each step
+    for _ in range(5):  # one token of the prompt in each step
         assert ("short", 0) not in driver.tokens
         driver.step()
     assert ("short", 0) in driver.tokens
@@ -174,7 +172,7 @@ def test_a_scored_prompt_is_infeasible_even_if_all_of_it_is_cached():
     )
     driver.submit(make_request("warm", range(250), max_tokens=1))
     driver.begin_step()
-    driver.now += 10.0  # at 25 tokens a second
+    driver.now += 10.0  # the measured rate is 25 tokens a second
     driver.end_step()
     for name, asked in (("plain", None), ("scored", 0)):
         sampling = Sampling(temperature=0.0, prompt_logprobs=asked)
@@ -220,13 +218,13 @@ def test_the_peak_of_the_queue_stays_when_the_queue_is_empty_again(driver):
 
 def test_phases_add_up_to_a_choices_life(driver):
     driver.submit(make_request("r", range(1, 40), max_tokens=3), buffer=1)
-    driver.tick(1.0)  # queued
-    while not driver.tokens:  # three chunks of prefill
+    driver.tick(1.0)  # a second in the queue
+    while not driver.tokens:  # three steps of prefill
         driver.begin_step()
         driver.now += 0.5
         driver.end_step()
     driver.tick(2.0)
-    assert driver.begin_step() is None  # parked from here
+    assert driver.begin_step() is None  # parked from now on: the stream is full
     driver.tick(4.0)
     assert driver.scheduler.explain("r", driver.now).parked_s == 4.0
     driver.read("r")
@@ -284,7 +282,7 @@ def test_a_parked_request_gives_its_blocks_to_the_first_of_the_queue(lacking):
     driver = crowded(16)
     driver.submit(make_request("silent", range(1, 11), max_tokens=6), buffer=1)
     driver.step(read=False)
-    driver.step(read=False)  # its buffer is full: parked, with its blocks
+    driver.step(read=False)  # the stream is full: the request is parked, and keeps its blocks
     assert driver.scheduler.statistics().parked == 1
     length = driver.scheduler.statistics().free_blocks + lacking
     driver.submit(make_request("reader", range(20, 20 + length), max_tokens=2))
@@ -294,7 +292,7 @@ def test_a_parked_request_gives_its_blocks_to_the_first_of_the_queue(lacking):
 
 
 def test_no_more_give_way_than_the_first_of_the_queue_needs():
-    """Two later requests hold what the first lacks; preempting only the last is exactly enough."""
+    """Two later requests hold blocks, and the last request's blocks alone are enough."""
     driver = crowded(16)
     for name, arrival in (("a", 1.0), ("b", 2.0)):
         driver.submit(make_request(name, range(1, 8), max_tokens=4, arrival=arrival, priority=1))
@@ -309,7 +307,7 @@ def test_no_more_give_way_than_the_first_of_the_queue_needs():
 
 
 def test_no_more_give_way_than_a_running_sequence_needs():
-    """Some blocks are free; the last request holds what is missing."""
+    """Some blocks are free; the last request holds the missing ones."""
     driver = crowded(16)
     for name, arrival in (("older", 0.0), ("a", 1.0), ("b", 2.0)):
         driver.submit(make_request(name, (1, 2, 3), max_tokens=9, arrival=arrival))
@@ -322,7 +320,7 @@ def test_no_more_give_way_than_a_running_sequence_needs():
 
 
 def test_nobody_gives_way_if_the_first_of_the_queue_still_could_not_start():
-    """The first needs two seats, and later requests hold only one."""
+    """The first of the queue needs two seats, and later requests hold only one."""
     driver = crowded(64, max_num_seqs=2)
     driver.submit(make_request("older", (1, 2), max_tokens=9, arrival=1.0))
     driver.submit(make_request("later", (3, 4), max_tokens=9, arrival=3.0, priority=1))
@@ -335,11 +333,9 @@ def test_nobody_gives_way_if_the_first_of_the_queue_still_could_not_start():
 
 @pytest.mark.parametrize(("new", "gives_way"), [(6, ["later"]), (7, []), (8, [])])
 def test_blocks_that_the_first_of_the_queue_would_share_do_not_count_as_given_up(new, gives_way):
-    """The later request holds four blocks, of which the first of the queue finds two in the cache.
-
-    The first lacks ``new`` blocks, and preemption would free only two of them. Found by the
-    simulator's seed 5086.
-    """
+    """The later request holds four blocks, two of them cached blocks that the first of the queue
+    would share. The first lacks ``new`` blocks, and preemption would free only two. Found by the
+    simulator's seed 5086."""
     driver = crowded(
         24, block_size=4, max_model_len=96, max_num_batched_tokens=200, prefix_cache=True
     )
@@ -355,9 +351,9 @@ def test_blocks_that_the_first_of_the_queue_would_share_do_not_count_as_given_up
 
 
 def test_a_long_scored_prompt_leaves_tokens_to_the_first_of_the_queue():
-    """The long prompt takes 64 tokens of each step, whatever is left of it.
+    """The long prompt is scored 64 tokens a step, however many are left.
 
-    The other tokens are for the first of the queue, and so is the room of a later request.
+    The step's other tokens, and a later request's blocks, are for the first of the queue.
     """
     driver = crowded(
         50, block_size=4, max_model_len=200, max_num_batched_tokens=90, prefix_cache=True
@@ -374,19 +370,17 @@ def test_a_long_scored_prompt_leaves_tokens_to_the_first_of_the_queue():
 
 
 def test_nobody_gives_way_to_a_request_whose_place_in_the_queue_is_outdated():
-    """Both requests are old enough for the next priority level.
-
-    The queue is sorted once a second: a request that joins it now would be put first. Found by the
-    simulator's seed 602.
-    """
+    """Both requests are old enough for the next priority level, which the queue notices only when
+    it is sorted, once a second. A request that joins the queue before that is put in front too
+    early. Found by the simulator's seed 602."""
     driver = crowded(16)
     driver.submit(make_request("older", range(1, 6), max_tokens=9), buffer=1)
     driver.step(read=False)
-    driver.step(read=False)  # its buffer is full: parked, with its blocks
+    driver.step(read=False)  # the stream is full: the request is parked, and keeps its blocks
     driver.now = 9.5
     driver.submit(make_request("younger", range(20, 32), max_tokens=4))
     driver.step(read=False)
-    driver.read("older")  # in the queue again, without blocks
+    driver.read("older")  # back in the queue, without blocks
     driver.now = 10.2
     driver.step(read=False)
     assert preempted(driver) == []
@@ -402,7 +396,7 @@ def test_the_last_two_tokens_of_a_running_prompt_complete_a_block_for_the_next_o
 ):
     driver = Driver(block_size=4, max_num_seqs=2, max_num_batched_tokens=6, prepared_plans=False)
     driver.submit(make_request("runs", range(1, 9), max_tokens=2))
-    driver.step()  # six tokens of its prompt
+    driver.step()  # computes six tokens of the prompt
     driver.submit(make_request("waits", range(1, 13), max_tokens=2))
     ledger = driver.scheduler._ledger
     first = ledger.requests["waits"].parent
@@ -412,7 +406,7 @@ def test_the_last_two_tokens_of_a_running_prompt_complete_a_block_for_the_next_o
 
 
 def test_a_cached_prefix_counts_once_against_the_free_blocks():
-    """Nearly all blocks are needed, and two thirds of them are cached: the request starts."""
+    """The request starts: it needs nearly all blocks, of which two thirds are cached."""
     driver = crowded(16, max_num_seqs=2, prefix_cache=True)
     driver.submit(make_request("before", range(1, 12), max_tokens=1))
     driver.run()
@@ -434,14 +428,14 @@ def out_of_memory(driver):
 
 def test_the_only_prompt_in_a_step_is_not_preempted_when_memory_runs_out(driver):
     driver.submit(make_request("only", range(1, 41)))
-    driver.step()  # a step of 16 of its tokens
+    driver.step()  # a step of 16 prompt tokens
     out_of_memory(driver)
     assert preempted(driver) == []
     assert driver.scheduler.statistics().running == 1
 
 
 def test_each_request_has_its_own_tries_when_memory_stays_short(driver):
-    """One request fails at its fourth try, the other after four more."""
+    """Of two requests, each is ended when memory is short at its fourth try."""
     for name, arrival in (("a", 1.0), ("b", 2.0)):
         driver.submit(make_request(name, range(1, 4), arrival=arrival))
     for times in range(1, 9):
@@ -489,7 +483,7 @@ def test_the_phase_of_a_request_is_where_its_first_choice_is(driver):
     assert phase_of("r") is Phase.PREFILL
     driver.step(read=False)
     assert phase_of("r") is Phase.DECODE
-    driver.step(read=False)  # its buffer holds what both have produced, and no more
+    driver.step(read=False)  # the stream is full with one message of each choice
     assert phase_of("r") is Phase.PARKED
     driver.read("r")
     driver.run()
@@ -502,14 +496,14 @@ def test_blocks_computed_again_after_a_preemption_are_found_by_others():
     driver.step()
     driver.step()
     driver.submit(make_request("first", range(50, 77), max_tokens=1, arrival=3.0))
-    while ("first", 0) not in driver.finished:  # it takes all blocks, whatever they had cached
+    while ("first", 0) not in driver.finished:  # "first" takes all blocks, cached ones too
         driver.step()
     assert preempted(driver) == ["late"]
     driver.step()
     hits = driver.scheduler.statistics().prefix_hits
     driver.submit(make_request("twin", range(1, 13), max_tokens=1, arrival=4.0))
     driver.step()
-    assert driver.scheduler.statistics().prefix_hits - hits == 10  # all but the last block
+    assert driver.scheduler.statistics().prefix_hits - hits == 10  # all full blocks but the last
     driver.run()
     driver.check_tokens()
     driver.check_idle()
@@ -566,7 +560,7 @@ def test_a_device_with_little_memory_does_not_run_out_at_every_other_step():
     driver = Driver(runner=runner, max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64)
     driver.submit(make_request("a", range(1, 321), max_tokens=4))
     driver.run()
-    # 20 chunks of 16, and a try at 32 after every 16 clean steps
+    # 20 chunks of 16 tokens; after every 16 steps without an error, a chunk of 32 is tried.
     assert runner.steps <= 20 + 4 + 6
     driver.check_tokens()
 
@@ -592,7 +586,7 @@ def test_a_waiting_request_says_what_it_waits_for():
     state, reason, position = said("b")
     assert (state, position) == ("WAITING", 1)
     assert reason == "KV blocks: 3 are lacking, 2 are free"
-    assert said("c")[1] == reason  # it waits for the same
+    assert said("c")[1] == reason  # "c" waits for the same reason
 
 
 def test_a_pause_leaves_no_estimate_of_when_a_request_starts():
@@ -609,7 +603,8 @@ def test_a_pause_leaves_no_estimate_of_when_a_request_starts():
 
 
 def running(*prompts, decodes=0):
-    """Return sequences with so many prompt tokens left, and ``decodes`` that have one token."""
+    """Return running sequences with these numbers of prompt tokens left, and ``decodes``
+    decodes."""
     counts = [*prompts, *[1] * decodes]
     return [SimpleNamespace(num_tokens=n, num_computed=0, is_scoring=False) for n in counts]
 

@@ -1,4 +1,4 @@
-"""One home for a setting: no default stands twice, and all that is made of a field follows it."""
+"""A setting is declared once: no default stands twice, and what is derived from it agrees."""
 
 import ast
 import operator
@@ -30,8 +30,8 @@ OPERATORS = {ast.Mult: operator.mul, ast.Pow: operator.pow, ast.LShift: operator
 
 
 def number_of(node):
-    """Return the number that an expression stands for, as an argument of `setting` or by itself;
-    None if it is no number."""
+    """Return the number that an expression has, alone or as the default in a call of `setting`;
+    None if it is not a number."""
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setting" and node.args:
         return number_of(node.args[0])
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -55,7 +55,7 @@ def defaults_in(source):
             continue
         for name, value in given:
             number = number_of(value)
-            if number not in (None, 0, 1):  # these are defaults of many things
+            if number not in (None, 0, 1):  # too many defaults have these values
                 yield name, number, node.lineno
 
 
@@ -149,7 +149,7 @@ def test_a_new_field_is_a_flag_a_key_and_a_line_of_help_and_docs_and_reaches_the
 
 
 def test_the_listed_settings_are_a_file_with_the_defaults(tmp_path):
-    """The lines with a key are read without their comment sign, except what has no default."""
+    """Listed keys with defaults, without their ``#``, are read as a configuration file."""
     lines = re.findall(r"^# (\w+ = [^A-Z{\[].*)$", list_settings.make_list(), re.MULTILINE)
     file = tmp_path / "triolet.toml"
     file.write_text("\n".join(lines))
@@ -189,6 +189,6 @@ def test_a_value_beyond_the_range_of_a_setting_is_refused(config):
         for value in wrong:
             with pytest.raises(ConfigError, match=f"^--{flag_of(one)} is .*{value}"):
                 config(**REQUIRED[config] | {one.name: value})
-    if config is EncoderConfig:  # whose own field has no default
+    if config is EncoderConfig:  # the field of EncoderConfig itself has no default
         with pytest.raises(ConfigError, match="--max-model-len is 0, but must be at least 1"):
             EncoderConfig(max_model_len=0)

@@ -1,7 +1,7 @@
 """What a reader has to hold at once: classes, files and folders have an upper size.
 
-A part that is too large is split by what each piece alone does, never for the count. There is no
-exception.
+A file or class that is too large is split so that each part has one purpose, never just to shorten
+it. There is no exception.
 """
 
 import ast

@@ -97,7 +97,7 @@ def test_every_counter_is_encoded():
     message = snapshots_codec.encode_statistics(EngineStatistics(counts, (entry,)))
     expected = numbers | {"requests_total": pb.RequestsTotal(**ends)}
     assert message.totals == pb.Totals(**expected)
-    del expected["detached"]  # streams that wait for their clients belong to no replica
+    del expected["detached"]  # streams without a client belong to no replica
     assert message.replicas[0] == pb.ReplicaStats(
         model="m", replica=1, state="REPLICA_STATE_READY", **expected
     )

@@ -14,15 +14,15 @@ from tests.support.core_driver import Driver, make_request
 @pytest.mark.parametrize(
     ("end", "start", "stop", "branch", "last"),
     [
-        (16, 0, 18, 0, 16),  # one step more, from where an equal prompt goes on
+        (16, 0, 18, 0, 16),  # ends at the last border, where an equal prompt would go on
         (18, 16, 18, 0, 16),
-        (8, 0, 18, 8, 16),  # another prompt parts from it there
-        (18, 0, 18, 0, 0),  # shorter than a block, or the border was passed
-        (8, 0, 11, 0, 16),  # the budget ends it, at a border
-        (3, 0, 3, 0, 16),  # no border is in it
+        (8, 0, 18, 8, 16),  # ends where another prompt has left this one
+        (18, 0, 18, 0, 0),  # no border is wanted
+        (8, 0, 11, 0, 16),  # the step's budget ends the chunk, at a border
+        (3, 0, 3, 0, 16),  # the chunk contains no border
         (12, 8, 15, 8, 16),
         (7, 5, 7, 0, 16),
-        (16, 0, 30, 40, 16),  # nothing is behind the last border
+        (16, 0, 30, 40, 16),  # the wanted branch is not in this chunk
     ],
 )
 def test_a_chunk_ends_at_a_border_where_a_state_may_be_needed(end, start, stop, branch, last):
@@ -30,7 +30,7 @@ def test_a_chunk_ends_at_a_border_where_a_state_may_be_needed(end, start, stop, 
 
 
 class Holder:
-    """The part of a sequence that state slots concern."""
+    """Stands in for a sequence: its state slot."""
 
     def __init__(self):
         self.state_slot = None
@@ -76,8 +76,8 @@ def test_a_snapshot_leaves_the_slots_of_choices_that_will_fork():
 
 @pytest.mark.parametrize("prepared_plans", [False, True])
 def test_snapshots_keep_nobody_from_starting(prepared_plans):
-    """Red if a snapshot takes the slot that the next sequence in the queue needs: with no slot to
-    spare, it would wait for the whole of another's prompt, of which each step scores 64 tokens."""
+    """Red if a snapshot takes the state slot that the next sequence in the queue needs. That
+    sequence would wait for another's whole prompt, which is scored 64 tokens a step."""
     driver = Driver(
         num_blocks=512, block_size=4, max_model_len=2048, max_num_seqs=2, num_states=2,
         max_num_batched_tokens=256, prepared_plans=prepared_plans,
@@ -156,8 +156,8 @@ def test_a_parked_sequence_gives_its_slot_to_one_that_would_start():
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_no_snapshot_cuts_an_image_that_one_step_computes_as_a_whole(start):
-    """The fake worker raises KvMismatch for a chunk that ends inside of one. The border at which an
-    equal prompt would go on is inside of this image, which ends the prompt."""
+    """The fake worker raises KvMismatch if a chunk ends inside such an image. Here the image ends
+    the prompt and contains the border at which an equal prompt would go on."""
     driver = Driver(
         num_blocks=64, block_size=4, max_num_seqs=2, num_states=4, max_num_batched_tokens=32,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from grpc_service.rpc.status import StatusCode
 from grpc_service.services.error_status import DETAILS_KEY, DOMAIN, PUSHBACK_KEY, TABLE, status_of
 
 BAD_REQUEST, RETRY_INFO = "BadRequest", "RetryInfo"
-# What clients rely on, written a second time: class, code, reason, details beside ErrorInfo.
+# What clients rely on, independent of `TABLE`: class, code, reason, details beside ErrorInfo.
 DESIGN = [
     ("InvalidRequest", "INVALID_ARGUMENT", "INVALID_REQUEST", {BAD_REQUEST}),
     ("RequestTooLarge", "INVALID_ARGUMENT", "REQUEST_TOO_LARGE", {BAD_REQUEST}),
@@ -61,7 +61,7 @@ def make(name):
 
 
 def details(ending):
-    """Return an ending's details by message name, after a check of what all have in common."""
+    """Return an ending's details by message name, after a check of what every status must have."""
     (key, value), *rest = ending.metadata
     assert key == DETAILS_KEY == GRPC_DETAILS_METADATA_KEY
     assert [name for name, _ in rest] in ([], [PUSHBACK_KEY])
@@ -141,10 +141,9 @@ def test_the_sources_prefixes_stand_on_the_classes_that_carry_its_names():
 
 
 def test_only_retryable_errors_advise_to_retry():
-    """`is_retryable` and the row of the table agree.
+    """`is_retryable` is true for the classes whose row has ``retry_s``.
 
-    Memory is the exception: a retry may succeed after the operator has acted or after a while,
-    which no number of seconds expresses.
+    MemoryExhausted is the exception: nobody knows after how many seconds a retry may succeed.
     """
     for cls, row in TABLE.items():
         may = cls.is_retryable and cls is not errors.MemoryExhausted

@@ -12,7 +12,7 @@ from tests.support.step_times import note, step_times
 BUDGET = 100
 
 
-# ---- what is learned
+# ---- measurements
 
 
 def test_one_accident_changes_nothing_and_five_steps_of_a_slower_machine_all():
@@ -74,18 +74,18 @@ def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost
 
 def test_refusals_weaken_an_old_measurement_until_there_is_a_new_one():
     times = step_times(BUDGET)
-    note(times, 20.0, prompt=BUDGET)  # an accident: such a step takes 1 s
+    note(times, 20.0, prompt=BUDGET)  # an outlier: usually such a step takes 1 s
     tries = 0
     while times.least_s(BUDGET) > 5.0:
         times.note_refusal(BUDGET)
-        note(times, 1.0, prompt=2)  # this shows nothing about large steps
+        note(times, 1.0, prompt=2)  # a small step says nothing about large ones
         tries += 1
     assert 1 < tries < 50
     note(times, 1.0, prompt=BUDGET)
     assert times.least_s(BUDGET) == 1.0
 
 
-# ---- the prompts of a step alone
+# ---- prompt tokens of steps without decodes
 
 
 @pytest.mark.parametrize("budget", [3, 9, 64, 2048, 3000])
@@ -96,7 +96,7 @@ def test_a_steps_prompts_take_the_time_a_step_should_take_within_an_eighth_of_th
     times = step_times(budget, step_s=0.2)
     assert times.prompt_tokens(budget, 1, 0) == budget
     note(times, token_s, decodes=1)
-    for _ in range(5):  # at most doubled in each step
+    for _ in range(5):  # the number at most doubles with each step
         count = times.prompt_tokens(budget, 1, 0)
         note(times, token_s * count, prompt=max(2, count))
     least, should_take = max(2, -(-budget // 8)), max(0.2, 4 * token_s)
@@ -108,7 +108,7 @@ def test_a_steps_prompts_take_the_time_a_step_should_take_within_an_eighth_of_th
 def test_a_slow_step_makes_the_next_ones_small_and_fast_ones_of_those_end_it():
     times, counts = step_times(800, step_s=0.2), []
     note(times, 0.01, decodes=1)
-    note(times, 20.0, prompt=800)  # an accident
+    note(times, 20.0, prompt=800)  # an outlier
     for _ in range(4):
         counts.append(times.prompt_tokens(800, 1, 0))
         note(times, counts[-1] / 2000, prompt=counts[-1])
@@ -133,8 +133,8 @@ def test_steps_that_cost_much_whatever_they_compute_are_not_made_small():
 
 @pytest.mark.parametrize("decodes", [0, 3])
 def test_a_size_that_was_never_measured_bounds_no_step(decodes):
-    """A step of less than an eighth of the budget says nothing of large ones, and the first large
-    one how long those take that are larger. Beside decodes, steps grow by doublings."""
+    """A step below an eighth of the budget does not bound large steps; the first large step bounds
+    larger ones. Beside decodes, steps grow by doubling."""
     times = step_times(800, step_s=0.2, beside_s=0.2)
     note(times, 0.01, decodes=1)
     note(times, 0.1, prompt=99)
@@ -144,7 +144,7 @@ def test_a_size_that_was_never_measured_bounds_no_step(decodes):
 
 
 def test_before_a_step_of_decodes_alone_the_shortest_step_with_prompts_is_the_shortest():
-    """Otherwise steps that cost much whatever they compute would be made small."""
+    """Otherwise steps with a high fixed cost would be made small, and hardly become faster."""
     times = step_times(800, step_s=0.2)
     for seconds, prompt in ((0.5, 800), (0.4, 400), (0.6, 800)):
         note(times, seconds, prompt=prompt)
@@ -157,7 +157,7 @@ def test_before_a_step_of_decodes_alone_the_shortest_step_with_prompts_is_the_sh
 
 
 def test_costs_that_change_are_followed():
-    """As those of attention do, with the length of the context."""
+    """The cost of a token may change, as that of attention does with the length of the context."""
     times, counts = step_times(beside_s=0.05), []
     for token_s in [1e-3] * 30 + [2e-3] * 30 + [5e-4] * 30:
         note(times, 0.01, decodes=4)
@@ -167,8 +167,8 @@ def test_costs_that_change_are_followed():
 
 
 def test_a_size_whose_smallest_step_takes_too_long_is_left():
-    """Steps of 32 tokens and of 31 are of different sizes. Once those of 32 take longer than they
-    may, steps become smaller, though those of 31 were fast when they were measured last."""
+    """Steps of 32 tokens and of 31 are of different sizes. Once steps of 32 take too long, steps
+    become smaller, although steps of 31 were fast when they were measured last."""
     times, counts = step_times(beside_s=0.05), []
     for count, token_s in [(31, 1e-3), (32, 2e-3)]:
         note(times, 0.01, decodes=4)
@@ -262,7 +262,7 @@ def test_nothing_is_refused_before_a_large_step_was_measured():
 
 def test_cached_tokens_need_not_be_computed():
     driver = measured()
-    prompt = [*range(1, 65), *OTHER]  # 64 of these tokens are cached
+    prompt = [*range(1, 65), *OTHER]  # the first 64 tokens are cached
     assert submit(driver, prompt, 2.0)
     assert not submit(driver, prompt, 1.9, name="late")
     assert not submit(driver, prompt, 2.0, name="alone", bypass_prefix_cache=True)
@@ -308,7 +308,7 @@ def test_one_slow_step_does_not_refuse_feasible_prompts_for_ever():
 
 @pytest.mark.parametrize("prepared_plans", [False, True])
 def test_the_first_of_a_burst_have_their_tokens_in_the_time_that_a_step_should_take(prepared_plans):
-    driver = measured(step_time_target_s=0.5, prepared_plans=prepared_plans)  # 64 tokens a second
+    driver = measured(step_time_target_s=0.5, prepared_plans=prepared_plans)  # 64 tokens/s
     driver.submit(make_request("small", [1], max_tokens=1))
     driver.begin_step()
     driver.now += 0.01

@@ -19,7 +19,7 @@ exit $(cat "$(dirname "$0")/pytest")
 @pytest.mark.parametrize("pytest_ends", [0, 1, 2])
 @pytest.mark.parametrize("ruff_ends", [0, 1])
 def test_the_status_is_that_of_tests_and_checks(tmp_path, pytest_ends, ruff_ends):
-    """A run in which nothing fails ends with 0, any other with 1."""
+    """`tools/test` exits with 0 if tests and checks pass, otherwise with 1."""
     (tmp_path / "tools").mkdir()
     for name in ("tools/test", "tools/setup.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -66,7 +66,7 @@ def test_many(value): pass
 
 
 def write(folder, files):
-    """Write the files of tests, and what they need."""
+    """Write the files of tests, and the conftest.py and pytest.ini that they need."""
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "conftest.py").write_text(CONFTEST)
@@ -101,8 +101,8 @@ def test_results_are_those_of_one_process_and_a_death_fails_its_file(tmp_path):
 
 
 def test_workers_take_the_longest_files_first():
-    """Those of tests that compute from the front, those of tests that wait from the end. The last
-    worker ran for minutes alone, when a long file lay where the two ends met."""
+    """Files whose tests compute are taken from the front, files whose tests wait from the back. Red
+    if a long file lies in the middle: one worker then runs alone for minutes."""
     names = ("golden/a", "golden/b", "unit/c", "service/d", "service/e", "interop/f")
     files = [[SimpleNamespace(path=Path(name))] * (1 + (name == "unit/c")) for name in names]
     seconds = dict(zip(map(Path, names), (1.0, 5.0, 3.0, 0.5, 9.0, 4.0), strict=True))
@@ -156,7 +156,7 @@ def test_long():
 @pytest.mark.slow
 @pytest.mark.parametrize("reached", ["all", "the parent"])
 def test_an_interrupt_ends_the_workers_after_their_fixtures(tmp_path, reached):
-    """Also where one of the workers has ended before."""
+    """One of the workers may have ended before the interrupt."""
     write(tmp_path, {"test_long.py": LONG})
     process = subprocess.Popen(
         [*PYTEST, "--workers", "3"],
@@ -170,7 +170,7 @@ def test_an_interrupt_ends_the_workers_after_their_fixtures(tmp_path, reached):
     while not (tmp_path / "begun").exists():
         assert time.monotonic() < limit
         time.sleep(0.05)
-    time.sleep(0.5)  # the other two workers have had nothing to do
+    time.sleep(0.5)  # by now the other two workers have ended, without a test
     interrupt = os.killpg if reached == "all" else os.kill
     interrupt(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=30)

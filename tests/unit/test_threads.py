@@ -62,17 +62,17 @@ def open_files():
 
 @pytest.fixture(autouse=True)
 def files_are_closed_before_the_next_test():
-    """A descriptor is closed by its last job's thread, which may be a moment later than its task
-    goes on: the next test must not count it."""
+    """Wait until the descriptors are closed: the last job's thread closes its descriptor, perhaps
+    after its task has gone on, and the next test must not count it."""
     before = open_files()
     yield
     wait_until(lambda: open_files() <= before, LIMIT_S, "the descriptors' end")
 
 
 async def test_threads_take_short_turns_while_a_job_runs_beside_the_loop(threads):
-    """A step's job changes nothing, and the last of several jobs restores what was, also when one
-    fails. Red if the loop waits for Python's own interval beside a thread that decodes a request.
-    """
+    """Jobs of steps leave Python's switch interval as it is; beside other jobs it is short, until
+    the last one ends or fails. Red if the loop waits for Python's default interval beside a thread
+    that decodes a request."""
     usual_s, seen = sys.getswitchinterval(), []
 
     def fail():
@@ -243,9 +243,9 @@ def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads):
 
 @pytest.fixture(params=[0.0, 0.02], ids=["prompt", "late"])
 def write(request, monkeypatch):
-    """`os.eventfd_write` as it is, and in a thread that loses the processor after its write.
+    """Replace `os.eventfd_write` by itself, and by one whose thread then loses the processor.
 
-    In the second case the task is already awake while the thread still has the descriptor.
+    Then the task is awake while the thread still has the descriptor.
     """
 
     def write(fd, value):
@@ -270,12 +270,12 @@ async def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
     def fail():
         raise LookupError("gone")
 
-    gc.disable()  # the exception refers to its job, which must not keep the descriptor
+    gc.disable()  # the traceback keeps the job, which must not keep the descriptor
     try:
         with pytest.raises(LookupError):
             await threads.start(fail, reports_begin=False).wait()
         threads.close()
-        # Not at once: the thread of the last job may not have left its last write yet.
+        # The last job's thread may still be in its last write.
         wait_until(lambda: count_files() == before, LIMIT_S, "the descriptors' end")
     finally:
         gc.enable()
@@ -340,7 +340,7 @@ async def test_a_reused_descriptor_wakes_as_often_even_if_its_last_thread_is_lat
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
 def test_a_job_that_outlives_trio_writes_to_nobody_elses_file():
-    """This happens when Trio crashes: the waiting task is never resumed."""
+    """When Trio crashes, its task never resumes, and the descriptor may be another file's."""
     held, before = Held(), open_files()
 
     async def main():

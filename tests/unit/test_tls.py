@@ -1,4 +1,4 @@
-"""What a server's TLS accepts, and what is said of its certificates before they expire."""
+"""What a server's TLS accepts, and the warnings before its certificates expire."""
 
 import datetime
 import itertools
@@ -18,7 +18,7 @@ NOW = datetime.datetime(2030, 6, 15, tzinfo=datetime.UTC)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with certificates: a root, two levels below it, and their clients."""
+    """Return a folder with the certificates of four authorities and of a client of each."""
     path = tmp_path_factory.mktemp("certificates")
     root, stranger = trustme.CA(), trustme.CA()
     middle = root.create_child_ca()
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 def is_accepted(context, folder, client):
-    """Return whether a client with the chain of this file and its key gets through a handshake."""
+    """Return whether the handshake of a client with this file's chain and key succeeds."""
     key = folder / f"{client.removesuffix('-alone')}.key"
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     theirs.check_hostname, theirs.verify_mode = False, ssl.CERT_NONE
@@ -56,8 +56,8 @@ def is_accepted(context, folder, client):
     return True
 
 
-# The clients that each --client-ca lets in. A client sends the certificates between its own and the
-# root, or with "-alone" its own only. Seen at grpcio's server with the same files.
+# The clients that a server with each --client-ca accepts, as grpcio's server does. A client sends
+# its certificates up to the root, or with "-alone" its own only.
 BELOW_MIDDLE = {"of-middle", "of-middle-alone", "of-lower"}
 LET_IN = {
     "root": {"of-root", "of-root-alone", "of-middle", "of-lower"},
@@ -109,7 +109,7 @@ WARNINGS = {
 
 
 def with_dates(folder, *wanted):
-    """Return a configuration whose certificate file has leaves of these dates, and their roots."""
+    """Return a configuration whose certificate file has leaf certificates of these dates."""
     root = trustme.CA()
     leaves = [root.issue_cert("localhost", **one) for one in wanted]
     (folder / "cert.pem").write_bytes(b"".join(one.cert_chain_pems[0].bytes() for one in leaves))

@@ -22,13 +22,10 @@ class Clock:
 
 
 class Ended:
-    """A call that has ended."""
-
     is_given_up = False
     is_being_read = False
 
     def evict(self):
-        """Note that the call was reset."""
         assert not self.is_given_up
         self.is_given_up = True
 

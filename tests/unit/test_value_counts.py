@@ -1,4 +1,4 @@
-"""Every list and map of a request has a limit, which holds before an object is made of a value."""
+"""Every list and map of a request has a limit, checked before Python objects are made of values."""
 
 import sys
 import threading
@@ -72,7 +72,7 @@ def test_the_limit_of_every_list_and_map_is_exact(path, service, limits):
 
 
 def test_the_cases_are_all_fields_that_requests_have():
-    """Red if a field is not reached: then its limit would not be tested."""
+    """Red if the search for lists and maps misses a field, whose limit would then not be tested."""
     found = {str(path) for path, _, _ in CASES}
     assert {
         "Generate chat.messages.tool_calls",
@@ -106,7 +106,7 @@ def test_numbers_count_however_they_are_written(is_packed, monkeypatch):
                 judge(wrapped(outer, data))
 
 
-class nothing:  # stands beside pytest.raises
+class nothing:  # the context manager where nothing is raised
     def __enter__(self):
         return self
 
@@ -115,7 +115,7 @@ class nothing:  # stands beside pytest.raises
 
 
 def test_values_count_over_the_whole_request():
-    """A thousand messages of a chat may not have a thousand calls each."""
+    """Red if each of a chat's thousand messages may have a thousand calls."""
     calls = COUNT_LIMITS["triolet.v1.Message.tool_calls"][0]
     turns = 10
     for more, refuses in ((0, False), (1, True)):
@@ -148,7 +148,7 @@ def test_the_levels_of_a_tree_have_a_limit(field, kind):
 
 @pytest.mark.parametrize("tag", [b"\x30\x01", b"\xf8\x7f\x01", b"\x5a\x00", b"\x93\x40\x94\x40"])
 def test_a_request_of_many_fields_is_refused_whatever_they_are(tag):
-    """Fields that are set again and again, unknown ones, empty messages, and groups."""
+    """Such fields may be set again and again, unknown, empty messages, or groups."""
     judge = judges_of(INFERENCE, COUNT_LIMITS)["Generate"]
     judge(tag * 1000)
     with pytest.raises(InvalidRequest, match="the request has more than 327680 values"):
@@ -156,10 +156,10 @@ def test_a_request_of_many_fields_is_refused_whatever_they_are(tag):
 
 
 def test_the_ids_of_all_fields_count_together():
-    """Red if every field may have its limit: to drop 1.1 million ids stops streams for 45 ms."""
+    """Red if each field may reach its limit: freeing 1.1 million ids stops streams for 45 ms."""
     judge = judges_of(INFERENCE, COUNT_LIMITS)["Generate"]
     most = COUNT_LIMITS["triolet.v1.TokenIds.ids"][0]
-    tags = 5  # of two messages and three lists
+    tags = 5  # two messages and three lists count one value each
     for more, refuses in ((0, False), (1, True)):
         rest = value_counts.VALUES_MAX - most - tags - 1000 + more
         message = pb.GenerateRequest(
@@ -209,8 +209,8 @@ def wires(draw, depth=5):
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(REQUESTS), wires() | st.binary(max_size=60))
 def test_what_the_walk_lets_pass_has_no_more_values(request_class, data):
-    """Red if the parser finds values that the walk has not counted; or if the walk refuses a
-    message that has fewer, or crashes."""
+    """Red if the parser finds values that the walk over the bytes has not counted, or if the walk
+    refuses a message within the limits, or crashes."""
     counts = {}
     try:
         count_wire(request_class.DESCRIPTOR, data, "", counts, 0)
@@ -311,7 +311,6 @@ WIDE = Limits(stream_window_bytes=2**20)
 
 
 def padded(size):
-    """Return a request with more than ``size`` bytes of an unknown field."""
     return varint(1999 << 3 | 2) + varint(size) + bytes(size)
 
 
@@ -331,7 +330,7 @@ async def ask(client, name, message):
 
 @pytest.mark.parametrize("size", [SMALL_BYTES - 100, SMALL_BYTES + 100, LARGE_BYTES + 100])
 async def test_only_what_is_small_is_decoded_in_the_loop(size, monkeypatch):
-    """Every method of triolet.v1, with a request that is padded by an unknown field."""
+    """Every method of triolet.v1 gets a request that an unknown field makes large."""
     monkeypatch.setattr(policy, "is_local", lambda peer: True)
     threads, unknown = [], padded(size)
     served = methods(Backend(), 2**20)
@@ -349,13 +348,13 @@ async def test_only_what_is_small_is_decoded_in_the_loop(size, monkeypatch):
 
 OWN = [case for case in CASES if case[1] is not VLLM]
 LOOP_S_MAX = 0.02
-LOOP_CALLS_MAX = 15_000  # some 5 ms
+LOOP_CALLS_MAX = 15_000  # about 5 ms
 
 
 @pytest.mark.parametrize(("path", "service", "limits"), OWN, ids=ids(OWN))
 def test_the_worst_request_of_a_field_takes_the_loop_milliseconds(path, service, limits):
-    """Red if the loop decodes 64 KiB, which 10,000 empty calls do not reach, or makes entries of
-    20,000 violations of which a status holds twenty."""
+    """Red if the loop decodes 64 KiB, which not even 10,000 empty tool calls have, or encodes
+    20,000 violations although a status holds twenty."""
     served = {one.name: one for one in methods(Backend(), 2**20)}
     method = served[path.full_method.removeprefix("/")]
     largest = request_with(path, allowed_values(path, limits)[1])
@@ -364,8 +363,8 @@ def test_the_worst_request_of_a_field_takes_the_loop_milliseconds(path, service,
 
 
 def loop_s(method, data):
-    """Return the seconds of processor time that a request takes the loop: to decode it if it is
-    small, to check it, and to refuse it."""
+    """Return the processor seconds for which a request blocks the event loop, which decodes small
+    requests, checks all, and refuses this one."""
     decode = partial(decoder_of(method, SimpleNamespace(time_remaining=lambda: None)), data)
     begin = time.thread_time()
     request = result_of(decode)
@@ -380,7 +379,7 @@ def loop_s(method, data):
 
 @pytest.mark.parametrize(("path", "service", "limits"), OWN, ids=ids(OWN))
 def test_the_loop_calls_few_functions_for_the_worst_request_that_it_decodes(path, service, limits):
-    """Red if the loop decodes 2 KiB: a thousand empty messages of a chat are 18,000 calls."""
+    """Red if the loop decodes 2 KiB: a chat of a thousand empty messages takes 18,000 calls."""
     served = {one.name: one for one in methods(Backend(), 2**20)}
     method = served[path.full_method.removeprefix("/")]
     largest = request_with(path, allowed_values(path, limits)[1])

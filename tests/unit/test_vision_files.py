@@ -1,4 +1,4 @@
-"""What the small files of a model that sees say of it, before torch is imported."""
+"""What the small files of a model that reads images show before torch is imported."""
 
 import json
 
@@ -10,7 +10,7 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.load.vision_architectures import VISION, find_vision
 
 NESTED = {"vision_config": {"depth": 2}, "text_config": {"hidden_size": 8}}
-# The first Qwen-VL models have the fields of the text model beside the vision part.
+# The first Qwen-VL models have the text model's fields beside `vision_config`.
 FLAT = {"vision_config": {"depth": 2}, "hidden_size": 8}
 
 

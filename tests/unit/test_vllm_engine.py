@@ -96,9 +96,9 @@ def test_every_option_reaches_the_engine():
 
 
 def test_numbers_that_have_another_meaning_there_are_translated():
-    assert sampled(truncate_prompt_tokens=-1).prompt.truncate_to == 99  # the model's context is 100
+    assert sampled(truncate_prompt_tokens=-1).prompt.truncate_to == 99  # of a context of 100
     assert sampled(seed=-1).sampling.seed == 2**64 - 1
-    assert sampled(max_tokens=0).sampling.max_tokens == 0  # refused by the engine, by its name
+    assert sampled(max_tokens=0).sampling.max_tokens == 0  # the engine refuses it
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_is_invalid_is_refused_by_name(fields, field):
 
 
 def test_every_field_of_a_request_is_read_or_refused():
-    """A field that a new version of the protos adds must be decided about."""
+    """Red if a new version of the protos has a field that is neither read nor refused."""
     decided = {
         pb.GenerateRequest: {
             *("request_id", "tokenized", "text", "sampling_params", "stream"),

@@ -7,10 +7,9 @@ from engine.errors import InvalidRequest
 
 
 class Letters:
-    """A tokenizer whose token is as many letters as its id."""
+    """A tokenizer whose token with id n is n letters."""
 
     def decode(self, token_ids, *, skip_special_tokens=True):
-        """Return the letters of the ids."""
         assert not skip_special_tokens
         return "".join("x" * one for one in token_ids)
 

@@ -1,6 +1,6 @@
-"""The watchdog: what it reports, when it ends the process, and that it sleeps otherwise.
+"""When the watchdog reports a hung step, when it ends the process, and that it sleeps otherwise.
 
-Its limits are fractions of a second here, and the bounds on what must happen are generous.
+Its limits are fractions of a second here, and the tests' own time limits are generous.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ LONG_S = 60.0
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Let watchdogs have a clock that stands still; return it."""
+    """Stop the clock of watchdogs, and return it."""
     clock = SimpleNamespace(now=1.0)
     fake = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr("engine.replica.watchdog.time", fake)
@@ -31,7 +31,7 @@ def clock(monkeypatch):
 def watching(limit_s=LIMIT_S):
     """Yield a started watchdog.
 
-    Its ``told`` are the functions that it wants run on the loops' thread; ``codes`` are the exit
+    Its ``told`` are the functions that it has asked the event loop to run; ``codes`` are the exit
     codes with which it ended the process.
     """
     codes = []
@@ -46,12 +46,11 @@ def watching(limit_s=LIMIT_S):
 
 
 def names():
-    """Return the names of all threads."""
     return {thread.name for thread in threading.enumerate()}
 
 
 def reported(watchdog, count=1):
-    """Wait until the watchdog has made ``count`` reports, and deliver the last."""
+    """Wait for ``count`` reports, and run the last one's function, as the event loop would."""
     wait_until(lambda: len(watchdog.told) == count, 5, "the report")
     watchdog.told[-1]()
 
@@ -71,8 +70,8 @@ def test_a_step_within_its_time_is_not_reported():
 
 
 def test_a_hung_step_is_reported_once_with_all_stacks_and_its_end_too(caplog):
-    """Also beside as many threads as a server has for many models. faulthandler wrote the stacks of
-    the 100 newest, and so that of the main thread was lacking."""
+    """Red with faulthandler, which writes the 100 newest threads only: a server of many models has
+    more, and the main thread's stack would be missing."""
     changes, is_over = [], threading.Event()
     with watching() as watchdog, contextlib.ExitStack() as stack:
         for number in range(150):
@@ -171,7 +170,7 @@ def test_a_process_that_waits_for_a_hung_step_ends_with_its_own_code():
         watch.begin(1)
         wait_until(lambda: watchdog.told, 5)
         time.sleep(2 * LIMIT_S)
-        assert not watchdog.codes  # it still serves
+        assert not watchdog.codes  # no exit: the process still serves
         watchdog.leave(0, patience_s=LONG_S, waits_for_steps=True)
         wait_until(lambda: watchdog.codes, 5)
         assert watchdog.codes == [EXIT_HUNG] == [70]
