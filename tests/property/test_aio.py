@@ -1,8 +1,8 @@
 """The asyncio façade under drawn schedules: tasks read, stall, and end at drawn moments.
 
 One engine serves all examples, each in an event loop of its own. Whatever the schedule, every
-stream has exactly its tokens in order, and a parked stream's credit is that of the events which
-wait for it. At the end nothing is live and every block is free.
+stream has exactly its tokens in order, and a parked stream's used credit equals the number of its
+events that are unread. At the end no request is live and every block is free.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from tests.support.facades import ids_of, open_fake, request
 
 LIMIT_S = 20
 BUFFER = 4
-complaints = []  # from the event loops of all examples
+complaints = []  # messages of the event loops' exception handlers, of all examples
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What one task does.
+    """What the task that reads one stream does.
 
-    It reads ``num_read`` events, with pauses before some, and then ends as ``end`` says. A stalled
-    reader is closed when all others have ended.
+    It reads ``num_read`` events, with pauses before some, and then ends as ``end`` says. A reader
+    that stalls is closed when all other readers have ended.
     """
 
     end: str
@@ -61,7 +61,7 @@ def eng():
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portal, "RELEASE_AFTER_S", 0.005)  # most of an example's time otherwise
+        patch.setattr(portal, "RELEASE_AFTER_S", 0.005)  # the default would slow examples down
         eng = asyncio.run(open_one())
         yield eng
         asyncio.run(eng.close())
@@ -99,14 +99,14 @@ class _Example:
         stallers = [t for t, r in zip(tasks, self.drawn, strict=True) if r.end == "stall"]
         others = [t for t in tasks if t not in stallers]
         await asyncio.gather(*others)
-        # no event of a loop announces the engine's states
+        # The engine has no event for these states, so poll.
         while len(self.stalled) < num_stalling or not await self._is_credit_even():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self.others_ended.set()
         await asyncio.gather(*stallers)
         await self._wait_idle()
         ended = 0
-        while ended < len(self.drawn):  # a request that was cancelled may end after its reader
+        while ended < len(self.drawn):  # a cancelled request may end after its reader
             after = (await self.eng.statistics()).totals.requests_total
             ended = after.finished + after.cancelled - before.finished - before.cancelled
         assert ended == len(self.drawn)
@@ -166,7 +166,8 @@ class _Example:
             events.append(event)
 
     async def _is_credit_even(self):
-        """Return whether each stalled stream has ended, or is parked with credit for what waits."""
+        """Return whether each stalled stream has ended, or is parked with credit for its unread
+        events."""
 
         def look(engine):
             held = []

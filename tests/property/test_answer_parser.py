@@ -1,4 +1,5 @@
-"""The answer parser gives the same answer however the text is cut, loses nothing, and is linear."""
+"""The answer parser gives one answer however the text is cut, loses nothing, and takes linear
+time."""
 
 import json
 import re
@@ -44,7 +45,7 @@ formats = st.builds(
 
 
 def form_of(tools=None, **others):
-    """Return a format whose calls are of the functions of this file."""
+    """Return a format in which the tools of this file are offered."""
     return AnswerFormat(tools, NAMES, **others)
 
 
@@ -89,7 +90,7 @@ def test_without_calls_and_markers_the_text_is_unchanged(form, text):
 @settings(max_examples=examples(300))
 @given(form=formats, text=texts)
 def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
-    """Each character of the answer is in the text, in the same order."""
+    """The parsed text's characters stand in the answer in the same order."""
     said, reasoning, calls = parse(form, text)
     for call in calls:
         assert isinstance(json.loads(call.arguments_json), dict)
@@ -98,7 +99,7 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
     in_calls = sum(len(call.name) + len(call.arguments_json) for call in calls)
     markers = sum(text.count(marker) * len(marker) for marker in MARKS)
     lost = len(re.sub(r"\s", "", text)) - kept - in_calls
-    overhead = 70 * len(calls)  # the markers and the fields' names of a call
+    overhead = 70 * len(calls)  # bytes for a call's markers and JSON keys
     assert lost <= markers + overhead
     letters = iter(text)
     assert all(letter in letters for letter in said)
@@ -107,7 +108,7 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
 @settings(max_examples=examples(300))
 @given(text=texts, tools=st.sampled_from(INSIDE))
 def test_what_calls_no_tool_that_was_offered_is_text(text, tools):
-    """Also data with a name, which a model writes without any call in mind."""
+    """Nor is JSON with a key "name" that the model writes as data a call."""
     said, reasoning, calls = parse(AnswerFormat(tools, frozenset({"other"})), text)
     assert (said, reasoning, calls) == (text, "", [])
 
@@ -136,7 +137,7 @@ LISTS = {
     data=st.data(),
 )
 def test_an_offered_call_is_a_call_whatever_stands_beside_it(tools, objects, data):
-    """Calls of tools that were not offered stay in the text, each as it was written."""
+    """Beside offered calls, those of tools that were not offered stay in the text as written."""
     opening, frame, separators, closing = LISTS[tools]
     spaces = st.sampled_from(["", " ", "\n"])
     text = opening
@@ -287,13 +288,13 @@ def test_a_call_is_sent_when_its_json_is_complete():
 )
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, THINKING, IN_ANSWER])
 def test_the_work_grows_with_the_text_alone(form, piece, monkeypatch):
-    """The work is the number of characters that are read, again after a marker that was none."""
+    """Work is the number of characters read, some twice, behind text that looked like a marker."""
     text = piece * (20_000 // len(piece))
     assert len(text) <= reads(parse, form, text, AnswerParser, monkeypatch) <= 4 * len(text)
 
 
 def reads(parse, form, text, parser, monkeypatch):
-    """Return how many characters a class of parsers reads of a text."""
+    """Return how many characters the parser class ``parser`` reads while it parses a text."""
     read, stock = [], parser._advance
     monkeypatch.setattr(parser, "_advance", lambda self: (read.append(1), stock(self))[1])
     parse(form, text)
@@ -326,7 +327,7 @@ def test_the_format_of_calls_is_read_from_the_template(template, tools):
     ("prompt", "inside"), [("…<think>\n", True), ("…<think>\n\n</think>\n\n", False), ("…", False)]
 )
 def test_a_prompt_may_have_opened_the_reasoning(prompt, inside):
-    for template in ("<think> … </think>", "</think>", "<think>"):  # one of them is enough
+    for template in ("<think> … </think>", "</think>", "<think>"):  # each alone is enough
         form = detect_format(template, prompt=prompt)
         assert (form.reasoning, form.begins_inside) == (REASONING[0], inside)
     assert detect_format("", names=NAMES, prompt=prompt).is_plain
@@ -343,7 +344,7 @@ def test_an_answer_in_a_form_is_text_unless_the_form_writes_reasoning(prompt):
         )
 
     assert find('{"type": "object"}').is_plain
-    assert find("").is_plain  # any JSON object has no calls
+    assert find("").is_plain  # the constraint "" means any JSON object, so no calls
     reasoned = find('start: /[^<]+/ "</think>" /[0-9]+/')
     assert (reasoned.tools, reasoned.reasoning, reasoned.answer) == (None, REASONING[0], None)
     assert reasoned.begins_inside == prompt.endswith("<think>\n")

@@ -21,8 +21,8 @@ from tests.support.core_driver import make_request
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool with its cache, and a plain model of who holds what, and what was freed in which
-    order.
+    """A pool with its cache, and a plain model of which tables hold which blocks, and in which
+    order blocks were freed.
 
     ``free`` is the model's order of reuse: uncached blocks first (latest freed first), then cached
     ones, least recently used first.
@@ -219,5 +219,5 @@ def test_a_pool_of_100000_blocks_takes_and_releases_in_constant_time_each():
 
     small = min(seconds_for(100) for _ in range(3))
     large = min(seconds_for(100_000) for _ in range(3))
-    # Equal but for the processor's caches and for what else it does; linear would be 1000 ×.
+    # Times differ by caches and other load only; a linear search would take 1000 × as long.
     assert large < 50 * small

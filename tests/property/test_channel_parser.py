@@ -55,7 +55,7 @@ messages = st.lists(
 
 
 def written(kind, words):
-    """Return a message as a model writes it, without what begins it."""
+    """Return a message as a model writes it, from the channel's marker on."""
     if kind != "call":
         return f"{CHANNEL}{kind}{MESSAGE}{words}{END}"
     arguments = json.dumps({"words": words})
@@ -81,7 +81,7 @@ def test_messages_come_out_by_their_channels(messages, cuts):
 
 
 def joined(parts):
-    """Return messages of one kind in one text, with an empty line between them."""
+    """Return messages of one kind in one text, joined by empty lines."""
     return "\n\n".join(part for part in parts if part)
 
 
@@ -96,11 +96,11 @@ def test_each_character_of_the_answer_is_in_the_text_in_order(form, text):
     for call in calls:
         assert form.tools is ToolFormat.CHANNELS
         assert isinstance(json.loads(call.arguments_json), dict)
-    if RECIPIENT not in text:  # a message to somebody else keeps its header
+    if RECIPIENT not in text:  # the header of a message to another recipient is text
         assert not any(marker in said + reasoning for marker in form.markers)
 
 
-# What may stand in a header, in any order; a piece that is no marker ends at the next one.
+# What may stand in a header, in any order; other text ends at the next marker.
 HEADER_PIECES = [
     *(CHANNEL, f"{CHANNEL}analysis", f"{CHANNEL}final", f"{CHANNEL}commentary", ASSISTANT, START),
     *(f"{CHANNEL}commentary to=assistant", f"{CONSTRAIN}json", CONSTRAIN, " "),
@@ -116,7 +116,8 @@ def test_malformed_headers_leave_their_free_text_and_nothing_else(parts, form):
     text = "".join(f"{CHANNEL}{header}{words}{END}" for header, words in parts)
     said, reasoning, calls = parse(replace(form, opened=ASSISTANT), text)
     assert calls == []
-    last = [(CHANNEL + header).rpartition(START)[2] for header, _ in parts]  # of several headers
+    # the last header of each
+    last = [(CHANNEL + header).rpartition(START)[2] for header, _ in parts]
     thought = [header.rpartition(CHANNEL)[2].startswith("analysis") for header in last]
     for found, is_thought in ((said, False), (reasoning, True)):
         wanted = [
@@ -201,7 +202,7 @@ def test_text_comes_at_once():
 
 @pytest.mark.parametrize("piece", [START, CHANNEL, "<|", " to=", "a ", f"{GET}{{", f"{CHANNEL}a "])
 def test_the_work_grows_with_the_text_alone(piece, monkeypatch):
-    """The work is the number of characters that are read, again after a marker that was none."""
+    """Work is the number of characters read, some twice, behind text that looked like a marker."""
     text = piece * (20_000 // len(piece))
     assert reads(parse, TOOLS, text, ChannelParser, monkeypatch) <= 4 * len(text)
 

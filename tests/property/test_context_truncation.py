@@ -11,7 +11,7 @@ roles = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=14)
 
 
 def truncate(messages, most, target):
-    """Return what is dropped, and how often tokens were counted. Each message says its number."""
+    """Return the dropped indices, and how often tokens were counted."""
     search, count = choose_dropped(messages, most, target), 0
     asked = next(search)
     while True:
@@ -57,7 +57,7 @@ def test_truncation_keeps_the_beginning_and_the_end_and_drops_no_more_than_it_sa
         assert left <= target
         fewer = [index for index in dropped if index < starts[starts.index(dropped[-1] + 1) - 1]]
         assert sum(one["tokens"] for one in without_messages(messages, fewer)) > target
-    else:  # no truncation that keeps the first turn is small enough
+    else:  # keeping the first turn would leave more than ``target``
         last_turn = sum(one["tokens"] for one in messages[starts[-1] :])
         assert first_turn + last_turn > target or len(starts) == 2
 

@@ -34,7 +34,7 @@ def test_a_credit_agrees_with_three_counters(capacity, ops):
             getattr(credit, op)(count)
             reserved -= count
             filled += count if op == "fill" else 0
-        elif op == "again":  # a new reader gets as many of the messages that were made
+        elif op == "again":  # a new reader is sent ``count`` of the earlier messages again
             again = max(0, count - filled)
             frees = count < filled
             assert credit.send_again(count) == (frees and starved)
@@ -62,8 +62,8 @@ def test_a_credit_agrees_with_three_counters(capacity, ops):
 def test_a_new_reader_takes_what_is_sent_again_and_what_is_still_on_its_way(
     num_delivered, num_taken, num_undelivered, num_received
 ):
-    """A step may have filled a slot whose event the loop has not delivered yet. It counted as one
-    of those that are sent again, and its release was one too many."""
+    """The step in flight may have filled a slot whose event is not delivered yet. Red if that event
+    counts as one that is sent again: one release would be too many."""
     num_taken = min(num_taken, num_delivered)
     num_again = num_delivered - min(num_received, num_delivered)
     credit = Credit(10)

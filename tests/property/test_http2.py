@@ -1,8 +1,8 @@
 """A server's connection against h2's client, in memory.
 
-Whatever the client's windows, the transport and the calls do, no rule of HTTP/2 is broken, and no
-byte is lost, doubled or moved. h2's client is the judge: it raises if the server breaks a rule
-(flow control, sizes of frames, closed streams).
+Whatever the client's windows, the transport and the calls do, the server breaks no rule of HTTP/2,
+and no byte is lost, doubled or moved. h2's client raises if the server breaks a rule of flow
+control, of sizes of frames, or of closed streams.
 """
 
 import time
@@ -51,7 +51,7 @@ REQUEST = [
 ]
 WINDOW_MAX = 2**31 - 1
 
-# Sizes: nothing, a frame that goes whole or not at all, one frame, several, several windows.
+# Sizes: nothing, a frame that is never split, one frame, several frames, several windows.
 sizes = st.one_of(
     st.integers(0, 20),
     st.integers(WHOLE_BYTES_MAX - PREFIX_BYTES - 2, WHOLE_BYTES_MAX - PREFIX_BYTES + 2),
@@ -63,12 +63,12 @@ pick = st.integers(0, 1000)
 
 
 def make_server(on_stream):
-    """Return a server's connection, whose client may cost what it likes."""
+    """Return a server's connection, whose limits on what a client may cost are never reached."""
     return Http2Connection(on_stream, LIMITS, Account(LIMITS, lambda: 0.0))
 
 
 class Listener:
-    """Record which of its methods are called."""
+    """The server's listener of a stream: records which methods the connection calls."""
 
     has_request = True
 
@@ -97,16 +97,16 @@ class Call:
 
     def __init__(self, stream_id):
         self.id = stream_id
-        self.sent = []  # messages, without a dropped one
+        self.sent = []  # messages, without those that were dropped
         self.reader = MessageReader(2**30)
         self.got = []
-        self.frames = []  # sizes of the DATA frames that came
-        self.has_ended = False  # by the client
-        self.has_begun = False  # the headers of the response are sent
-        self.is_ended = False  # by the server
-        self.is_reset = False  # by the client
-        self.is_closed = False  # from the client's view
-        self.num_blocked = 0  # messages that went out only later
+        self.frames = []  # sizes of the DATA frames that the client received
+        self.has_ended = False  # the client has ended its side
+        self.has_begun = False  # the server has sent the response's headers
+        self.is_ended = False  # the server has sent trailers
+        self.is_reset = False  # the client has reset the stream
+        self.is_closed = False  # the client has seen the stream's end
+        self.num_blocked = 0  # messages that had to wait for a window
 
     def take(self, data):
         """Take bytes of the body, and split them into messages."""
@@ -117,7 +117,7 @@ class Call:
 
 
 class Client(H2Connection):
-    """A client that opens more streams than allowed, and knows the largest frame at once."""
+    """A client that opens more streams than allowed, and accepts the largest frames at once."""
 
     open_outbound_streams = 0
 
@@ -143,7 +143,7 @@ class Schedule(RuleBasedStateMachine):
         self.calls = {}
         self.server = make_server(self.on_stream)
         self.client = make_client()
-        self.whole_bytes = WHOLE_BYTES_MAX  # the least that was sent whole or not at all
+        self.whole_bytes = WHOLE_BYTES_MAX  # messages up to this size were never split
         self.to_client = bytearray()
         self.to_server = bytearray()
         self.refused = set()
@@ -174,8 +174,8 @@ class Schedule(RuleBasedStateMachine):
     def watching(self, act):
         """Call ``act``, and check that listeners learn that their messages were sent.
 
-        That is so exactly if a message was blocked before and is not any more, and was neither
-        dropped nor reset.
+        A listener hears so exactly if its message was blocked before and is not any more, and was
+        neither dropped nor reset.
         """
         blocked = self.waiting
         before = {one: self.listeners[one].num_sent for one in self.listeners}
@@ -196,7 +196,7 @@ class Schedule(RuleBasedStateMachine):
         """Take an event of the client."""
         if isinstance(event, DataReceived):
             self.calls[event.stream_id].take(event.data)
-            # The client acknowledges nothing: windows open only by this machine's rules.
+            # The client opens no window by itself: only the rule `open_window` does.
         elif isinstance(event, StreamEnded):
             self.calls[event.stream_id].is_closed = True
         elif isinstance(event, StreamReset):
@@ -214,7 +214,7 @@ class Schedule(RuleBasedStateMachine):
 
     @property
     def running(self):
-        """Return the calls that the server knows and may send in."""
+        """Return the calls that the server knows and may send messages in."""
         return [
             call
             for call in self.calls.values()
@@ -223,7 +223,7 @@ class Schedule(RuleBasedStateMachine):
 
     @property
     def open(self):
-        """Return the calls that the client knows and may send in."""
+        """Return the calls that the client knows and may send messages in."""
         return [one for one in self.calls.values() if not (one.is_reset or one.is_closed)]
 
     def stream(self, call):
@@ -231,7 +231,7 @@ class Schedule(RuleBasedStateMachine):
         return self.listeners[call.id].stream
 
     def one_of(self, calls, which):
-        """Return one of the calls, or None without any."""
+        """Return one of the calls, or None if there are none."""
         return calls[which % len(calls)] if calls else None
 
     # ---- what the client does
@@ -297,7 +297,8 @@ class Schedule(RuleBasedStateMachine):
         self.change_settings(window, frame, min(table, 2**16))
 
     def change_settings(self, window, frame, table):
-        """Change all settings at once: to h2's client, any ACK confirms the next change of each."""
+        """Change all settings at once: h2's client takes an ACK for the next change of each
+        setting."""
         self.client.update_settings(
             {
                 SettingCodes.INITIAL_WINDOW_SIZE: window,
@@ -346,7 +347,7 @@ class Schedule(RuleBasedStateMachine):
                 self.send(call, size, may_wait)
 
     def send(self, call, size, may_wait):
-        """Send a message of a size, and check whether it could go."""
+        """Send a message of a size, and check that it is sent at once if it can be."""
         stream = self.stream(call)
         if not call.has_begun:
             call.has_begun = True
@@ -386,7 +387,7 @@ class Schedule(RuleBasedStateMachine):
             self.drop(call)
 
     def drop(self, call):
-        """Drop a blocked message. One that goes whole or not at all never goes in part."""
+        """Drop a blocked message. Messages of at most `whole_bytes` are never sent in part."""
         stream, message = self.stream(call), call.sent[-1]
         is_dropped = stream.drop_message()
         assert stream.is_blocked == (not is_dropped)
@@ -423,7 +424,7 @@ class Schedule(RuleBasedStateMachine):
     def streams_wait_for_what_they_lack(self):
         assert not set(self.server.blocked_by_stream) & set(self.server.blocked_by_connection)
         for stream in self.server.blocked_by_connection.values():
-            # Settings may take its own window while the connection's is used up.
+            # SETTINGS may shrink a stream's window while the connection's window is used up.
             assert stream.has_window or self.server.h2.outbound_flow_control_window <= 0
 
     @invariant()
@@ -463,7 +464,7 @@ class Schedule(RuleBasedStateMachine):
         assert not self.waiting
         for call in self.calls.values():
             if call.is_reset:
-                continue  # perhaps in the same bytes as its begin, so that nobody has served it
+                continue  # a reset that came with the call's beginning leaves nothing to check
             stream = self.stream(call)
             assert call.got == call.sent
             assert not call.reader.is_amid_message
@@ -595,18 +596,18 @@ class Leaver:
 
     def __init__(self):
         self.to_server = bytearray(make_client().data_to_send())
-        self.frames = []  # that it has read
+        self.frames = []  # frames that the client has read
         self.opened = []
         self._encoder = Encoder()
         self._buffer = bytearray()
 
     @property
     def last_ids(self):
-        """Return the last streams of the GOAWAY frames that it has read."""
+        """Return the last streams of the GOAWAY frames that the client has read."""
         return [one.last_stream_id for one in self.frames if isinstance(one, GoAwayFrame)]
 
     def open(self):
-        """Open a call, unless the server has asked for no more."""
+        """Open a call, unless a GOAWAY has come."""
         if not self.last_ids:
             self.opened.append(2 * len(self.opened) + 1)
             block = self._encoder.encode(REQUEST)
@@ -637,8 +638,8 @@ instants = st.one_of(
 def test_a_call_opened_around_the_instant_of_a_drain_is_served_or_refused(
     before, after, is_impatient
 ):
-    """A client that answers loses no call that it opened before it knew. One that the server stops
-    waiting for finds each such call refused by name, so that it may be sent again elsewhere.
+    """A client that answers the server's ping loses no call that it opened before it read GOAWAY.
+    Otherwise such a call is refused by REFUSED_STREAM, and may be sent again elsewhere.
 
     Red if the last stream is announced before the client has answered.
     """
@@ -698,21 +699,21 @@ def test_a_message_that_was_begun_takes_every_byte_that_a_window_gives():
 
 
 def test_a_large_message_is_split_once():
-    """Splitting once took the message's size times the number of its frames."""
+    """Red if each frame copies the rest of the message."""
     pair = Pair(INITIAL_WINDOW_SIZE=WINDOW_MAX)
     pair.client.increment_flow_control_window(2**30)
     stream = pair.begin()
     message = bytes(2**26)
     began_at = time.perf_counter()
     stream.send_message(message)
-    assert time.perf_counter() - began_at < 5  # 8 s if every frame copies the rest
+    assert time.perf_counter() - began_at < 5  # a copy for each frame would take 8 s
     assert not stream.is_blocked
     assert sum(map(len, pair.server.output)) > len(message)
 
 
 @pytest.mark.parametrize("is_of_settings", [False, True])
 def test_a_flood_that_opens_windows_looks_at_each_stream_at_most_once(monkeypatch, is_of_settings):
-    """A look at every stream for each frame took 2 ms of all clients' time for 13 bytes."""
+    """Red if each frame of 13 bytes makes the server look at every stream, which takes 2 ms."""
     pair = Pair(INITIAL_WINDOW_SIZE=0)
     streams = [pair.begin() for _ in range(STREAMS_MAX)]
     for stream in streams:

@@ -1,8 +1,8 @@
 """Prompts with images, on drawn layouts, budgets and pools.
 
-One that is whole is never cut; a step computes no more than its budget; and blocks are shared with
-the same image at the same place alone. The fake runner checks what each row reads, and that no row
-ends inside an image that is whole.
+An image that is marked as whole is never cut, a step computes no more than its budget, and only
+prompts with the same image at the same place share its blocks. The fake runner checks which tokens
+and images each row reads, and that no row ends inside a whole image.
 """
 
 import hypothesis.strategies as st
@@ -29,8 +29,8 @@ LAYOUTS = st.lists(
 
 
 def images_of(layout, *, is_whole, most=9):
-    """Return images one after another. ``most`` bounds the tokens of each. Those of one digest have
-    as many tokens."""
+    """Return the layout's images, of at most ``most`` tokens each. Images of one digest have
+    equally many tokens."""
     found, start = [], 0
     for before, count, cost, name in layout:
         start, count = start + before, min(count, most)
@@ -63,7 +63,7 @@ def test_chunks_take_every_image_once_and_cut_none_that_is_whole(layout, is_whol
             images, start, end - start, room, begins=start == cached, is_first=is_first
         )
         assert count > 0 or not is_first
-        if count + cost > room:  # an image by itself, which would wait for ever
+        if count + cost > room:  # only a single image may exceed the room
             assert is_first
             assert (start, start + count) in [(max(one.start, cached), one.end) for one in images]
             assert cost == 0

@@ -1,4 +1,5 @@
-"""Laws of the policies: orders are orders, nothing is over budget, nobody starves (D4, D6)."""
+"""Laws of policies: consistent orders, no step over its budget, no request that starves (D4,
+D6)."""
 
 import math
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_blocks_hold_the_tokens_and_no_block_is_empty(tokens, size):
 def test_a_step_is_never_over_budget_and_wastes_none(prompts, max_num_seqs, room, size, prepared):
     """No step has more tokens or sequences than allowed, and every decode has its one token.
 
-    Prompt tokens are left out only for want of room, seats or blocks.
+    Prompt tokens are left out only if budget, seats or blocks are used up.
     """
     driver = Driver(
         num_blocks=2000,
@@ -150,7 +151,7 @@ def test_a_step_is_never_over_budget_and_wastes_none(prompts, max_num_seqs, room
     prepared=st.booleans(),
 )
 def test_the_oldest_goes_on_in_every_step(others, size, prepared):
-    """However crowded the engine, the first request of the highest priority is in every plan."""
+    """The oldest request of the highest priority is in every plan, however crowded the engine."""
     driver = Driver(
         num_blocks=-(-96 // size),
         block_size=size,
@@ -196,12 +197,12 @@ def test_the_oldest_goes_on_in_every_step(others, size, prepared):
     prepared=st.booleans(),
 )
 def test_a_preempted_request_gives_way_to_another(asked, size, extra, budget, shared, prepared):
-    """Nobody is preempted by a plan in which nobody else gets blocks (`Driver.begin_step` checks).
+    """No plan preempts a request unless another one gets blocks (`Driver.begin_step` checks).
 
-    The schedules have prompts in chunks, choices that fork, and a pool that holds few of them. Two
-    bugs broke this rule. A parent that could not fork for want of a block made two others begin
-    anew in every step (the simulator's seed 5049). And the first of the queue got room, but did not
-    start, so that others lost theirs for nothing (127 of 3,000 schedules like these).
+    The schedules have prompts in chunks, choices that fork, and a small pool. Two bugs broke this
+    rule: a parent without a block to fork made two other requests start again in every step (the
+    simulator's seed 5049), and the first of the queue got others' blocks but did not start (127 of
+    3,000 such schedules).
     """
     driver = Driver(
         num_blocks=-(-96 // size) + extra,

@@ -1,7 +1,7 @@
-"""What gateways hear of prefix caches, replayed by an index like theirs, on drawn caches.
+"""What a gateway is told of drawn prefix caches, replayed into an index like the gateway's.
 
-Whatever the caches keep and forget, the index has exactly the blocks that requests find at one
-replica or more, each after its parent.
+Whatever the caches keep and forget, the index has exactly the blocks that a request finds at one
+replica or more, and gets each block after its parent.
 """
 
 import hypothesis.strategies as st
@@ -51,7 +51,7 @@ class Cache:
         self.observer.cleared()
 
     def found(self):
-        """Return the paths that a request can find."""
+        """Return the paths whose parents are all cached: requests find these."""
         return {
             path
             for path in self.paths
@@ -60,7 +60,7 @@ class Cache:
 
 
 class Call:
-    """A gateway's call: each message goes into its index, until its time is over."""
+    """A gateway's call: each message goes into its index, until the call is cancelled."""
 
     def __init__(self, index):
         self.index = index
@@ -72,7 +72,7 @@ class Call:
 
 
 def listen(feed, index):
-    """Subscribe, or go on after the last batch, and leave once everything was heard."""
+    """Subscribe, after the last batch that the index has, and leave once everything has come."""
 
     async def main():
         async with trio.open_nursery() as nursery:
@@ -161,7 +161,6 @@ def feed():
 
 
 def refusal_of(feed, index):
-    """Return the code with which a subscription is refused."""
     with pytest.raises(RpcError) as caught:
         trio.run(feed.serve, Call(index), index.last)
     return caught.value.status.code
@@ -185,10 +184,10 @@ def test_a_subscriber_of_an_earlier_process_begins_anew(feed):
     one, replica = feed
     replica.store((1,))
     index = Index()
-    index.last = 5  # a number of no subscription here
+    index.last = 5  # a batch number of no subscription to this feed
     assert refusal_of(one, index) is StatusCode.OUT_OF_RANGE
     listen(one, known := Index())
-    known.last += 1000  # a number that does not exist yet
+    known.last += 1000  # a batch number that does not exist yet
     assert refusal_of(one, known) is StatusCode.OUT_OF_RANGE
 
 
@@ -254,7 +253,7 @@ def test_a_subscriber_that_does_not_read_costs_a_bounded_memory_and_no_other_a_b
     read, refused, known = None, [], Index()
     trio.run(main)
     assert len(known.paths) == 99
-    assert refused == [StatusCode.DATA_LOSS]  # the gateway subscribes anew then
+    assert refused == [StatusCode.DATA_LOSS]  # the gateway has to subscribe from the beginning
 
 
 def test_a_subscription_that_its_gateway_leaves_makes_room_for_another(feed, monkeypatch):

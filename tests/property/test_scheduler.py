@@ -1,4 +1,4 @@
-"""Each kind's scheduler against plain models of it, on drawn schedules.
+"""The scheduler of each kind of work against plain models of it, on drawn schedules.
 
 Every reader gets its own results, in order, and one end; requests go on in their order and take
 turns. The invariants hold after every event, and a watcher judges every plan
@@ -37,9 +37,9 @@ DELAYS = st.sampled_from([0.0, 0.015, 12.0])
 
 
 class Machine(RuleBasedStateMachine):
-    """Random readers, cancels, pauses and failures, whatever the kind of work.
+    """Random readers, cancels, pauses and failures, for any kind of work.
 
-    A kind draws its driver, ``buffer`` of a reader, and its requests; it adds what it alone knows.
+    A subclass draws the driver, the ``buffer`` of readers and the requests, and adds rules.
     """
 
     driver = None
@@ -51,7 +51,6 @@ class Machine(RuleBasedStateMachine):
         return f"r{self.count}"
 
     def deadline(self, timeout):
-        """Return the deadline in ``timeout`` seconds; None for None."""
         return None if timeout is None else self.driver.now + timeout
 
     @rule(data=st.data(), reason=st.sampled_from([EndReason.CANCELLED, EndReason.DEADLINE]))
@@ -151,7 +150,7 @@ class Machine(RuleBasedStateMachine):
         for name, request in driver.requests.items():
             driver.apply(ClientCame(name))
             driver.read(name)
-            if request.deadline is not None:  # the deadline may pass while the others run on
+            if request.deadline is not None:  # its deadline may pass while other requests run
                 driver.cancel(name, EndReason.DEADLINE)
         driver.run()
         driver.check_idle()
@@ -159,7 +158,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def case_of(machine, num_examples, num_steps):
-    """Return the test case of a machine."""
+    """Return a machine's TestCase with these settings."""
     case = machine.TestCase
     case.settings = settings(
         max_examples=examples(num_examples), stateful_step_count=num_steps, deadline=None
@@ -170,8 +169,8 @@ def case_of(machine, num_examples, num_steps):
 # ---- text --------------------------------------------------------------------------------------
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
-# Images of a prompt: the tokens before each, and its span, its cost, its digest and whether it is
-# whole. Some are the same at the same place, some differ in one of these alone.
+# Images of a prompt: for each the tokens before it, its number of tokens, cost and digest, and
+# whether it is never cut. Some are equal at the same place, some differ in one of these only.
 IMAGES = st.lists(
     st.tuples(
         st.integers(0, 8),
@@ -186,7 +185,7 @@ NAMESPACE = SchedulerConfig(num_blocks=1, max_model_len=2).cache_namespace
 
 
 class Observer:
-    """A plain mirror of a prefix cache, from what the core says."""
+    """A plain mirror of the prefix cache, from the core's reports of stored and removed blocks."""
 
     def __init__(self, block_size):
         self.block_size = block_size
@@ -196,7 +195,7 @@ class Observer:
     def stored(self, key, parent, tokens):
         expected = []
         extend_keys(expected, self.root if parent is None else parent, tokens, self.block_size)
-        assert expected == [key]  # a parent and tokens determine the key
+        assert expected == [key]  # a key follows from the parent's key and the tokens
         assert key not in self.keys
         self.keys.add(key)
 
@@ -289,7 +288,7 @@ class SchedulerMachine(Machine):
         shown = {at for image in images for at in range(image.start, image.end)}
         prompt = tuple([99 if at in shown else token for at, token in enumerate(prompt)])
         if any(image.is_whole for image in images):
-            scored = None  # refused before
+            scored = None  # prompts with such images are refused if they are scored
         outputs = self.outputs_of(prompt, most, seed, heard[:n], images)
         request = make_request(
             self.new_name(),
@@ -310,8 +309,8 @@ class SchedulerMachine(Machine):
         self.driver.submit(request, buffer=self.buffer)
 
     def images_of(self, prompt, drawn):
-        """Return the drawn images that lie within the prompt. One that is whole fits a step, or its
-        model would not have loaded."""
+        """Return the drawn images that lie within the prompt. An image that is never cut fits a
+        step; otherwise its model would not have loaded."""
         found, start = [], 0
         for before, count, cost, digest, is_whole in drawn:
             start += before
@@ -324,8 +323,8 @@ class SchedulerMachine(Machine):
         return tuple(found)
 
     def outputs_of(self, prompt, most, seed, heard, images):
-        """Return what a client has of each choice whose stream was cut after ``heard`` tokens; None
-        for -1, whose end it has. A token that ends the choice may be among them."""
+        """Return the tokens that a client has of each choice after its stream broke: ``heard``
+        tokens, perhaps the choice's last one, or None for -1, if it has the choice's end."""
         outputs = [
             None
             if count == -1
@@ -393,7 +392,7 @@ class SchedulerMachine(Machine):
         ledger, places = self.driver.scheduler._ledger, []
         for name, live in ledger.requests.items():
             said = self.driver.scheduler.explain(name, self.driver.now)
-            forks = not live.request.outputs  # else the parent need not be furthest behind
+            forks = not live.request.outputs  # a continued choice may be behind the parent
             if forks and live.parent in ledger.waiting.items and said.state == "WAITING":
                 places.append((live.parent.waiting_key, said.position))
         assert [place for _, place in sorted(places)] == sorted(place for _, place in places)
@@ -407,8 +406,8 @@ TestScheduler = case_of(SchedulerMachine, 400, 40)
 
 
 def machine_of(make_driver, limits, fields, timeouts, num_tokens):
-    """Return a machine that draws a driver's ``limits`` and its requests' ``fields``. A queue holds
-    at most ``num_tokens``."""
+    """Return a machine that draws a driver's ``limits`` and its requests' ``fields``. Its queue
+    holds at most ``num_tokens`` tokens."""
 
     class OneChoiceMachine(Machine):
         @initialize(limits=st.fixed_dictionaries(limits), buffer=BUFFERS, queue=QUEUES)
@@ -424,8 +423,8 @@ def machine_of(make_driver, limits, fields, timeouts, num_tokens):
             )
         )
         def submit(self, asked):
-            """Submit requests, each after a delay of preparing in which later ones may come
-            first."""
+            """Submit requests, each after the delay of its preparation, in which later requests may
+            overtake it."""
             for own, timeout, delay in asked:
                 self.driver.submit(
                     self.new_name(),

@@ -23,7 +23,8 @@ from tests.support.step_times import note, step_times
 def test_linear_times_are_found_in_noise_after_the_machine_changed_and_beside_an_accident(
     fixed_s, row_s, token_s, noise, decodes, prompt, factor, stall
 ):
-    """The machine was ``factor`` times as slow before, and one step is ``stall`` times as long."""
+    """The machine was ``factor`` times as slow before, and one outlier is ``stall`` times as
+    long."""
     times, decodes_s, prompt_s = step_times(), fixed_s + row_s * decodes, token_s * prompt
     for _ in range(2 * KEPT):
         note(times, factor * decodes_s, decodes=decodes)
@@ -39,8 +40,8 @@ def test_linear_times_are_found_in_noise_after_the_machine_changed_and_beside_an
 STEPS = st.tuples(
     st.integers(0, 40),  # decodes
     st.integers(0, 80).filter(lambda count: count != 1),  # tokens of a prompt
-    st.integers(0, 15),  # drafts, where there is no prompt
-    st.sampled_from([0, 0, 40]),  # tokens' worth of images
+    st.integers(0, 15),  # drafts, if the step has no prompt
+    st.sampled_from([0, 0, 40]),  # the cost of images, in tokens
     st.sampled_from([-1.0, 0.0, 1e-9, 0.001, 0.02, 4.0, 1e6]),
 )
 
@@ -74,7 +75,8 @@ def test_whatever_is_told_every_answer_is_a_time_or_a_number_of_tokens(steps, as
 def test_a_step_takes_the_target_or_twice_its_decodes_or_some_tokens_for_each_sequence(
     target_s, token_s, chunk_s, decode_s, num_decodes, num_waiting, first
 ):
-    """A step with prompts takes ``chunk_s`` and ``token_s`` a token longer than its decodes."""
+    """A step with prompts takes ``chunk_s`` and ``token_s`` a token longer than its decodes
+    alone."""
     times = step_times(beside_s=target_s)
     note(times, chunk_s + token_s * first, prompt=first)
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Telemetry against a plain model of the same deliveries, and what it may keep."""
+"""Telemetry against a plain model of the same deliveries, and how much it may keep."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ from engine.replica.telemetry import (
 
 BOUNDS = (0.5, 1.0, 5.0)
 NUM_REQUESTS, NUM_CHOICES = 4, 3
-# Which choices of which requests get a token in each step, and how long after the one before.
+# Steps: which choices of which requests get a token, and the seconds since the step before.
 STEPS = st.lists(
     st.tuples(
         st.sets(st.tuples(st.integers(0, NUM_REQUESTS - 1), st.integers(0, NUM_CHOICES - 1))),
@@ -107,7 +107,7 @@ def test_a_refused_request_is_forgotten():
     refused = [Refused(RequestId(f"r{n}"), Overloaded("full")) for n in range(NUM_REQUESTS)]
     telemetry.delivered(refused, 1.0)
     assert not telemetry._live
-    telemetry.delivered([Tokens(RequestId("r0"), 0, (1,), "x")], 2.0)  # late: it is nobody's
+    telemetry.delivered([Tokens(RequestId("r0"), 0, (1,), "x")], 2.0)  # of no live request
     assert telemetry.first_token.snapshot().count == 0
 
 
@@ -145,7 +145,7 @@ RUNS = st.lists(
 
 @given(RUNS)
 def test_every_step_is_counted_once_and_few_of_them_wait_to_be(runs):
-    """Reading, idling and a full list count what was noted; none of them changes a sum."""
+    """Noted steps are counted when telemetry is read, at idle, or when the list is full."""
     telemetry, now, ended_at = ReplicaTelemetry(Tokens), 0.0, None
     rows, gaps, times = Histogram(COUNT_BOUNDS), Histogram(SHORT_BOUNDS), Histogram(TOKEN_BOUNDS)
     intervals, last = Histogram(TOKEN_BOUNDS), None
