@@ -80,7 +80,7 @@ def told(events, choice=0):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("buffer", [3, 4096])
 def test_an_answer_is_parsed_in_each_choice_whatever_the_buffer(n, buffer):
-    """The text that was held back comes before the end, even if the stream was full."""
+    """Text that the parser held back comes before the choice's end, even if the stream is full."""
 
     async def body(engine):
         request = GenerateRequest(
@@ -134,7 +134,7 @@ def test_a_call_that_the_request_demands_is_a_constraint_of_its_answer():
 
 @pytest.mark.parametrize("num_chars", [1, 9000])
 def test_the_grammar_of_large_tools_is_made_in_a_thread(num_chars, monkeypatch):
-    """It was made in the loop, whatever its size: a megabyte of schemas stopped every stream."""
+    """Red if the loop makes it: a megabyte of schemas would stop every stream."""
     jobs, stock = [], prepare_text.tool_constraint
 
     def make(*arguments):
@@ -190,7 +190,7 @@ def test_a_template_may_have_opened_the_reasoning():
 
 
 def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasoning():
-    """Nothing in the form can close the reasoning: all of the answer would be reasoning."""
+    """The form cannot close the reasoning. Red if all of the answer is then reasoning."""
 
     async def body(engine):
         request = GenerateRequest(chat=Messages(ASK), constraint=Constraint("json_object", ""))
@@ -227,7 +227,7 @@ def test_a_chats_reasoning_is_sent_and_not_kept_in_the_conversation():
 
 
 def joined(parts):
-    """Return what several streams of one answer give together: text, reasoning, calls, end."""
+    """Return text, reasoning, calls and end of one answer that came in several streams."""
     events = [event for part in parts for event in part]
     text, reasoning, calls = told(events)
     [end] = [event for event in events if isinstance(event, Finished)]
@@ -242,7 +242,7 @@ def ids_of(events):
 
 @in_engine(FakeScript(words=WORDS, chat_template=TEMPLATE))
 async def test_reasoning_and_calls_are_parsed_across_a_cut_after_any_token(engine):
-    """Red without `Replayed`: the second stream would begin with the answer's text."""
+    """Red without `Replayed`, which parses the tokens that a continuation brings first."""
     request = GenerateRequest(chat=Messages(ASK, tools=TOOLS))
     whole = await events_of(engine, request)
     count = len(ids_of(whole))
@@ -337,7 +337,7 @@ async def test_an_answer_that_fails_leaves_the_conversation_whole(engine):
         for _ in range(2):
             await chat.ask("y" * 30).read()
         before = chat.messages
-        answer = chat.ask("z" * 300)  # too large by itself
+        answer = chat.ask("z" * 300)  # exceeds the context alone
         with pytest.raises(RequestTooLarge):
             await answer.read()
         assert chat.messages == before
@@ -355,7 +355,7 @@ async def test_too_long_requests_without_truncation_are_refused(engine):
 
 @in_engine(FakeScript(answer_opening="\nassistant: "))
 async def test_a_second_turn_computes_only_its_own_tokens(engine):
-    """All whole blocks of the turn before are reused, its answer's too."""
+    """The second turn reuses all full blocks of the first one's prompt and answer."""
     async with Chat(engine, sampling=SHORT) as chat:
         ends = []
         for question in ("x" * 1000, "and then?"):
@@ -371,8 +371,6 @@ async def test_a_second_turn_computes_only_its_own_tokens(engine):
 
 
 class Slow(FakeTokenizer):
-    """A tokenizer whose template takes 5 s of its thread."""
-
     def __init__(self, threads):
         self._threads = threads
         self._script = None

@@ -47,7 +47,7 @@ def request_for(name, **fields):
 def run(body, *, seed=0, error=None):
     """Run ``body(engine, runner, calls)``.
 
-    Compiling takes `COSTLY` seconds, that of "cheap" a tenth; ``error(name)`` may make it fail.
+    Compiling takes `COSTLY` seconds ("cheap": a tenth); ``error(name)`` may return an error.
     """
     calls = []
 
@@ -181,7 +181,7 @@ async def test_a_deadline_during_a_compilation_names_the_phase(engine, runner, c
 
 @in_engine()
 async def test_a_compilation_that_nobody_waits_for_does_not_begin(engine, runner, calls):
-    """Two compile at a time; the third's waiting request leaves before its turn."""
+    """Two constraints are compiled at a time; the third one's request leaves before its turn."""
     going = [engine.submit(request_for(name), buffer=9) for name in ("a", "b")]
     await trio.sleep(0.1)
     third = engine.submit(request_for("c"), buffer=9)
@@ -209,7 +209,7 @@ def test_the_engine_may_close_during_a_compilation(seed):
 
 
 class SlowCompiler:
-    """A compiler whose constraints have sizes by name, and which keeps them as a runner does."""
+    """Compiles constraints of sizes given by their names, and keeps them, like a runner."""
 
     def __init__(self):
         self.kept = set()
@@ -223,7 +223,7 @@ class SlowCompiler:
 
 
 def bounded(body, monkeypatch, *, entries=3, num_bytes=1000, waiting=9):
-    """Run ``body(held, tasks, compiler)`` with these bounds."""
+    """Run ``body(held, tasks, compiler)`` with bounds on compiled constraints and on requests."""
     monkeypatch.setattr(constraints_module, "ENTRIES_MAX", entries)
     monkeypatch.setattr(constraints_module, "BYTES_MAX", num_bytes)
     monkeypatch.setattr(constraints_module, "WAITING_MAX", waiting)
@@ -346,7 +346,7 @@ def test_a_compilation_that_never_began_leaves_the_next_one_alone(seed):
                     await trio.sleep(1)
                     assert form("a") in compiler.kept
 
-        for after in (0, 3):  # the second comes as the first gets its error
+        for after in (0, 3):  # the second request comes when the first gets its error
             tasks.start(ask, after)
 
     with_threads(body, OddThreads(refusals=1), seed)
@@ -354,7 +354,7 @@ def test_a_compilation_that_never_began_leaves_the_next_one_alone(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_kept_that_was_compiled_for_requests_which_had_left(seed):
-    """The first request left as its compilation's thread began; the second one's never began."""
+    """One request leaves while its compilation's thread starts; another one's never starts."""
 
     async def body(held, tasks, compiler):
         async def ask(name, until):
@@ -362,7 +362,7 @@ def test_nothing_is_kept_that_was_compiled_for_requests_which_had_left(seed):
                 await use(held, tasks, name)
 
         start = trio.current_time()
-        tasks.start(ask, "b", 9.0)  # with "a", this takes all compilers
+        tasks.start(ask, "b", 9.0)  # "a" and "b" together take all compilers
         tasks.start(ask, "a", 0.5)
         await trio.sleep(0.6)
         for name in "cd":

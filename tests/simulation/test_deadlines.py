@@ -27,9 +27,9 @@ GENERATE = "triolet.v1.Inference/Generate"
 
 
 def ends_of(arrivals, *, timeout_s, seed):
-    """Submit one request to an idle engine for each hand-off age in ``arrivals``.
+    """Submit requests to an idle engine, each of which arrived one of ``arrivals`` seconds ago.
 
-    Return the end of each request, after how many seconds it came, and the number of steps.
+    Return for each request its error, the seconds until its end, and the number of steps.
     """
     ends = []
 
@@ -58,7 +58,7 @@ def ends_of(arrivals, *, timeout_s, seed):
 
 
 def ends_of_leavers(leavers, *, timeout_s):
-    """Return the counted ends of readers that leave, each given as (when, when the server knew)."""
+    """Return the counts (cancelled, deadline) of readers, each as (left at, server knew at)."""
 
     async def main():
         async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
@@ -83,18 +83,18 @@ def ends_of_leavers(leavers, *, timeout_s):
     [
         (0.1, 0.079, 0.079, False),
         (0.1, 0.081, 0.081, True),
-        (0.1, 0.079, 0.085, False),  # it was on its way while the deadline passed
+        (0.1, 0.079, 0.085, False),  # the client left before its deadline, the server knew after it
         (0.1, 0.1, 0.1, True),
         (10.0, 9.97, 9.97, False),
         (10.0, 9.99, 9.99, True),
         (None, 3.0, 3.0, False),
-        (0.1, None, 0.085, False),  # in process, leaving has nothing to do with a client's timer
+        (0.1, None, 0.085, False),  # in process, there is no client's timer
     ],
 )
 def test_a_call_that_grpc_ends_close_to_its_deadline_counts_as_a_deadline(
     timeout_s, left_s, heard_s, is_deadline
 ):
-    """The end is within 20 ms of the client's timer; the server's is a tenth earlier."""
+    """A client's timer may end a call 20 ms before its deadline, or a tenth of a short timeout."""
     counted = ends_of_leavers([(left_s, heard_s)], timeout_s=timeout_s)
     assert counted == ((0, 1) if is_deadline else (1, 0))
 
@@ -108,7 +108,7 @@ def test_a_deadline_that_has_passed_on_arrival_starts_nothing(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_time_a_request_spent_on_its_way_counts(seed):
-    """The server's margin is 20 ms, and a tenth of short timeouts."""
+    """The server ends a request 20 ms before its deadline, or a tenth of a short timeout."""
     ends = ends_of([0.0, 0.15, 0.3], timeout_s=0.5, seed=seed)
     assert [took for _, took, _ in ends] == [0.48, 0.33, 0.18]
     assert all(isinstance(error, DeadlineExceeded) for error, _, _ in ends)
@@ -129,7 +129,6 @@ async def serving(step_s=STEP_S):
 
 
 def asked(timeout_s):
-    """Return the message and the headers of a request that runs into its timeout."""
     request = pb.GenerateRequest(token_ids={"ids": [1]}, sampling={"max_tokens": 200})
     return request.SerializeToString(), {"grpc-timeout": f"{round(timeout_s * 1000)}m"}
 
@@ -144,7 +143,7 @@ def error_info_of(answer):
 
 
 def test_every_client_gets_the_details_before_its_own_timer_ends_the_call():
-    """A message may be on its way for nearly 10 ms, and thirty deadlines are 20 ms apart.
+    """Messages are on their way for nearly 10 ms, and thirty deadlines are 20 ms apart.
 
     Red with a margin of 10 ms (`DEADLINE_MARGIN_S`): the status would come after the timer.
     """
@@ -158,7 +157,7 @@ def test_every_client_gets_the_details_before_its_own_timer_ends_the_call():
         info = error_info_of(answer)
         assert (answer.code, info.reason) == (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
         assert info.metadata["phase"] == "decode"
-        assert int(info.metadata["tokens_done"]) == len(answer.messages) - 1  # without Started
+        assert int(info.metadata["tokens_done"]) == len(answer.messages) - 1  # one is Started
         late.append(took >= timeout_s)
 
     async def main():
@@ -171,8 +170,8 @@ def test_every_client_gets_the_details_before_its_own_timer_ends_the_call():
 
 
 def test_a_clients_reset_close_to_its_deadline_counts_as_a_deadline():
-    """The client's timer and the server's are milliseconds apart at these timeouts: the reset comes
-    19 ms before the server knows the deadline to pass. One that comes 2 ms earlier is a cancel.
+    """The client's timer and the server's are milliseconds apart at these timeouts: a reset 19 ms
+    before the deadline counts as the deadline, a reset 21 ms before it as a cancel.
 
     Red if the time of the reset gets lost on its way to the request (`CallWriter._cancel`).
     """
@@ -190,7 +189,7 @@ def test_a_clients_reset_close_to_its_deadline_counts_as_a_deadline():
         counted.append((ends.deadline, ends.cancelled))
 
     async def main():
-        # A longer step, once measured, has the engine refuse such short deadlines at once.
+        # With longer steps, once measured, the engine would refuse such short deadlines at once.
         async with serving(step_s=0.001) as (engine, client):
             for timeout_ms in range(22, 100, 2):
                 await reset(engine, client, timeout_ms / 1000, 0.019)

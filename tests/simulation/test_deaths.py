@@ -31,7 +31,7 @@ def ends(asks, seed, *, runner_class=FakeRunner, encode_s=4.0, **settings):
 
     async def main():
         settings.setdefault("max_num_seqs", 1)
-        script = FakeScript(  # a text of 4,096 characters and more is tokenised in a thread
+        script = FakeScript(  # a text of 4,096 or more characters is tokenised in a thread
             step_s=STEP_S,
             encode_s=encode_s,
             compile=lambda constraint: threads.note_sleep(4.0),
@@ -88,7 +88,7 @@ def test_requests_that_had_not_begun_go_on_with_the_next_worker(other, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_request_that_was_only_planned_goes_on_with_the_next_worker(seed):
     """The plan of its first step was prepared during the step in which the worker died."""
-    long = asked(token_ids=tuple(range(1, 27)))  # takes what is left of the tokens of two steps
+    long = asked(token_ids=tuple(range(1, 27)))  # takes the token budget that is left in two steps
     asks = [(0.0, asked()), (2.5, long), (3.2, asked(token_ids=(5, 6)))]
     found = ends(asks, seed, max_num_seqs=3, max_num_batched_tokens=16)
     (running, _), (prefilling, _), (error, num_starts) = found
@@ -116,7 +116,7 @@ class ClosedRunner(FakeRunner):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_constraint_that_finds_its_worker_dead_is_compiled_by_the_next_one(seed):
     formed = asked(token_ids=None, text="<7>" * 1400, constraint=Constraint("regex", "a"))
-    # It is tokenised from 3 to 6.5 s. The worker dies at 6 s, and the next one loads from 7 s on.
+    # "formed" is tokenised from 3 to 6.5 s. The worker dies at 6 s, the next one loads from 7 s on.
     found = ends([(0.0, asked()), (3.0, formed)], seed, runner_class=ClosedRunner, encode_s=3.5)
     (lost, _), (error, num_starts) = found
     assert isinstance(lost, WorkerLost)
@@ -146,7 +146,7 @@ def test_a_dead_replica_holds_nothing_while_its_worker_is_closed():
             await generation.wait_closed()
             await trio.sleep(STEP_S / 2)
             assert closing
-            dead = engine.statistics().replicas[0].counts  # its successor is counted, too
+            dead = engine.statistics().replicas[0].counts  # including its successor's
             held = (dead.running, dead.total_blocks, dead.free_blocks, dead.cached_blocks)
             assert held == (0, 0, 0, 0)
             assert dead.step_count > alive.counts.step_count
@@ -170,7 +170,7 @@ class LookingReader:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_dead_worker_has_left_the_routing_when_its_requests_hear_of_its_death(seed):
-    """A request that comes in that moment waits for the next worker."""
+    """A request that is submitted in that moment waits for the next worker."""
     workers, seen = [], []
 
     def make(script):

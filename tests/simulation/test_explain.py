@@ -1,6 +1,6 @@
-"""Explain returns what each request waits for, in virtual time, with steps in flight.
+"""Explain tells what each request waits for, in virtual time, with steps in flight.
 
-Every end has the request's timings.
+Also the timings in a request's Finished.
 """
 
 from functools import partial
@@ -83,7 +83,7 @@ def test_a_request_whose_constraint_is_compiled_is_explained():
 @in_engine()
 async def test_a_running_request_is_explained_with_its_progress_during_a_step(engine):
     ask(engine, "a", text="x" * 40, max_tokens=100)
-    await trio.sleep(STEP_S / 2)  # the first step has its prompt
+    await trio.sleep(STEP_S / 2)  # the first step computes its prompt
     first = engine.explain("a")
     assert (first.state, first.waiting_for, first.position) == ("RUNNING", "", 0)
     assert (first.computed_tokens, first.blocks) == (0, 3)
@@ -119,7 +119,7 @@ async def test_seats_priority_and_places_in_the_queue(engine):
 
 @pytest.mark.parametrize(("seats", "waits"), [(1, (5, 10, 15)), (2, (2.5, 5, 7.5))])
 def test_a_request_that_waits_for_a_seat_gets_an_estimate_of_such_waits(seats, waits):
-    """Each request runs for five steps, so that the queue advances by `waits`."""
+    """Each request runs for five steps, so that seats are free after `waits` seconds."""
 
     async def body(engine):
         ask(engine, "earlier")
@@ -249,7 +249,7 @@ def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
             looks[name], ledger.waiting.items = CountingList.count, queue
 
     run(body, max_num_seqs=4)
-    assert max(looks.values()) <= 20  # a search in 1,000 takes ten
+    assert max(looks.values()) <= 20  # a binary search in 1,000 takes ten
 
 
 # ---- timings
@@ -263,7 +263,7 @@ async def timings_of(generation):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_timings_add_up_to_a_life_from_arrival_to_end(seed):
-    """Load, tokenising, the wait for a step and for a seat, prefill, decode."""
+    """The phases: load, tokenising, the wait for a step and for a seat, prefill, decode."""
 
     async def body(engine):
         began, queues = trio.current_time(), {}
@@ -301,7 +301,7 @@ async def test_each_phase_is_timed(engine):
     await blocker.wait_closed()  # after 3 steps
     began = trio.current_time()
     assert began == pytest.approx(3 * STEP_S, abs=STEP_S / 100)
-    await trio.sleep(20)  # 3 steps of prefill, one of decode, and the buffer is full
+    await trio.sleep(20)  # after 3 steps of prefill and one decode the stream is full
     timings = await timings_of(generation)
     assert timings.queue_s == pytest.approx(3 * STEP_S - 0.001)
     assert timings.prefill_s == pytest.approx(3 * STEP_S)

@@ -1,4 +1,4 @@
-"""Handles in virtual time: whatever is stopped, dropped, closed or cancelled, at any moment."""
+"""Handles in virtual time: they are stopped, dropped, closed or cancelled at any moment."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ from tests.support.bodies import run_by
 from tests.support.core_driver import expected_tokens
 from tests.support.virtual_engine import fake_engine
 
-SEEDS = range(4)  # for the order of tasks
+SEEDS = range(4)  # seeds of the order in which tasks run
 LOAD_S, STEP_S, CALL_S = 0.5, 0.01, 0.1
 ENDLESS = SamplingParams(max_tokens=1000)
 SHORT = SamplingParams(max_tokens=5)
@@ -92,7 +92,7 @@ async def test_a_chat_keeps_questions_and_answers(engine, *, seed):
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + STEP_S / 2, LOAD_S + 5.5 * STEP_S])
 @in_engine()
 async def test_a_stop_ends_the_answer_however_early_it_comes(engine, *, seed, after_s):
-    """Before the answer's task has begun, while the model loads, in a step."""
+    """A stop may come before the answer's task has begun, during the load, and during a step."""
     async with Chat(engine, sampling=ENDLESS) as chat:
         answer = chat.ask("one")
         if after_s:
@@ -123,7 +123,7 @@ async def test_a_stopped_answer_is_kept_as_far_as_it_was_read(engine, *, seed):
 @seeds
 @in_engine()
 async def test_a_whole_answer_is_kept_even_if_it_is_empty(engine, *, seed):
-    """The stop string was the whole answer; the question is kept all the same."""
+    """Here the stop string is the whole answer; the question is kept nevertheless."""
     async with Chat(engine, sampling=SamplingParams(stop=("<",))) as chat:
         assert await chat.ask("one").read() == ""
         assert [m["content"] for m in chat.messages] == ["one", ""]
@@ -132,7 +132,7 @@ async def test_a_whole_answer_is_kept_even_if_it_is_empty(engine, *, seed):
 @seeds
 @in_engine()
 async def test_a_stop_without_an_answer_has_no_later_effect(engine, *, seed):
-    """Without a generation, a stop has no effect."""
+    """A stop while no answer runs has no effect on the next answer."""
     async with Chat(engine, sampling=SHORT) as chat:
         chat.stop()
         await chat.ask("one").read()
@@ -191,7 +191,7 @@ async def test_leaving_an_answer_ends_it_and_keeps_what_was_read(engine, *, seed
 @seeds
 @in_engine()
 async def test_a_dropped_answer_is_ended_and_the_chat_goes_on(engine, *, seed):
-    """Nobody can read it any more."""
+    """Nobody can read an answer whose handle is gone."""
     async with Chat(engine, sampling=ENDLESS) as chat:
         answer = chat.ask("one")
         await trio.sleep(LOAD_S + 5 * STEP_S)
@@ -208,7 +208,7 @@ async def test_a_dropped_answer_is_ended_and_the_chat_goes_on(engine, *, seed):
 @seeds
 @in_engine()
 async def test_a_reset_while_an_answer_runs_forgets_it(engine, *, seed):
-    """In the sources, reset had the same race as stop."""
+    """The answer's task may run between a reset and the end of its stream."""
     async with Chat(engine, system="a", sampling=ENDLESS) as chat:
         answer = chat.ask("one")
         await trio.sleep(LOAD_S + 5 * STEP_S)
@@ -227,7 +227,7 @@ async def test_a_reset_while_an_answer_runs_forgets_it(engine, *, seed):
 async def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(
     engine, *, seed, buffer, after_s
 ):
-    """Closing does not depend on the reader."""
+    """Closing needs no reader."""
     chat = Chat(engine, sampling=ENDLESS)
     answer = chat.ask("one")
     await trio.sleep(after_s)
@@ -242,7 +242,7 @@ async def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(
 @pytest.mark.parametrize("does_close", [False, True])
 @in_engine()
 async def test_a_waiting_reader_gets_the_end(engine, *, seed, does_close):
-    """`close` only signals, and a task that waits in the iterator wakes."""
+    """`close` does not wait for the end, but a task that waits for the next event wakes."""
     chat = Chat(engine, sampling=ENDLESS)
     with trio.fail_after(LOAD_S + 1):
         async with trio.open_nursery() as nursery:
@@ -255,7 +255,7 @@ async def test_a_waiting_reader_gets_the_end(engine, *, seed, does_close):
 
 @seeds
 def test_the_root_is_cancelled_while_a_stream_is_full(seed):
-    """Nobody polls the receiver, and the program ends in bounded time."""
+    """Nobody reads the stream, and the program ends in bounded time."""
     ended_at = []
 
     async def main():
@@ -286,7 +286,7 @@ def test_the_root_is_cancelled_while_a_stream_is_full(seed):
 @seeds
 @in_engine()
 async def test_a_closed_chat_keeps_nothing_alive(engine, *, seed):
-    """The handle, its stream and the generation die with their last holder."""
+    """A chat, its answer and the answer's stream are freed when nothing else refers to them."""
     chat = Chat(engine, sampling=ENDLESS)
     answer = chat.ask("one")
     await trio.sleep(LOAD_S + 5 * STEP_S)
@@ -302,7 +302,7 @@ async def test_a_closed_chat_keeps_nothing_alive(engine, *, seed):
 @seeds
 @in_engine()
 async def test_an_open_chat_keeps_no_answer_alive(engine, *, seed):
-    """An answer that has ended, and whose reader has gone, is freed."""
+    """An answer is freed once it has ended and nothing else refers to it."""
     async with Chat(engine, sampling=SHORT) as chat:
         answer = chat.ask("one")
         await answer.read()
@@ -339,7 +339,7 @@ def test_the_model_dies_with_its_engine():
 
 
 class Fakes:
-    """Functions that take `CALL_S`, refuse the text "bad", and fail on "broken"."""
+    """Encoding functions that take `CALL_S` seconds; the texts "bad" and "broken" are errors."""
 
     def __init__(self):
         self.begun = 0
@@ -381,7 +381,7 @@ TEXTS = ("a", "bb")
 @kinds
 @in_engine()
 async def test_a_bad_input_fails_only_its_own_call(engine, *, seed, kind):
-    """Beside the bad input and after it, the handle serves."""
+    """Other calls at the same time, and later ones, succeed."""
     handle, call, want = kind(engine, Fakes())
 
     async def good():
@@ -408,7 +408,7 @@ async def test_a_bad_input_fails_only_its_own_call(engine, *, seed, kind):
 @pytest.mark.parametrize("how", ["stop", "close", "aclose"])
 @in_engine()
 async def test_a_call_is_ended_however_early(engine, *, seed, kind, after_s, how):
-    """Calls end, begun or not; after `stop`, later calls do not."""
+    """`stop`, `close` and `aclose` end all calls, begun or not; `stop` allows later calls."""
     fakes = Fakes()
     handle, call, want = kind(engine, fakes)
     ends = []
@@ -474,7 +474,7 @@ async def test_a_closed_chat_refuses(engine, *, seed):
 
 @in_engine(0)
 async def test_a_handle_holds_no_stop_state_of_its_own(engine):
-    """Only `Handle` has one; a generation's scope belongs to the supervisor."""
+    """Only the class `Handle` has such state; the supervisor has the generations' scopes."""
     shared = vars(Handle("handle"))
     for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):
         held = [type(value) for name, value in vars(handle).items() if name not in shared]

@@ -98,7 +98,8 @@ async def test_a_request_with_more_images_than_it_may_hold_is_refused(engine, me
 
 @in_engine()
 async def test_requests_take_turns_at_decoding_and_a_text_waits_for_none(engine, memory):
-    """Red if a request's images are one job, or texts share their limiter."""
+    """Red if a request's images are decoded in one job, or if texts wait for the images'
+    limiter."""
     ends = {}
 
     async def one(name, inputs):
@@ -121,8 +122,8 @@ async def test_requests_take_turns_at_decoding_and_a_text_waits_for_none(engine,
 @pytest.mark.parametrize("seed", range(3))
 @run_by(run_deterministically)
 async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*, seed):
-    """The old fault: on a busy model such a request is not computed, and its images kept memory
-    until its resume window ended, up to an hour, while all other chats with images waited."""
+    """Red if such a request keeps its images' memory until its resume window ends: beside a busy
+    model it is not computed, and every other chat with images would wait, up to an hour."""
     script = FakeScript(step_s=STEP_S, decode_s=DECODE_S)
     runner = FakeRunner(script=script, max_model_len=4096, sees=True)
 
@@ -160,7 +161,7 @@ async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*,
 async def test_files_of_more_bytes_than_all_requests_may_have_are_refused(
     engine, memory, *, monkeypatch
 ):
-    """Red if files pile up while they wait to be decoded."""
+    """Red if files fill the memory while they wait to be decoded."""
     monkeypatch.setattr(image_memory, "FILE_BYTES_MAX", 3 * len(FILES[0]))
     assert len(await embed(engine, FILES[:1] * 5)) == 5, "alone, a request may have any size"
     async with trio.open_nursery() as nursery:
@@ -189,13 +190,13 @@ def test_memory_for_images_is_waited_for_and_given_back():
     run(body, image_bytes=16 * 48)
 
 
-# A request's images are one job.
+# The planted bug: all images of a request are one job.
 READ_ALL = "lambda: [read(each) for _, each in files][0]"
 
 
 def leave_at_any_instant(seed):
-    """Run a world whose requests leave while images wait for memory, are decoded, are encoded, or
-    are read. Afterwards a request must be served at once."""
+    """Run requests that leave while their images wait for memory, are decoded, are encoded, or are
+    read. Afterwards a request must be served at once."""
     rng = random.Random(seed)
 
     async def body(engine, memory):

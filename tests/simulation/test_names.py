@@ -1,4 +1,4 @@
-"""What submit answers, and that an id used again never gets events of the first request."""
+"""What `submit` returns, and that a second request with an id never gets the first one's events."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ REQUEST = GenerateRequest(
 
 
 class EventReader:
-    """Keep the events of a stream, and call ``on_end`` at the stream's end."""
+    """Keep the events of a stream, and call ``on_end`` when the stream ends."""
 
     def __init__(self, on_end):
         self.events = []
@@ -78,7 +78,7 @@ async def test_a_name_used_again_right_after_an_abort(*, seed, lived_s, gap_s):
             events = await read_all(second)
             if not isinstance(second.error, DuplicateRequest):
                 break
-            await trio.sleep(STEP_S)  # at most until the step in flight is over
+            await trio.sleep(STEP_S)  # the id is free after the step in flight
         assert second.error is None
         assert len(events) == 22  # Started, twenty tokens, Finished
         await engine.wait_idle()
@@ -89,7 +89,7 @@ async def test_a_name_used_again_right_after_an_abort(*, seed, lived_s, gap_s):
 async def test_no_id_of_a_client_reaches_a_request_with_another_id(*, seed):
     async with fake_engine(FakeScript(step_s=STEP_S)) as engine:
         await read_all(engine.submit(REQUEST, buffer=99))
-        again = engine.submit(REQUEST, buffer=99)  # the core has another name for this request
+        again = engine.submit(REQUEST, buffer=99)  # the core uses another id
         await trio.sleep(4.5 * STEP_S)
         taken = replace(REQUEST, token_ids=(900, 901), request_id=again.core_id, check=False)
         stranger = engine.submit(taken, buffer=99)
@@ -165,8 +165,8 @@ async def test_submit_raises_nothing_for_an_impossible_number(engine, *, wrong):
 @pytest.mark.parametrize("seed", range(3))
 @in_engine(max_num_seqs=1, max_queued_requests=1)
 async def test_submit_answers_at_once_whatever_became_of_the_queue_and_the_engine(engine, *, seed):
-    """A full one and a closed one have different answers, which are the stream's
-    error. The stream of `Engine.generate`, which is waited for, raises the same."""
+    """A full queue and a closed engine refuse with different errors, which are the stream's error.
+    The stream of `Engine.generate`, which is waited for, raises the same."""
 
     async def raised(engine):
         with pytest.raises((Overloaded, ShuttingDown)) as caught:
@@ -188,7 +188,7 @@ async def test_submit_answers_at_once_whatever_became_of_the_queue_and_the_engin
 @pytest.mark.parametrize("seed", range(3))
 @in_engine()
 async def test_an_engine_that_refuses_a_request_gives_up_no_stream_for_it(engine, *, seed):
-    """Red if a full engine that is closed, or a bad request, has a stream give its place up."""
+    """Red if a closed engine, or a bad request to a full one, ends a detached stream."""
     supervisor, reader = engine._supervisor, EventReader(lambda: None)
     asked = replace(REQUEST, request_id="", resume_window_s=600.0)
     lost = engine.submit(asked, buffer=9, reader=reader)
@@ -206,7 +206,7 @@ async def test_an_engine_that_refuses_a_request_gives_up_no_stream_for_it(engine
 async def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered(
     engine, *, seed
 ):
-    """The first request's cancel still waits for the step when the second request comes."""
+    """The cancel of the first request still waits for the step when the second request comes."""
     first = engine.submit(REQUEST, buffer=99)
     await trio.sleep(1.0)  # in the middle of the long step
     first.cancel(EndReason.CANCELLED)
@@ -230,7 +230,7 @@ async def test_requests_that_wait_for_a_load_are_bounded_too(engine, *, seed):
 @pytest.mark.parametrize("seed", range(4))
 @in_engine(max_num_seqs=1, max_queued_requests=5)
 async def test_requests_whose_clients_are_away_fill_no_server(engine, *, seed):
-    """One client with as many resume windows as the server holds requests kept all others out."""
+    """Red if a client can fill the server with resume windows, and keep all others out."""
     window = replace(REQUEST, request_id="", resume_window_s=600.0)
     lost, asked = [], []
     for _ in range(6):

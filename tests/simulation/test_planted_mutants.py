@@ -19,7 +19,7 @@ def check_in_order(run, seed):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_planted_bug_is_found(mutant):
     check_in_order(mutant.run, mutant.seed)
-    if shows(mutant, mutant.seed) is None:  # worlds are drawn differently now: look for another
+    if shows(mutant, mutant.seed) is None:  # the seed draws another world by now: search
         assert find(mutant) is not None, "no watcher finds the bug"
 
 

@@ -23,11 +23,10 @@ from engine.status import Capability, ModelState
 from tests.support.examples import examples
 from tests.support.pools import GB, Model, World, in_world
 
-SEEDS = range(6)  # for the order of tasks
+SEEDS = range(6)  # seeds of the order in which tasks run
 
 
 def state(world, name="a"):
-    """Return a model's state."""
     return world.pool.registry.entries[name].state
 
 
@@ -37,7 +36,7 @@ def state(world, name="a"):
 @pytest.mark.parametrize("seed", SEEDS)
 @in_world(Model("a", 2 * GB, replicas=2))
 async def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(world, *, seed):
-    """2 loads and 4 GB, not 20 and 40."""
+    """Red if every client begins a load of its own: 20 loads and 40 GB."""
     results = await world.hold_all(*[("a",)] * 10)
     assert [error for error, _ in results] == [None] * 10
     assert world.num_loads("a") == 2
@@ -47,7 +46,7 @@ async def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(world, 
 @pytest.mark.parametrize("seed", SEEDS)
 @in_world(Model("a", 2 * GB, replicas=2, load_s=1.0))
 async def test_three_clients_at_drawn_instants_load_two_replicas(world, *, seed):
-    """The third comes after the load has begun, and a fourth after it has ended."""
+    """Two clients come at once, the third during the load, and a fourth after it."""
     async with trio.open_nursery() as nursery:
         for at in (0.0, 0.0, 0.5, 1.5):
             nursery.start_soon(later, at, world.hold, "a")
@@ -65,7 +64,7 @@ async def later(at, job, *args):
 @pytest.mark.parametrize("capability", Capability)
 def test_models_load_beside_each_other_unless_a_load_changes_the_process(capability, runner):
     """sentence-transformers and diffusers change torch for every thread of their process while they
-    load; a process of its own has no other model."""
+    load, but a worker process has only one model."""
     world = World(*(Model(one, capability=capability, runner=runner) for one in "ab"))
 
     async def body(world):
@@ -78,7 +77,7 @@ def test_models_load_beside_each_other_unless_a_load_changes_the_process(capabil
 
 @in_world(Model("a", load_s=1.5))
 async def test_waiters_wake_at_the_instant_of_ready(world):
-    """Nobody polls."""
+    """Red if waiters poll, and so wake later."""
     assert [at for _, at in await world.hold_all(*[("a",)] * 10)] == [1.5] * 10
 
 
@@ -87,9 +86,9 @@ async def test_memory_is_reserved_before_a_load_and_the_model_serves_only_after_
     entry = world.pool.registry.entries["a"]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.hold, "a")
-        await trio.sleep(0.5)  # it is estimated
+        await trio.sleep(0.5)  # the load's memory is being estimated
         assert (world.num_loads("a"), world.pool.memory.total_reserved) == (0, 0)
-        await trio.sleep(1.0)  # it loads
+        await trio.sleep(1.0)  # the model is loading
         assert (world.num_loads("a"), world.pool.memory.total_reserved) == (1, 2 * GB)
         assert (entry.state, entry.ready, entry.replicas) == (ModelState.LOADING, [], [])
         await trio.sleep(1.0)
@@ -112,7 +111,7 @@ async def test_models_load_in_parallel(world):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
-    """The limit holds five replicas; a request that comes too late is refused."""
+    """The limit holds five replicas; requests for the other models are refused."""
     models = [Model(f"m{i}", GB, replicas=2) for i in range(5)]
     world = World(*models, limit=5 * GB)
 
@@ -139,7 +138,7 @@ async def test_a_load_survives_its_requester(world):
 
 @in_world(Model("a", load_s=100.0))
 async def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on(world):
-    """30 s for each request, from when its wait began."""
+    """Each request waits 30 s from its own arrival."""
 
     async def timed_out(world, at):
         await trio.sleep(at)
@@ -165,7 +164,7 @@ async def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on(world):
     ids=repr,
 )
 def test_a_failed_load_raises_an_own_error_for_each_waiter_at_once(cause):
-    """After the second that the failure took, not after 30."""
+    """After 1 s, when the load fails, and not after 30 s."""
     world = World(Model("a", load_s=1.0, load_errors=[cause]))
 
     async def body(world):
@@ -189,7 +188,7 @@ def test_an_estimate_that_fails_is_a_load_that_fails():
         error, at = await world.hold("a")
         assert (str(error), at) == ("Worker spawn failed: a: no config.json", 0.0)
         [status] = [entry.status() for entry in world.pool.registry.entries.values()]
-        assert status.error == "no config.json"  # beside the model's name, and nothing twice
+        assert status.error == "no config.json"  # the status has the model's name in another field
         assert world.num_loads("a") == 0
 
     world.run(body)
@@ -226,7 +225,7 @@ async def test_one_replica_of_two_that_fails_leaves_the_other(world):
 async def test_after_a_failure_the_next_try_waits_longer_each_time_and_then_the_breaker_opens(
     world,
 ):
-    """1, 2, 4, 8 s and then 60; a request in between loads nothing."""
+    """Tries are 1, 2, 4, 8 and then 60 s apart; requests between them load nothing."""
     waits = [1.0, 2.0, 4.0, 8.0, OPEN_S, OPEN_S]
     for tries, wait_s in enumerate(waits, 1):
         await world.hold("a")
@@ -252,7 +251,7 @@ async def test_the_operator_need_not_wait_for_the_breaker(world):
 
 @pytest.mark.parametrize("stands", ["one replica serves", "its restart is due"])
 def test_the_operator_learns_of_a_replica_that_does_not_load(stands):
-    """The operator learns once, and the replica is not loaded again and again meanwhile."""
+    """The operator's load fails once, and is not retried by itself meanwhile."""
     count = 2 if stands == "one replica serves" else 1
     errors = [None] + [RuntimeError("x") for _ in range(3)]
     world = World(Model("a", replicas=count, load_errors=errors))
@@ -281,7 +280,7 @@ async def test_a_late_watch_still_learns_of_the_failure(world):
 
 
 async def load(world, name, replicas=None):
-    """Load a model as the operator does, and return every stage that the watch reports."""
+    """Load a model as the operator does, and return every stage that its watch reports."""
     watch = world.pool.watch_load(name, replicas)
     stages = []
     while (stage := await watch.next()) is not None:
@@ -310,10 +309,10 @@ def test_a_preload_takes_nobodys_room_until_a_request_waits_for_it(is_asked_for)
 
 @in_world(Model("a", replicas=2), Model("b"), limit=2 * GB)
 async def test_a_load_is_over_even_if_a_dead_replica_still_looks_for_room(world):
-    """Found by the simulator: each check of the watch began the next load at once, for ever."""
+    """Red if each check of the operator's watch begins another load (found by the simulator)."""
     await world.hold("a")
     world.crash("a")
-    await world.hold("b")  # "b" has the room now
+    await world.hold("b")  # "b" takes the dead replica's memory
     with trio.fail_after(5.0):
         assert (await load(world, "a", 2))[-1].state is ModelState.READY
     assert len(world.pool.registry.entries["a"].ready) == 1
@@ -322,7 +321,7 @@ async def test_a_load_is_over_even_if_a_dead_replica_still_looks_for_room(world)
 
 @in_world(Model("a"))
 async def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back(world):
-    """To a slow watcher, as a client may be, the last report is that the model serves."""
+    """Even a slow watcher, as a client may be, gets as its last report that the model serves."""
     watch = world.pool.watch_load("a")
     await trio.sleep(2.0)
     assert state(world) is ModelState.READY
@@ -337,7 +336,7 @@ async def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back(world
 
 @in_world(Model("a"))
 async def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff(world):
-    """Requests that come meanwhile wait; the worker comes back without one, too."""
+    """Requests that come meanwhile wait; the worker comes back without requests, too."""
     await world.hold("a")
     for died_at, back_at in ((2.0, 4.0), (5.0, 8.0), (10.0, 15.0)):
         await trio.sleep_until(died_at)
@@ -379,7 +378,7 @@ async def test_a_replica_that_died_five_times_is_given_up_until_the_operator_act
 async def test_a_restart_that_fails_is_tried_again(world):
     await world.hold("a")
     world.crash("a")
-    await trio.sleep(1.5)  # the first restart has failed by now
+    await trio.sleep(1.5)  # by now the first restart has failed
     assert world.num_loads("a") == 2
     assert await world.hold("a") == (None, 3.0)
 
@@ -428,7 +427,7 @@ async def test_a_model_larger_than_the_limit_evicts_nobody(world):
 
 
 def test_a_divided_model_gets_memory_of_every_device_or_of_none():
-    """Each device has 1 GB. Only the models that hold the devices which are full make room."""
+    """Each device has 1 GB. Only models on devices without enough free memory are unloaded."""
     half, devices = GB // 2, ("cuda:0", "cuda:1")
     world = World(
         Model("first", half, devices=devices[:1]),
@@ -445,7 +444,7 @@ def test_a_divided_model_gets_memory_of_every_device_or_of_none():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(world.hold, "second", 20.0)
             await trio.sleep(1)
-            error, _ = await world.hold("divided")  # half of the first device would be free
+            error, _ = await world.hold("divided")  # "cuda:0" has room, "cuda:1" has none
             assert isinstance(error, MemoryExhausted)
             assert "512.0 MiB on cuda:1" in str(error)
             assert memory.reserved("cuda:0") == half
@@ -473,7 +472,7 @@ async def test_the_least_recently_used_idle_model_makes_room(world):
 
 
 def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
-    """Even while requests run on it, and none of them is cut."""
+    """The spare replica is drained even if requests run on it, and none of them is cut."""
     world = World(Model("popular", replicas=4), Model("other"), limit=4 * GB)
     cuts = []
 
@@ -564,7 +563,7 @@ async def test_loading_adds_replicas_up_to_the_requested_number(world):
     assert (last.state, len(world.pool.registry.entries["a"].ready)) == (ModelState.READY, 1)
     await load(world, "a", 3)
     assert len(world.pool.registry.entries["a"].ready) == 3
-    await load(world, "a", 9)  # as many as fit
+    await load(world, "a", 9)  # loads as many replicas as fit
     await load(world, "a", 1)
     assert len(world.pool.registry.entries["a"].ready) == 3
     assert [r.replica_id for r in world.pool.registry.entries["a"].replicas] == [0, 1, 2]
@@ -594,7 +593,7 @@ async def test_unloading_lets_requests_finish_and_then_cuts_them(world):
         assert str(error) == "No workers available: a is being unloaded"
     assert trio.current_time() == 12.0
     assert state(world) is ModelState.UNLOADED
-    assert (await world.hold("a"))[0] is None  # it can be loaded again
+    assert (await world.hold("a"))[0] is None  # an unloaded model can be loaded again
 
 
 @in_world(Model("a"))
@@ -730,7 +729,7 @@ async def test_closing_waits_for_no_backoff(world):
 
 @pytest.mark.parametrize("capability", Capability, ids=lambda one: one.value)
 def test_the_pool_serves_all_capabilities_alike(capability):
-    """The same code does cold start, failure and retry, eviction, and unloading."""
+    """Cold start, failure and retry, eviction and unloading work for any capability."""
     other = next(one for one in Capability if not can(capability, one))
     world = World(
         Model("a", capability=capability, replicas=2, load_errors=[RuntimeError("x")] * 2),
@@ -796,7 +795,7 @@ def drawn_worlds(draw):
 @settings(max_examples=examples(300), deadline=None)
 @given(drawn_worlds())
 def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
-    """`World.run` and `World.check` do the checks."""
+    """`World.run` and `World.check` check the invariants."""
     models, operations, limit, ttl, closes_at, seed = drawn
     world = World(*models, limit=limit, idle_ttl_s=ttl)
     ended = []
@@ -835,7 +834,7 @@ def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
 
 @in_world(Model("a", replicas=2), Model("b"), limit=2 * GB)
 async def test_a_spare_replica_that_finds_no_room_looks_again(world):
-    """The spare replica takes nobody's room, and is not forgotten."""
+    """A dead spare replica evicts no other model, and comes back once there is room."""
     await load(world, "a")
     world.crash("a")
     await trio.sleep(0.1)
@@ -858,6 +857,6 @@ async def test_the_operator_gets_the_requested_number_of_replicas(world):
 
 @in_world(Model("a", replicas=2), idle_ttl_s=0.01)
 async def test_loading_a_model_that_is_unloaded_at_once_ends(world):
-    """The model's replicas are idle before the operator's watch checks again."""
+    """The model's idle time ends before the operator's watch checks again."""
     await load(world, "a", 2)
     assert world.num_loads("a") == 2

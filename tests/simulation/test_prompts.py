@@ -1,4 +1,4 @@
-"""Tokenising, mostly in virtual time: requests that wait while the engine ends, and exceptions."""
+"""Tokenising, mostly in virtual time: turns of clients, an engine that ends, and exceptions."""
 
 from functools import partial
 
@@ -32,8 +32,8 @@ class Panic(BaseException):
 
 
 def run(body, seed, encode, pieces=None, **attributes):
-    """Run ``body(engine, nursery)`` with a tokenizer that calls ``encode(threads, text)`` and has
-    these attributes, and these ``pieces`` of long texts."""
+    """Run ``body(engine, nursery)`` with a tokenizer that calls ``encode(threads, text)``, has
+    these attributes, and encodes long texts as ``pieces`` (`InPieces`) says."""
     threads = VirtualThreads()
     if pieces is not None:
         attributes |= with_pieces(pieces, threads)
@@ -113,8 +113,8 @@ def test_a_tokenizer_that_panics_ends_its_own_request_and_no_other(text):
 
 
 def test_a_short_text_never_waits_for_a_long_one_and_parties_take_turns():
-    """One client has ten long texts; another one's short prompt is tokenised at once, and its long
-    one after the text that is being tokenised. A text whose client has left is not tokenised."""
+    """One client has ten long texts. Another client's short prompt is tokenised at once, its long
+    one when its turn comes. Texts of clients that have left are skipped."""
     seen = []
 
     def encode(threads, text):
@@ -141,7 +141,7 @@ def test_a_short_text_never_waits_for_a_long_one_and_parties_take_turns():
                 await trio.sleep(1.0)
                 assert ends["s"] < began + 0.5
                 await trio.sleep(20.0)
-                # after what was left of the first text, and one more of the other client
+                # after the first text's last 4 s and one more text of the noisy client
                 assert ends["l"] == began + 4.0 + 5.0 + 5.0
                 leaving.cancel()
         num_seen = len(seen)
@@ -194,7 +194,7 @@ async def test_a_request_that_tokenises_when_its_loop_dies_gets_an_error():
             return super().encode(text)[:20]
 
     class Runner(FakeRunner):
-        """Return a result for a sequence that is not in the plan: a bug that ends the loop."""
+        """Returns a result for a sequence outside the plan, a bug that ends the replica's loop."""
 
         tokenizer = SlowTokenizer()
 
@@ -227,7 +227,7 @@ PIECE = 1000
 
 class InPieces:
     """Splits long texts into pieces of `PIECE` characters, each of which takes a second and has a
-    token for each character, and notes their first characters."""
+    token for each character, and notes the first character of each piece."""
 
     def __init__(self):
         self.made = []
@@ -242,7 +242,7 @@ class InPieces:
 
 
 def with_pieces(pieces, threads):
-    """Return the methods of a tokenizer that makes them."""
+    """Return the methods of a tokenizer that encodes long texts in these pieces."""
 
     def encode_jobs(self, text, *, add_special_tokens=True):
         return pieces.jobs(threads, text, int)
@@ -293,7 +293,7 @@ def test_a_long_prompt_is_refused_once_it_has_more_tokens_than_fit():
 
 
 def test_a_cancel_is_seen_between_two_pieces():
-    """The next text begins when the piece has ended in which its client left."""
+    """When a client leaves, the next text begins after the piece that is being tokenised."""
     pieces = InPieces()
 
     async def body(engine, nursery):

@@ -1,6 +1,6 @@
 """A request that has ended leaves nothing to Python's garbage collector: its text may be megabytes,
-and the collector runs once in hundreds of requests. `tests.unit.rpc.test_garbage` says the same of
-calls whose handler is no server."""
+and the collector runs once in hundreds of requests. `tests.unit.rpc.test_garbage` checks the same
+of calls, with handlers that have no engine."""
 
 import gc
 
@@ -77,13 +77,13 @@ WAYS = {
 
 
 def alive():
-    # Not `isinstance`, which asks some objects of torch for their class, and warns of them.
+    # `isinstance` would ask some of torch's objects for their class, which warn of that.
     return [one for one in gc.get_objects() if type(one) in OF_REQUESTS]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_request_that_has_ended_is_freed_without_the_collector(way):
-    """Red while a call kept its record, which has the call and the stream with the request."""
+    """Red if the call's record keeps the call and the request's stream in a cycle."""
     run, name, message = WAYS[way]
     left = []
 
@@ -117,8 +117,8 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_prompt_that_was_cut_is_let_go_while_its_request_runs(name, monkeypatch):
-    """Red while the request's task, its call's task or its stream kept it: some thousand requests
-    of 4 MiB may be under way at once."""
+    """Red if the uncut prompt is kept by the request's task, its call's task or its stream: a
+    thousand requests of 4 MiB may run at once."""
     monkeypatch.setattr(text_stream, "KEPT_BYTES", 50)
     large = []
     message = pb.GenerateRequest(

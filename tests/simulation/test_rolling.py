@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 def test_rolling_drains_lose_no_call():
     """Calls that cross GOAWAY are served, later ones are refused so that they are repeated, and
-    open connections keep Control. The worlds have all of that."""
+    open connections can still call the service Control. All of these happen in the drawn worlds."""
     seen = Counter()
     for seed in range(NUM_WORLDS):
         seen += simulate(seed)
@@ -31,5 +31,5 @@ def test_rolling_drains_lose_no_call_in_more_worlds(seed):
 
 @pytest.mark.parametrize("mutant", PLANTED[:2], ids=lambda mutant: mutant.title)
 def test_the_worlds_show_a_server_that_leaves_too_early(mutant):
-    """`test_planted_mutants.py` plants the others too."""
+    """`test_planted_mutants.py` plants all other bugs."""
     assert shows(mutant, mutant.seed) is not None

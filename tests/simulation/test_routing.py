@@ -14,18 +14,17 @@ from tests.simulator.determinism import run_deterministically
 from tests.support.virtual_engine import fake_engine
 
 REPLICAS = 3
-FAMILIES = 4  # one more than replicas, or taking turns would find them all
+FAMILIES = 4  # one more than replicas, as otherwise round-robin would find every prefix, too
 STEP_S = 0.1
 
 
 def request(family, own, max_tokens=3):
-    """Return a request whose prompt begins as those of its family."""
+    """Return a request whose first 64 tokens are those of its family."""
     prompt = (family,) * 64 + (own % 900 + 1,)
     return GenerateRequest(token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
 
 
 def on_replicas(count, **config):
-    """Return an engine to be entered, whose model has so many replicas."""
     models = (ModelConfig("fake", workers=(WorkerConfig(count=count),)),)
     return fake_engine(FakeScript(step_s=STEP_S), waits=False, models=models, **config)
 
@@ -76,7 +75,7 @@ def test_requests_of_a_family_go_where_their_prefix_is_cached():
         for routing in ("least-tokens", "round-robin", "prefix")
     }
     hits = Counter({routing: found for routing, (_, found) in by_routing.items()})
-    assert hits["prefix"] == 64 * (60 - FAMILIES)  # all but the first of each family
+    assert hits["prefix"] == 64 * (60 - FAMILIES)  # all but each family's first
     assert hits["prefix"] > hits["least-tokens"]
 
 
@@ -98,7 +97,7 @@ class Silent:
 
 @pytest.mark.parametrize("leaves_after_s", [0.0, 2 * STEP_S])
 def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s):
-    """The old fault: it counted until its resume window ended, so that its replica stood idle."""
+    """Red if it counts as work until its resume window ends: its replica would get too little."""
 
     async def main():
         async with on_replicas(2, routing="least-tokens") as engine:
@@ -124,16 +123,16 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
             assert tokens() == [0, 65 + 900]
             lost.leave(again, trio.current_time(), is_lost=True)
             assert tokens() == [0, 0]
-            await lost.wait_closed()  # by the end of its resume window
+            await lost.wait_closed()  # ends with its resume window
             assert lost.closed_at > 60.0
-            lost.report_client(is_there=True)  # too late
+            lost.report_client(is_there=True)  # the request has ended
             assert tokens() == [0, 0]
 
     run_deterministically(main, 0)
 
 
 def test_a_replica_counts_what_it_served_what_failed_what_was_cancelled_and_its_time_in_steps():
-    faults = {SequenceId(2): (1, "decode")}  # the second request fails after a token
+    faults = {SequenceId(2): (1, "decode")}  # the second request fails after its first token
 
     async def main():
         async with fake_engine(FakeScript(step_s=STEP_S, row_faults=faults)) as engine:

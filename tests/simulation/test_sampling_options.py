@@ -1,7 +1,5 @@
-"""What the worker gets of a request's sampling and output options, in virtual time.
-
-And the order of what comes back.
-"""
+"""Which sampling and output options reach the worker, and the order of the events that come
+back."""
 
 import dataclasses
 
@@ -115,7 +113,7 @@ def test_unset_options_come_from_the_models_generation_config():
     )
     own = sampled(neutral, **configured)
     plain = sampled(SamplingParams(max_tokens=3))
-    drawn = own.sampling.drawn_seed  # another for each request
+    drawn = own.sampling.drawn_seed  # drawn anew for each request
     assert own.stops == plain.stops
     assert own.sampling == dataclasses.replace(plain.sampling, drawn_seed=drawn)
 
@@ -176,7 +174,7 @@ def test_tokens_that_the_request_cannot_have_are_refused_by_name(heard, field):
 
 
 def test_the_seed_is_told_and_a_continuation_keeps_it():
-    """Red with a seed of its own for each request (`TextStream.seed`)."""
+    """Red if each request draws a new seed (`TextStream.seed`): a continuation would differ."""
     events, _, [admitted] = run(GenerateRequest(token_ids=(5,), sampling={"max_tokens": 2}))
     seed = events[0].seed
     assert 0 <= seed < 2**53
@@ -203,7 +201,7 @@ def test_the_prompts_log_probabilities_are_not_computed_again():
     assert fresh[1].text.startswith("<5><6>")
 
 
-CONFIGURED = {  # a model's own value, and a request's, which is zero or turns it off
+CONFIGURED = {  # the model's default, and a request's zero or neutral value
     "temperature": (0.3, 0.0),
     "top_k": (7, 0),
     "top_p": (0.6, 1.0),
@@ -243,12 +241,12 @@ def test_the_models_most_tokens_count_where_the_request_names_none():
 
     assert most() == 4
     assert most(6) == 6
-    assert most(own=99_999) == FakeRunner().info.max_model_len - 1  # what the context has room for
-    assert most(min_tokens=9) == 9  # the request's own field counts more than the model's default
+    assert most(own=99_999) == FakeRunner().info.max_model_len - 1  # bounded by the context
+    assert most(min_tokens=9) == 9  # the request's field outweighs the model's
 
 
 def test_bad_words_become_their_tokens_with_and_without_a_space_before():
-    """The fake's ids are bytes plus one; a word that the model cannot write is dropped."""
+    """A token's id is its byte plus one; a word that the model cannot write is dropped."""
     words = SamplingParams(max_tokens=1, bad_words=("ab", "<12>", "ab", "<1000>"))
     space = ord(" ") + 1
     assert sampled(words).sampling.bad_words == ((98, 99), (space, 98, 99), (12,), (space, 12))

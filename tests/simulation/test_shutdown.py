@@ -1,4 +1,4 @@
-"""The end of an engine in virtual time: what runs then, what waits, and what comes too late.
+"""The end of an engine in virtual time: requests that run then, that wait, and that come too late.
 
 `tests/service/test_signals.py` ends whole servers, and `test_pool.py` unloads models.
 """
@@ -18,7 +18,7 @@ from tests.support.virtual_engine import fake_engine
 
 STEP_S = 1.0
 
-seeds = pytest.mark.parametrize("seed", range(4))  # for the order of tasks
+seeds = pytest.mark.parametrize("seed", range(4))  # seeds of the order in which tasks run
 
 
 class LeftError(Exception):
@@ -33,8 +33,8 @@ def request(max_tokens):
 def run(body, seed, *, root=None, step_faults=None, **settings):
     """Run ``body(engine)`` in an engine whose steps take a second.
 
-    Return the seconds from then to the engine's end, and the number of steps. ``root`` is the scope
-    around the engine.
+    Return the seconds that the engine lasts, and its number of steps. ``root`` is the scope around
+    the engine.
     """
     times = []
     script = FakeScript(step_s=STEP_S, step_faults=step_faults or {})
@@ -65,7 +65,7 @@ in_engine = partial(run_by, run)
 )
 @in_engine()
 async def test_shutdown_with_work_pending(engine, *, seed, timeout_s, num_whole, took):
-    """What runs and what waits may finish until the timeout; the rest is cut."""
+    """Running and waiting requests may finish until the timeout; the others are cut."""
     asked = [engine.submit(request(3), buffer=9) for _ in range(3)]
     await trio.sleep(0.5)
     began = trio.current_time()
@@ -88,7 +88,7 @@ async def test_shutdown_with_work_pending(engine, *, seed, timeout_s, num_whole,
 @seeds
 @pytest.mark.parametrize("how", ["cancel", "raise", "drain"])
 def test_the_step_in_flight_is_waited_for_and_no_other_begins(seed, how):
-    """However the engine ends, and though two more requests wait."""
+    """However the engine ends, and although two more requests wait."""
 
     root = trio.CancelScope()
 
@@ -147,7 +147,7 @@ async def test_ending_twice_or_with_a_dead_worker_is_no_error(engine, *, seed):
 async def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(
     engine, *, seed, is_busy, monkeypatch
 ):
-    """At once if it is idle, otherwise after the step in flight."""
+    """The worker's loop ends at once if it is idle, otherwise after the step in flight."""
     turns = turns_of_loops(monkeypatch)
     began = trio.current_time()
     asked = engine.submit(request(1000 if is_busy else 1), buffer=2000)

@@ -21,7 +21,7 @@ from tools.simulate import RARE, Table, listed_transitions, main
 
 SEEDS_PER_CHUNK = 5
 NUM_CHUNKS = 4
-# Worlds with transitions that no world of the first chunks has. `--table` names a seed for each.
+# Worlds with transitions that the chunks' worlds lack; `--table` names a seed for each.
 BESIDE = (30, 33, 36, 262, 1000)
 
 
@@ -63,8 +63,8 @@ def test_a_kind_that_the_product_does_not_know_keeps_every_promise(seed):
 
 @pytest.mark.slow
 def test_every_listed_transition_happens_and_no_other():
-    """Red if a sequence cannot go a listed way any more, although every promise is kept: a parked
-    one that keeps its blocks whoever needs them (`order_victims`)."""
+    """Red if a sequence can no longer take a listed transition, although every promise is kept,
+    such as eviction while parked (`order_victims`)."""
     for seed in (*range(NUM_CHUNKS * SEEDS_PER_CHUNK), *BESIDE):
         check_world(seed)
     listed = listed_transitions()
@@ -73,7 +73,7 @@ def test_every_listed_transition_happens_and_no_other():
 
 
 def test_the_table_fails_for_what_is_rare_or_not_listed(capsys):
-    """Red if the exit code does not depend on the table (`tools.simulate.main`)."""
+    """Red if the exit code does not depend on the table of transitions (`tools.simulate.main`)."""
     assert main(["--seed", "3", "--requests", "20", "--table"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.endswith("  RARE")]
@@ -86,12 +86,12 @@ def test_the_table_fails_for_what_is_rare_or_not_listed(capsys):
     assert table.faults() == {"WAITING START by magic": "NOT LISTED"}
 
 
-# D7 allows it, and a step builder parks a request only while no step has a row of it.
+# D7 allows this transition, but a step builder parks a request only while no step has a row of it.
 UNREACHED = {("PARKED", "END_IN_STEP")}
 
 
 def test_every_edge_of_the_lifecycle_is_listed_and_no_other():
-    """`python -m tools.simulate --seeds 1000 --table` counts how often each is hit."""
+    """`python -m tools.simulate --seeds 1000 --table` counts how often each happens."""
     edges = {tuple(line.split()[:2]) for line in listed_transitions()}
     legal = {(s.name, e.name) for s, after in LIFECYCLE.items() for e in after}
     assert edges == legal - UNREACHED
@@ -124,6 +124,6 @@ def test_another_seed_gives_another_journal():
 
 
 def test_trio_still_has_what_determinism_needs():
-    # pytest-trio sets the flag if Hypothesis is installed. Without the name, it would do nothing.
+    # pytest-trio sets the flag if Hypothesis is installed. Trio must still read it.
     assert isinstance(trio_run._ALLOW_DETERMINISTIC_SCHEDULING, bool)
     assert hasattr(trio_run._r, "random")

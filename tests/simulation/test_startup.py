@@ -1,4 +1,4 @@
-"""The first instant of an engine: whatever is done at once, in any order of the tasks' starts."""
+"""Calls in the first instant of an engine, in any order in which its tasks start."""
 
 import pytest
 import trio
@@ -9,7 +9,7 @@ from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.support.virtual_engine import fake_engine
 
-SEEDS = range(8)  # for the order of tasks: each of two starts comes up in about half of them
+SEEDS = range(8)  # seeds of the order in which tasks run; half of them swap two tasks
 
 
 def run(body, seed):
@@ -74,10 +74,7 @@ def test_cancelled_while_loading(seed):
 def test_an_idle_loop_checks_its_invariants_once_a_second_and_at_its_end(
     level, checks, monkeypatch
 ):
-    """Ten requests come in a second, then two a second apart.
-
-    A request does not wait for a check, which takes longer for a larger pool.
-    """
+    """Ten requests come at once, then two a second apart. No request waits for a check."""
     num_checks = 0
 
     def check(scheduler):

@@ -1,4 +1,4 @@
-"""Streams of a Trio program: who may read them, whom a token wakes, and how they end."""
+"""Streams of a Trio program: who may read them, which task a token wakes, and how they end."""
 
 from collections import Counter
 from functools import partial
@@ -78,7 +78,7 @@ def test_a_reader_that_reads_on_after_the_block_gets_the_end(seed, lived_s):
 @pytest.mark.parametrize("encodes", [False, True], ids=["text", "encoder"])
 @run_by(run_deterministically)
 async def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(*, seed, encodes):
-    """Steps that follow one another leave the loop no moment in which it waits."""
+    """Red if the loop looks for stalled readers only when it waits: a busy model's never does."""
     capability = Capability.TEXT_EMBEDDING if encodes else Capability.TEXT_TO_TEXT
     model = ModelConfig("fake", capability=capability)
     config = {"models": (model,), "stall_timeout_s": 1.0, "max_num_seqs": 4}
@@ -122,7 +122,6 @@ def asked(max_tokens=20, **fields):
 
 @in_engine()
 async def test_a_stream_is_for_one_request_and_is_read_inside_its_block(engine):
-    """It is single-use."""
     stream = engine.generate(asked(3))
     with pytest.raises(RuntimeError, match="inside its block"):
         await anext(stream)
@@ -137,7 +136,7 @@ async def test_a_stream_is_for_one_request_and_is_read_inside_its_block(engine):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tasks_that_share_a_stream_get_each_event_once_and_all_of_them_the_end(seed):
-    """Departure l lets a stream have several readers."""
+    """Several tasks may read a stream (docs/decisions.md, departure l)."""
     ids, num_ended = [], 0
 
     async def body(engine):
@@ -169,7 +168,7 @@ class TaskSteps(trio.abc.Instrument):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_token_wakes_its_own_reader_alone(seed):
-    """The other reader's request waits for the only seat."""
+    """The engine has one seat, for which the other reader's request waits."""
     steps = TaskSteps()
 
     async def read(engine):
@@ -193,7 +192,7 @@ def test_a_token_wakes_its_own_reader_alone(seed):
 
 @in_engine()
 async def test_what_is_ready_is_taken_without_waiting(engine):
-    """All events of a request that is over are taken at one instant."""
+    """A reader takes all events of a request that is over without letting time pass."""
     stream = engine.submit(asked(20), buffer=99)
     await stream.wait_closed()
     await trio.sleep(1.0)

@@ -34,7 +34,7 @@ def request(name, max_tokens=20):
 
 
 def inputs_and_plans(journal):
-    """Return a journal's inputs, by their first word and their request, and its plans' rows."""
+    """Return a journal's inputs, by verb and request, and its plans, by their numbers of rows."""
     found = []
     for line in journal:
         verb, *words = line.replace("\x1f", " ").split()
@@ -103,7 +103,7 @@ def turns_of_loops(monkeypatch):
 
 
 def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
-    """For as long as it is paused, though a request is in the middle of its tokens."""
+    """The engine is paused in the middle of a request's tokens."""
     turns = turns_of_loops(monkeypatch)
     threads = CountedThreads()
 
@@ -129,7 +129,7 @@ TOOK_S = {"commands": 0.001, "plan": 0.002, "prepare": 0.004, "deliver": 0.008, 
 
 @pytest.mark.parametrize("num_requests", [1, EVENTS_TO_SEND_FIRST + 1])
 def test_each_phase_of_a_turn_is_timed(monkeypatch, num_requests):
-    """Here the clock advances in each phase by an amount of its own."""
+    """The clock advances by another amount in each phase."""
     num_times = Counter()
 
     def spend(phase):
