@@ -6,13 +6,13 @@ import pytest
 
 MARKS = (
     pytest.mark.model,
-    # diffusers 0.42 beside numpy 2.4
+    # diffusers 0.42 warns with numpy 2.4
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 )
 
 
 def pytest_itemcollected(item):
-    """Mark the tests that lie here; below are those of HTTP/2."""
+    """Mark this folder's tests, but not those of HTTP/2 in the folder below."""
     if item.path.parent == Path(__file__).parent:
         for mark in MARKS:
             item.add_marker(mark)
@@ -40,7 +40,7 @@ def plain(zoo):
 
 @pytest.fixture
 def scales_in_halves(monkeypatch):
-    """Have quantized weights expanded with scales and offsets in half precision, as kernels take
+    """Expand quantized weights with scales and offsets in half precision, as the kernels read
     them."""
     from engine.worker.quantized.weight import QuantizedWeight
 

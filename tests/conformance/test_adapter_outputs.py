@@ -1,5 +1,5 @@
-"""What a request may ask for, with adapters: drafts, log-probabilities, several seeded choices; the
-formats of the base's weights; and replicas in processes of their own.
+"""Options of requests to models with adapters: drafts, log-probabilities, several seeded choices;
+also quantized base weights, and replicas in processes of their own.
 
 Tokens and logits are compared with those of peft's unmerged model.
 """
@@ -35,7 +35,7 @@ from tests.support.adapters import ATTENTION, LINEARS, peft_model, write_by_hand
 from tests.support.draft_rows import Replaying
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft warns
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -71,8 +71,8 @@ def config_of(base, written, *, workers=(), **fields):
 
 
 async def answer(engine, name, prompt, *, n=1, output=None, **sampling):
-    """Return the tokens of each choice, the prompt's log-probabilities, the tokens' own, and the
-    usage of the last choice."""
+    """Return the tokens of each choice, the log-probabilities of the prompt and of the tokens, and
+    the usage of the last choice."""
     sampling = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True} | sampling
     request = GenerateRequest(
         token_ids=prompt,
@@ -96,15 +96,15 @@ async def answer(engine, name, prompt, *, n=1, output=None, **sampling):
 
 @pytest.mark.slow
 def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatch):
-    """The drafter knows the outputs of all models together, so that a draft for one adapter may be
-    right for another one."""
+    """The drafter proposes tokens from the outputs of all models, so that a draft for one adapter
+    may be another adapter's output."""
     known = [(*prompt, *new) for found in wanted.values() for prompt, new in found.items()]
     random.Random(4).shuffle(known)
     monkeypatch.setattr("tests.support.draft_rows.KNOWN", known)
     monkeypatch.setattr(Replaying, "acceptance", 0.8)
     monkeypatch.setattr(sequences, "NgramDrafter", Replaying)
-    monkeypatch.setattr(StepTimes, "note", lambda *_: None)  # however long steps take here
-    drafted = {name: [0, 0] for name in wanted}  # offered and accepted
+    monkeypatch.setattr(StepTimes, "note", lambda *_: None)  # so that drafts are always used
+    drafted = {name: [0, 0] for name in wanted}  # numbers of drafted and of accepted tokens
 
     async def ask(engine, name, prompt):
         [tokens], _, _, usage = await answer(engine, name, prompt)
@@ -116,7 +116,7 @@ def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatc
         async with open_engine(config_of(base, written)) as engine:
             await engine.wait_ready("base:a")
             with trio.fail_after(LIMIT_S):
-                for prompt in prompts(4):  # few at once: a step of many rows drafts seldom
+                for prompt in prompts(4):  # large steps seldom draft
                     async with trio.open_nursery() as nursery:
                         for name in wanted:
                             nursery.start_soon(ask, engine, name, prompt)
@@ -127,7 +127,7 @@ def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatc
 
 
 def test_log_probabilities_are_those_of_peft(base, written):
-    """Of the prompt and of the new tokens, in chunks and beside other models."""
+    """Both the prompt's and new tokens' log-probabilities, in chunks and beside other models."""
     prompt = prompts(2)[1]
     found = {}
 
@@ -160,7 +160,7 @@ def test_log_probabilities_are_those_of_peft(base, written):
 
 
 def test_seeded_choices_are_the_same_alone_and_beside_other_models(base, written):
-    """Each choice of several is drawn from its own adapter's probabilities."""
+    """Each of a request's choices is drawn from the probabilities of the request's adapter."""
     prompt, names = prompts(2)[1], ("base", "base:a", "base:b")
     alone, together = {}, {}
 
@@ -185,8 +185,8 @@ def test_seeded_choices_are_the_same_alone_and_beside_other_models(base, written
 # ---- formats
 
 
-# How far what the adapter adds may be from what it adds in float32: the base's rounding changes the
-# inputs of its layers. Measured: 0, 0.04, 0.07 and 0.49.
+# How far the logits that an adapter adds may be from the same in float32: rounding the base's
+# weights changes the inputs of the adapter. Measured: 0, 0.04, 0.07 and 0.49.
 BOUNDS = {
     ("none", torch.float32): 1e-5,
     ("none", torch.bfloat16): 0.1,
@@ -199,8 +199,8 @@ BOUNDS = {
 
 @pytest.mark.parametrize(("quantization", "dtype"), BOUNDS)
 def test_an_adapter_of_every_layer_adds_what_it_adds_in_float32(base, dtype, quantization):
-    """Over weights of every format. Without the adapter's part of one kind of layers, or with
-    twice its scale, the comparison fails."""
+    """The base's weights have each format. The comparison fails if the adapter's part for one kind
+    of layers is missing, or if its scale is doubled."""
     rows = len(COUNTS)
     directory = base.parent / "formats"
 
@@ -267,7 +267,8 @@ FORMS = (
 
 
 def test_layers_and_patterns_are_matched_as_by_peft():
-    """Which layers an adapter changes, and which of several patterns gives a rank."""
+    """Which layers an adapter changes, and which of several rank patterns applies, is as in
+    peft."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
@@ -292,7 +293,7 @@ def test_layers_and_patterns_are_matched_as_by_peft():
 
 @pytest.mark.slow
 async def test_replicas_in_processes_have_every_adapter_also_after_a_death(base, written, wanted):
-    """Of the configuration and of the operator."""
+    """Replicas get the adapters of the configuration and those that the operator has loaded."""
     own = {"a": written["a"]}
     workers = (WorkerConfig(count=2, runner="process"),)
 

@@ -29,7 +29,7 @@ from tests.support.server import real
 from tests.support.wire import broken_fields, error_of, generate, list_models, reason
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft warns
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -71,7 +71,7 @@ def greedy(base, directory, asked):
 
 
 def wanted_of(base, written, asked):
-    """Return peft's tokens after each prompt, by the names of the models."""
+    """Return peft's tokens after each prompt, by model name."""
     found = {"base": greedy(base, None, asked)}
     return found | {f"base:{name}": greedy(base, path, asked) for name, path in written.items()}
 
@@ -123,9 +123,9 @@ def wanted(base, written):
 
 
 async def wrong_answers(config, wanted, totals):
-    """Ask each model each of its prompts, all at once and twice, so that the second finds a cached
-    prefix; every other request has two choices. Return what was answered otherwise than ``wanted``
-    says, and pass the engine's counts to ``totals``."""
+    """Send each prompt to each model, all at once, and each twice, so that the second request finds
+    a cached prefix; every other prompt has two choices. Return the answers that differ from
+    ``wanted``, and pass the engine's counts to ``totals``."""
     wrong = []
 
     async def ask(engine, name, prompt, n):
@@ -145,7 +145,7 @@ async def wrong_answers(config, wanted, totals):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_base_and_adapters_together_give_the_tokens_of_peft(base, written, wanted, schedule):
-    """In chunks, preempted, with cached prefixes, and with forks."""
+    """The prompts come in chunks, are preempted, hit cached prefixes, and fork into choices."""
     assert len({tuple(one.values()) for one in wanted.values()}) == 4
 
     def totals(counts):
@@ -162,14 +162,13 @@ def test_base_and_adapters_together_give_the_tokens_of_peft(base, written, wante
 def test_a_model_with_recurrent_layers_and_its_adapters_give_the_tokens_of_peft(
     zoo, tmp_path, name
 ):
-    """Its adapters change the layers that have no state, and compiled ones too. The states that
-    follow differ in any case, so that a snapshot of one adapter must not begin a request of
-    another."""
+    """The adapters change layers without states, and compiled ones with states. All later states
+    differ, so that a request must not begin from a snapshot of another adapter."""
     base = zoo.directory(name)
     targets = ["q_proj", "k_proj", "v_proj"]
     if name == "lfm2":
         targets += ["in_proj", "out_proj"]
-    if not any(".experts." in place for place in places_of(base)):  # which adapters leave alone
+    if not any(".experts." in place for place in places_of(base)):  # adapters do not change experts
         targets += ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"]
     written = {
         key: write_by_hand(tmp_path / key, base, seed=rank, rank=rank, targets=targets)
@@ -189,7 +188,7 @@ def test_a_model_with_recurrent_layers_and_its_adapters_give_the_tokens_of_peft(
 async def test_a_reload_under_the_same_name_never_hits_an_old_prefix(
     base, written, wanted, tmp_path
 ):
-    """Nor does an adapter hit the base's; the same content under another name does."""
+    """An adapter never hits its base's prefixes; the same content hits its own under any name."""
     prompt = prompts(2)[1]
     old, new = wanted["base:a"], wanted["base:b"]
     place = tmp_path / "one"
@@ -212,7 +211,8 @@ async def test_a_reload_under_the_same_name_never_hits_an_old_prefix(
 
 
 async def test_a_running_request_keeps_its_adapter_and_its_memory(base, written, wanted):
-    """A reload and an unload let it finish; then exactly its bytes are given back."""
+    """The request finishes although its adapter is replaced or unloaded, which then frees its
+    bytes."""
     [prompt] = prompts(1)
     own_tokens = wanted["base:a"][prompt]
     async with open_engine(config_of(base, {"x": written["a"]})) as engine:
@@ -243,8 +243,8 @@ async def test_a_running_request_keeps_its_adapter_and_its_memory(base, written,
 
 
 async def test_what_cannot_be_loaded_changes_nothing(base, written, wanted, tmp_path):
-    """A refusal, a lack of memory and a bad name leave the adapter before in place. An adapter of
-    the configuration that does not load is FAILED, and its base serves."""
+    """A load that is refused, lacks memory or has a bad name leaves the earlier adapter in place.
+    An adapter of the configuration that does not load is FAILED, and its base serves."""
     broken = tmp_path / "broken"
     shutil.copytree(written["a"], broken)
     (broken / "adapter_model.safetensors").write_bytes(b"x")
@@ -284,7 +284,7 @@ async def test_what_cannot_be_loaded_changes_nothing(base, written, wanted, tmp_
 
 
 class Asker(threading.Thread):
-    """Ask for models in turn until ``until``, and keep what was wrong."""
+    """A thread that asks random models until the time ``until``, and keeps the wrong answers."""
 
     def __init__(self, address_channel, wanted, until, seed):
         super().__init__(daemon=True)
@@ -310,13 +310,13 @@ class Asker(threading.Thread):
 
 
 def churn(base, written, wanted, seconds):
-    """Load, replace and unload adapters under 50 streams, and return how many answers came."""
+    """Load, replace and unload adapters under 50 streams, and count rounds and answers."""
     by_name = [wanted[f"base:{name}"] for name in NAMES]
     wanted = {
         "base": [wanted["base"]],
         "base:a": by_name[:1],
-        "base:new": by_name,  # replaced all the time
-        "base:gone": by_name[1:2],  # loaded and unloaded all the time
+        "base:new": by_name,  # replaced again and again
+        "base:gone": by_name[1:2],  # loaded and unloaded again and again
     }
     root = written["a"].parent
     with real(
@@ -362,7 +362,7 @@ def churn(base, written, wanted, seconds):
 
 @pytest.mark.slow
 def test_adapters_come_and_go_under_fifty_streams(base, written, wanted):
-    """No token is wrong and no byte is lost."""
+    """No token is wrong, and all memory is given back."""
     rounds, answers = churn(base, written, wanted, 4.0)
     assert rounds >= 2
     assert answers > 50
@@ -370,7 +370,6 @@ def test_adapters_come_and_go_under_fifty_streams(base, written, wanted):
 
 @pytest.mark.full
 def test_adapters_come_and_go_under_fifty_streams_for_a_minute(base, written, wanted):
-    """As the short form, for a minute."""
     rounds, answers = churn(base, written, wanted, 60.0)
     print(f"{rounds} rounds of four loads, {answers} answers")
     assert rounds >= 20

@@ -1,6 +1,6 @@
 """Adapters (LoRA) compute what peft's unmerged model computes.
 
-In float32, logits are within 1e-5 of the largest one's size, for any mixture of adapters and the
+In float32, logits differ by at most 1e-5 of the largest logit, for any mixture of adapters and the
 base model in one step, compiled and stock.
 """
 
@@ -44,7 +44,7 @@ from tests.support.adapters import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft warns
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -69,12 +69,12 @@ class Adapted:
         self.vocab = model.config.vocab_size
 
     def place(self, directory):
-        """Return the adapter in a directory, in the form that is computed with."""
+        """Return the adapter in a directory, placed in memory as the model computes with it."""
         host = self.execution.adapters
         return host.place(read_adapter(str(directory), host.places, host.head))
 
     def ids(self, counts=COUNTS):
-        """Return the tokens of each row."""
+        """Return random tokens for each row."""
         rng = np.random.default_rng(7)
         return [rng.integers(1, self.vocab, count) for count in counts]
 
@@ -104,7 +104,7 @@ class Adapted:
 
 
 def error_of(found, wanted):
-    """Return the largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number of ``wanted``."""
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
@@ -134,7 +134,7 @@ CONFIGS = {
 @pytest.mark.parametrize("way", [COMPILED, STOCK])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_adapter_of_peft_gives_the_logits_of_pefts_unmerged_model(zoo, tmp_path, name, way):
-    """Every row has the adapter."""
+    """Here every row of the step has the adapter."""
     base = zoo.directory("llama")
     directory = write_by_peft(tmp_path, base, **CONFIGS[name])
     model = Adapted(base, way)
@@ -162,7 +162,8 @@ def test_an_adapter_of_peft_gives_the_logits_of_pefts_unmerged_model(zoo, tmp_pa
     ],
 )
 def test_three_adapters_and_the_base_share_one_step(zoo, tmp_path, arch, way, targets):
-    """Each row has the logits that it has alone, in a model of each form of layers."""
+    """Each row has the logits of peft's model with its adapter, for models with each form of
+    layers."""
     base = zoo.directory(arch)
     ranks = (4, 16, 33)
     written = [
@@ -181,7 +182,7 @@ def test_three_adapters_and_the_base_share_one_step(zoo, tmp_path, arch, way, ta
 
 
 def test_only_the_kept_rows_get_their_adapters_logits(zoo, tmp_path):
-    """In the last layer and the head, a group's rows are those whose logits are computed."""
+    """In the last layer and the head, only rows whose logits are computed get adapters."""
     base = zoo.directory("llama")
     model = Adapted(base)
     placed = [
@@ -200,13 +201,13 @@ def test_only_the_kept_rows_get_their_adapters_logits(zoo, tmp_path):
 def test_an_adapter_over_quantized_weights_adds_what_it_adds_over_floats(
     zoo, tmp_path, quantization, dtype
 ):
-    """The rounding is that of the base; the adapter itself is computed in the model's dtype."""
+    """Only the base's weights are rounded; the adapter is computed in the model's dtype."""
     base = zoo.directory("llama")
     directory = write_by_hand(tmp_path, base, targets=("lm_head",), fields={"r": 4})
     small = Adapted(base, dtype=dtype, quantization=quantization)
     plain = torch.cat(small.logits([None] * len(COUNTS)))
     found = torch.cat(small.logits([small.place(directory)] * len(COUNTS)))
-    # The head's inputs are the same with and without the adapter, so the difference is its product.
+    # The head's inputs are the same with and without adapter, so the difference is its product.
     exact = Adapted(base)
     head = read_adapter(str(directory), exact.execution.adapters.places, "lm_head").parts["lm_head"]
     delta = head.scale * head.expand.double() @ head.shrink.double()
@@ -217,8 +218,8 @@ def test_an_adapter_over_quantized_weights_adds_what_it_adds_over_floats(
 
 
 def hidden_states(model):
-    """Return the inputs of a compiled model's head for all rows, [num_tokens, hidden] float32. They
-    are found by an adapter whose expansion is the identity."""
+    """Return the inputs of a compiled model's head for all rows, [num_tokens, hidden] float32. An
+    adapter whose expansion is the identity adds them to the logits."""
     hidden = model.execution.adapters.places["lm_head"][0]
     expand = torch.zeros(model.vocab, hidden)
     expand[:hidden] = torch.eye(hidden)
@@ -261,7 +262,7 @@ def changed(directory, **fields):
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(zoo, tmp_path, fields, said):
-    """An adapter is never computed in part, and never silently as the base model."""
+    """Otherwise an adapter would be computed in part, or silently as the base model."""
     base = zoo.directory("llama")
     directory = write_by_hand(tmp_path, base)
     changed(directory, **fields)
@@ -271,7 +272,7 @@ def test_what_is_not_computed_is_refused_by_name(zoo, tmp_path, fields, said):
 
 
 def test_a_tensor_without_a_place_or_a_place_without_its_tensor_is_refused(zoo, tmp_path):
-    """So is one of another shape, one that is not finite, a pickled file and one cut short."""
+    """So are tensors of another shape or with infinite numbers, and pickled or truncated files."""
     base = zoo.directory("llama")
     host = Adapted(base).execution.adapters
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
@@ -320,7 +321,7 @@ def test_only_regular_files_are_read(tmp_path):
 
 @pytest.mark.parametrize("shape", [[-(1 << 40)], [1.5], [True], ["x"], 3])
 def test_a_shape_has_sizes_only(tmp_path, shape):
-    """Otherwise a reservation would shrink, and other loads would take what is not free."""
+    """A negative size would make a load reserve too little, and take memory that is not free."""
     header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     with pytest.raises(Refusal, match="cut short or is not"):
         measure_adapter(str(files_in(tmp_path, header)))
@@ -328,7 +329,7 @@ def test_a_shape_has_sizes_only(tmp_path, shape):
 
 @pytest.mark.parametrize("shape", [[1 << 40, 1], [10**400, 10**400], [1 << 20, 1 << 20]])
 def test_a_header_names_no_more_numbers_than_the_file_has_bytes(tmp_path, shape):
-    """Otherwise a damaged file would ask for so much memory that its base model is not loaded."""
+    """Otherwise a damaged file would reserve so much memory that its base model cannot load."""
     header = {"x.lora_A.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
     with pytest.raises(Refusal, match="cut short or is not a safetensors file"):
         measure_adapter(str(files_in(tmp_path, json.dumps(header).encode() + b" " * 4)))
@@ -375,7 +376,7 @@ def test_the_digest_is_that_of_the_content(zoo, tmp_path):
 
 
 def test_the_server_looks_at_the_files_that_are_read():
-    """LoadAdapter decides about these before the worker reads them."""
+    """LoadAdapter checks these files before the worker reads them."""
     assert ADAPTER_FILES == (CONFIG, WEIGHTS)
 
 
@@ -383,7 +384,7 @@ def test_the_server_looks_at_the_files_that_are_read():
 
 
 def test_a_wrong_scale_and_swapped_groups_show(zoo, tmp_path, monkeypatch):
-    """The comparison with peft is sharp: each of these faults is a hundred times its bound."""
+    """Each fault exceeds the bound a hundred times, so the comparison with peft would fail."""
     base = zoo.directory("llama")
     written = [write_by_peft(tmp_path / str(i), base, seed=i, r=8, target_modules=["v_proj"])
                for i in range(2)]  # fmt: skip

@@ -1,7 +1,7 @@
-"""`tools.lab.bench step` compares the same work.
+"""`tools.lab.bench step` compares engines at the same work.
 
-Our engine and the stock one, each in its process, give the same tokens for the same prompts,
-however they are run.
+Our engine and one with stock modules, each in a process of its own, give the same tokens for the
+same prompts.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Turns with tool calls reach each kind of template in the form that it reads."""
+"""Each kind of chat template gets turns with tool calls in the form that it reads."""
 
 import json
 
@@ -13,14 +13,14 @@ from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 
 ARGUMENTS = {"city": "Łódź", "days": [1, 2.5]}
-WRITTEN = '{"city":  "Łódź", "days": [1,2.50]}'  # as a model wrote it
+WRITTEN = '{"city":  "Łódź", "days": [1,2.50]}'  # as a model may write the arguments
 LOOP = "{% for m in messages %}<{{ m.role }}>"
 END = "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 CALLS = "{% for c in m.tool_calls %}[{{ c.function.name }} "
 AS_JSON, AS_TEXT = "{{ c.function.arguments | tojson }}]", "{{ '' + c.function.arguments }}]"
 MISSING, EMPTY, NULL = {}, {"content": ""}, {"content": None}
 
-# Each template with the content and the arguments for which transformers writes the call.
+# Each template, with the content and the arguments with which transformers renders the call by it.
 TEMPLATES = {
     "the common kind": (
         f"{LOOP}{{{{ m.content }}}}{CALLS}{AS_JSON}{{% endfor %}}{END}", MISSING, ARGUMENTS),
@@ -82,7 +82,7 @@ def ours(template, messages):
 def test_a_call_is_written_as_in_transformers_in_the_form_that_it_wants(
     name, given_content, given_arguments
 ):
-    """However a client gives a turn that says nothing, and the arguments."""
+    """A client may give the empty content and the arguments in any form."""
     template, content, arguments = TEMPLATES[name]
     if given_arguments is ARGUMENTS and arguments is WRITTEN:
         arguments = json.dumps(ARGUMENTS, ensure_ascii=False)
@@ -132,7 +132,7 @@ def test_any_arguments_reach_a_template_as_the_same_object(arguments, name):
 
 
 def test_a_template_is_tried_once(monkeypatch):
-    """Each render may take seconds of a thread."""
+    """Trying a template again would cost seconds of a thread."""
     count = 0
 
     def render(*args, **options):
@@ -151,7 +151,7 @@ def test_a_template_is_tried_once(monkeypatch):
 
 
 def test_a_turn_with_calls_and_no_content_gets_no_parts():
-    """Templates of models that read images have the content of all other turns in parts."""
+    """For models that read images, the content of all other turns is a list of parts."""
     silent = chat(EMPTY, ARGUMENTS)[1]
     assert _in_parts(silent) == silent
     assert _in_parts({"role": "user", "content": ""})["content"] == [{"type": "text", "text": ""}]

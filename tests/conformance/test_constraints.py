@@ -1,7 +1,7 @@
-"""Whatever the form, a random model's answer at temperature 1.5 follows it, or begins it.
+"""A random model's answer at temperature 1.5 follows its constraint, or begins such an answer.
 
-The judges are not ours: `jsonschema` and `re` for answers that stopped, llguidance on a fresh
-matcher and the `regex` library's partial match for answers that were cut by length.
+Answers are judged by other libraries: `jsonschema` and `re` for answers that stopped, llguidance on
+a fresh matcher and the `regex` library's partial match for answers that were cut by length.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from tests.support.wire import wait_until
 
 MAX_TOKENS = 250
 STOPPED_SHARE_MIN = 0.9
-MARGIN = 1e-4  # D10
-LONG_S = 100.0  # of waits that end before
+MARGIN = 1e-4  # perturbed scores closer than this may be swapped by float noise (D10)
+LONG_S = 100.0  # for waits that end earlier
 END = 0  # the token that ends a text of the tiny models
 
 
@@ -271,7 +271,7 @@ def test_a_form_that_is_complete_ends_before_min_tokens_and_on_the_last_token(ll
 
 
 def test_the_end_is_taken_if_nothing_else_is_left_even_if_the_request_bans_it(llama):
-    """After `aa` the request allows nothing that can follow, and the form may end."""
+    """After the first `a` the request allows no next token, and the constraint may end."""
     a = llama.runner.tokenizer.encode("a")[0]
     open_ended = Constraint("regex", "a|ab")
     for settings in (
@@ -383,7 +383,7 @@ def test_seeded_output_in_a_form_does_not_depend_on_the_schedule(llama, alone, s
 
 
 def test_choices_are_those_of_requests_of_their_own(llama):
-    """Each of n choices follows the form by itself."""
+    """Three choices equal the first three of six, and all follow the constraint."""
     form = Constraint("regex", "(?:[a-z]{1,9} ){3,6}")
     many = ask_one(llama, replace(request_of(form, seed=4), n=6))
     assert len({tuple(one.tokens) for one in many}) == 6
@@ -399,7 +399,7 @@ def test_choices_are_those_of_requests_of_their_own(llama):
 def test_both_ways_of_sampling_apply_a_mask_alike(monkeypatch, vocab):
     generator = torch.Generator().manual_seed(vocab)
     rng = random.Random(vocab)
-    words = (vocab + 31) // 32 + 1  # the vocabulary is a little larger than the model's
+    words = (vocab + 31) // 32 + 1  # masks may be a little larger than the model's vocabulary
     masks = []
     for index in range(9):
         mask = Mask(words, (vocab - 1, vocab + 5))
@@ -411,7 +411,7 @@ def test_both_ways_of_sampling_apply_a_mask_alike(monkeypatch, vocab):
             )
         masks.append(None if index in (1, 7) else mask)
     logits = torch.randn(9, vocab, generator=generator) * 3
-    logits[4, vocab - 1] = -torch.inf  # only the end is left, and the request bans it
+    logits[4, vocab - 1] = -torch.inf  # the mask allows only the end, which the request bans
     wanted = logits.clone().numpy()
     for mask, row in zip(masks, wanted, strict=True):
         if mask is not None:
@@ -450,7 +450,7 @@ def chain(length):
 
 
 def doubling(length):
-    """Return a grammar whose text doubles with each of ``length`` rules."""
+    """Return a grammar of ``length`` rules, each of which doubles the text's length."""
     terms = "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(length))
     return f'start: T0\n{terms}\nT{length}: "a"'
 
@@ -609,7 +609,7 @@ def test_every_common_kind_of_tokenizer_writes_the_requested_form(name):
 
 
 def walk(matching, seed):
-    """Return random tokens up to the form's end."""
+    """Return random tokens until the constraint ends."""
     rng, tokens = random.Random(seed), []
     while True:
         mask = matching.new_mask()

@@ -24,8 +24,8 @@ GROUPS = 5
 @pytest.fixture(scope="module")
 def eng():
     """Return an engine whose model is ready. While it loads, nothing else of transformers may load
-    in this process: each `from_pretrained` takes `tie_weights` away from all models meanwhile, and
-    of two that overlap, the last one may not give it back."""
+    in this process: each `from_pretrained` replaces `tie_weights` in all models meanwhile, and of
+    two overlapping calls the last one may not restore it."""
     config = engine.EngineConfig(models=(engine.ModelConfig("demo-clip"),))
     with engine.blocking.open_engine(config) as one:
         one.wait_ready()
@@ -74,7 +74,7 @@ def test_the_engine_finds_the_descriptions_of_drawings_and_computes_what_the_lib
 
 
 def trained(kept, minutes, *rounds):
-    """Return the weights of a small training, run again until it ends, and how often it was."""
+    """Return the weights of a small training, run again until it ends, and how often it was run."""
     for pieces in range(1, 100):
         torch.manual_seed(0)
         layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)

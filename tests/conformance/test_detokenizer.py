@@ -1,8 +1,8 @@
 """`TextState` against naive oracles: decode everything again at every token, then search.
 
-The oracles have no streams, held text or forks. Byte-level tokenizers are compared on any ids. For
-byte fallback, where a later byte changes the decoding of earlier ones, the oracle applies the rule
-that the module states.
+The oracles have no streams, held text or forks. Byte-level tokenizers are compared on any ids. With
+byte fallback a later byte may change the decoding of earlier ones: there the oracle follows the
+rule in the module of `TextState`.
 """
 
 from itertools import chain, takewhile
@@ -25,14 +25,14 @@ TOKENIZERS = {"byte_level": BYTES, "llama_like": LLAMA, "qwen_like": QWEN}
 
 
 def byte_ids(tokenizer, data):
-    """Return each byte as its own token."""
+    """Return the tokens that stand for single bytes, one for each byte."""
     if tokenizer is LLAMA:
         return [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in data]
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     names = {}
-    for code in [*range(0x80), *range(0x80, 0x800)]:  # these have every byte but F8…FF
+    for code in [*range(0x80), *range(0x80, 0x800)]:  # UTF-8 of these has every byte below E0
         encoded = chr(code).encode()
         names |= dict(zip(encoded, split.pre_tokenize_str(chr(code))[0][0], strict=True))
     for start in ("\u0800", "\u1000", *(chr(c << 12) for c in range(2, 13)), "\ue000", "\uf000"):
@@ -45,19 +45,19 @@ def byte_ids(tokenizer, data):
 
 
 def common_length(first, second):
-    """Return how many characters the two have in common from their start."""
+    """Return how many characters two texts have in common at their start."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])
 
 
 def text_after(tokenizer, prompt, output, skip=True):
-    """Return the oracle's text: what follows the longest common start of both decodings."""
+    """Return the oracle's text of an output: what it adds to the prompt's decoding."""
     before = tokenizer.decode([*prompt], skip_special_tokens=skip)
     whole = tokenizer.decode([*prompt, *output], skip_special_tokens=skip)
     return whole[common_length(before, whole) :]
 
 
 def run(tokenizer, prompt, output, skip=True):
-    """Return all text that `TextState` shows of an output that ends by its length."""
+    """Return all text that `TextState` shows of an output that ends by max_tokens."""
     state = TextState(tokenizer, Stops(max_tokens=len(output), skip_special=skip), prompt)
     steps = [state.push(token_id) for token_id in output]
     assert [s.finish for s in steps] == [None] * (len(output) - 1) + [EndReason.LENGTH]
@@ -111,7 +111,7 @@ def test_long_runs_of_invalid_bytes_decode_as_a_whole(data):
 
 
 def fallback_oracle(tokens):
-    """Apply byte fallback as the module states it: valid characters stay once they are complete."""
+    """Apply byte fallback by the rule of `TextState`: a character stays once it is complete."""
     text, chunk = "", b""
     for token_id in tokens:
         name = LLAMA.backend.id_to_token(token_id)
@@ -130,7 +130,7 @@ LLAMA_WORDS = [i for i in range(259, LLAMA.vocab_size) if LLAMA.token_text(i)]
 LLAMA_PARTS = st.one_of(
     st.sampled_from(LLAMA_WORDS).map(lambda i: [i]),
     st.sampled_from(["a", "é", "🌶", "漢字"]).map(lambda t: byte_ids(LLAMA, t.encode())),
-    # U+FFFD, written by its three bytes in a run that is invalid, may count as invalid bytes.
+    # Left out: the three bytes of U+FFFD inside an invalid run, which may count as invalid bytes.
     st.lists(st.sampled_from(byte_ids(LLAMA, HIGH_BYTES)), max_size=7).filter(
         lambda ids: str(byte_ids(LLAMA, "\ufffd".encode()))[1:-1] not in str(ids)
     ),
@@ -150,7 +150,7 @@ def test_joined_text_with_byte_fallback(prompt, begun, output):
     before = [*LLAMA.encode(prompt, add_special_tokens=False), *byte_ids(LLAMA, begun)]
     text, whole = fallback_oracle(before), fallback_oracle([*before, *output])
     expected = whole[common_length(text, whole) :]
-    if not before:  # the very first space of a text does not belong to it
+    if not before:  # the tokenizer adds a space before a text
         expected = expected.removeprefix(" ")
     assert run(LLAMA, [1, *before], output) == expected
 
@@ -180,7 +180,7 @@ def test_special_tokens_between_prompt_and_output_change_no_space():
 
 
 def test_a_prompt_that_ends_inside_a_character_is_not_shown_again():
-    """tokenizers' stream alone returns the whole prompt here (vllm-project/vllm issue 48853)."""
+    """tokenizers' DecodeStream would return the prompt again (vllm-project/vllm issue 48853)."""
     prompt = [*BYTES.encode("Once upon "), *byte_ids(BYTES, "🌶".encode()[:2])]
     assert run(BYTES, prompt, byte_ids(BYTES, "🌶 b".encode()[2:])) == "🌶 b"
     assert run(BYTES, prompt, byte_ids(BYTES, b"ab")) == "ab"
@@ -188,7 +188,7 @@ def test_a_prompt_that_ends_inside_a_character_is_not_shown_again():
 
 
 def test_a_later_byte_that_spoils_a_run_does_not_raise():
-    """tokenizers raises InvalidPrefix here (vllm-project/vllm issue 17448)."""
+    """tokenizers' own DecodeStream would raise InvalidPrefix (vllm-project/vllm issue 17448)."""
     euro, word = byte_ids(LLAMA, "€".encode()), LLAMA.encode("Once")[1]
     assert (
         run(LLAMA, (1, word), [*euro, *byte_ids(LLAMA, b"\xff\xfe"), word]) == "€\ufffd\ufffd Once"
@@ -227,7 +227,7 @@ def oracle_steps(tokenizer, stops, prompt, output):
         is_last = count + 1 == stops.max_tokens
         tokens = output[: count + (stops.include or not is_stop_id)]
         full = marked_text(tokenizer, prompt, tokens, stops, hidden)
-        if is_stop_id and not stops.include:  # it is found, and is no part of the output
+        if is_stop_id and not stops.include:  # the token is searched, but not shown
             full = [*full, *((c, False) for c in searched.get(token_id, ""))]
         old = len(arrived)
         if is_stop_id or is_last or full[-1:] != [("\ufffd", True)]:
@@ -257,8 +257,8 @@ def special_tokens_within(tokenizer, strings):
 
 
 def marked_text(tokenizer, prompt, tokens, stops, hidden):
-    """Return each character of the output, and whether it is shown. Around a token of ``hidden``
-    the texts are decoded apart."""
+    """Return each character of the output, and whether it is shown. The text before and after a
+    token of ``hidden`` is decoded separately."""
     parts, rest = [[]], []
     for token_id in tokens:
         parts[-1].append(token_id)
@@ -273,7 +273,7 @@ def marked_text(tokenizer, prompt, tokens, stops, hidden):
 
 
 def occurrences(marked, places, strings):
-    """Return where each string ends and begins in the characters at these places."""
+    """Return where each string occurs in the characters at these places: end, …, string, begin."""
     text = "".join(marked[place][0] for place in places)
     return [
         (places[at + len(s) - 1] + 1, -len(s), s, places[at])
@@ -284,7 +284,7 @@ def occurrences(marked, places, strings):
 
 
 def held_of(marked, strings):
-    """Return how many shown characters the longest suffix has that may begin a string."""
+    """Return how many shown characters the longest suffix has that may begin one of the strings."""
     text = "".join(c for c, _ in marked)
     proper = {s[:i] for s in strings for i in range(1, len(s))}
     size = max((len(p) for p in proper if text.endswith(p)), default=0)
@@ -422,8 +422,8 @@ SPECIAL_STOPS = [
     ("b" + END_TEXT, ["ab", END_TOKEN], "a", "ab"),
     (END_TEXT + "\nx", ["ab", END_TOKEN, "\nx"], "ab", "ab\nx"),
     (END_TEXT * 2, ["a", END_TOKEN, END_TOKEN], "a", "a"),
-    (END_TEXT, ["ab" + END_TEXT], "ab", "ab" + END_TEXT),  # written as letters
-    ("ab", ["a", END_TOKEN, "b"], "", "ab"),  # a token that no stop string has is not in the way
+    (END_TEXT, ["ab" + END_TEXT], "ab", "ab" + END_TEXT),  # the model writes the marker as letters
+    ("ab", ["a", END_TOKEN, "b"], "", "ab"),  # special tokens outside stop strings are ignored
 ]
 
 
@@ -457,7 +457,7 @@ def test_a_stop_string_that_ends_in_the_models_own_end_token_is_cut_out_whole(st
     assert actual_steps(TextState(BYTES, stops, ()), ids)[-1] == (shown, STOP, stop)
     state = TextState(BYTES, stops, ())
     said = "".join(state.push(id_).text for id_ in ids[:-1])
-    step = state.push_end(END_TOKEN)  # as the end of a grammar
+    step = state.push_end(END_TOKEN)  # as when a grammar ends
     assert (said + step.text, step.matched) == (shown, stop)
 
 
@@ -501,7 +501,7 @@ def test_a_fork_goes_on_as_if_it_had_been_alone(before, first, second, strings):
 
 
 def test_a_step_costs_the_same_late_as_early():
-    """The test counts the bytes that the matcher reads for a stop that almost matches, not time."""
+    """A stop string almost matches again and again; the matcher must not keep more text for it."""
     stop = "ab" * 128
     matcher = StopMatcher([stop], include=False)
     for _ in range(5000):

@@ -1,8 +1,8 @@
 """A model that is divided among two ranks gives the tokens of the whole model (D29).
 
-The ranks are threads here (`tests.support.rank_threads`); `test_rank_processes.py`
-runs them as processes. Each rank has one thread of OpenMP. The comparison is that of
-`test_parity.py`, which also says what makes it fail.
+The ranks are threads here (`tests.support.rank_threads`); `test_rank_processes.py` runs them as
+processes. Each rank has one thread of OpenMP. Tokens are compared as in `test_parity.py`, whose
+planted faults show that the comparison can fail.
 """
 
 import gc
@@ -39,7 +39,7 @@ NO_PLAN = ("gpt2", "gpt2, layer-scaled", "opt", "opt, projected", "gpt_neox",
            "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "granite, hybrid",
            "granite, hybrid, no positions", "bamba", "falcon_h1")  # fmt: skip
 DIVIDED = [name for name in ZOO if name not in NO_PLAN]
-SHARE_MOST = 0.52  # of what a whole model has in its layers and in its KV pool
+SHARE_MOST = 0.52  # a rank's share of a model's layers and of its KV pool
 ESTIMATE_OFF_MOST = 0.05
 
 
@@ -64,8 +64,8 @@ def divided(zoo):
 
 # ---- the plans ---------------------------------------------------------------------------------
 
-# What transformers calls our styles. Where it gathers what the ranks computed, so that all of them
-# go on with all heads, our ranks go on with their own.
+# transformers' names of our styles. Where transformers gathers the ranks' results, so that each
+# rank goes on with all heads, our ranks go on with their own heads.
 STYLES = {
     "colwise": Style.COLUMNS,
     "colwise_gather_output": Style.COLUMNS,
@@ -74,17 +74,17 @@ STYLES = {
     "rowwise_split_input": Style.ROWS,
     "moe_tp_experts": Style.SUM,
 }
-WITHOUT_EFFECT = ("replicated_with_grad_allreduce",)  # on a forward
+WITHOUT_EFFECT = ("replicated_with_grad_allreduce",)  # styles without effect on a forward pass
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 OWN = {
     "Phi3ForCausalLM": {"self_attn.qkv_proj": Style.QKV, "mlp.gate_up_proj": Style.PAIR},
     "GlmForCausalLM": {"mlp.gate_up_proj": Style.PAIR},
     "Glm4ForCausalLM": {"mlp.gate_up_proj": Style.PAIR},
-    "CohereForCausalLM": dict.fromkeys(QUERY_KEY_NORMS, Style.COLUMNS),  # a row for each head
+    "CohereForCausalLM": dict.fromkeys(QUERY_KEY_NORMS, Style.COLUMNS),  # one row per head
     "Olmo2ForCausalLM": dict.fromkeys(QUERY_KEY_NORMS, Style.NORM),
     "Olmo3ForCausalLM": dict.fromkeys(QUERY_KEY_NORMS, Style.NORM),
 }
-NOT_DIVIDED = ("GPTNeoXForCausalLM", *RECURRENT)  # as `PLANS` says, and D32
+NOT_DIVIDED = ("GPTNeoXForCausalLM", *RECURRENT)  # without a plan in `PLANS`, or by D32
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -108,7 +108,7 @@ def test_the_plans_are_those_of_transformers(name):
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_two_ranks_give_the_tokens_of_the_whole_model(divided, name):
-    """Alone and packed, in chunks and batches, with preemptions (`test_parity.py`)."""
+    """Sequences run alone and together, in chunks, with preemptions, as in `test_parity.py`."""
     loaded = divided(name)
     tally = Tally()
     loaded.oracle.compare(run_alone(loaded, (1, 17, 200), 24), tally)
@@ -213,7 +213,7 @@ def test_a_missing_sum_over_the_ranks_is_noticed(divided, monkeypatch, name):
 
 
 def check_noticed(whole, read, monkeypatch):
-    """Check that ranks which read their parts of the model so give other tokens."""
+    """Check that ranks give other tokens if they read their parts of the model by ``read``."""
     monkeypatch.setattr(DividedCheckpoint, "read", read)
     with closing(RankThreads(whole.directory)) as runner:
         assert_red(Loaded(whole.directory, runner, runner.load(), whole.oracle))
@@ -358,7 +358,7 @@ def test_quantised_weights_are_not_divided(zoo):
 
 
 def test_a_step_that_the_first_rank_cannot_sample_can_be_executed_again(divided, monkeypatch):
-    """I14."""
+    """Invariant I14, for a step that fails on one of two ranks."""
     loaded = divided("llama")
     planner = MiniPlanner(loaded.runner, loaded.info, seed=4)
     one = planner.add(prompt_of(random.Random(2), 40), 8)
@@ -404,8 +404,8 @@ def test_followers_learn_that_the_first_rank_could_not_sample(divided, monkeypat
 
 
 def test_a_continued_choice_that_cannot_go_on_does_not_part_the_ranks(divided):
-    """Only the first rank follows constraints, and so only it knows that a continued choice does
-    not fit. The shapes of the forward are the same on all ranks all the same."""
+    """Only the first rank knows constraints, and so that a continued answer does not fit its
+    constraint. All ranks compute forwards of the same shapes nevertheless."""
     loaded = divided("llama")
     runner, info = loaded.runner, loaded.info
     form = Constraint("choice", "yes\0no")

@@ -1,8 +1,8 @@
-"""With a draft model, a model says what it says without one, token for token (D27).
+"""With a draft model, a model gives the same tokens as without one (D27).
 
-The model drafts for itself here, and a drawn share of its tokens is made wrong. So what its cache
-holds must be rolled back at every place; test_drafts.py compares the answers. The shipped draft
-model is tested with the story model at the end.
+Here a model drafts for itself, and a random share of its drafted tokens is made wrong, so that the
+draft model's cache is rolled back at any place. Answers are compared as in test_drafts.py. The
+shipped draft model is tested at the end.
 """
 
 import json
@@ -38,7 +38,7 @@ from tests.support.draft_rows import (
 
 @pytest.fixture(scope="module", autouse=True)
 def only_the_model():
-    """The draft model alone drafts (`draft_by`)."""
+    """Let the draft model draft, and no other drafter (`draft_by`)."""
     with pytest.MonkeyPatch.context() as patch:
         draft_by(patch, "model")
         yield
@@ -65,7 +65,7 @@ def greedy(**fields):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.1, "seed": 4}, {"n": 3, "seed": 9}])
 def test_a_model_that_drafts_for_itself_is_always_right(plain, drafting, sampling):
-    """By the same noise: red if the draft were greedy, or of another position or choice."""
+    """Red if a draft is greedy, or has the noise of another position or choice than the target."""
     sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **sampling}
     n = sampling.pop("n", None)
     if n:
@@ -89,7 +89,7 @@ def test_a_constraint_bounds_what_is_drafted(plain, drafting):
 
 
 def test_what_a_constraint_forces_needs_no_draft_model(zoo, plain):
-    """Forced tokens are the draft's first ones, and often all: then the model reads nothing."""
+    """A draft begins with the forced tokens; if these are enough, the draft model is not run."""
     schema = (
         '{"type": "object", "properties": {"first name": {"const": "boat and lamp"}}, '
         '"required": ["first name"], "additionalProperties": false}'
@@ -103,7 +103,7 @@ def test_what_a_constraint_forces_needs_no_draft_model(zoo, plain):
         drafted = compare(plain, engine, request, acceptance=0.0)
         assert drafted["accepted"] > 5
         before = {one.drafter: one for one in drafts_of(engine)}
-        assert compare(plain, engine, greedy(), acceptance=1.0)["accepted"] > 10  # it still works
+        assert compare(plain, engine, greedy(), acceptance=1.0)["accepted"] > 10  # drafts again
         after = {one.drafter: one for one in drafts_of(engine)}
     assert before["constraint"].accepted > 5
     assert before["constraint"] == after["constraint"], "each drafter counts its own"
@@ -112,7 +112,7 @@ def test_what_a_constraint_forces_needs_no_draft_model(zoo, plain):
 
 
 def ask_slowly(engine, requests, rng):
-    """Return the tokens of each request, where a drawn reader takes a message at a time."""
+    """Return the tokens of each request, read one message at a time from a random stream."""
     found = [[] for _ in requests]
     left = dict(enumerate(map(iter, map(engine.generate, requests))))
     while left:
@@ -127,8 +127,8 @@ def ask_slowly(engine, requests, rng):
 
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_memory": 300_000}, {"in_process_buffer": 2}])
 def test_both_drafters_of_drawn_lengths_change_no_token_of_a_crowd(zoo, plain, monkeypatch, fields):
-    """Whichever drafts, and however much: in a small pool, and with readers who have credit for two
-    messages. The n-gram drafter finds nothing but what is wrong."""
+    """Either drafter may draft, any number of tokens, in a small pool and with readers that have
+    credit for two messages. The n-gram drafter's drafts are random."""
     rng, requests = random.Random(7), crowd()
     lengths = lambda _, most, *costs: (rng.randint(0, most), 1.0 + rng.random())  # noqa: E731
     monkeypatch.setattr(Lengths, "best", lengths)
@@ -148,7 +148,7 @@ def test_both_drafters_of_drawn_lengths_change_no_token_of_a_crowd(zoo, plain, m
 
 
 def acceptance_of(plain, drafting):
-    """Return the share of accepted tokens over requests whose drafts are mostly right."""
+    """Return the share of accepted tokens of drafts, of which most are made right."""
     total = Counter()
     Lying.random.seed(1)
     for seed in range(8):
@@ -199,7 +199,7 @@ def test_a_draft_model_that_fails_drafts_nothing_and_fails_no_request(zoo, plain
 
 
 def test_a_long_prompt_is_read_in_parts(zoo, plain, monkeypatch):
-    """And the step waits for no more than one of them."""
+    """The draft model reads at most `READ_MAX` tokens of the prompt for each step."""
     monkeypatch.setattr(draft_model, "READ_MAX", 8)
     with open_engine(with_model(zoo)) as engine:
         drafted = compare(plain, engine, greedy(), acceptance=1.0)
@@ -259,7 +259,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_by_both_names(zoo, tmp_p
 
 
 def test_a_draft_model_with_fewer_rows_reads_none_outside_them(tmp_path):
-    """A family's smallest model may have an embedding that is padded less."""
+    """The smallest model of a family may have an embedding with less padding than the others."""
     large = make(tmp_path / "large", "llama", Shape(vocab=544))
     small = make(tmp_path / "small", "llama", Shape(vocab=512))
     shutil.copy(large / "tokenizer.json", small / "tokenizer.json")
@@ -292,7 +292,7 @@ def test_a_draft_model_that_cannot_be_served_is_named(zoo, tmp_path):
 
 
 def test_the_shipped_draft_model_is_right_mostly_and_changes_no_story():
-    """It is a quarter of the story model, and says the same of most tokens."""
+    """The shipped draft model is a quarter of the story model's size; most drafts are accepted."""
     requests = [
         GenerateRequest(
             text=text, sampling=SamplingParams(max_tokens=120, ignore_eos=True, **sampling)

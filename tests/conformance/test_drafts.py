@@ -1,9 +1,9 @@
-"""With drafts, a model says what it says without them, token for token (D27).
+"""With drafts, a model gives the same tokens as without them (D27).
 
-The drafters here, one in place of the n-gram drafter and the model itself, are right at random. So
-drafts are accepted, refused and cut at every place, which a real n-gram drafter seldom does on a
-random model. The n-gram drafter itself is tested at the end, and with a constraint, whose forced
-tokens are drafts.
+Here two drafters propose tokens that are right at random, one in the n-gram drafter's place, one in
+the draft model's. So drafts are accepted, rejected and cut at every place, as n-grams of a random
+model seldom are. The n-gram drafter itself is tested at the end, and so are tokens that a
+constraint forces.
 """
 
 import random
@@ -86,7 +86,7 @@ def test_on_equals_off_for_every_parameter(plain, drafting, row):
 
 @pytest.mark.slow
 def test_the_drawn_rows_were_drafted(drafting):
-    """Red if the drafter of the test above did nothing."""
+    """Red if the drafter drafted nothing in the test above."""
     counts = ACCEPTED[drafting.config.models[0].speculation]
     assert counts["drafted"] > counts["accepted"] > 50
 
@@ -125,7 +125,7 @@ def test_a_request_can_switch_drafts_off(drafting, plain):
 def test_preempted_and_cached_sequences_draft_the_same_tokens(
     zoo, plain, monkeypatch, drafter, runner
 ):
-    """Eight requests in room for two: they are preempted again and again, between drafts."""
+    """Eight requests share a pool for two, so that they are often preempted, between drafts."""
     requests = crowd()
     wanted = [ask(plain, request)[0][0][0] for request in requests]
     know(requests, wanted, acceptance=0.8)
@@ -135,7 +135,7 @@ def test_preempted_and_cached_sequences_draft_the_same_tokens(
             found, accepted = ask_together(engine, requests)
             assert found == wanted
         totals = engine.statistics().totals
-    # How often depends on which request is read when; that it happens at all does not.
+    # How often this happens depends on the order in which requests are read.
     assert totals.preemptions > 0
     assert totals.prefix_hits > 0
     assert accepted > 0
@@ -168,8 +168,8 @@ MUTANTS = (
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_planted_bug_is_found(plain, drafting, mutant):
-    """By the comparison of the tests above, in eight requests. They may sample eight tokens only,
-    so that the tokens of a draft come again behind it and their penalties matter."""
+    """The comparison of the tests above finds each bug in eight requests. They may sample only
+    eight different tokens, so that drafted tokens occur again soon and penalties matter."""
 
     def compare_all():
         for seed in range(8):
@@ -218,8 +218,8 @@ def logits_of(runner, tokens, counts, blocks):
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
 def test_short_rows_have_the_bits_of_decodes(zoo, arch, dtype, quantization):
-    """For rows of 2 to 16 tokens, over contexts of one part, of two and of none: a draft, a short
-    prompt, or the last chunk of any."""
+    """Rows of 2 to 16 tokens (drafts, short prompts, last chunks) over contexts of no, one and two
+    parts have the same logits, bit for bit, as one token after the other."""
     runner, info = load_runner(zoo.directory(arch), dtype=dtype, quantization=quantization)
     rng = random.Random(2)
     with closing(runner):
@@ -247,8 +247,8 @@ def test_a_draft_is_what_followed_the_same_tokens_before():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=300), st.integers(1, 15), st.data())
 def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
-    """An n-gram drafter that rests drafts nothing, and is left out. A draft is always something
-    that stood behind the same three tokens."""
+    """A drafter that rests after failed lookups drafts nothing, and is not compared. Each drafted
+    token once followed the same three tokens."""
     grown = NgramDrafter()
     end = 0
     while end < len(tokens):
@@ -270,7 +270,7 @@ def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
 def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetition_is_found(
     monkeypatch,
 ):
-    """Red if each token is looked up: that cost eight plain stories 1.6 % of their time."""
+    """Red if the drafter looks up each token, which took 1.6 % of the time of eight stories."""
     lookups, real = [], NgramDrafter._lookup
     monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: lookups.append(1) or real(*args))
     one, tokens = NgramDrafter(), []
@@ -283,13 +283,13 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
         if draft := one.draft(tokens, [], 8):
             break
     assert draft == list(range(token + 1, token + 9))
-    tokens += draft[:2]  # growth by more than one token says that a draft was accepted
+    tokens += draft[:2]  # the drafter takes growth by several tokens for an accepted draft
     assert one.draft(tokens, [], 8) == list(range(token + 3, token + 11))
 
 
 def test_drafts_that_nobody_takes_are_looked_up_at_each_fourth_token(monkeypatch):
-    """Red if what is found counts, although it is not tried or not accepted. As soon as a draft is
-    accepted, there is one behind each token again."""
+    """Red if a draft that is not used or not accepted keeps the drafter from resting. After an
+    accepted draft, it looks up each token again."""
     lookups, real = [], NgramDrafter._lookup
     monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: lookups.append(1) or real(*args))
     one, tokens = NgramDrafter(), [*range(10)]
@@ -328,7 +328,7 @@ FORMS = {
 
 @pytest.mark.parametrize("answer", FORMS)
 def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
-    """At every place of the answer. So a model that writes as it was taught accepts them."""
+    """So a model that writes as it was trained accepts forced tokens at every place."""
     runner, _ = load_runner("demo-stories")
     with closing(runner):
         constraint = Constraint("json_schema", FORMS[answer])
@@ -345,7 +345,7 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
 
 @pytest.mark.parametrize("lie", [[5], [70, 71], list(range(60, 75))])
 def test_tokens_that_a_constraint_forces_wrongly_are_only_rejected(plain, zoo, monkeypatch, lie):
-    """What is said to be forced is verified as any draft is."""
+    """Forced tokens are verified like any draft."""
     constraint = Constraint("regex", "[a-z ]{20,40}")
     request = GenerateRequest(
         token_ids=PROMPT,
@@ -359,7 +359,7 @@ def test_tokens_that_a_constraint_forces_wrongly_are_only_rejected(plain, zoo, m
 
 
 def test_what_a_grammar_forces_is_drafted(zoo):
-    """Of an answer in a fixed form most tokens are decided, and they are accepted."""
+    """In an answer by a strict schema most tokens are forced, and the model accepts them."""
     schema = (
         '{"type": "object", "properties": {"first name": {"const": "boat"}, '
         '"second name": {"const": "lamp"}}, "required": ["first name", "second name"], '

@@ -1,6 +1,6 @@
-"""The training of a model that draws: what it writes is a pipeline that the engine serves.
+"""The training of an image model writes a pipeline that the engine can serve.
 
-What a whole training reaches is measured by `python -m tools.lab.measure_demo draw`.
+How good a completely trained model is, is measured by `python -m tools.lab.measure_demo draw`.
 """
 
 import io
@@ -20,7 +20,7 @@ PROMPT = "a red circle left of a small blue square"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder of a model after two steps of each training, in pieces of one step."""
+    """Return a model's folder after two steps of each of its trainings, run one step at a time."""
     folder = tmp_path_factory.mktemp("draw")
     argv = ["--steps", "2", "--autoencoder-steps", "2", "--out", str(folder / "made")]
     pieces = ["--kept", str(folder / "kept"), "--minutes", "0"]

@@ -1,6 +1,6 @@
 """Edits of logits against transformers' own processors on the same logits.
 
-Each way of sampling (by rows, by batch) with each edit alone and all edits in a mixed batch.
+Both ways to sample (by rows, by batch) are tested with each edit alone and all edits in a batch.
 Presence and frequency penalties, which transformers lacks, are compared with their definition.
 """
 
@@ -64,7 +64,7 @@ def edited(way, logits, rows):
 
 
 def by_transformers(logits, sampling, prompt, output, banned=frozenset()):
-    """Edit one row [vocab] by transformers' processors, in the order of its `generate`."""
+    """Edit one row's logits [vocab] by transformers' processors, in the order of its `generate`."""
     scores = logits[None].clone()
     everything = torch.tensor([[*prompt, *output]])
     own = torch.tensor([output], dtype=torch.int64)
@@ -179,7 +179,7 @@ def test_a_mixed_batch_is_edited_row_by_row_as_by_transformers(batch, seed):
 @settings(max_examples=40, deadline=None)
 @given(batch=st.lists(cases, min_size=2, max_size=6), seed=st.integers(0, 99))
 def test_a_rows_token_is_the_same_alone_in_a_batch_and_either_way(batch, seed):
-    """Compare greedy and seeded rows; the others only advance the generator."""
+    """Only greedy and seeded rows are compared; the other rows advance the generator."""
     logits = logits_of(seed, len(batch))
     rows = [row_of(*case) for case in batch]
     theirs = [by_transformers(own, *case) for own, case in zip(logits, batch, strict=True)]
@@ -270,7 +270,7 @@ def test_typical_p_keeps_what_transformers_keeps(seed, spread, sampling):
 
 
 def test_typical_p_drops_the_likeliest_where_it_is_not_typical():
-    """For this reason typical_p is no limit on a sorted prefix: it drops the best token."""
+    """So typical_p does not keep a prefix of the sorted tokens: here it drops the likeliest one."""
     scores = torch.tensor([4.0, *[1.0] * 40])
     sampling = Sampling(typical_p=0.4)
     for way in ("rows", "batch"):
@@ -345,7 +345,8 @@ def test_a_request_that_asks_for_nothing_has_no_edits_and_its_logits_are_not_cop
 @pytest.mark.parametrize("way", ["rows", "batch"])
 @pytest.mark.parametrize("penalty", [1e-300, 1e-20, 1e20, 1e300])
 def test_an_extreme_penalty_never_looks_like_a_broken_model(monkeypatch, way, penalty):
-    """A client's number must not end as the model's failure; a NaN of the model must."""
+    """A client's extreme penalty must not count as the model's failure; a NaN in its logits
+    must."""
     monkeypatch.setattr(sampler, "_is_by_rows", lambda _: way == "rows")
     logits = torch.tensor([[2.0, 0.0, -1.0, -inf]])
     row = row_of(Sampling(temperature=0.0, repetition_penalty=penalty), [0, 1, 2, 3], [])

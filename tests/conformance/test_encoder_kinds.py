@@ -1,6 +1,6 @@
 """Each kind of encoder in docs/features.md against sentence-transformers, with planted faults.
 
-A text is computed alone by the library, and by us both alone and in a batch of different lengths.
+The library computes each text alone; we compute it alone and in a batch of various lengths.
 """
 
 import json
@@ -48,7 +48,7 @@ def test_vectors_are_the_librarys_and_another_pooling_is_seen(name, tmp_path):
 
 
 def scores(runner, *, alone, raw=True):
-    """Return the scores of all pairs."""
+    """Return the runner's scores of all pairs, computed alone or in one batch."""
     inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
     options = EncodeOptions(raw_scores=raw)
     parts = [[one] for one in inputs] if alone else [inputs]
@@ -58,7 +58,7 @@ def scores(runner, *, alone, raw=True):
 
 
 def check_scores(directory):
-    """Compare scores with the library's and return the runner, for a planted fault, and them."""
+    """Compare a reranker's scores with the library's. Return its runner and the scores."""
     import torch
     from sentence_transformers import CrossEncoder
 
@@ -111,7 +111,7 @@ PADDINGS = {"Bert": (0,), "Roberta": (0, 5), "MPNet": (1,)}
     ],
 )
 def test_the_longest_input_is_what_transformers_can_compute(name, padding, tmp_path):
-    """TEI#28: of RoBERTa's 514 positions, two belong to no token."""
+    """RoBERTa has 514 positions, of which two belong to no token (TEI#28)."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

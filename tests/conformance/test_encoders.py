@@ -25,7 +25,7 @@ TEXTS = [
     "The Queen said: there is no road to the moon!",
     "fish " * 9,
     " spaces  before and after ",
-    "wind and snow " * 50,  # far longer than the model's maximum
+    "wind and snow " * 50,  # longer than the model's maximum
 ]
 PROMPTS = {"query": "search query: ", "passage": "passage: "}
 MODELS = {
@@ -93,8 +93,8 @@ def test_vectors_are_the_librarys(model, alone):
 
 @pytest.mark.parametrize("dimensions", [None, 1, 7, 16])
 def test_dimensions_and_normalisation_are_the_librarys(model, dimensions):
-    """A model that normalises does so behind the cut, too: the library's ``truncate_dim`` with
-    ``normalize_embeddings`` (TEI#676)."""
+    """A model that normalises does so after the vector is cut to ``dimensions``, as the library
+    does with ``truncate_dim`` and ``normalize_embeddings`` (TEI#676)."""
     name, runner, _, oracle = model
     for normalize in (None, True):
         scales = normalize or "normalised" in name
@@ -119,7 +119,7 @@ def test_a_models_own_normalisation_can_be_left_out(model):
 def test_prompts_are_the_librarys(model):
     name, runner, info, oracle = model
     if "prompt" not in name:
-        assert set(info.prompt_names) == {"query", "document"}  # the library's own, which are empty
+        assert set(info.prompt_names) == {"query", "document"}  # the library's empty defaults
         return
     for prompt_name in PROMPTS:
         want = oracle.encode(TEXTS, prompt_name=prompt_name)

@@ -3,9 +3,9 @@
 On a real CPU model in float32: alone == batched == chunked == preempted == prefix-cached == without
 prepared plans == divided among two processes, with chunks, preemptions and cached prefixes.
 
-At a position where the two best scores (perturbed ones, for a seeded request) are closer than 1e-4,
-float noise decides. An output is compared up to its first such position; the share of positions
-lost in this way is printed and must stay below 0.1 %.
+Where a position's two best scores (with the noise of a seeded request) are closer than 1e-4,
+rounding decides which token is best. An output is compared up to its first such position; the share
+of positions lost in this way is printed and must stay below 0.1 %.
 """
 
 import random
@@ -30,12 +30,12 @@ from tests.support.rank_threads import RankThreads
 
 DEMO = resolve("demo-stories").directory
 
-MARGIN = 1e-4  # D10
+MARGIN = 1e-4  # scores closer than this may be swapped by rounding (D10)
 SKIPPED_SHARE_MAX = 0.001
 NUM_REQUESTS = 32
 MAX_TOKENS = 40
 BASE = {"models": (ModelConfig("demo-stories"),), "check_level": 2, "prefix_cache": False}
-# Two ranks, with chunks, preemptions and cached prefixes.
+# A model divided among two ranks, with chunks, preemptions and cached prefixes.
 DIVIDED = {
     "models": (ModelConfig("demo-stories", tp=2, threads=1),),
     **{"max_num_seqs": 16, "max_num_batched_tokens": 24},
@@ -84,7 +84,7 @@ def requests(seeded):
 
 
 def tight_kv_bytes():
-    """Return room for little more than two sequences of 192 tokens: most must be preempted."""
+    """Return the bytes of a KV pool for 2.2 sequences of 192 tokens, so that most are preempted."""
     _, config = read_config(DEMO)
     per_token = 2 * 4 * sum(s.num_kv_heads * s.head_dim for s in layer_shapes(config))
     return int(per_token * 192 * 2.2)
@@ -114,7 +114,8 @@ async def outputs(config, wanted, *, one_by_one=False, twice=False):
 
 
 def certain_lengths(wanted, found):
-    """Return how many positions of each output are certain, and how many of all are not."""
+    """Return how many positions are before each output's first near-tie, and the number of
+    near-ties."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     lengths, unsure = [], 0
     for request, tokens in zip(wanted, found, strict=True):
@@ -134,7 +135,7 @@ def certain_lengths(wanted, found):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["greedy", "seeded"])
 def reference(request):
-    """Return the requests with the tokens that each has when it runs alone."""
+    """Return requests, the tokens that each gets alone, and how many of these are certain."""
     wanted = requests(request.param)
     found, _ = trio.run(lambda: outputs(BASE, wanted, one_by_one=True))
     lengths, unsure = certain_lengths(wanted, found)

@@ -1,4 +1,4 @@
-"""Every file of a model that cannot be read ends the load by its name and the system's reason.
+"""If a file of a model cannot be read, the load fails with the file's name and the system's reason.
 
 The files are found by walking checkpoints, and the patterns of files that are downloaded: a new
 kind of file is tested as soon as it has a maker or a pattern.
@@ -39,7 +39,7 @@ KINDS = ("text", "shards", "gguf", "vision", "encoder", "reranker", "images", "d
 
 @pytest.fixture(scope="module")
 def models():
-    """Return a directory of each kind, in a folder that any user may enter."""
+    """Return a directory with a model of each kind."""
     with open_folder() as root:
         plain = text.make(root / "text")
         (plain / "generation_config.json").write_text("{}")
@@ -65,10 +65,10 @@ def names_in(directory):
 
 
 def load(directory):
-    """Load the model or the adapter that is in a directory, up to its first refusal."""
+    """Load the model or the adapter that is in a directory, or raise the refusal."""
     if directory.name == "adapter":
         return read_adapter(str(directory), {}, "lm_head")
-    find(str(directory))  # the pool looks first, and must not fail
+    find(str(directory))  # the pool reads the small files first, and ignores this fault
     model = ModelConfig(str(directory))
     return make_runner(model, EngineConfig(models=(model,))).load(lambda _progress: None)
 
@@ -86,7 +86,8 @@ def test_a_file_that_cannot_be_read_ends_the_load_with_its_reason(models, kind, 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_file_that_is_downloaded_is_one_that_must_be_readable(models, fault):
-    """Libraries ignore an optional file that cannot be read, and the model would answer without."""
+    """Libraries ignore an optional file that they cannot read, and would serve without its
+    content."""
     for pattern in WANTED_FILES:
         name = pattern.replace("[0-9]", "1").replace("*", "x")
         directory = models / "text"
@@ -96,13 +97,13 @@ def test_every_file_that_is_downloaded_is_one_that_must_be_readable(models, faul
 
 
 def enter(opened):
-    """Open weights."""
+    """Open weights, and close them."""
     with opened:
         pass
 
 
-# Each reader by itself, since a file may vanish behind the first look: how it is called with a
-# directory, the kind of that directory, and the files that it reads of it.
+# Each reader is tested alone, since a file may vanish after the first check: its call with a
+# directory, that directory's kind, and the files that it reads there.
 READERS = {
     "weights": (lambda at: enter(Checkpoint(at)), "text", {"model.safetensors"}),
     "shards": (
@@ -174,12 +175,12 @@ def test_each_reader_says_what_it_cannot_read(models, reader, fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_path_that_cannot_be_read_says_so(models, fault):
-    """A GGUF file and a directory are named by the operator, not by a pattern."""
+    """The operator names GGUF files and directories, so that no pattern lists them."""
     for name in ("tiny.gguf", "model"):
         with broken(models / name, fault), pytest.raises(SpawnFailed) as refused:
             load(models / name)
         wanted = f"its {name} cannot be read ({reason(fault)})"
-        if fault == "a folder":  # which is what a model is
+        if fault == "a folder":  # a folder is read as a model's directory
             wanted = "its directory is empty"
         assert str(refused.value).endswith(wanted)
 

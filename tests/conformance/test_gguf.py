@@ -46,8 +46,8 @@ from tests.support.model_zoo import LLAMA3_ROPE as ZOO_ROPE
 from tests.support.model_zoo import load_runner
 from tools.lab.measure_quantization import PIECE, STORIES, Model, compare, story_text
 
-ALL_SLIDING = ["sliding_attention"] * 3  # what Gemma 3's class makes of three layers
-# transformers' model types by llama.cpp's, and what the checkpoint has besides.
+ALL_SLIDING = ["sliding_attention"] * 3  # Gemma 3's layer_types for three layers
+# transformers' model types by llama.cpp's, and further fields of the config.
 WRITTEN = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -83,7 +83,6 @@ def checkpoints(tmp_path_factory):
 
 
 def load_gguf(path, dtype="float32", **fields):
-    """Return a loaded runner of a GGUF file, and its description."""
     return load_runner(path, dtype=dtype, **fields)
 
 
@@ -131,8 +130,8 @@ def test_every_architecture_that_is_read_is_tested():
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(checkpoints, tmp_path, name):
-    """Planted faults that this finds: rows of queries not turned back, norms with their 1 left,
-    a name that belongs to another norm."""
+    """Red if the rows of queries stay in llama.cpp's order, if the 1 stays added to Gemma's norms,
+    or if norms are swapped."""
     checkpoint = checkpoints(name)
     path = write_model(checkpoint, tmp_path / "model.gguf")
     with GgufFile(path) as file:
@@ -148,7 +147,7 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(checkpoints, t
 
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path, monkeypatch, name):
-    """A planted fault, which the test above would find."""
+    """This planted fault would turn the test above red."""
     path = write_model(checkpoints(name), tmp_path / "model.gguf")
     with GgufFile(path) as file:
         file.write_config(tmp_path)
@@ -221,8 +220,9 @@ def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
 def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundings(
     tmp_path, scales_in_halves
 ):
-    """Q4_K_M: values, ends of MLPs and embedding are Q6_K. The product of queries, keys and values
-    then has 8 bits. And the weights are near the floats that the file was made from."""
+    """In a Q4_K_M file, value projections, down projections and the embedding are Q6_K, so that the
+    joint product of queries, keys and values is computed with 8 bits. Weights are near the
+    floats."""
     checkpoint = make(tmp_path / "made", "llama", Shape(2, 256, 4, 2, 512, 500, 256))
     path = write_model(checkpoint, tmp_path / "model.gguf", Q4_K)
     with GgufFile(path) as file:
@@ -243,7 +243,7 @@ def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundin
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["the story model's", "random"])
 def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights):
-    """Over text that the model was not trained on."""
+    """Compared by the KL divergence over text that the model was not trained on."""
     shape = Shape(layers=4, hidden=256, mlp=512)
     source = STORIES if weights != "random" else make(tmp_path / "random", "llama", shape)
     found = {}
@@ -263,7 +263,7 @@ def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights
     stock.close()
     assert found["int8"] <= 1.05 * found["Q8_0"]
     assert found["int4"] <= found["Q4_0"]
-    if weights != "random":  # rounding costs random weights far more
+    if weights != "random":  # rounding changes a model with random weights far more
         assert 1.05 * found["Q8_0"] <= 0.001
         assert found["Q4_0"] <= 0.1
 
@@ -287,7 +287,7 @@ def test_without_kernels_a_file_of_blocks_gives_the_tokens_of_the_expanded_model
 
 
 def test_a_file_is_served_by_its_path_alone(checkpoints, tmp_path):
-    """With its tokenizer, its template, its end tokens, and by the name of its directory."""
+    """Its tokenizer, template and end tokens are used. A directory with the file works, too."""
     checkpoint = checkpoints("llama")
     template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     path = write_model(
@@ -316,15 +316,15 @@ def test_a_file_is_served_by_its_path_alone(checkpoints, tmp_path):
 
 
 def test_a_distilled_files_markers_and_ends_are_ids_of_the_file(checkpoints, tmp_path):
-    """Markers whose letters stand for no byte, a turn's end that is stored as a plain token, and a
-    beginning that the pre-tokenizer's name alone asks for."""
+    """The file has markers whose letters stand for no byte, a turn's end that is stored as a plain
+    token, and a begin token that only the pre-tokenizer's name asks for."""
     checkpoint = checkpoints("llama")
     path = write_model(checkpoint, tmp_path / "model.gguf")
     with GgufFile(path) as file:
         tokens = file.metadata[TOKENS]
     kinds = [1] * len(tokens)
     markers = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<｜User｜>")
-    places = [tokens.index(letter) for letter in "ĀāĂă"]  # bytes that are in no merge
+    places = [tokens.index(letter) for letter in "ĀāĂă"]  # tokens in no merge
     for place, marker, kind in zip(places, markers, (3, 3, 1, 4), strict=True):
         tokens[place], kinds[place] = marker, kind
     write_model(
@@ -380,7 +380,7 @@ def test_llama_3s_rotary_factors_become_its_settings(tmp_path):
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_blocks_are_decoded_as_ggufs_own_package_does(kind):
-    """Bit for bit, over random bytes: any order of nibbles and bits but the right one shows."""
+    """Random bytes are decoded equally, bit for bit, so that any wrong order of bits shows."""
     gguf = pytest.importorskip("gguf")
     _, block = BLOCK_TYPES[kind]
     rng = np.random.default_rng(kind)
@@ -402,7 +402,7 @@ def test_blocks_are_decoded_as_ggufs_own_package_does(kind):
 
 
 def broken(path, what):
-    """Damage or change a whole file so that it must be refused."""
+    """Damage a whole GGUF file, or replace it by one with an unserved type."""
     data = path.read_bytes()
     if what == "cut":
         path.write_bytes(data[: len(data) // 2])
@@ -455,7 +455,7 @@ def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, m
 
 
 def test_the_texts_of_a_vocabulary_are_read_once(checkpoints, tmp_path, monkeypatch):
-    """They are most of what a file's metadata take."""
+    """The vocabulary's texts take most of the time in which a file's metadata are read."""
     path, read = write_model(checkpoints("llama"), tmp_path / "model.gguf"), []
     texts = header._texts
 
@@ -474,7 +474,8 @@ def test_the_texts_of_a_vocabulary_are_read_once(checkpoints, tmp_path, monkeypa
 
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [[1]], "x"], ids=str)
 def test_no_value_of_another_kind_is_unexpected(checkpoints, tmp_path, value):
-    """Each key of a file in turn has a value of another kind: it is refused, or has no effect."""
+    """Each key in turn has a value of another kind: the file is refused, or the value is
+    ignored."""
     checkpoint, path = checkpoints("llama"), tmp_path / "model.gguf"
     with GgufFile(write_model(checkpoint, path)) as file:
         keys = [*file.metadata, "tokenizer.ggml.eot_token_id", "llama.rope.scaling.factor"]

@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files give llama.cpp's tokens and end where llama.cpp does.
 
-llama_cpp_tokens.json has what llama.cpp says of drawn texts and vocabularies
-(`tests.support.llama_cpp_tokens` writes it); nothing here needs llama.cpp.
+llama_cpp_tokens.json has llama.cpp's tokens for drawn texts and vocabularies
+(`tests.support.llama_cpp_tokens` writes it), so that the tests do not need llama.cpp.
 """
 
 import json
@@ -31,7 +31,7 @@ from tests.support.gguf_vocabularies import (
 )
 
 WANTED = json.loads(Path(__file__).with_name("llama_cpp_tokens.json").read_text())
-DIGITS = 6  # of a digest
+DIGITS = 6  # hexadecimal digits of a digest
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_every_name_is_compared():
     assert {f"pre {name}".rstrip() for name in SPLITS} <= set(WANTED)
     found = [WANTED[f"pre {name}".rstrip()]["tokens"] for name in SPLITS]
     assert all(len(tokens) == DIGITS * TEXTS for tokens in found)
-    assert len(set(found)) == len(set(SPLITS.values()))  # any other way to split would show
+    assert len(set(found)) == len(set(SPLITS.values()))  # each way to split gives other tokens
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -86,8 +86,8 @@ def test_pieces_of_a_long_text_have_its_tokens(drawn, load, monkeypatch, pre):
     assert len(jobs) > 20
 
 
-# Where llama.cpp has other expressions than those that the models were trained with: its own would
-# not split "éC", would split Hindi at its vowel signs, and takes U+3000 for no letter of a range.
+# Here llama.cpp's expressions differ from those that the models were trained with: llama.cpp would
+# not split "éC", splits Hindi at vowel signs, and takes U+3000 for no letter.
 @pytest.mark.parametrize(
     ("pre", "text", "pieces"),
     [
@@ -112,13 +112,13 @@ def test_where_llama_cpp_differs_from_training_text_is_split_as_in_training(
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "deepseek-llm", ""])
 def test_a_marker_is_one_id_of_the_file_and_comes_back_as_it_is(load, pre):
-    """Also one with letters that stand for no byte, such as DeepSeek's, or with a space."""
+    """Even a marker with a space, or with letters that stand for no byte, such as DeepSeek's."""
     texts = draw_texts(1)
     fields = byte_level(pre, texts)
     tokens = fields["tokenizer.ggml.tokens"]
     tokenizer = load(fields)
     assert tokenizer.vocab_size == len(tokens)
-    ends = ("<|eot_id|>", "<｜end▁of▁sentence｜>", "<|fim_prefix|>")  # stored as plain tokens
+    ends = ("<|eot_id|>", "<｜end▁of▁sentence｜>", "<|fim_prefix|>")  # plain tokens in the file
     for marker in [*ends, *(text for text, kind in MARKERS.items() if kind != NORMAL)]:
         ids = tokenizer.encode(f"a{marker}b", add_special_tokens=False)
         assert ids == tuple(map(tokens.index, ("a", marker, "b")))
@@ -150,7 +150,7 @@ def test_a_plain_token_that_is_named_for_padding_stays_plain(load):
 
 
 def test_an_id_outside_the_vocabulary_names_no_token():
-    """Old files have such an id for padding, which llama.cpp passes over."""
+    """Old files have such an id for padding, which llama.cpp ignores."""
     fields = byte_level("qwen2", ("a",)) | {"tokenizer.ggml.padding_token_id": 2**32 - 1}
     assert "pad_token" not in read_vocabulary(fields).special_tokens
 

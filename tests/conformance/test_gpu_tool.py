@@ -15,7 +15,8 @@ from tools.lab.gpu.wheels import NEEDED, complete, lacking
 
 
 def run(tmp_path, *arguments):
-    """Return the exit code, the rows by name, what is known of the machine, and standard error."""
+    """Return the exit code, the rows by name, the description of the machine, and standard
+    error."""
     file = tmp_path / "gpu.json"
     argv = [sys.executable, "-m", "tools.lab.gpu", "--json", str(file), *arguments]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""Models with recurrent layers, computed under the real scheduler, give transformers' own tokens.
+"""Models with recurrent layers, scheduled by the real core, give transformers' tokens.
 
-Prompts come in chunks, share prefixes and so begin from snapshots, fork into choices, lose their
-blocks and are parked. With a planted fault in how states are kept, the comparison fails.
+Prompts come in chunks, begin from the snapshots of shared prefixes, fork into choices, are
+preempted and are parked. With a planted fault in how states are kept, the comparison fails.
 """
 
 import random
@@ -26,7 +26,7 @@ from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of
 from tests.support.parity import Tally
 
 HYBRIDS = ["lfm2", "qwen3_5", "qwen3_next", "granite, hybrid", "bamba", "falcon_h1"]
-# One of each kind of layer; how states are kept does not depend on the model otherwise.
+# One model for each kind of recurrent layer, as states do not depend on the model otherwise.
 KINDS = [
     name if name in ("lfm2", "qwen3_5", "falcon_h1") else pytest.param(name, marks=pytest.mark.full)
     for name in HYBRIDS
@@ -36,7 +36,7 @@ NUM_NEW = 12
 
 @dataclass
 class Answer:
-    """One choice of a request, as `tests.support.parity.Oracle` takes it."""
+    """One choice of a request, in the form that `tests.support.parity.Oracle` takes."""
 
     prompt: tuple[int, ...]
     output: list[int] = field(default_factory=list)
@@ -44,12 +44,11 @@ class Answer:
 
     @property
     def tokens(self):
-        """Return prompt and output."""
         return [*self.prompt, *self.output]
 
 
 class World:
-    """A scheduler over a loaded runner, with few blocks and few state slots."""
+    """A scheduler that drives a loaded runner, with few blocks and few state slots."""
 
     def __init__(self, loaded, **fields):
         info = loaded.info
@@ -91,7 +90,7 @@ class World:
         return True
 
     def read(self):
-        """Let every reader take what it has got."""
+        """Let every reader take all its messages."""
         for name, credit in self.credits.items():
             if credit.release(credit.filled):
                 self._take(self.scheduler.apply(ReaderDrained(name), self.now))
@@ -166,8 +165,8 @@ def test_an_equal_prompt_computes_only_what_is_behind_its_last_border(zoo, name)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_ends_where_there_is_a_snapshot_and_the_next_one_where_prefixes_part(zoo, name):
-    """The keys of 48 tokens are cached, and a state only behind 96: the second prompt computes all
-    of them again and leaves a snapshot for the third."""
+    """Blocks of 48 shared tokens are cached, but the only snapshot is behind 96 tokens: the second
+    prompt computes its prefix again, and leaves a snapshot behind 48 for the third."""
     rng = random.Random(2)
     loaded, stem = zoo.load(name), prompt_of(rng, 50)
     world = World(loaded)
@@ -245,8 +244,8 @@ def test_a_choice_that_forks_without_its_parents_state_is_noticed(zoo, monkeypat
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, name):
-    """A step that fails behind its forward, and is executed again, gives the same tokens. Between
-    the two is a step without rows, as where only a cancelled sequence is forgotten."""
+    """A step that fails after its forward pass and is executed again gives the same tokens. Between
+    the two tries a step without rows is executed, as if a sequence had been cancelled."""
     loaded = zoo.load(name)
     world = World(loaded)
     world.submit(prompt_of(random.Random(5), 60))
@@ -270,7 +269,7 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
 
 def test_states_that_memory_is_lacking_for_change_in_no_layer(zoo):
     """A step fails while it gathers the states of its last layer, and is executed again. Red if the
-    states of the layers before are written by then: they would read the tokens twice."""
+    states of earlier layers are written by then: these layers would process the tokens twice."""
     loaded = zoo.load("lfm2", REFERENCE)
     world = World(loaded)
     world.submit(prompt_of(random.Random(5), 60))

@@ -1,7 +1,7 @@
 """CLIP, SigLIP and SigLIP 2 against sentence-transformers' `encode` and transformers, in float32.
 
-Each text and image is computed alone and in a batch. The images' pixels are those of the model's
-own processor, to the last bit.
+Each text and image is computed alone and in a batch. Pixels equal those of transformers' image
+processor, to the last bit.
 """
 
 import io
@@ -40,7 +40,7 @@ ENOUGH = 1 - 1e-5
 
 
 def as_layout(directory, layout, root):
-    """Return a copy of a model of transformers in another layout."""
+    """Return a copy of a model's directory in another layout."""
     if layout == "transformers":
         return directory
     if layout == "old processor":  # as CLIP was first published
@@ -78,8 +78,8 @@ MODELS = {
 def model(request, tmp_path_factory):
     """Return a model's architecture, its runner and info, and the library's own model.
 
-    SigLIP's texts are padded to the model's length, as it was trained; the library does so only if
-    it is told to, and otherwise a text's vector depends on the others in its batch.
+    SigLIP's texts are padded to the model's length, as in training. The library does so only with
+    this option; without it, a text's vector depends on the other texts of its batch.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -120,7 +120,7 @@ def cosines(one, other):
 
 
 def opened(files):
-    """Return files as the library takes images."""
+    """Return image files as the images that the library takes."""
     return [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
 
 
@@ -182,7 +182,7 @@ def test_vectors_are_those_of_transformers_itself(model):
 
 @pytest.mark.parametrize("normalize", [None, True])
 def test_dimensions_and_normalisation_of_images_are_the_librarys(model, normalize):
-    """A model that normalises does so behind the cut, too, as in test_encoders.py."""
+    """A model that normalises does so after the vector is cut, as in test_encoders.py."""
     _, runner, info, oracle = model
     scales = normalize or type(oracle[-1]).__name__ == "Normalize"
     for inputs, given in (
@@ -211,7 +211,7 @@ def test_pixels_are_the_processors_to_the_last_bit(model):
 
 @pytest.mark.parametrize("fault", ["resample", "mean", "order", "mask", "padding"])
 def test_a_planted_fault_shows_in_the_vectors(tmp_path, fault, monkeypatch):
-    """Each fault turns a test above red: the vectors are further apart than `ENOUGH` allows."""
+    """Each fault would turn a test above red: vectors differ by more than `ENOUGH` allows."""
     arch = "siglip2" if fault == "mask" else "siglip" if fault == "padding" else "clip"
     runner, info = load(make_image_embedder(tmp_path, arch))
     inputs = image_inputs(info, FILES)

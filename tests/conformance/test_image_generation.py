@@ -24,7 +24,7 @@ from tests.checkpoints.image_generation import make
 from tests.support.images import pixels
 
 pytestmark = [
-    # diffusers' own loop over several images from one
+    # diffusers warns when it makes several images from one
     pytest.mark.filterwarnings("ignore:You have passed:FutureWarning"),
 ]
 
@@ -59,7 +59,7 @@ def runners(directories):
 
 @pytest.fixture(scope="module")
 def pipes(directories, runners):
-    """Diffusers' own pipelines, whose autoencoders decode in tiles of the runners' size."""
+    """Return diffusers' own pipelines, whose autoencoders decode in tiles of the runners' size."""
     kinds = {
         "sd": diffusers.StableDiffusionPipeline,
         "lcm": diffusers.StableDiffusionPipeline,
@@ -81,7 +81,7 @@ def drawn_by_diffusers(pipe, drawing):
     parts = dict(pipe.components)
     if drawing.scheduler:
         kind = getattr(diffusers, CLASSES[drawing.scheduler])
-        # DDIM cuts latents to ±1 unless it is told not to; see `noise.ALWAYS`
+        # DDIM clips latents to ±1 by default; ours does not (`noise.ALWAYS`)
         parts["scheduler"] = kind.from_config(pipe.scheduler.config, clip_sample=False)
     options = {
         "prompt": drawing.prompt,
@@ -107,7 +107,6 @@ def drawn_by_diffusers(pipe, drawing):
 
 
 def plans_of(runner, drawing, sequence):
-    """Yield the plans of a drawing, in order."""
     info = runner.info
 
     def plan(verb, index=0, given=None):
@@ -144,7 +143,7 @@ def draw(runner, *drawings):
 
 
 def apart(runner, pipe, drawing, *beside):
-    """Return how far the most different value is from diffusers' own, in steps of a byte."""
+    """Return the largest difference to diffusers' pixels, in steps of a byte."""
     mine = draw(runner, drawing, *beside)[0]
     theirs = drawn_by_diffusers(pipe, drawing) * 255
     assert mine.shape == theirs.shape
@@ -220,7 +219,7 @@ def test_the_same_seed_gives_the_same_bytes_beside_other_drawings(runners):
 
 @pytest.mark.parametrize("scheduler", CLASSES)
 def test_the_number_of_steps_is_known_before_the_first(runners, scheduler):
-    """The core plans by `ImageGenerationInfo.num_steps`; the worker's schedulers have as many."""
+    """The core plans `ImageGenerationInfo.num_steps` steps; the noise schedulers have as many."""
     runner = runners["sd"]
     source = bytes(SIZE * SIZE * 3)
     for steps, strength in itertools.product(range(1, 20), (None, 0.05, 0.3, 0.99, 1.0)):

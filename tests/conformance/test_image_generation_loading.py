@@ -1,5 +1,5 @@
-"""How an image model is loaded: what is refused, in one sentence; names and types of weights that
-published checkpoints have; and its memory (issue 28)."""
+"""How an image model is loaded: refusals in one sentence, the names and types of published weights,
+and the memory estimate (issue 28)."""
 
 import importlib.util
 import json
@@ -139,7 +139,7 @@ def test_a_config_that_is_not_served_is_refused(sd, case):
 
 
 def test_a_refused_class_is_not_imported(sd):
-    """Nothing that a checkpoint names is looked up by its name."""
+    """No class is imported because a checkpoint names it."""
     edit(sd / "model_index.json", unet=["antigravity", "UNet2DConditionModel"])
     loaded(sd)
     assert "antigravity" not in sys.modules
@@ -332,7 +332,7 @@ def test_the_progress_ends_with_all_bytes(made):
 
 
 def test_other_threads_may_build_modules_meanwhile(made, monkeypatch):
-    """diffusers' own `from_pretrained` gives them no memory, or another dtype (Rule 2)."""
+    """Rule 2 of the loader: diffusers' `from_pretrained` would change modules of other threads."""
     plain = weights.MODULES["unet"]
     beside = []
 
@@ -357,6 +357,6 @@ def test_other_threads_may_build_modules_meanwhile(made, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sd", "sdxl"])
 def test_the_estimate_holds_what_a_drawing_takes(tmp_path, arch):
-    """In a process of its own: the largest drawing, from an image, with guidance."""
+    """A process of its own draws the largest image, from an image, with guidance."""
     directory = make(tmp_path / arch, arch, size=32, width=64)
     check_estimate("image_generation_memory", directory)

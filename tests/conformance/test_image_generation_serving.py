@@ -25,7 +25,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def started():
-    """A list of runners that the test's end closes."""
+    """Return a list of runners; they are closed when the test ends."""
     runners = []
     yield runners
     for one in runners:
@@ -43,8 +43,8 @@ def load(runner, started):
 
 @pytest.fixture(scope="module")
 def loaded(directory):
-    """Return a runner in a thread and one in a process, each with its info. The last test of those
-    that use it kills the process."""
+    """Return a runner in a thread and one in a process, each with its info. The last test that uses
+    the fixture kills the process."""
     found = {}
     for where in ("thread", "process"):
         one = model(directory, runner=where)
@@ -65,7 +65,7 @@ def plans(info, drawing=DRAWING):
 
 
 def images(runner, info):
-    """Return the images of the drawing's results, with the preview before."""
+    """Return the images of the drawing's results, the preview first."""
     found = [runner.execute(plan).row.image for plan in plans(info)]
     return [image for image in found if image is not None]
 
@@ -118,7 +118,7 @@ def test_a_refusal_is_the_same_sentence_from_a_process(directory, started, tmp_p
 
 
 def test_a_step_that_fails_leaves_the_other_drawings(directory, started):
-    """A plan of a drawing that was never encoded is a fault of ours; the next plan works."""
+    """A plan for a drawing that was never encoded is an engine bug; other plans still work."""
     runner = make_runner(model(directory), EngineConfig(models=(model(directory),)))
     info = load(runner, started)
     alone = images(runner, info)

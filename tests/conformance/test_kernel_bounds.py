@@ -1,8 +1,8 @@
 """No index of a step reads or writes memory outside what it points into (engine/kernels/bounds.h).
 
-A token's id that the embedding lacks makes its row NaN, and the row gets no token; any other index
-refuses the step before anything of it is computed. `test_kernel_sources.py` runs this file under
-the sanitizers, and plants a missing look.
+A token id outside the embedding makes its row NaN, so that the row gets no token. Any other index
+outside its bounds makes the kernels refuse the step before they compute anything.
+`test_kernel_sources.py` runs this file under the sanitizers, also with a bounds check removed.
 """
 
 import ctypes
@@ -37,10 +37,10 @@ from tests.conformance.test_rewrites import Built, load
 from tests.support.model_zoo import TINY, load_runner
 
 FAR = (-(2**63), -(2**32), -1, 2**32 - 1, 2**63 - 1)
-COUNTS = (1, 40, 3)  # a decode, a chunk, and a short row
+COUNTS = (1, 40, 3)  # the rows' tokens: a decode, a chunk, and a short row
 BLOCKS = ([5], [1, 2, 7], [9])
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-FORMS = {  # how the embedding is kept: the architecture's row in the zoo, its dtype, its weights
+FORMS = {  # forms of the embedding: a model of the zoo, its dtype, and its quantization
     "in panels": ("llama", FLOAT32, "none"),
     "in panels, bfloat16": ("llama", BFLOAT16, "none"),
     "plain": ("llama, untied, biases", FLOAT32, "none"),
@@ -53,7 +53,8 @@ FORMS = {  # how the embedding is kept: the architecture's row in the zoo, its d
 
 
 class Stepping:
-    """A compiled model whose step can be changed between Python and the kernels."""
+    """A compiled model. A test can change a step after Python made it and before the kernels
+    run."""
 
     def __init__(self, directory, dtype=FLOAT32, quantization="none"):
         self.built = Built(directory, dtype, is_stock=False, quantization=quantization)
@@ -118,13 +119,13 @@ def refused(what):
 
 
 def at(address, index, value):
-    """Write one index of an array of a step."""
+    """Write the index at a place of an array of a step."""
     ctypes.c_int64.from_address(address + 8 * index).value = value
 
 
 NUM = sum(COUNTS)
-# Each index of a step: what it is set to by (step, value), and the first values on both sides that
-# are outside its bounds.
+# Each index of a step: a function (step, value) that sets it, and the first values below and above
+# its bounds.
 INDICES = {
     "a row's start": (lambda s, v: at(s.rows.starts, 1, v), (-1, COUNTS[1])),
     "a row's end": (lambda s, v: at(s.rows.ends, 1, v), (0, 3 * 16 + 1)),
@@ -141,8 +142,8 @@ INDICES = {
 
 
 def check_refused(one, change, values, keywords=dict):
-    """Check that the step with each value is refused, that nothing was written, and that the next
-    step is as before. ``keywords`` makes the step's further inputs."""
+    """Check that the step with each value is refused, that no cache was written, and that the next
+    step gives the same logits. ``keywords`` makes the step's further inputs."""
     good = one.run(**keywords())
     before = [tensor.clone() for tensor in one.caches]
     for value in (*FAR, *values):
@@ -171,7 +172,7 @@ def test_an_index_of_states_outside_its_bounds_refuses_the_step(zoo, index):
     change, values = STATES[index]
     one = Stepping(zoo.directory("lfm2"))
     good = one.run()
-    far = [value for value in FAR if value != -1]  # which says that there is none
+    far = [value for value in FAR if value != -1]  # -1 means that the row has no state
     for value in (*far, *values):
         with refused("a step"):
             one.run(change=lambda step, value=value: change(step, value))
@@ -291,7 +292,7 @@ def decoder_with(zoo, arch="llama", **changes):
 
 
 def test_parts_that_do_not_fit_are_not_compiled(zoo):
-    """Where transformers' own module would not notice, or is not run."""
+    """transformers' own module, which would fail for some of these parts, is not run."""
 
     def wider(parts):
         [rotary] = parts.rotaries

@@ -12,14 +12,14 @@ from tests.support import kernel_cases, toolchains
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
 RUNNABLE = [one for one in VARIANTS if features_of(CPUINFO).issuperset(one.needs)]
-IN_SHORT = "x86-64-v3"  # most laptops have it, and this machine's own code may be another
-# The compiler's target; a processor of the emulator that has nothing beyond it; the instructions.
+IN_SHORT = "x86-64-v3"  # the quick run's variant, which most laptops can run
+# The compiler's target; an emulated processor with no further features; the instructions used.
 ARM = {
     "armv8-a": ("cortex-a53", "NEON, NEON"),
     "armv8.2-a+dotprod": ("cortex-a76", "NEON, NEON-DOTPROD"),
     "armv8.6-a+i8mm+bf16": ("max", "NEON-BF16, NEON-I8MM"),
 }
-FAULTS = {  # of which file, a line, and what is planted in its place
+FAULTS = {  # a file, one of its lines, and the fault that replaces the line
     "the codes of 4 bits are in the other order": (
         "triolet.cpp",
         "(uint8_t)(k % 8 < 4 ? from[k] : from[k] << 4)",
@@ -59,7 +59,7 @@ def driver(tmp_path_factory):
 
 
 def check(done, kinds):
-    """Hold that every case passed, with these instructions."""
+    """Check that every case passed, computed with these instructions."""
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("0 of "), last

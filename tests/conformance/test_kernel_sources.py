@@ -1,6 +1,6 @@
 """The C++ of the kernels: no compiler warns of it, and no sanitizer finds a fault in it.
 
-Users' machines compile with ``-w``, as a newer compiler's new warning should not trouble them.
+Users' machines compile with ``-w``, so that new warnings of newer compilers do not trouble them.
 """
 
 import os
@@ -21,14 +21,14 @@ LIMIT_S = 600
 # kernels are one file, and it exports no function that takes or returns a vector.
 FLAGS = ("-std=c++17", "-fopenmp", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
 IS_X86 = os.uname().machine == "x86_64"
-# Processors that take every way through the `#if`s of simd.h and matmul.h: no feature, AVX-512
-# with products of bfloat16, and AMX; in the long run also those between. They need not be there.
+# Targets that together compile every branch of the `#if`s in simd.h and matmul.h: no feature,
+# AVX-512 with products of bfloat16, and AMX; in the long run also those between. Nothing runs.
 MARCHES = ("x86-64", "cooperlake", "sapphirerapids") if IS_X86 else ("native",)
 OTHER_MARCHES = ("x86-64-v3", "x86-64-v4") if IS_X86 else ()
 # ARM: no feature beyond NEON, with products of bytes, and with products of bfloat16.
 ARM_MARCHES = ("armv8-a", "armv8.2-a+dotprod", "armv8.6-a+i8mm+bf16")
-# What the sanitizers run: the code for the processor at hand, with AVX-512 or AMX where it has
-# them, and there also the vector code that those replace, which any other processor runs anyway.
+# Targets that the sanitizers run: this processor, and if it has AVX-512, also the vector code
+# without AVX-512.
 HAS_AVX512 = bool(torch.cpu.get_capabilities().get("avx512_f"))
 MARCHES_RUN = ("native", "x86-64-v3") if IS_X86 and HAS_AVX512 else ("native",)
 TESTED = (
@@ -43,7 +43,7 @@ TESTED = (
 
 
 def compile_source(path, *flags, compiler=None):
-    """What the compiler says of a source; "" if it takes it without a warning."""
+    """Return the compiler's messages about a source, "" if it compiles without a warning."""
     done = subprocess.run(
         [compiler or native.find_compiler(), *FLAGS, *flags, str(path)],
         capture_output=True,
@@ -65,7 +65,7 @@ def compile_source(path, *flags, compiler=None):
     ],
 )
 def test_the_library_compiles_without_a_warning_for_every_processor(march, level, tmp_path):
-    """The optimiser sees causes for warnings that the parser does not, and takes a minute to."""
+    """The optimiser finds causes for warnings that the parser does not, but takes a minute."""
     out = ("-c", "-o", str(tmp_path / "kernels.o"))
     assert compile_source(native.SOURCES / "triolet.cpp", level, f"-march={march}", *out) == ""
 
@@ -79,7 +79,7 @@ def test_the_library_compiles_without_a_warning_for_arm(march, tmp_path):
 
 
 def test_only_the_files_of_the_processor_know_it():
-    """Other files say what is computed, and not with which instructions."""
+    """Only the simd headers choose instructions; the other files say what is computed."""
     knows = re.compile(r"__(AVX|AMX|ARM|SSE|F16C|FMA|aarch64|x86)|_mm\d*_|TRIOLET_NEON|arm_neon")
     found = {
         path.name
@@ -91,7 +91,8 @@ def test_only_the_files_of_the_processor_know_it():
 
 @pytest.mark.parametrize("name", sorted(path.name for path in native.SOURCES.glob("*.h")))
 def test_each_header_compiles_alone_without_a_warning(name, tmp_path):
-    """So it includes what it uses. What it defines is used by others."""
+    """So each header includes what it uses. Its functions may be unused, as other files call
+    them."""
     alone = tmp_path / "alone.cpp"
     alone.write_text(f'#include "{native.SOURCES / name}"\n')
     assert compile_source(alone, "-Wno-unused-function", "-fsyntax-only") == ""
@@ -104,8 +105,8 @@ SANITIZED = ("-p", "tests.support.sanitized_kernels")
 
 def run_sanitized(*tests, march="native", sources=native.SOURCES):
     """Run tests in a pytest of their own, with the kernels that `sanitized_kernels` compiles. The
-    sanitizer's library is loaded first, so that it sees what torch allocates; with it C++'s own,
-    whose exceptions it would not find otherwise."""
+    sanitizer's library is preloaded, so that it sees torch's allocations; so is C++'s library,
+    whose exceptions the sanitizer must find."""
     compiler = native.find_compiler()
     libraries = [
         subprocess.run(
@@ -118,7 +119,7 @@ def run_sanitized(*tests, march="native", sources=native.SOURCES):
         env=os.environ
         | {
             "LD_PRELOAD": " ".join(libraries),
-            "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have to the end
+            "ASAN_OPTIONS": "detect_leaks=0",  # some memory is never freed
             "KERNELS_MARCH": march,
             "KERNELS_SOURCES": str(sources),
         },
@@ -139,7 +140,7 @@ def test_the_kernels_own_tests_pass_under_the_sanitizers(march):
 
 PRODUCTS = ("tests/conformance/test_native_products.py",)
 REFUSES = "test_kernel_bounds.py::test_an_index_outside_its_bounds_refuses_the_step"
-FAULTS = {  # a line of a file, what is planted in its place, what sees it, and what is said then
+FAULTS = {  # file, line, fault in the line's place, the tests that see it, and their message
     "a number behind the end of an array": (
         "triolet.cpp",
         "to[panel_index<T>(k, lane)] = from[k];",
@@ -156,7 +157,7 @@ FAULTS = {  # a line of a file, what is planted in its place, what sees it, and 
         PRODUCTS,
         "signed integer overflow",
     ),
-    "no look at a token's id": (  # where the engine's own look is missing, too
+    "no look at a token's id": (  # the tests remove the engine's own check, too
         "decoder.h",
         "if (!is_inside(id, model.embedding_rows)) {",
         "if (!is_inside(id, INT64_MAX)) {",

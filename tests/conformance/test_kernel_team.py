@@ -1,4 +1,4 @@
-"""The team of threads that computes a step: every task is done once, whoever is late.
+"""The team of threads that computes a step: every task is done once, whichever thread is late.
 
 The driver's steps change their number of threads from one to the next, as a worker's do, and some
 threads sleep inside of tasks and between loops.
@@ -25,7 +25,7 @@ def build(to, *flags, sources=native.SOURCES):
 
 
 def drive(driver, seed, steps, callers):
-    """Run the driver's steps, and return what it printed and its exit code; None if it hangs."""
+    """Run the driver's steps. Return its output and its exit code, None if it hangs."""
     command = [str(driver), str(seed), str(steps), str(callers)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -41,7 +41,7 @@ def driver(tmp_path_factory):
 
 @pytest.mark.parametrize(("seed", "callers"), [(1, 1), (2, 1), (3, 4)])
 def test_every_task_is_done_once_with_any_number_of_threads(driver, seed, callers):
-    """Helpers are kept: with up to six threads, a caller has at most five of them."""
+    """The driver prints its number of threads: at most five helpers for each caller are started."""
     printed, code = drive(driver, seed, 1000, callers)
     assert code == 0
     assert int(printed) <= 1 + 6 * callers

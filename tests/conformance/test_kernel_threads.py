@@ -1,4 +1,4 @@
-"""The numbers of a text model do not depend on how many threads its kernels have."""
+"""A text model's logits do not depend on the number of threads of its kernels."""
 
 from itertools import cycle
 
@@ -12,8 +12,8 @@ from tests.support.model_zoo import seeded_prompt
 
 
 def outputs(runner, info, monkeypatch, counts):
-    """Return the logits of all steps of some sequences, as bytes. Each step's kernels have the next
-    of the counts; torch's own operations keep theirs."""
+    """Return the logits of all steps of some sequences, as bytes. Each step's kernels use the next
+    number of threads in ``counts``; torch's operations keep theirs."""
     found, forward, turn, asked = [], runner._forward, cycle(counts), set()
 
     def keep(batch):

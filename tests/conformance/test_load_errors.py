@@ -160,7 +160,8 @@ BREAKERS = {
 
 
 def failure(directory, **fields):
-    """Return the error of a load, after a check that nothing is kept and clients can read it."""
+    """Return a load's error. Check that the runner keeps nothing and that clients may see the
+    text."""
     runner = TorchRunner(RunnerSpec(str(directory), **({"kv_bytes": 1 << 22} | fields)))
     with pytest.raises(SpawnFailed) as failed:
         runner.load(lambda _progress: None)
@@ -238,7 +239,7 @@ def test_weights_too_large_for_their_dtype_are_refused(stock, tmp_path):
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_the_arithmetic(stock):
-    # 3 layers × 2 × 2 heads × 16 numbers × 4 bytes × 16 tokens = 12,288 bytes a block.
+    # 3 layers × 2 × 2 heads × 16 numbers × 4 bytes × 16 tokens = 12,288 bytes for each block.
     said = failure(stock, kv_bytes=63 * 12288, max_model_len=1024)
     assert (
         "the KV pool of 774,144 bytes holds 63 blocks of 16 tokens (12,288 bytes each), and one "

@@ -12,7 +12,7 @@ from tests.checkpoints import text, vision
 from tests.support.gguf_files import write_model
 from tests.support.programs import output_of
 
-# Loads a model, and prints each module that is imported while other threads may import, too.
+# The program loads a model, and prints each module that it imports while other threads may import.
 WATCH = """
 import sys
 from engine.worker import import_lock
@@ -35,7 +35,7 @@ runner.estimate()
 runner.load(lambda progress: None)
 print(*(name for name in seen if name in sys.modules), sep="\\n", end="")
 """
-# Loads models at once, each in a thread, as at a server's start, and prints what failed.
+# The program loads models at once, each in a thread, as a server does, and prints their errors.
 AT_ONCE = """
 import sys, threading
 from engine.config import EngineConfig, ModelConfig

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens and of prompts, against transformers' log-softmax.
 
-They are the model's own, before temperature and every edit, and do not depend on the schedule:
-chunks, preemption, forks, the prefix cache.
+The log-probabilities are the model's own, before temperature and every edit, and do not depend on
+the schedule: chunks, preemption, forks, the prefix cache.
 """
 
 import math
@@ -33,7 +33,6 @@ def llama(zoo):
 
 
 def text_of(token):
-    """Return the text by which the test names a token."""
     return f"<{token}>"
 
 
@@ -46,8 +45,8 @@ def test_scores_are_log_softmax_and_its_likeliest(way, vocab):
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)) * 4 + 30
     wanted = [Wanted(row, (row * 7) % vocab, count) for row, count in ((3, 0), (0, 20), (0, 2))]
     exact = logits.double().log_softmax(1)
-    # Four steps of float32 at the size of these logits remain after a subtraction. How a sum of
-    # 49,152 terms is rounded depends on the processor.
+    # The tolerance is four float32 steps at the size of these logits, as a sum of 49,152 terms is
+    # rounded differently by each processor.
     near = 4 * torch.finfo(torch.float32).eps * logits.abs().max().item()
     if way == "batch":
         scored = logprobs_module._score_batch(logits, wanted)
@@ -84,7 +83,7 @@ def test_alternatives_have_their_text_and_rank_and_equal_ones_go_by_id():
 
 
 def check_entries(loaded, entries, logits, tokens, alternatives):
-    """Check ``entries`` of ``tokens``, each by its row of ``logits`` [tokens, vocab]."""
+    """Check the entry of each token against its row of ``logits`` [tokens, vocab]."""
     assert [entry.token_id for entry in entries] == list(tokens)
     exact = logits.double().log_softmax(1)
     for entry, row in zip(entries, exact, strict=True):
@@ -211,7 +210,7 @@ def test_a_plan_that_skips_scores_is_an_engine_bug(llama, monkeypatch, skipped):
 
 @pytest.mark.parametrize("schedule", ["chunked", "cached"])
 def test_a_prompt_is_scored_completely_even_if_it_is_cached(llama, schedule):
-    """A scored prompt is computed from its first token, and others take what it computed."""
+    """A scored prompt is computed from its first token on, and its blocks are cached for others."""
     prompt = tuple(seeded_prompt(150))
     asked = GenerateRequest(
         token_ids=prompt,

@@ -1,4 +1,4 @@
-"""Small parts of the worker by themselves: cache, packing, backend, and the checkpoint maker."""
+"""Small parts of the worker: cache, packing, backend, and the checkpoint maker."""
 
 import os
 import random
@@ -62,7 +62,7 @@ def test_auto_picks_the_best_device_there_is_and_the_cpu_can_always_be_asked_for
 
 def test_a_block_costs_the_sum_over_layers():
     spec = RunnerSpec("m", block_size=4, kv_bytes=10_000, max_num_seqs=100)
-    # (2 × 2 × 8 + 2 × 1 × 16) numbers × 2 bytes × 4 tokens
+    # Bytes of a block: (2 × 2 × 8 + 2 × 1 × 16) numbers of 2 bytes for 4 tokens.
     pool = size_pool(spec, SHAPES, 2, 64)
     assert pool.bytes_per_block == 512
     assert (pool.num_blocks, pool.max_model_len) == (19, 64)
@@ -197,7 +197,7 @@ def test_a_window_shows_a_query_itself_and_those_before_it():
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_reference_is_attention_token_by_token(seed, window, softcap, has_sinks):
-    """The rows lie over shuffled blocks; every earlier key is in the cache."""
+    """The rows' blocks are shuffled, and all earlier keys are in the cache."""
     rng, block_size = random.Random(seed), 4
     cache = KvCache([LayerShape(2, 8)], 64, block_size, dtype=torch.float64,
                     device=torch.device("cpu"))  # fmt: skip
@@ -264,7 +264,7 @@ def test_the_command_line_sets_shape_and_fields(tmp_path, capsys):
     ("preset", "arch", "millions"), [("s135", "llama", 134.5), ("q05", "qwen2", 494.0)]
 )
 def test_the_shapes_of_the_peers_have_their_sizes(preset, arch, millions):
-    """peers.md names these models by their parameter counts."""
+    """The notes on other engines (peers.md) name these models by their numbers of parameters."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -27,7 +27,7 @@ from tests.conformance.test_rewrites import Built, check_rounded_alike, round_in
 from tests.support.model_zoo import REFERENCE, Loaded, load_runner
 from tests.support.parity import Oracle, Tally
 
-# As in the published checkpoints.
+# The quantization settings of published GPT-OSS checkpoints.
 SETTINGS = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -36,7 +36,7 @@ SETTINGS = {
 }  # fmt: skip
 FLOAT_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 WEIGHTS = (".experts.gate_up_proj", ".experts.down_proj")
-LARGE = Shape(2, 256, 4, 2, 768, 512, 1024, tied=False)  # nearly all of it is experts
+LARGE = Shape(2, 256, 4, 2, 768, 512, 1024, tied=False)  # nearly all of its weights are experts
 ESTIMATE_OFF_MOST = 0.05
 
 
@@ -95,7 +95,6 @@ def write_all_codes(directory):
 
 
 def read_joined(directory, name, shape):
-    """Return a weight of all experts as the stock module has it."""
     joining = Joining(alternating=True)
     with Mxfp4Checkpoint(directory) as opened:
         return joining.join([opened.read(one.name) for one in joining.pieces(name, shape)], shape)
@@ -113,7 +112,7 @@ def test_the_weights_are_those_of_transformers_own_conversion(tmp_path, dtype):
 
 
 def swapped(blocks):
-    """Return the codes of blocks, of each byte the high one first."""
+    """Return the codes of blocks, each byte's high half first."""
     return torch.stack((blocks >> 4, blocks & 15), dim=-1).flatten(1)
 
 
@@ -136,7 +135,7 @@ def test_a_planted_fault_gives_other_weights(tmp_path, monkeypatch, fault):
 
 
 def load(checkpoint, oracle):
-    """Return the stock way to run the checkpoint."""
+    """Return the checkpoint, loaded to run by transformers' modules."""
     runner, info = load_runner(checkpoint, way=REFERENCE, dtype="float32")
     return Loaded(checkpoint, runner, info, oracle)
 
@@ -160,7 +159,7 @@ def test_swapped_nibbles_turn_parity_red(checkpoint, oracle, monkeypatch):
 def test_compiled_experts_compute_what_torch_does_with_the_same_roundings(
     checkpoint, scales_in_halves
 ):
-    """As other weights of 4 bits: the rows that they multiply are rounded to int8."""
+    """The rows multiplied with experts are rounded to int8, as with other weights of 4 bits."""
     small = Built(checkpoint, torch.float32, is_stock=False, weights=Mxfp4Checkpoint(checkpoint))
     exact = Built(checkpoint, torch.float32, is_stock=True, weights=Mxfp4Checkpoint(checkpoint))
     round_inputs(exact.execution.model.module, but=FLOAT_LAYERS)
@@ -176,8 +175,8 @@ def divergence(exact, other):
 def test_compiled_experts_diverge_from_float_rows_as_far_as_rows_of_int8_do(
     checkpoint, scales_in_halves
 ):
-    """What they lose is the rounding of the rows that they multiply: a router near a tie then takes
-    another expert, and a log-probability may move by 2.5 on random weights."""
+    """Only the rounding of the multiplied rows differs: with it a router near a tie may take
+    another expert, which can move a log-probability by 2.5 with random weights."""
 
     def built(*, is_stock):
         weights = Mxfp4Checkpoint(checkpoint)
@@ -209,7 +208,7 @@ def large(tmp_path_factory):
     ids=["compiled", "another YaRN factor", "stock", "compiled from the stock module"],
 )
 def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, share, form):
-    """Experts stay in 4 bits where a skeleton runs compiled; elsewhere they are expanded."""
+    """Experts stay in 4 bits if a skeleton is compiled; otherwise they are expanded to floats."""
     shutil.copytree(large, tmp_path, dirs_exist_ok=True)
     config = json.loads((large / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | extra))
@@ -228,7 +227,7 @@ def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, 
     assert told == pytest.approx(runner._model.num_bytes, rel=ESTIMATE_OFF_MOST)
     assert (told < 0.5 * whole) == is_small
     estimate = TorchRunner(spec).estimate().num_bytes
-    # In so small a model, a step's own memory weighs much, and is only guessed before the load.
+    # A step's own memory is only guessed before the load, and is a large part for so small a model.
     assert abs(info.memory_bytes / estimate - 1) <= 0.2
     runner.close()
 

@@ -41,7 +41,7 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Make compilations take a second, for tests that do not compute with the library."""
+    """Compile in a second, without optimisation, for tests that compute nothing."""
     flags = tuple("-O0" if flag == "-O3" else flag for flag in native.FLAGS)
     monkeypatch.setattr(native, "FLAGS", flags)
 
@@ -115,19 +115,19 @@ def a_compiler_that_fails(monkeypatch, tmp_path):
 
 
 def a_library_of_another_layout(monkeypatch, tmp_path):
-    """Pretend that the library has another layout of its arguments."""
+    """Expect another layout of arguments than the library has."""
     monkeypatch.setattr(native, "MIRRORED", structs.MIRRORED[::-1])
     return "has another layout"
 
 
 def a_variant_of_no_name(monkeypatch, tmp_path):
-    """Ask for a variant that is not there."""
+    """Ask for a variant that does not exist."""
     monkeypatch.setenv(native.SWITCH, "x86-64-v9")
     return "must be off or one of x86-64-v3, x86-64-v3-vnni"
 
 
 def a_variant_of_another_processor(monkeypatch, tmp_path):
-    """Ask for a variant that an older processor cannot run."""
+    """Ask for a variant that the processor cannot run."""
     monkeypatch.setattr(native, "_cpuinfo", lambda: "flags : avx2 fma f16c bmi1 bmi2 movbe\n")
     monkeypatch.setenv(native.SWITCH, "x86-64-v3")
     return "ENGINE_KERNELS is x86-64-v3, and the processor has no abm"
@@ -207,7 +207,7 @@ def test_the_reference_does_what_the_kernels_cannot(device, dtype, width, why):
 
 
 def no_home(monkeypatch, directory=None):
-    """Be a user without HOME that no passwd file knows."""
+    """Be a user without HOME and without an entry in the passwd file."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda _uid: {}["nobody"])
@@ -249,7 +249,6 @@ def a_file_in_the_place_of_the_cache(monkeypatch, directory):
 def test_a_cache_that_cannot_be_used_is_told_once_and_the_kernels_run(
     fresh, monkeypatch, caplog, trouble
 ):
-    """Nothing is compiled here."""
     monkeypatch.setattr(native, "find_built", lambda *_: None)
     monkeypatch.setattr(native, "_compile", lambda _compiler, _flags, path: path.touch())
     monkeypatch.setattr(native, "_open", lambda path: SimpleNamespace(_name=str(path)))
@@ -263,8 +262,8 @@ def test_a_cache_that_cannot_be_used_is_told_once_and_the_kernels_run(
 
 
 def test_a_library_shows_nothing_but_the_functions_that_python_calls():
-    """The loader gives two libraries one copy of a variable that both show, such as the list of
-    idle teams. With two builds in one process, a test's numbers became NaN."""
+    """The loader merges variables that two libraries export under one name, such as the list of
+    idle teams. Red if they are exported: with two builds in one process, numbers became NaN."""
     path = native.load()._name
     done = subprocess.run(
         ["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True
@@ -276,12 +275,12 @@ def test_a_library_shows_nothing_but_the_functions_that_python_calls():
 
 @pytest.mark.slow
 def test_both_use_torchs_own_openmp():
-    """Two OpenMP libraries in one process would be twice the threads."""
+    """Torch and the kernels share one OpenMP library; two would have twice the threads."""
     code = (
         "from engine.worker.forward import native; native.load()\n"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line})"
     )
-    [path] = eval(output_of(code))  # our own output: the text of a set of strings
+    [path] = eval(output_of(code))  # the program prints a set of strings
     assert Path(path).parent == Path(torch.__file__).resolve().parent / "lib"
 
 
@@ -295,9 +294,9 @@ if torch.cpu.get_capabilities().get("avx512_f"):
 @pytest.mark.parametrize("level", ["-O1", pytest.param("-O3", marks=pytest.mark.full)])
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_other_processors_get_the_same_numbers(fresh, monkeypatch, processor, level):
-    """Run the vector code that this processor's own features hide.
+    """Run vector code that this processor does not use by itself.
 
-    With the optimisation of the shipped library, it would take four times as long to compile.
+    The shipped library's optimisation level would take four times as long to compile.
     """
     target = f"-march={processor}" if os.uname().machine == "x86_64" else "-O2"
     others = {"-march=native": target, "-O3": level}

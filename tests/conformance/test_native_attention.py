@@ -1,7 +1,7 @@
-"""The compiled attention computes what the reference does (D12).
+"""The compiled attention equals the reference (D12).
 
-Every head width and grouping, windows, soft caps, contexts of several parts, chunks of prompts
-beside decodes, in float32 and bfloat16.
+Compared for every head width and grouping, windows, soft caps, contexts of several parts, and
+chunks beside decodes, in float32 and bfloat16.
 """
 
 import random
@@ -21,18 +21,18 @@ from engine.worker.load.architectures import LayerShape
 
 CPU = torch.device("cpu")
 # Heads, key heads, width: groups of 1, 2, 3, 7, 12 and 40 heads, widths of 1 to 16 vectors. A task
-# takes one key head, or all, or, for the last two, some.
+# computes one key head, or all, or, for the last two shapes, some.
 SHAPES = [
     *((4, 4, 16), (4, 2, 64), (9, 3, 64), (14, 2, 64), (12, 1, 32), (2, 1, 80), (3, 1, 256)),
     *((40, 1, 32), (36, 12, 48), (40, 40, 16)),
 ]
-# The error that each dtype's rounding leaves in a weighted mean of numbers near 1.
+# The error of a weighted mean of numbers near 1 that comes from each dtype's rounding.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 
 
 @dataclass
 class Case:
-    """Rows over shuffled blocks, with numbers that are exact in both dtypes."""
+    """Inputs of an attention: rows over shuffled blocks, and numbers that both dtypes have."""
 
     cache: KvCache
     rows: object
@@ -68,7 +68,6 @@ def make_case(seed, shape, dtype, lengths, block_size=16, wholes=()):
 
 
 def copied(cache, dtype):
-    """Return the same cache in another dtype."""
     own = KvCache(cache.shapes, cache.num_blocks, cache.block_size, dtype=dtype, device=CPU)
     for to, source in zip((*own.keys, *own.values), (*cache.keys, *cache.values), strict=True):
         to.copy_(source)
@@ -103,7 +102,7 @@ MIXED = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (511, 1), (512, 1), (1100
 @pytest.mark.parametrize("window", [None, 24, 600])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sinks_take_their_share(backend, shape, window, dtype):
-    """Those far above and far below all scores, too."""
+    """The sinks lie from far below all scores to far above them."""
     case = make_case(2, shape, dtype, MIXED)
     sinks = torch.linspace(-60.0, 60.0, shape[0]).to(dtype)
     call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, sinks=sinks)
@@ -120,7 +119,7 @@ def test_sinks_take_their_share(backend, shape, window, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_result_is_the_references_in_float64(backend, shape, window, softcap, dtype):
     case = make_case(1, shape, dtype, MIXED)
-    call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, softcap)  # scores spread by 2
+    call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, softcap)  # scores spread by about 2
     wanted = in_float64(case, call)
     out = attend(backend, case, call)
     assert out.dtype == dtype
@@ -145,8 +144,8 @@ def test_random_rows_and_blocks(backend, seed, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("seed", range(10))
 def test_tokens_of_an_image_see_each_other(backend, seed, dtype):
-    """Images in long and short rows, one of which goes over the border of a part, as transformers
-    masks them; a window bounds only what comes before a token."""
+    """Images in long and short rows are masked as by transformers, one across the border between
+    two parts of a context. A window bounds only the tokens before an image's token."""
     rng = random.Random(seed)
     lengths = [(rng.randint(400, 500), rng.choice([9, 40, 250])) for _ in range(3)] + [(70, 1)]
     wholes, first = [], 0
@@ -196,11 +195,8 @@ def masked(case, call, wholes):
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (36, 12, 48), (40, 40, 16)], ids=str)
 def test_a_row_does_not_depend_on_the_rows_beside_it(backend, shape, window, dtype):
-    """The result is the same to the last bit.
-
-    This holds where a prompt is computed in other chunks, too, and where a task takes one key head
-    and not all.
-    """
+    """A row's result is the same to the last bit, whatever rows or chunks are beside it, and
+    whether a task computes one key head or all."""
     case = make_case(3, shape, dtype, MIXED)
     call = AttentionCall(0, 0.125, window, None)
     together = attend(backend, case, call)

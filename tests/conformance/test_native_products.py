@@ -1,4 +1,4 @@
-"""The compiled products are torch's, for every shape of block.
+"""Compiled matrix products equal torch's, for every shape of a block.
 
 A row's product does not depend on the rows beside it.
 """

@@ -37,8 +37,8 @@ def pack_words(codes, bits, order=None):
 
 
 def quantised(weight, bits, group, *, is_symmetric):
-    """Return codes [outputs, inputs], zeros and scales [outputs, groups], and the values that they
-    stand for."""
+    """Return codes [outputs, inputs], zeros and scales [outputs, groups], and the values that the
+    codes stand for."""
     groups = weight.float().unflatten(1, (-1, group))
     most = (1 << bits) - 1
     if is_symmetric:
@@ -54,7 +54,7 @@ def quantised(weight, bits, group, *, is_symmetric):
 
 
 def as_gptq(base, weight, bits, zero_offset=1, **kwargs):
-    """Return GPTQ's tensors of a weight, and its values."""
+    """Return GPTQ's tensors of a weight, and the values that they stand for."""
     codes, zeros, scales, values = quantised(weight, bits, GROUP, **kwargs)
     return {
         f"{base}.qweight": pack_words(codes, bits).T.contiguous(),
@@ -65,7 +65,7 @@ def as_gptq(base, weight, bits, zero_offset=1, **kwargs):
 
 
 def as_awq(base, weight, bits, **kwargs):
-    """Return AWQ's tensors of a weight, and its values."""
+    """Return AWQ's tensors of a weight, and the values that they stand for."""
     codes, zeros, scales, values = quantised(weight, bits, GROUP, is_symmetric=False)
     return {
         f"{base}.qweight": pack_words(codes.T, bits, AWQ_PACKING),
@@ -75,7 +75,7 @@ def as_awq(base, weight, bits, **kwargs):
 
 
 def as_packed(base, weight, bits, *, is_symmetric=True, group=GROUP):
-    """Return compressed-tensors' tensors of a weight, and its values."""
+    """Return compressed-tensors' tensors of a weight, and the values that they stand for."""
     group = group or weight.shape[1]
     codes, zeros, scales, values = quantised(weight, bits, group, is_symmetric=is_symmetric)
     tensors = {
@@ -164,8 +164,7 @@ def open_packed(directory):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_weights_are_the_values_that_were_packed(checkpoint, tmp_path, name):
-    """Planted faults that this finds: GPTQ's zeros without their 1, AWQ's nibbles in the order of
-    their bits."""
+    """Red if GPTQ's stored zeros are read without adding 1, or AWQ's nibbles in plain order."""
     values = write_packed(checkpoint, tmp_path, name)
     with open_packed(tmp_path) as packed:
         for one, wanted in values.items():
@@ -180,7 +179,7 @@ def test_packed_weights_are_the_values_that_were_packed(checkpoint, tmp_path, na
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("AWQ", ("AWQ_ORDER", tuple(range(8)))),  # nibbles in the order of their bits
+        ("AWQ", ("AWQ_ORDER", tuple(range(8)))),  # AWQ's nibbles are read in plain order
         ("GPTQ, zeros", ("_gptq", lambda told: replace(GPTQ_READER(told), is_zero_less_one=False))),
     ],
 )
@@ -211,7 +210,7 @@ def test_the_benchs_w8a8_has_the_values_of_its_source_within_a_step(checkpoint, 
         assert rounded
         for one in rounded:
             steps = source[one].float().abs().amax(1, keepdim=True) / w8a8.LARGEST
-            # The scales are in bfloat16, which moves the largest numbers by half a step more.
+            # Scales in bfloat16 move the largest numbers by up to another half step.
             assert ((packed.read(one) - source[one].float()).abs() <= 1.01 * steps).all()
             assert packed.form(one).bits == 8
 
@@ -226,7 +225,7 @@ def test_a_packed_checkpoint_is_served_by_its_directory(checkpoint, tmp_path):
 
 
 def change(settings, **fields):
-    """Return settings of compressed-tensors with other fields of the weights."""
+    """Return settings of compressed-tensors with changed fields of "weights"."""
     changed = json.loads(json.dumps(settings))
     changed["config_groups"]["group_0"]["weights"] |= fields
     return changed
@@ -268,7 +267,7 @@ def test_inputs_in_another_order_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize("name", ["GPTQ", "AWQ", "W4A16", "W8A8"])
 @pytest.mark.parametrize("change", ["fewer groups", "fewer outputs"])
 def test_scales_of_another_shape_are_refused(checkpoint, tmp_path, name, change):
-    """The kernels would read behind their end."""
+    """With fewer scales, the kernels would read behind the end of the scales."""
     write_packed(checkpoint, tmp_path, name)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -50,7 +50,7 @@ WINDOWED = [
 
 
 def run_alone(loaded, lengths, num_new=NUM_NEW):
-    """Run prompts of these lengths one after the other."""
+    """Run prompts of these lengths, each alone."""
     rng = random.Random(11)
     done = []
     for length in lengths:
@@ -61,10 +61,8 @@ def run_alone(loaded, lengths, num_new=NUM_NEW):
 
 
 def run_packed(loaded, num_new=NUM_NEW, *, count=10, seed=5):
-    """Run sequences that come while others run, so that chunks and decodes share plans.
-
-    Some lose their blocks on the way.
-    """
+    """Run sequences that arrive while others run, so that chunks and decodes share plans; some are
+    preempted."""
     rng = random.Random(seed)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=seed, chunks=96)
     lengths = [1, 500, *(rng.randint(2, 499) for _ in range(count - 2))]
@@ -163,7 +161,7 @@ def test_a_step_is_one_forward_over_the_plans_tokens(zoo, name, way):
 
 
 def test_an_engine_that_shares_prefixes_and_preempts_gives_gpt_oss_its_own_tokens(zoo):
-    """The windows of its layers, its sinks and its experts know nothing of who computed a block."""
+    """Windows, sinks and experts of GPT-OSS work with blocks that another sequence has computed."""
     loaded, rng = zoo.load("gpt_oss"), random.Random(4)
     shared = prompt_of(rng, 70)
     prompts = [shared + prompt_of(rng, rng.randint(1, 60)) for _ in range(16)]
@@ -213,11 +211,11 @@ def test_an_engine_that_shares_prefixes_and_preempts_gives_gpt_oss_its_own_token
 
 
 def assert_red(loaded):
-    """Check that parity fails: a few tokens of a few sequences suffice."""
+    """Check that parity fails: five sequences of 24 tokens suffice."""
     tally = Tally()
     sequences = run_packed(loaded, 24, count=5)[0]
     if any("its best logit is not finite" in str(one.failure) for one in sequences):
-        return  # memory that was never written holds anything, NaN included
+        return  # the fault read memory that was never written, which may hold NaN
     loaded.oracle.compare(sequences, tally)
     assert tally.wrong
     with pytest.raises(AssertionError):
@@ -226,7 +224,7 @@ def assert_red(loaded):
 
 @contextmanager
 def changed_calls(loaded, change):
-    """Change every layer's attention call by ``change``."""
+    """Let every layer compute its attention by ``change(call)``."""
     module = loaded.runner._model.module
     with pytest.MonkeyPatch.context() as patch:
         for step in (reference_attention.ReferenceStep, NativeStep):
@@ -236,7 +234,7 @@ def changed_calls(loaded, change):
             (one.window, one.softcap, one.scaling, one.sinks)
             for one in (layer.attention for layer in layers)
         ]
-        kept = []  # the sinks whose addresses the layers have
+        kept = []  # keeps sinks alive, as the layers have only their addresses
         for index, layer in enumerate(layers):
             own = layer.attention
             call = AttentionCall(
@@ -337,7 +335,7 @@ def test_a_wrong_scale_is_noticed(zoo, name, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in ZOO if "no positions" not in name])
 def test_positions_off_by_one_after_the_first_step_are_noticed(zoo, monkeypatch, name, way):
-    """The usual mistake: a decode at the position of the token before it.
+    """The planted fault is a usual mistake: each decode has the position of the token before.
 
     A shift of all positions would not show in a rotary model, whose scores depend only on
     differences.
@@ -354,7 +352,7 @@ def test_positions_off_by_one_after_the_first_step_are_noticed(zoo, monkeypatch,
 
 
 def assert_red_when_loaded(zoo, name):
-    """Load a row's model anew, compiled, and check that parity fails."""
+    """Load a model of the zoo anew, compiled, and check that parity fails."""
     directory = zoo.directory(name)
     runner, info = load_runner(directory)
     with closing(runner):

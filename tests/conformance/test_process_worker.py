@@ -1,4 +1,4 @@
-"""A real model's runner in a process of its own: the same numbers, and a process that may die."""
+"""A real model's runner in a process of its own: equal results, and the death of the process."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def load(runner):
 
 
 def same_but_for_the_process(own, apart):
-    """A worker process has memory of its own beside its model's: above all torch's."""
+    """Return whether two infos differ only by the worker process's own memory, mostly torch's."""
     process_bytes = apart.memory_bytes - own.memory_bytes
     assert 20 << 20 < process_bytes < 1000 << 20
     return replace(apart, memory_bytes=own.memory_bytes) == own
@@ -128,7 +128,7 @@ def test_a_server_of_processes_never_imports_torch_and_a_killed_workers_processe
 def use_and_kill_a_worker():
     """Use a worker as a server does, kill it, and check that all its processes end.
 
-    Those that try constraints end when their pipe to the worker does.
+    The processes that try out constraints end when their pipe to the worker is closed.
     """
     with closing(make_process_runner(STORIES, CONFIG)) as runner:
         assert load(runner).memory_bytes > 0

@@ -25,9 +25,9 @@ from engine.worker.quantized.weight import (
     weight_of,
 )
 
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # a table that is no range
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # not a range
 TABLES = ((), CENTRED, MXFP4)
-UP_TO_8 = tuple(range(-7, 9))  # 8 is the largest number that the sums of `NarrowSum` hold
+UP_TO_8 = tuple(range(-7, 9))  # the sums of `NarrowSum` allow numbers up to 8
 DTYPES = (torch.float32, torch.bfloat16)
 GROUPS = (16, 32, 48, 64, 128, 1024)
 ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130)
@@ -59,7 +59,7 @@ def round_row_blocks(x, block):
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32))
     blocks = padded.view(len(x), -1, block)
     largest = blocks.abs().amax(2)
-    # `127.0 / largest` would be 127 times a reciprocal, which is rounded twice.
+    # `127.0 / largest` would be 127 times a reciprocal, and so rounded twice.
     factors = torch.where(largest == 0, largest, torch.full_like(largest, 127.0) / largest)
     return (blocks * factors[:, :, None]).round(), largest / 127.0
 
@@ -101,7 +101,7 @@ def pack(backend, weight, dtype, bias=None):
 
 
 def whole_rows(rows, inputs, seed):
-    """Return rows of whole numbers. Each block of 16 has a 127, so that its step is 1."""
+    """Return rows of whole numbers. Each block of 16 numbers has a 127, so that its step is 1."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randint(-127, 128, (rows, inputs), generator=rng).float()
     x[:, ::16] = 127.0
@@ -123,7 +123,7 @@ def whole_rows(rows, inputs, seed):
 def test_a_product_of_whole_numbers_is_exact(
     backend, outputs, inputs, rows, group, table, dtype, has_offsets, has_bias, seed
 ):
-    """Bit for bit, whatever instructions the processor has."""
+    """The product is exact to the bit, whichever instructions the processor has."""
     weight = make_weight((outputs, inputs), group, table, has_offsets=has_offsets, seed=seed)
     bias = torch.arange(outputs).float() if has_bias else None
     x = whole_rows(rows, inputs, seed)
@@ -143,7 +143,7 @@ def test_a_product_of_whole_numbers_is_exact(
 )
 @settings(deadline=None)
 def test_a_product_is_the_references(backend, shape, rows, group, table, has_offsets, seed):
-    """Bit for bit where a multiply-add rounds once: wherever the processor has one."""
+    """Products are equal to the bit on processors with a fused multiply-add, which rounds once."""
     weight = make_weight(shape, group, table, has_offsets=has_offsets, seed=seed, is_exact=False)
     x = torch.randn((rows, shape[1]), generator=torch.Generator().manual_seed(seed))
     out, wanted = pack(backend, weight, torch.float32)(x), reference(weight, x)
@@ -166,7 +166,7 @@ def test_a_rows_product_is_the_same_beside_any_others(backend, dtype, table):
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 40])
 @pytest.mark.parametrize("table", [*TABLES, UP_TO_8], ids=("int8", "int4", "table", "up to 8"))
 def test_the_largest_numbers_give_the_largest_sums(backend, table, rows):
-    """No sum of a block is wider than the processor's instructions make it."""
+    """The extreme numbers of a block give sums that the processor's instructions still hold."""
     for number in (max(table or [127]), min(table or [-128])):
         code = table.index(number) if table else number
         kind = torch.uint8 if table else torch.int8
@@ -178,7 +178,7 @@ def test_the_largest_numbers_give_the_largest_sums(backend, table, rows):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_gives_no_finite_number(backend, value):
-    """So that the sampler refuses it; the rows beside it are as before."""
+    """The sampler then refuses the row; rows beside it are unchanged."""
     layer = pack(backend, quantise(torch.randn(40, 96), 4), torch.float32)
     x = torch.randn(5, 96)
     before = layer(x)
@@ -204,7 +204,7 @@ def test_8_bits_round_to_nearest():
 
 
 def test_4_bits_are_nearer_than_the_largest_magnitudes_scale_alone():
-    """Q4_0 of llama.cpp takes that scale."""
+    """llama.cpp's Q4_0 takes the scale from the largest magnitude alone."""
     weight = torch.randn(200, 512)
     groups = weight.view(200, -1, 32)
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -212,12 +212,12 @@ def test_4_bits_are_nearer_than_the_largest_magnitudes_scale_alone():
     plain = (groups / scale).round().clamp(-8, 7) * scale
     error = (quantise(weight, 4).expand() - weight).square().mean()
     assert error < 0.93 * (plain.view_as(weight) - weight).square().mean()
-    assert FACTORS[0] == 1.0  # so that no group is worse than there
+    assert FACTORS[0] == 1.0  # so that no group's error is larger than with Q4_0's scale
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_holds_zeros_and_whole_outputs_alone(bits):
-    """What an output becomes does not depend on the outputs beside it."""
+    """An output is rounded alone, whatever outputs are beside it."""
     weight = torch.randn(64, 100)
     weight[7] = 0
     whole, part = quantise(weight, bits), quantise(weight[5:9], bits)

@@ -1,4 +1,4 @@
-"""The ranks of a divided model as processes, as a server has them, with a real model (D29)."""
+"""A real model divided among rank processes, as in a server (D29)."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ STORIES = ModelConfig("demo-stories", threads=1)
 DIVIDED = ModelConfig("demo-stories", threads=1, tp=2)
 CONFIG = EngineConfig(models=(DIVIDED,), max_model_len=512, kv_cache_memory=8 << 20)
 FORM = Constraint("regex", "[a-z ]{1,40}")
-SOON_S = 1.0  # from a rank's death to the error
-PATIENCE_S = 10.0  # with a rank that is stopped, in place of --step-timeout
+SOON_S = 1.0  # the longest time from a rank's death to the error
+PATIENCE_S = 10.0  # how long a stopped rank is waited for, in place of --step-timeout
 
 
 def load(runner):
@@ -60,7 +60,7 @@ def test_ranks_in_processes_give_the_tokens_of_one_model_and_one_death_ends_both
 
 
 class Steps(threading.Thread):
-    """Loads a runner and runs steps without end, until that raises."""
+    """A thread that loads a runner and runs steps until one raises."""
 
     def __init__(self, runner):
         super().__init__()
@@ -86,7 +86,7 @@ class Steps(threading.Thread):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("phase", ["start", "load", "step"])
 def test_a_rank_that_dies_or_stops_ends_the_group_in_time(phase, number, rank):
-    """A step that hangs is ended by the watchdog of an engine, for which this test calls `kill`."""
+    """In an engine the watchdog ends a hung step; here the test calls `kill` in its place."""
     patience_s = PATIENCE_S
     spec = runner_spec(DIVIDED, CONFIG)
     is_stop = number == signal.SIGSTOP
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_or_stops_ends_the_group_in_time(phase, number, rank):
     steps = Steps(runner)
     wait_until(lambda: runner.process is not None, 10)
     if phase == "load":
-        time.sleep(2.5)  # torch is imported, and weights are read, or the ranks meet
+        time.sleep(2.5)  # by now weights are read, or the ranks connect
     if phase == "step":
         assert steps.is_loaded.wait(120)
         time.sleep(0.2)

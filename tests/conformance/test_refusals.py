@@ -1,4 +1,4 @@
-"""What cannot be served is refused at load, by name, in one sentence (D11)."""
+"""A model that cannot be served is refused at load, in one sentence with the reason (D11)."""
 
 from types import SimpleNamespace
 
@@ -184,8 +184,8 @@ def test_longrope_serves_its_original_length_and_refuses_more():
 
 ORIGINAL = "original_max_position_embeddings"
 # Kinds of rotary embeddings: their settings, and the longest sequence with 1024 positions in the
-# config. Source: vLLM's `_get_and_verify_max_len`; where yarn's product is less than the positions,
-# vLLM takes the product.
+# config. Source: vLLM's `_get_and_verify_max_len`; if yarn's product is smaller than the config's
+# positions, vLLM takes the product.
 LENGTHS = {
     "default": ({"rope_type": "default"}, 1024),
     "yarn, as Qwen's card": ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 1024}, 4096),
@@ -252,12 +252,13 @@ def test_longrope_is_capped_at_load_and_the_model_says_why(tmp_path):
     assert info.context_note == (
         "of 1024, because beyond 600 its longrope embedding would change every sequence of a batch"
     )
-    assert load_runner(tmp_path, max_model_len=500)[1].context_note == ""  # the operator knows
+    # with the operator's length no note is needed
+    assert load_runner(tmp_path, max_model_len=500)[1].context_note == ""
     with pytest.raises(SpawnFailed, match="601 is more than the original length"):
         load_runner(tmp_path, max_model_len=601)
 
 
-# --- the probe: the layers' real calls are refused, and no list of names ---------------------
+# --- the probe: the calls that layers make are refused, not names ---------------------------
 
 
 def serve_anyway(monkeypatch, name, module, config):
@@ -290,7 +291,7 @@ def test_the_probe_refuses_a_model_that_drops_keywords(monkeypatch, tmp_path, na
 
 
 def test_hunyuans_rotary_is_called_dynamic_and_is_not():
-    """Its alpha fixes the frequencies; without one, it is refused as any other."""
+    """Its alpha fixes the frequencies; a "dynamic" rotary without alpha is refused."""
     fixed = {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0}
     hunyuan = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
     assert find(hunyuan | {"rope_scaling": fixed}).module == "hunyuan_v1_dense"
@@ -312,7 +313,7 @@ def test_hunyuans_rotary_is_called_dynamic_and_is_not():
 def test_the_probe_refuses_layers_that_are_not_as_the_config_says(
     monkeypatch, tmp_path, shapes, sentence
 ):
-    make(tmp_path, "starcoder2")  # not a compiled architecture, whose layers are not run
+    make(tmp_path, "starcoder2")  # the layers of compiled architectures would not be run
     monkeypatch.setattr(runner_module, "layer_shapes", lambda _config: shapes)
     assert sentence in refusal_of(tmp_path)
 

@@ -1,9 +1,8 @@
 """Every field of a request that is an index, or becomes one, at its bounds and far outside them.
 
-The requests go to a compiled model, of whose embedding the last row ends its panels: the next id
-would be read outside its memory. A request is answered or refused by the field at fault, and one
-that runs beside it gets its own tokens. `test_kernel_sources.py` runs this file under the
-sanitizers.
+The requests go to a compiled model whose embedding fills its panels, so that the next id would be
+read outside its memory. Each request is answered, or refused by the field at fault, and a request
+beside it gets its own tokens. `test_kernel_sources.py` runs this file under the sanitizers.
 """
 
 from contextlib import contextmanager
@@ -25,8 +24,8 @@ from tests.checkpoints.text import Shape, make
 from tests.support.adapters import write_by_hand
 from tests.support.added_tokens import add_token
 
-ROWS = 528  # of the embedding: whole panels
-LENGTH = 48  # of prompt and output together
+ROWS = 528  # rows of the embedding, which fill its panels
+LENGTH = 48  # the context: tokens of prompt and output together
 PROMPT = (5, 6, 7, 8)
 FAR = (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1)
 MATE = GenerateRequest(
@@ -41,8 +40,8 @@ def around(*bounds):
 
 
 IDS, ID_RANGE = around(0, ROWS - 1), (0, ROWS - 1)
-# The sources of a prompt, and the fields beside it: each with values, the range that is right, what
-# it makes of a value, and the path of the field.
+# The sources of a prompt, and the other fields: for each the values to try, the valid range, a
+# function from a value to request fields, and the field's path.
 PROMPTS = {
     "token_ids": (IDS, ID_RANGE, lambda v: {"token_ids": (5, v, 6)}, "token_ids.ids[1]"),
     "length": (
@@ -102,13 +101,13 @@ FIELDS = {
         lambda v: {"sampling": {"logit_bias": {v: 5.0}}},
         "sampling.logit_bias[{}]",
     ),
-    "bad_words": (  # a word that cannot be sampled is never written
+    "bad_words": (  # a bad word that cannot be sampled is ignored
         around(ROWS).filter(lambda v: v < ROWS + 2),
         (0, ROWS + 1),
         lambda v: {"sampling": {"bad_words": (f"<row {v}>",)}},
         "",
     ),
-    "constraint": (  # its text is written by other tokens, too
+    "constraint": (  # other tokens can write the constraint's text
         around(ROWS).filter(lambda v: v < ROWS + 2),
         (0, ROWS + 1),
         lambda v: {"constraint": Constraint("choice", f"<row {v}>\0b")},
@@ -157,7 +156,7 @@ FIELDS = {
 
 
 def choices(table):
-    """Return a strategy of a row's name and one of its values."""
+    """Return a strategy for the name of a table's row and one of its values."""
     rows = [st.tuples(st.just(name), row[0]) for name, row in table.items()]
     return st.one_of(rows)
 
@@ -178,7 +177,7 @@ def engine(tmp_path_factory):
 
 
 def finished(events):
-    """Return the tokens of the rest of a stream."""
+    """Return the tokens of events, such as the rest of a stream."""
     return [token for one in events if isinstance(one, Tokens) for token in one.token_ids]
 
 
@@ -189,7 +188,7 @@ def alone(engine):
 
 
 def merged(*parts):
-    """Return the fields of a request: tables are joined, and of other fields the last counts."""
+    """Return the fields of a request: dicts are merged, other fields are replaced by later ones."""
     found = {"model": "m", "sampling": {"max_tokens": 3, "temperature": 0.0}}
     for part in parts:
         for name, value in part.items():
@@ -199,7 +198,7 @@ def merged(*parts):
 
 
 def wrong_path(table, name, value):
-    """Return the path of a field whose value is outside its range, "" for one that is right."""
+    """Return the path of a field whose value is outside its range, "" if the value is valid."""
     inside, path = table[name][1], table[name][3]
     if inside is None or inside[0] <= value <= inside[1]:
         return ""
@@ -207,7 +206,7 @@ def wrong_path(table, name, value):
 
 
 def told(engine, *parts):
-    """Return the events of a request, or the fields that it is refused by."""
+    """Return the events of a request, and the fields by which it is refused."""
     try:
         return list(engine.generate(GenerateRequest(**merged(*parts)))), set()
     except InvalidRequest as error:
@@ -225,13 +224,13 @@ def mate_of(engine, alone):
 
 def check(engine, alone, prompt, field):
     """Send a request with these two fields beside a mate, and check both answers."""
-    is_full = prompt[0] == "length" and prompt[1] > LENGTH - 4  # no room for a continued answer
+    is_full = prompt[0] == "length" and prompt[1] > LENGTH - 4  # no room to continue an answer
     assume(not (is_full and field[0].startswith("continu")))
     wrong = {wrong_path(PROMPTS, *prompt), wrong_path(FIELDS, *field)} - {""}
     cut = field[1] if field[0] == "truncate_to" and field[1] > 0 else LENGTH
-    if cut < LENGTH:  # what is cut off is not read
+    if cut < LENGTH:  # tokens that are cut off are not read
         wrong -= {"input"}
-    if cut <= 2:  # two tokens stand before that of the text
+    if cut <= 2:  # the text's own token is cut off with the two before it
         wrong -= {"text", "chat"}
     if cut == 1:
         wrong -= {"token_ids.ids[1]"}
@@ -260,7 +259,7 @@ def test_many_drawn_indices_are_answered_or_refused_by_their_fields(engine, alon
     check(engine, alone, prompt, field)
 
 
-# ---- without the look at a request's ids
+# ---- without the engine's check of a request's ids
 
 
 @pytest.mark.parametrize("name", ["token_ids", "text", "chat"])
@@ -268,7 +267,7 @@ def test_many_drawn_indices_are_answered_or_refused_by_their_fields(engine, alon
 def test_an_id_that_is_not_looked_at_fails_its_request_alone(
     engine, alone, monkeypatch, name, value
 ):
-    """The kernels refuse it, and the sampler draws no token of its row."""
+    """Without the engine's checks, the kernels make the row NaN, and it gets no token."""
     for look in ("check_ids", "check_text"):
         monkeypatch.setattr(prepare_text, look, lambda *_args, **_fields: None)
     if name != "token_ids" and value > ROWS + 1:

@@ -1,7 +1,7 @@
 """A compiled decoder computes what the stock module does (D11).
 
-In float32 it is within 1e-5, and in bfloat16 no further from float32 than 1.1 times the stock
-module.
+In float32 its logits differ by at most 1e-5, and in bfloat16 its error is at most 1.1 times the
+stock module's.
 """
 
 import ctypes
@@ -40,9 +40,9 @@ from tests.support.model_zoo import COMPILED_ROWS
 
 CPU = torch.device("cpu")
 COUNTS = (1, 40, 3, 1, 130, 1)
-ERROR_FLOAT32 = 1e-5  # D11
+ERROR_FLOAT32 = 1e-5  # D11's bound
 ERROR_BFLOAT16 = 1.1  # times the stock module's error
-# Layers as wide as small real models have them, and an MLP that leaves a panel partly empty.
+# Layers as wide as in small real models, and an MLP whose last panel is partly empty.
 WIDE = {
     "llama": Shape(2, 576, 9, 3, 1000, 700, 256),
     "qwen2": Shape(2, 896, 14, 2, 2432, 512, 256),
@@ -101,10 +101,8 @@ class Built:
             round_inputs(self.execution.model.module)
 
     def logits(self, only=None, counts=COUNTS):
-        """Return the logits of every token of rows of ``counts`` tokens, or of one of these rows.
-
-        [num_tokens, vocab] float32
-        """
+        """Return the logits of every token of rows with ``counts`` tokens, or of the row ``only``,
+        [num_tokens, vocab] float32."""
         rng = np.random.default_rng(7)
         blocks = iter(rng.permutation(64))
         tables = [np.array([next(blocks) for _ in range(-(-c // 16))]) for c in counts]
@@ -136,7 +134,7 @@ class SeparateExperts(torch.nn.Module):
     def __init__(self, stock):
         super().__init__()
         self.act_fn = getattr(stock, "act_fn", None)
-        self.apply_gate = getattr(stock, "_apply_gate", None)  # GPT-OSS
+        self.apply_gate = getattr(stock, "_apply_gate", None)  # only GPT-OSS has this method
         is_joined = hasattr(stock, "act_fn")
         self.layers = torch.nn.ModuleList(
             torch.nn.ModuleList(parts)
@@ -144,13 +142,13 @@ class SeparateExperts(torch.nn.Module):
         )
 
     def gated(self, gate, up):
-        """Return what a gate lets through of an up."""
+        """Return the up projection, gated."""
         if self.act_fn is not None:
             return self.act_fn(gate) * up
         return self.apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
 
     def forward(self, hidden, chosen, shares):
-        """Return the shared sum of each row's experts."""
+        """Return the sum of the chosen experts' outputs for each row, weighted by their shares."""
         rows = []
         for row, experts, own in zip(hidden.split(1), chosen.tolist(), shares, strict=True):
             parts = []
@@ -162,13 +160,13 @@ class SeparateExperts(torch.nn.Module):
 
 
 def joined_parts(stock):
-    """Yield gate, up and down of each expert."""
+    """Yield the gate, up and down projection of each expert, from joint weights."""
     for gate_up, down in zip(stock.gate_up_proj, stock.down_proj, strict=True):
         yield [linear_of(weight) for weight in (*gate_up.chunk(2), down)]
 
 
 def alternating_parts(stock):
-    """Yield gate, up and down of each of GPT-OSS' experts."""
+    """Yield the same of GPT-OSS' experts, whose gates and ups alternate."""
     joined = (stock.gate_up_proj, stock.gate_up_proj_bias, stock.down_proj, stock.down_proj_bias)
     for gate_up, bias, down, down_bias in zip(*joined, strict=True):
         pair = [linear_of(gate_up.T[first::2], bias[first::2]) for first in (0, 1)]
@@ -206,8 +204,8 @@ def round_weights(module, bits):
 
 
 def round_inputs(module, in_blocks_of_16=(), but=()):
-    """Round the inputs of a stock module's linear layers as the kernels do: in blocks of 32, and in
-    smaller ones for layers with these names. Layers called as in ``but`` have float weights."""
+    """Round the inputs of a stock module's linear layers as the kernels do: in blocks of 32, in
+    blocks of 16 for layers with these names, and not at all for the names in ``but``."""
 
     def rounded(_layer, args, *, block):
         rows = args[0].reshape(-1, args[0].shape[-1])
@@ -234,7 +232,7 @@ def check_both_dtypes(directory):
     stock = Built(directory, torch.float32, is_stock=True)
     error = distance(compiled.logits(), stock.logits())
     assert error <= ERROR_FLOAT32
-    # The exact result for bfloat16: the same rounded weights, computed in float32.
+    # The exact result for bfloat16 has the same rounded weights, and is computed in float32.
     exact = Built(directory, torch.float32, is_stock=True, rounded=as_bfloat16).logits()
     ours, theirs = (
         distance(Built(directory, torch.bfloat16, is_stock=is_stock).logits(), exact)
@@ -285,7 +283,8 @@ def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it(zoo, name, dtype)
 
 @pytest.mark.parametrize("mlp", [96, 112, 208, 304])
 def test_a_task_of_a_single_row_has_whole_pairs_of_gates_and_ups(tmp_path, mlp):
-    """With two threads a task's share is 3, 3, 6 and 9 panels, of which it takes an even number."""
+    """With two threads a task's share is 3, 3, 6 or 9 panels, of which it must take an even
+    number."""
     built = Built(make(tmp_path, "llama", Shape(mlp=mlp)), torch.bfloat16, is_stock=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -304,7 +303,7 @@ def test_a_model_with_an_unknown_activation_is_not_rewritten(zoo):
 
 
 def test_a_weight_is_held_once(zoo):
-    """A compiled model has the bytes of its parameters, and padding."""
+    """A compiled model takes the bytes of its parameters and a little padding: no second copy."""
     directory = zoo.directory("llama")
     stock = load(directory, torch.float32)
     compiled = Built(directory, torch.float32, is_stock=False).execution.model
@@ -320,9 +319,9 @@ def check_rounded_alike(small, exact):
     """Compare compiled quantized weights with a stock model, both in float32, whose weights and
     inputs of layers are rounded in the same way.
 
-    Nothing else is rounded. But an activation between two numbers may be rounded to the other one,
-    where the last bits of two sums differ. Its row and those that attend to it then differ by a
-    part of a rounding. So most of many rows of one token are equal, and long rows are near.
+    Sums whose last bits differ may round an activation to two different numbers. Then its row, and
+    the rows that attend to it, differ by part of a rounding step. So most rows of one token are
+    equal, and long rows are close.
     """
     assert isinstance(small.execution.model.module, NativeDecoder)
     ours, theirs = (one.logits(counts=(1,) * 48) for one in (small, exact))
@@ -357,7 +356,7 @@ def test_a_row_of_quantized_weights_gives_the_same_bits_whatever_is_beside_it(
 def test_quantized_weights_take_their_share_of_bfloat16s_memory(
     tmp_path, quantization, share, is_tied
 ):
-    """And the load says so before it begins."""
+    """The estimate before the load says the same."""
     shape = Shape(4, 256, 4, 2, 1024, 1000, 256, tied=is_tied)
     directory = make(tmp_path, "llama", shape, dtype="bfloat16")
     plain = Built(directory, torch.bfloat16, is_stock=False).execution.model.num_bytes
@@ -386,7 +385,7 @@ def test_impossible_quantized_weights_are_refused(zoo, name, fields, why, quanti
 
 
 def test_the_reported_memory_covers_the_largest_step(zoo):
-    """Four chunks of long prompts nearly fill a step; other steps follow."""
+    """Chunks of four long prompts nearly fill the first step; smaller steps follow."""
     runner = TorchRunner(RunnerSpec(str(zoo.directory("llama")), kv_bytes=1 << 24, threads=2,
                                     max_num_seqs=4, max_num_batched_tokens=2048))  # fmt: skip
     info = runner.load(lambda _progress: None)
@@ -413,7 +412,7 @@ def test_the_reported_memory_covers_the_largest_step(zoo):
 
 
 def test_the_reported_memory_covers_short_rows(zoo):
-    """Of 16 tokens, each of which has two parts, in a pool that holds just these rows."""
+    """Rows of one token have contexts of two parts, in a pool that just holds the rows."""
     runner = TorchRunner(RunnerSpec(str(zoo.directory("llama")), kv_bytes=1 << 24, threads=2))
     info = runner.load(lambda _progress: None)
     decoder = runner._model.module
@@ -430,7 +429,7 @@ def test_the_reported_memory_covers_short_rows(zoo):
         )
 
     def told(num_tokens, num_rows, num_blocks):
-        """Of the parts alone."""
+        """Return the reported bytes for the parts of contexts alone."""
         pool = PoolSize(num_blocks, 16, info.max_model_len, 0)
         whole, chunks = (decoder.activation_bytes(num_tokens, 7, n, pool) for n in (num_rows, 0))
         return whole - chunks

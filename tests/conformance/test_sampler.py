@@ -1,4 +1,4 @@
-"""The sampler against transformers' warpers, exact distributions, and itself in other batches.
+"""The sampler against transformers' warpers, exact distributions, and rows in other batches.
 
 Everything is deterministic: fixed generators and seeds; Hypothesis only draws inputs. All
 implementations, by rows with the compiled kernels and without, and by batch, pass the same tests
@@ -41,7 +41,6 @@ WAYS = ("rows", "kernels", "batch")
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Make `sample` use one of the implementations."""
     use(request.param, monkeypatch)
     return request.param
 
@@ -68,7 +67,7 @@ def kept_by_rows(scores, sampling):
         if needs_prefix(sampling, len(logits)):
             ids, own = draw_rows.prefix(logits, best, sampling)
             return set(ids[own > -inf].tolist())
-        if sampling.min_p == 0.0:  # weights may underflow where scores do not
+        if sampling.min_p == 0.0:  # the scores alone decide, as weights may underflow
             return set(np.flatnonzero(logits > -inf).tolist())
         return set(np.flatnonzero(draw_rows.whole(logits, best, sampling)).tolist())
 
@@ -93,15 +92,15 @@ def kept_by_batch(scores, limits):
 
 
 def warped_ids(scores, sampling):
-    """Return the same set for one row, by transformers. The scores have their temperature."""
+    """Return the ids that transformers keeps of one row. Its scores have their temperature."""
     kept = warped(scores, replace(sampling, temperature=1.0)) > -inf
     return set(kept.nonzero()[:, 0].tolist())
 
 
 def distance_to_boundary(scores, sampling):
-    """Return how close top_p or min_p comes to another set, in probability.
+    """Return by how little probability top_p or min_p misses keeping another set of ids.
 
-    Near such a boundary, exact arithmetic differs from float32.
+    If it is very little, float32 may keep another set than exact arithmetic.
     """
     weights = [math.exp(s - max(scores)) for s in scores]
     if sampling.top_k:
@@ -143,7 +142,7 @@ def assert_kept_as_transformers(way, row, sampling, prefix):
         patch.setattr(draw_rows, "PREFIX", prefix)
         ours = kept_ids(way, scores[None], [sampling])[0]
     theirs = warped_ids(scores, sampling)
-    if ours != theirs:  # at top_p's boundary, different ones of several equal scores may stay
+    if ours != theirs:  # of equal scores at top_p's boundary, transformers may keep other ids
         assert sampling.top_p < 1.0
         assert sorted(scores[[*ours]].tolist()) == sorted(scores[[*theirs]].tolist())
         assert len({row[i] for i in ours ^ theirs}) == 1
@@ -305,7 +304,8 @@ SETTINGS = [
 
 
 def variants(sampling, num_draws):
-    """Return the same settings unseeded, and seeded along each of a draw's three counters."""
+    """Yield rows with the settings: unseeded, and seeded with rising positions, seeds and
+    choices."""
     yield [SampleRow(sampling, 0)] * num_draws
     yield [SampleRow(replace(sampling, seed=7), i) for i in range(num_draws)]
     yield [SampleRow(replace(sampling, seed=i), 3) for i in range(num_draws)]
@@ -348,7 +348,7 @@ def test_a_token_of_probability_zero_is_never_drawn(way):
     spread=st.sampled_from([0.0, 0.3, 2.0, 30.0]),
 )
 def test_a_seeded_token_is_the_argmax_of_score_plus_noise(seed, position, vocab, spread):
-    """Pruning changes no token."""
+    """Implementations that skip tokens which cannot win draw the same token."""
     logits = torch.randn(5, vocab, generator=generator(vocab)) * spread
     for choice, temperature in ((0, 1.0), (3, 0.5)):
         sampling = Sampling(temperature=temperature, seed=seed, choice=choice)
@@ -385,7 +385,7 @@ def mixed_rows(count):
 
 @pytest.mark.parametrize("vocab", [97, 5000, 49_152])
 def test_all_ways_give_the_same_seeded_tokens(vocab, monkeypatch):
-    """The rows have margins above float noise; a device and a CPU agree then, too."""
+    """Tokens differ only where a row's margin is within rounding, so any device agrees, too."""
     logits = torch.randn(96, vocab, generator=generator(vocab)) * 2.5
     rows = mixed_rows(96)
     found = []
@@ -398,7 +398,7 @@ def test_all_ways_give_the_same_seeded_tokens(vocab, monkeypatch):
     assert sum(margin < 1e-4 for margin in margins) <= 1
 
 
-FAULTS = {  # of engine/kernels/draws.h: a part, and what is planted in its place
+FAULTS = {  # a part of engine/kernels/draws.h, and the fault that replaces it
     "a token that can still win is left out": ("lead * SLACK", "lead * 0.5f"),
     "the rough noise is that of the next token": ("(first + i + 1)", "(first + i + 2)"),
     "the exact noise is that of the next token": ("(token + 1)", "(token + 2)"),
@@ -479,7 +479,7 @@ def test_an_unseeded_batch_repeats_with_its_generator(way):
 
 
 def test_a_drawn_seed_alone_decides_a_draw_without_a_seed(way):
-    """Red with draws from the generator: a stream could not go on elsewhere."""
+    """Red if the generator decides: a stream could not be continued at another server."""
     logits = torch.randn(64, 1000, generator=generator(8)) * 2
     options = [Sampling(), Sampling(top_p=0.9), Sampling(temperature=0.6, top_k=40)]
     rows = [
@@ -516,7 +516,7 @@ def test_draws_by_drawn_seeds_follow_the_distribution():
 
 
 def test_noise_never_changes():
-    """The values are pinned: another value would mean that every seeded text has changed."""
+    """If one of these pinned values changes, the text of every seeded request changes."""
     assert noise.draw_key(0, 0, 0) == PINNED_KEYS[0]
     assert noise.draw_key(2**64 - 1, 15, 100_000) == PINNED_KEYS[1]
     key, ids = noise.draw_key(42, 1, 9), [0, 1, 151_935]
@@ -530,7 +530,7 @@ PINNED_UNIFORMS = [0.255047457777981, 0.38398295828921036, 0.4106591962291607]
 
 
 def test_noise_is_splitmix64():
-    """The oracle is the published generator, started at the key."""
+    """The oracle is the published SplitMix64, started at the key."""
     key = noise.draw_key(1, 2, 3)
     state, mask, bits = key, 2**64 - 1, []
     for _ in range(50):
@@ -615,7 +615,7 @@ COPIES = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__")
 
 
 def test_rows_of_every_kind_come_to_the_host_in_one_copy(monkeypatch):
-    """Greedy, unseeded and seeded, edited and masked rows, with top_k and top_p among them."""
+    """The rows are greedy, unseeded, seeded, banned and masked."""
     kinds = [Sampling(temperature=0.0), Sampling(), Sampling(seed=1), Sampling(min_p=0.1, seed=2)]
     rows = [SampleRow(kind, 0, banned) for kind in kinds for banned in (frozenset(), {3})]
     mask = Mask(2, (0,))

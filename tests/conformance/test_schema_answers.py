@@ -1,8 +1,8 @@
-"""Whatever a constraint lets through, jsonschema accepts, formats included.
+"""jsonschema accepts every answer that a schema's constraint allows, formats included.
 
-Schemas are drawn over every supported keyword. No model is needed: a random walk through the masks
-draws the answers, and prefers tokens that spell what has gone wrong elsewhere (a 29 February, an
-escaped name, a number at its bound).
+Schemas are drawn from all supported keywords. Without a model, a random walk through the masks
+draws answers, and prefers tokens that often reveal bugs (a 29 February, an escaped name, a number
+at its bound).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.support.schemas import every_schema
 
 MAX_TOKENS = 150
 ANSWERS_OF_ONE = 5
-SERVED_SHARE_MIN = 0.4  # of the drawn schemas; the others are refused
+SERVED_SHARE_MIN = 0.4  # at least this share of the drawn schemas is served; the others are refused
 ODD = [
     *("0000-", "1900-", "2023-", "02-29", "-12-31", "T23:59:", "T", "60", "59Z", "Z", "+00:00"),
     *("\\u0061", "\\u00e9", "\\u", "0062", '"a"', '"b"', '"x', "null", "true", "-0"),
@@ -43,7 +43,7 @@ CLOSING = ['"', "}", "]", ",", ":", "{", "["]
 
 @pytest.fixture(scope="module")
 def forms():
-    """Yield a tokenizer that has the odd texts as tokens, and its compiler of constraints."""
+    """Yield a tokenizer with the texts of `ODD` as tokens, and its compiler of constraints."""
     backend = Tokenizer.from_str(toy_tokenizers.byte_level().to_str())
     backend.add_tokens([AddedToken(text, normalized=False) for text in {*ODD}])
     tokenizer = HfTokenizer(backend)
@@ -54,7 +54,7 @@ def forms():
 
 
 def walk(tokenizer, matching, rng):
-    """Return a random answer's text; None if it is cut, or can go no further."""
+    """Return a random answer's text; None if it gets too long, or no token is allowed."""
     ids = tokenizer.backend.token_to_id
     odd, closing = {ids(text) for text in ODD}, {ids(text) for text in CLOSING}
     tokens = []
@@ -79,8 +79,8 @@ def walk(tokenizer, matching, rng):
 
 
 def judge(schema, text):
-    """Raise what jsonschema says of an answer. Numbers are decimals, as they are written, because
-    by doubles 0.07 is no multiple of 0.01, and 0.99999999999999999 is not less than 1."""
+    """Raise jsonschema's error for an answer, if any. Numbers are read as decimals, because as
+    doubles 0.07 is no multiple of 0.01, and 0.99999999999999999 is not less than 1."""
     kind = validator_for(schema, jsonschema.Draft202012Validator)
     read = json.loads(json.dumps(schema), parse_float=Decimal)
     validator = kind(read, format_checker=FORMATS)
@@ -92,19 +92,18 @@ FORMATS = jsonschema.FormatChecker()
 
 @FORMATS.checks("date-time", raises=ValueError)
 def is_date_time(text):
-    """jsonschema needs rfc3339-validator for this, which agrees."""
+    """jsonschema would need the package rfc3339-validator, which gives the same results."""
     return not isinstance(text, str) or bool(datetime.fromisoformat(text.upper()))
 
 
 @FORMATS.checks("time", raises=ValueError)
 def is_time(text):
-    """As `is_date_time`."""
     return not isinstance(text, str) or time.fromisoformat(text.upper()) is not None
 
 
 @FORMATS.checks("hostname")
 def is_hostname(text):
-    """jsonschema needs fqdn for this."""
+    """jsonschema would need the package fqdn for this format."""
     if not isinstance(text, str):
         return True
     labels = text.split(".")
@@ -114,7 +113,7 @@ def is_hostname(text):
 
 
 def number(text):
-    """Return a number as it is written, or infinity if even a decimal ends before it."""
+    """Return a number as a Decimal, or infinity if it is too large for one."""
     try:
         return Decimal(text)
     except InvalidOperation:
@@ -125,8 +124,8 @@ def number(text):
 
 INTS = {"type": "integer"}
 LISTED = {"properties": {"a": INTS}}
-LONGEST = ".".join(["a" * 63] * 4)  # 255 characters, of at most 253
-# A schema, an answer that it rejects and llguidance alone allows, and one that it accepts.
+LONGEST = ".".join(["a" * 63] * 4)  # 255 characters; a host name has at most 253
+# A schema, a wrong answer that llguidance alone allows, and a right answer.
 LOOSE = {
     "a 29 February": ({"format": "date"}, '"2023-02-29"', '"2024-02-29"'),
     "a century": ({"format": "date"}, '"1900-02-29"', '"2000-02-29"'),
@@ -178,7 +177,7 @@ LOOSE = {
     ),
 }
 BIG, NAMED = 1234567890123456789, "components/x~1y"
-# A schema that cannot be followed exactly, and where its refusal says that the trouble is.
+# A schema that cannot be enforced exactly, and the place that its refusal names.
 INEXACT = {
     "enum": ({"enum": [1, BIG]}, "#/enum/1"),
     "const": ({"const": {"a": [BIG]}}, "#/const/a/0"),
@@ -213,7 +212,7 @@ INEXACT = {
     "names that are counted": ({"minProperties": 2, "required": []}, "#"),
     "a control character": ({"enum": ["a\x01"]}, "#/enum/0"),
 }
-PLACES = {  # where else a schema enters: in a grammar, and as the parameters of a tool
+PLACES = {  # the ways to give a schema: as such, in a grammar, and as a tool's parameters
     "json_schema": json.dumps,
     "lark": lambda schema: f'// %json "\nstart: "%json" /%json"/ %json\n {json.dumps(schema)} "."',
     TOOLS_KIND: lambda schema: f"start: %json {json.dumps(schema | {'x-guidance': {}})}",
@@ -272,7 +271,7 @@ def test_exact_numbers_are_followed(forms, number):
 
 
 LONG = "x" * 30_000
-WORST = {  # the largest schemas of their kinds that a constraint may have
+WORST = {  # the largest schemas of several kinds within the limit of a constraint
     "many values under a long name": {"properties": {LONG: {"enum": [1] * 11_000}}},
     "many names under a long one": {
         "properties": {LONG: {"properties": {str(number): True for number in range(2_400)}}}
@@ -288,7 +287,7 @@ WORST = {  # the largest schemas of their kinds that a constraint may have
 
 @pytest.mark.parametrize("name", WORST)
 def test_no_schema_takes_much_memory_or_time_before_the_sandbox(name):
-    """The rewriting runs in the server. Pointers of all values as text would take a gigabyte."""
+    """Red if `exact_schema`, which the server runs, keeps a JSON pointer for every value."""
     text = json.dumps(WORST[name])
     assert len(text) <= MAX_CONSTRAINT_CHARS
     tracemalloc.start()

@@ -1,7 +1,7 @@
-"""Every served architecture in configs that its rows of the model zoo do not have.
+"""Every served architecture, with configs beyond those of the model zoo.
 
-The windows are on or off, sizes are odd, and mixtures have other experts. Each checkpoint is what
-transformers' ``save_pretrained`` writes, and each prompt's log-probabilities are transformers' own.
+Windows are on or off, sizes are odd, mixtures have more or fewer experts. Checkpoints are written
+by transformers' ``save_pretrained``, and log-probabilities are compared with its own.
 """
 
 import random
@@ -18,10 +18,10 @@ from tests.support.model_zoo import TINY, ZOO, load_runner, prompt_of
 from tests.support.parity import Oracle
 
 TOLERANCE = 1e-4
-NEAR_TIE = 1e-4  # of a router, behind which nothing is compared
-LENGTH = 90  # several windows
+NEAR_TIE = 1e-4  # a router's scores this close are a tie; later tokens are not compared
+LENGTH = 90  # several times the window
 
-# A checkpoint of every architecture, by transformers' model type; Granite 4 also with experts.
+# A checkpoint of every architecture, by model type; Granite 4 also with experts.
 KINDS = {entry.arch: {} for entry in ZOO.values()} | {
     "granitemoehybrid, experts": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -37,7 +37,7 @@ QUICK = {
 
 
 def drawn(kind, *, windows):
-    """Return the fields of a config: with windows it has odd sizes, too."""
+    """Return the fields of a config: with windows, and then also odd sizes, or without."""
     rng = random.Random(f"{kind} {windows}")
     arch = kind.partition(",")[0]
     own = EXTRA.get(arch, {}) | KINDS[kind]
@@ -105,15 +105,15 @@ def test_a_saved_checkpoint_gives_transformers_log_probabilities(tmp_path, kind,
 
 @pytest.mark.parametrize("width", [44, 41])
 def test_experts_of_rows_that_torch_cannot_group_run_in_bfloat16(tmp_path, width):
-    """Rows of 44 numbers are a multiple of 16 bytes in float32, and are none in bfloat16."""
+    """Torch groups rows of multiples of 16 bytes: 44 numbers are so in float32, not in bfloat16."""
     make(tmp_path, "qwen2_moe", TINY, extra={"moe_intermediate_size": width})
     ours, wanted = log_probabilities(tmp_path, dtype="bfloat16")
-    assert (ours - wanted).abs().median() < 0.3  # 3 and more in a model that is wrong
+    assert (ours - wanted).abs().median() < 0.3  # a wrong model differs by 3 and more
 
 
 # --- the names that checkpoints give their tensors --------------------------------------------
 
-# A stored tensor for every conversion that transformers has for a served architecture.
+# For every conversion of transformers for a served architecture, the name of a stored tensor.
 EXAMPLES = {
     "mlp.experts.*.gate_proj.weight": "model.layers.3.mlp.experts.2.gate_proj.weight",
     "mlp.experts.*.up_proj.weight": "model.layers.3.mlp.experts.2.up_proj.weight",
@@ -136,7 +136,7 @@ EXAMPLES = {
 
 
 def conversions(arch):
-    """Return transformers' conversions of an architecture."""
+    """Return transformers' conversions of an architecture's checkpoints."""
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -153,7 +153,7 @@ def test_a_stored_tensor_has_the_name_that_transformers_gives_it(arch):
         for rule in rules:
             wanted = rule.rename_source_key(wanted)[0]
         pieces = [wanted]
-        if wanted.endswith("_proj"):  # of all experts, which are known one by one here
+        if wanted.endswith("_proj"):  # joined experts; ours are separate
             pieces += [one.name for one in Joining().pieces(wanted, (4, 8, 8))]
         assert current_name(stored) in pieces, pattern
 

@@ -1,8 +1,8 @@
-"""The index of a checkpoint decides in which file a tensor counts, for every reader of weights.
+"""For every reader of weights, a checkpoint's index decides from which file a tensor is read.
 
-Each checkpoint is cut into two files. Both have all tensors, and those that the index gives to the
-other file are negated, as after a half-finished update. Or they have no copies, and the whole file
-stays beside them with all tensors negated.
+Each checkpoint is cut into two files. Both have all tensors, and the copies of tensors that the
+index assigns to the other file are negated, as after a half-finished update. Or each tensor is in
+one file, and the uncut file stays beside them with all tensors negated.
 
 A broken index is refused by name before any weights are read.
 """
@@ -51,7 +51,7 @@ def cut(folder, stem="model", *, leaves_whole=False):
 
 
 def tokens(directory, way):
-    """Return what a text model makes of a prompt."""
+    """Return a text model's tokens after a prompt."""
     runner, info = load_runner(directory, way=way)
     planner = MiniPlanner(runner, info)
     sequence = planner.add(prompt_of(random.Random(1), 20), 12)
@@ -82,7 +82,7 @@ def drawing_weights(directory):
 
 
 def seeing_weights(directory):
-    """Return the output of a vision model for a text, and its tower's for an image."""
+    """Return a vision model's output for a text, and its vision tower's output for an image."""
     runner, info = runner_of(directory)
     planner = MiniPlanner(runner, info)
     sequence = planner.add(prompt_of(random.Random(1), 20), 12)
@@ -91,12 +91,12 @@ def seeing_weights(directory):
 
 
 def experts(directory):
-    """Make a mixture of experts."""
+    """Make the checkpoint of a mixture of experts."""
     return text.make(directory, "qwen3_moe")
 
 
-# The readers of weights: what makes a checkpoint, where its files of weights are, and what is read
-# of them.
+# The readers of weights: how a checkpoint is made, where its weights are, and what is read from
+# them.
 READERS = {
     "text, compiled": (text.make, {".": "model"}, lambda path: tokens(path, COMPILED)),
     "text, stock": (text.make, {".": "model"}, lambda path: tokens(path, REFERENCE)),
@@ -132,7 +132,7 @@ def test_the_index_decides_in_which_file_a_tensor_counts(
 LISTS_NOTHING = "lists no weights"
 NO_FILE = "names no safetensors file for 'a'"
 OUTSIDE = "points outside the model's directory"
-# What the index's file holds, and what the refusal says of it.
+# The content of the index, and the reason in the refusal.
 BROKEN = {
     "empty": ("", "is not valid JSON"),
     "cut short": ('{"weight_map": {"a": "model', "is not valid JSON"),
@@ -185,7 +185,7 @@ def refusal(directory):
     return str(refused.value)
 
 
-# What makes a checkpoint, and where an index of it may lie.
+# How a checkpoint is made, and the folder and name of an index.
 PLACES = {
     "text": (text.make, ".", "model"),
     "an embedding model": (encoder.make_embedder, ".", "model"),
@@ -206,7 +206,7 @@ def test_a_broken_index_is_refused_by_its_name_and_fault(kind, models, tmp_path)
         index.write_bytes(content if isinstance(content, bytes) else content.encode())
         told = refusal(directory)
         assert f"{index.name} {fault}" in told, name
-        told.encode()  # clients get it as UTF-8
+        told.encode()  # can be sent to clients, as UTF-8
     index.write_text('{"metadata": {}, "weight_map": {"a": "gone.safetensors"}}')
     assert "gone.safetensors" in refusal(directory)
 
@@ -229,7 +229,7 @@ def test_an_encoders_config_names_no_other_weights(models, tmp_path):
 
 
 def test_a_dense_layer_has_one_file_of_weights(tmp_path):
-    """sentence-transformers reads no index there."""
+    """sentence-transformers reads no index in the folder of a dense layer."""
     directory = encoder.make_embedder(tmp_path / "model", dense=8)
     cut(directory / "2_Dense")
     assert "its 2_Dense has no model.safetensors" in refusal(directory)

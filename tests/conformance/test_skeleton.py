@@ -1,4 +1,5 @@
-"""A skeleton has transformers' names, shapes and numbers, without transformers (D11)."""
+"""A skeleton has transformers' names, shapes and constants, without importing transformers
+(D11)."""
 
 import dataclasses
 import importlib
@@ -60,7 +61,7 @@ LFM_2 = {
     "use_pos_enc": True, "rms_norm_eps": REQUIRED,
 }  # fmt: skip
 SHORT_FACTORS = [1.0 + 0.01 * index for index in range(32)]
-# As on the Hub: fields left out, named by older names, or without effect.
+# Configs as on the Hub: with fields left out, under older names, or without effect.
 PUBLISHED = {
     "Llama 2": published("LlamaForCausalLM", hidden_act="silu", pretraining_tp=1,
                          rope_scaling=None, tie_word_embeddings=False),
@@ -175,8 +176,8 @@ PUBLISHED = {
 
 
 def stock_of(raw, directory):
-    """Return transformers' module of a config, its config, and what its layers pass to their
-    attention. Its weights are zeros."""
+    """Return transformers' module of a config, its config, and the attention calls of its layers.
+    The module's weights are zeros."""
     (directory / "config.json").write_text(json.dumps(raw))
     architecture, config = read_config(directory, is_stock=True)
     module = loader._build_empty(architecture, config).eval()
@@ -189,9 +190,8 @@ def stock_of(raw, directory):
 
 
 def named_shapes(module):
-    """Return the names and shapes of a module's parameters. The experts of a layer, which
-    transformers joins and a skeleton does not, are joined; GPT-OSS' weights have inputs before
-    outputs."""
+    """Return the names and shapes of a module's parameters. A skeleton's experts are joined here,
+    as transformers has them; in GPT-OSS, inputs come before outputs."""
     shapes = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bias)", name)
@@ -214,7 +214,7 @@ def named_shapes(module):
 
 
 def numbers_of(layer):
-    """Return the numbers of a layer's parts."""
+    """Return the constants of a layer: rotary, norm of heads, experts."""
     own = layer.rotary, layer.is_norm_of_heads
     if isinstance(layer.mlp, MlpParts):
         return own
@@ -222,8 +222,8 @@ def numbers_of(layer):
 
 
 def compare(raw, directory):
-    """Check that the skeleton of a config is transformers' module in everything that a compiled
-    decoder takes from it."""
+    """Check that the skeleton of a config is transformers' module in all that a compiled decoder
+    uses."""
     name = raw["architectures"][0]
     skeleton_config = read_skeleton({k: v for k, v in raw.items() if k != "auto_map"}, name)
     skeleton = Skeleton(skeleton_config)
@@ -288,7 +288,7 @@ def test_a_field_that_is_left_out_has_the_value_that_transformers_gives_it(name)
 
 @pytest.mark.parametrize("name", LISTED)
 def test_every_field_of_transformers_config_is_known(name):
-    """A field that a newer transformers adds is noticed here."""
+    """Red if a newer transformers adds a field to a config."""
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -406,6 +406,6 @@ for quantization in ("none", "int4"):
 
 @pytest.mark.slow
 def test_a_compiled_model_is_served_without_transformers():
-    """Also without torch's compiler, whose import takes as long as that of torch itself."""
+    """Nor is torch's compiler imported, which takes as long as importing torch itself."""
     heavy = {"transformers", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
     assert not heavy & imported_by(SERVES_THE_DEMO)

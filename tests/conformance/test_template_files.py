@@ -1,4 +1,4 @@
-"""A model's chat templates come from the files that transformers reads, whatever else there is."""
+"""A model's chat templates come from the files that transformers reads, whatever others exist."""
 
 import itertools
 import json
@@ -16,19 +16,20 @@ from tests.support.gguf_files import write_model
 from tests.support.model_zoo import Zoo
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # transformers'
+    # by transformers
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 ASK = [{"role": "user", "content": "q"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-READS = "{% if tools %}{% endif %}"  # so that tools are taken
+READS = "{% if tools %}{% endif %}"  # a template that mentions tools gets them
 
 
 def as_json(template):
     return json.dumps({"chat_template": template})
 
 
-# What a model's folder may have, each with a template that writes its own name.
+# Files that a model's folder may have, each with a template that writes the file's key here.
 FILES = {
     "processor": ("processor_config.json", as_json("processor" + READS)),
     "json": ("chat_template.json", as_json("json" + READS)),
@@ -45,7 +46,7 @@ FILES = {
         ),
     ),
 }
-IMAGES = ("preprocessor_config.json", "{}")  # of a model that reads images
+IMAGES = ("preprocessor_config.json", "{}")  # a file of models that read images
 # With a processor, transformers refuses a chat_template.json beside named files.
 CHOICES = [
     {*chosen}
@@ -83,7 +84,7 @@ def test_the_template_is_that_of_transformers(tmp_path, names):
     has_processor = bool({"images", "processor"} & names)
     expected = of_transformers(tmp_path, has_processor=has_processor)
     if not expected and "json" in names:
-        expected = {"default": "json" + READS}  # which transformers does not read for a text model
+        expected = {"default": "json" + READS}  # transformers reads it for images only
     ours = load_tokenizer(tmp_path)
     with_tools = expected.get("tool_use", expected.get("default", ""))
     assert ours.chat_template(has_tools=True) == with_tools
@@ -113,7 +114,7 @@ def test_every_file_of_a_template_is_downloaded():
 
 @pytest.mark.parametrize("is_gguf", [False, True])
 def test_a_broken_named_template_ends_only_the_requests_that_need_it(tmp_path, checkpoint, is_gguf):
-    """The model answers all others, and nobody may ever ask for a template called rag."""
+    """Other requests are answered, and perhaps none ever needs the broken templates."""
     broken, plain = "{% if tools %}", "plain" + READS
     if is_gguf:
         key = "tokenizer.chat_template"
@@ -142,7 +143,7 @@ GGUF = {
 
 @pytest.mark.parametrize("keys", [(), *itertools.combinations(GGUF, 1), [*GGUF][:2], GGUF])
 def test_the_templates_of_a_gguf_file_are_all_read(tmp_path, checkpoint, keys):
-    """Its list of names is for readers that need one; a name that is a path is no name."""
+    """The file's list of template names is not needed, and a name that is a path is ignored."""
     names = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.../x": "no"}
     metadata = {key: GGUF[key][1] for key in keys} | names
     path = write_model(checkpoint, tmp_path / "made.gguf", metadata=metadata)

@@ -1,6 +1,6 @@
-"""The tokens of a text's pieces, one after the other, are those of the text (`TextDivider`).
+"""The tokens of a text's pieces, joined, are the tokens of the whole text (`TextDivider`).
 
-No library divides texts, so each is compared with its own tokens when it is whole.
+No library divides texts, so that pieces are compared with our own tokens of the whole text.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ SCRAPS = [
 
 
 def from_legacy() -> Tokenizer:
-    """Return Llama 2's kind as its older files have it: a normalizer writes the spaces."""
+    """Return Llama 2's kind of tokenizer, as in its older files: a normalizer writes the spaces."""
     made = Tokenizer.from_str(toy_tokenizers.llama_like().to_str())
     made.pre_tokenizer = None
     made.normalizer = normalizers.Sequence(
@@ -42,7 +42,7 @@ def from_legacy() -> Tokenizer:
 
 
 def of_unigrams(*, splits: bool) -> Tokenizer:
-    """Return a tokenizer with many ways to split a word that are equally good."""
+    """Return a tokenizer that can split a word in several ways of equal probability."""
     pieces = ["\u2581", "a", "aa", "the", "\u2581the", "dog", "\u2581dog", *"hedogrn,."]
     made = Tokenizer(models.Unigram([("<unk>", -9.0), *((one, -1.0) for one in pieces)], 0))
     made.pre_tokenizer = pre_tokenizers.Metaspace(split=splits)
@@ -65,7 +65,7 @@ def with_wide_tokens() -> Tokenizer:
 
 
 def with_greedy_mask() -> Tokenizer:
-    """Return a tokenizer with a special token that takes the spaces beside it."""
+    """Return a tokenizer with a special token that includes the spaces beside it."""
     made = Tokenizer.from_str(toy_tokenizers.byte_level().to_str())
     made.add_special_tokens([AddedToken("<mask>", lstrip=True, rstrip=True)])
     return made
@@ -111,7 +111,7 @@ def made(jobs):
 
 
 def differences(tokenizer, text):
-    """Return in which ways the pieces of a text have other tokens than the text."""
+    """Return which of ids and spans differ between a text and its pieces."""
     found = []
     for adds in (True, False):
         ids = tokenizer.encode(text, add_special_tokens=adds)
@@ -141,17 +141,17 @@ def test_pieces_have_the_tokens_of_the_text(kind):
 
 @pytest.mark.parametrize("kind", ["llama_legacy", "wide tokens", "a greedy mask", "byte_level"])
 def test_places_that_are_not_compared_give_other_tokens(kind, monkeypatch):
-    """Rule 2 is needed: without it, some text has other tokens in pieces."""
+    """Without Rule 2 of `text_pieces`, which compares tokens, some text has others in pieces."""
     tokenizer = HfTokenizer(KINDS[kind]())
     monkeypatch.setattr(TextDivider, "_is_place", lambda *_, **__: True)
-    monkeypatch.setattr(text_pieces, "_starts_within", lambda *_: set())  # nor is Rule 1 kept
+    monkeypatch.setattr(text_pieces, "_starts_within", lambda *_: set())  # switches off Rule 1, too
     monkeypatch.setattr(text_pieces, "WORD", ".")
     texts = ["<mask> the dog " * 9, "the dog  ran,  " * 9, "the dog\n\nran " * 9]
     assert any(differences(tokenizer, text) for text in texts)
 
 
 def test_a_token_over_a_place_is_seen_in_the_vocabulary(monkeypatch):
-    """Rule 1 is needed: what is compared is too short to show where long tokens end."""
+    """Rule 1 finds long tokens over a place: Rule 2 compares too little text to see their ends."""
     monkeypatch.setattr(text_pieces, "CONTEXT_CHARS", 1)
     tokenizer = HfTokenizer(with_wide_tokens())
     text = "the dog the day the dot " * 20
@@ -169,8 +169,8 @@ def test_a_text_without_places_is_one_piece(monkeypatch):
 
 
 def test_places_of_a_kind_that_never_holds_do_not_hide_others():
-    """Llama 2's kind writes a space before each text, so that only spaces are places: they were not
-    looked at any more behind a table with commas."""
+    """Tokenizers of Llama 2's kind write a space before each text, so that they can divide it only
+    at spaces. Red if a table with many commas makes the divider give up on the spaces behind it."""
     divider = HfTokenizer(from_legacy())._divider
     text = "1,2,3,4,5,6,7,8,9,10," * 100 + "the dog " * 100 + "1,2,3," * 3
     assert len(divider.divide(text)) > 10

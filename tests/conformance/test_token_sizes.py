@@ -1,4 +1,4 @@
-"""A text's length says how many tokens it has at least, or nothing, for each kind of tokenizer."""
+"""For each kind of tokenizer, a text's length gives a lower bound on its tokens, or no bound."""
 
 import math
 import unicodedata
@@ -13,13 +13,13 @@ from engine.worker.tokenizing.token_sizes import BYTES, max_chars_per_token
 from tests.checkpoints.encode import words_tokenizer
 from tests.support import toy_tokenizers
 
-COMPOSED = "\u1f82"  # its decomposition has four characters, and three bytes have it
+COMPOSED = "\u1f82"  # one character of three bytes, whose decomposition has four characters
 DECOMPOSED = "\u03b1\u0313\u0300\u0345"
 SPACES = "\u2581" * 8
 
 
 def merged(*tokens):
-    """Return the vocabulary and the merges that make these texts tokens, by halves."""
+    """Return a vocabulary with these tokens, and the merges that make each from its halves."""
     vocabulary, merges = dict.fromkeys(BYTES), {}
 
     def add(token):
@@ -45,17 +45,17 @@ def bpe(*tokens, normalizer=None, pre_tokenizer=None, **options):
 
 
 def with_added(**options):
-    """Return a tokenizer with an added token that takes the spaces beside it."""
+    """Return a tokenizer with an added token with these options."""
     made = bpe("ab")
     made.add_special_tokens([AddedToken("<x>", **options)])
     return made
 
 
-LIGATURE = "\ufdfa"  # a compatibility character of eighteen
+LIGATURE = "\ufdfa"  # a character whose compatibility form has eighteen
 
 
 def of_bytes(**options):
-    """Return a tokenizer of bytes whose characters have tokens of their own at such a place."""
+    """Return a tokenizer whose tokens are bytes, with these options of BPE."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(
         models.BPE({one: number for number, one in enumerate(alphabet)}, [], **options)
@@ -65,7 +65,7 @@ def of_bytes(**options):
 
 
 def with_normalized():
-    """Return a tokenizer with an added token that is found as its text's longer normal form."""
+    """Return a tokenizer with an added token whose normal form is longer than its text."""
     made = of_bytes()
     made.normalizer = normalizers.NFKC()
     made.add_tokens([AddedToken(LIGATURE, normalized=True)])
@@ -83,7 +83,7 @@ BOUNDED = {
         SPACES, pre_tokenizer=pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
     ),
 }
-# Each with a text of fewer tokens than a bound by the longest token would say.
+# Tokenizers without a bound, each with a text of fewer tokens than its longest token would suggest.
 UNBOUNDED = {
     "words": (lambda: words_tokenizer(600), "a" * 999),
     "unigrams": (lambda: Tokenizer(models.Unigram([("<unk>", 0.0), ("a", 0.0)], 0)), "b" * 99),
@@ -114,12 +114,11 @@ UNBOUNDED = {
 
 
 def fewest(backend, text):
-    """Return the least number of tokens that a text can have by its length."""
+    """Return the least number of tokens that the bound allows for a text of this length."""
     return math.ceil(len(text) / max_chars_per_token(backend))
 
 
 def length(backend, text):
-    """Return the number of a text's tokens."""
     return len(backend.encode(text, add_special_tokens=False).ids)
 
 
@@ -154,7 +153,7 @@ def test_a_tokenizer_that_can_drop_or_gather_characters_has_no_bound(name):
 
 
 def test_a_wrong_bound_is_found(monkeypatch):
-    """Red for a bound that leaves the normalizer out."""
+    """A bound that ignores the normalizer would turn the tests above red."""
     monkeypatch.setitem(token_sizes.COMPOSED_CHARS, "NFC", 1)
     backend = BOUNDED["composing"]()
     text = DECOMPOSED * 8

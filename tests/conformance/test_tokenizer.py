@@ -87,7 +87,7 @@ def test_encode_equals_transformers_on_any_text(both):
 
 
 def test_other_threads_run_while_many_ids_are_decoded():
-    """Where other processes leave them a core: that may take several attempts."""
+    """If other processes keep all cores busy, this may take several attempts."""
     ours = HfTokenizer(toy_tokenizers.byte_level())
     ids = ours.encode(toy_tokenizers.TEXTS[0] * 2000)
     ticks, is_over = 0, threading.Event()
@@ -211,13 +211,13 @@ def save_older(name, directory, model_type, vocab_size):
 
 
 def check_ends(ours, theirs):
-    """Check that ours begins and ends a text with the tokens of transformers'."""
+    """Check that our tokenizer has the begin and end tokens of transformers' tokenizer."""
     for name in ("bos_token", "eos_token"):
         assert ours.special_tokens.get(name) == getattr(theirs, name)
 
 
 def check_equal(ours, theirs):
-    """Check that ours has the ids, the texts and the special tokens of transformers'."""
+    """Check that our tokenizer has the ids, texts and special tokens of transformers' tokenizer."""
     for text in TEXTS:
         for add in (True, False):
             ids = ours.encode(text, add_special_tokens=add)
@@ -275,7 +275,7 @@ CONVERT = (
 
 
 def test_files_of_a_class_that_does_not_know_them_are_refused(tmp_path):
-    """LlamaTokenizer makes a tokenizer of three tokens from them."""
+    """transformers' LlamaTokenizer would make a tokenizer of three tokens from such files."""
     save_older("byte_level", tmp_path, "llama", 600)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(SpawnFailed) as caught:
@@ -427,7 +427,7 @@ def test_a_checkpoints_tokens_and_chats_are_those_of_transformers(name, tmp_path
 
 
 class Colour(str):
-    """A text with methods of its own."""
+    """A subclass of str with methods of its own."""
 
     name = "RED"
 
@@ -437,13 +437,13 @@ class Colour(str):
 
 @dataclass
 class Place:
-    """An object that templates may see as its fields."""
+    """A dataclass, of which templates may see the fields."""
 
     city: str
     at: tuple
 
 
-# What templates do, and what programs hand to them.
+# Templates that use what transformers offers, and the values that programs give to templates.
 TEMPLATES = {
     "a scope of its own": "{% set a = 1 %}"
     "{% generation %}{% set a = 2 %}{% endgeneration %}{{ a }}",
@@ -500,7 +500,7 @@ def test_a_template_can_do_what_it_can_in_transformers(template):
         ours.render_chat(messages, template_args={"x": SEEN})
     cause = refused.value.__cause__
     assert type(cause) is type(error)
-    if type(cause) is TemplateError:  # a template's own words
+    if type(cause) is TemplateError:  # the message is the template's own text
         assert str(cause) == str(error)
 
 
@@ -731,7 +731,7 @@ def test_a_marker_that_is_a_special_token_is_found_and_can_be_shown():
 
 
 def pairs_of(backend, max_tokens):
-    """Return the tokenizer of a cross-encoder's pairs."""
+    """Return a tokenizer for the pairs of a cross-encoder."""
     return InputTokenizer(backend, max_tokens=max_tokens, prompts={}, special_ids=frozenset())
 
 

@@ -1,4 +1,4 @@
-"""A call of a tool that a request demands comes, in every format that can be enforced.
+"""A tool call that a request demands always comes, in every format that can be enforced.
 
 A random walk through the grammar stands for a model that would rather write anything else. The
 judges are the answer parser, which is what a client's calls come from, and `jsonschema`.
@@ -83,7 +83,7 @@ def compiler(request):
 
 
 def walk(matching, seed, begin):
-    """Return the tokens ``begin``, which the grammar must allow, and random ones up to its end."""
+    """Return the tokens ``begin``, which the grammar must allow, and random ones until it ends."""
     rng, tokens = random.Random(seed), []
     while True:
         mask = matching.new_mask()
@@ -133,7 +133,7 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
         constraint = tool_constraint(TOOLS, only, template, form, tokenizer.added_id_of)
         grammars.compile(constraint)
         begins = [""]
-        if form.reasoning:  # a random walk would not leave the reasoning
+        if form.reasoning:  # a random walk would never end the reasoning
             opening, closing, _ = form.reasoning
             call = "{" if name.startswith("llama") else form.opening
             begins = [call, f"{opening}\nhm{closing}"]
@@ -214,7 +214,7 @@ def test_a_tokenizer_that_cannot_be_constrained_names_the_choice():
 # ---- by a model ------------------------------------------------------------------------------
 
 
-# What is added to the template of a tiny model, so that it takes tools in this format.
+# Text added to a tiny model's template, so that it takes tools: in Hermes' format, or in channels.
 TAKES_TOOLS = {
     "llama": "{% if tools %}<tool_call></tool_call>{% endif %}",
     "gpt_oss": "{% if tools %}f{% endif %}<|channel|>final<|message|>?<|end|><|start|>assistant",
@@ -226,7 +226,7 @@ def directory(request, tmp_path_factory):
     """Return a tiny model with a template that takes tools, in Hermes' format or in channels."""
     made = tmp_path_factory.mktemp("model") / request.param
     shutil.copytree(Zoo(tmp_path_factory.mktemp("zoo")).directory(request.param), made)
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # their end is a marker of channels
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # EOS is a marker of channels
         (made / name).write_text((made / name).read_text().replace(EOS, "<|eos|>"))
     path = made / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -271,7 +271,7 @@ SAID = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin
 
 
 async def test_channels_come_as_reasoning_and_text(directory):
-    """The constraint makes the model write messages in channels; those of other models are text."""
+    """A constraint makes the model write channels, which are text for models without channels."""
     constraint = Constraint("choice", SAID)
     chat = Chat([{"role": "user", "content": "Hi"}])
     config = EngineConfig(models=(ModelConfig(str(directory)),), check_level=2)

@@ -1,7 +1,7 @@
 """`TorchRunner` keeps the contract of `engine.core.text.plan`.
 
-A row's failure is a value, a step that raises changes nothing, and forks, preemption, threads and
-isolation of sequences are right.
+A row's failure is a value, a step that raises changes nothing, and sequences are right under forks,
+preemption, prefixes, and any number of threads.
 """
 
 import pickle
@@ -39,7 +39,7 @@ LENGTHS = (5, 16, 33, 80)
 
 @pytest.fixture(params=WAYS)
 def loaded(zoo, request):
-    """Return the tiny Llama model, run in each way."""
+    """Return the tiny Llama model, compiled and by transformers' modules."""
     return zoo.load("llama", request.param)
 
 
@@ -78,7 +78,7 @@ STAGES = {
 @pytest.mark.parametrize("where", STAGES)
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_step_that_raises_can_be_executed_again(loaded, monkeypatch, where, at):
-    """The output is the same, whatever stage of whatever step is interrupted."""
+    """Any stage of any step may be interrupted; the output is the same."""
     prompts = [seeded_prompt(n) for n in LENGTHS]
     wanted = [alone(loaded, prompt, 6) for prompt in prompts]
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
@@ -188,7 +188,7 @@ def test_logits_that_are_not_finite_fail_their_row_only(loaded):
 
 
 def test_a_row_that_cannot_be_drawn_fails_alone(loaded):
-    """Every id is banned except one, and that one before min_tokens."""
+    """No token is allowed: min_tokens bans all stop tokens, which are all ids."""
     nothing = Sampling(temperature=0.0, allowed_token_ids=())
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
     all_ids = frozenset(range(512))
@@ -224,7 +224,7 @@ def test_a_text_that_fails_ends_only_its_row(loaded, monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 50])
 def test_children_share_the_prompt_and_go_their_own_way(loaded, length):
-    """Each choice of n is what a request of its own gets with that choice index."""
+    """Each of n choices has the tokens of a single request with the same seed and choice index."""
     prompt = seeded_prompt(length)
     sampling = Sampling(temperature=1.2, seed=7)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=4)
@@ -288,7 +288,7 @@ def test_logits_all_samples_as_logits_last_does(loaded):
 
 
 def test_a_cached_prefix_is_not_computed_again(loaded):
-    """A row may start after positions that another sequence computed into the same blocks."""
+    """A row may start behind positions that another sequence has computed in the shared blocks."""
     prompt = seeded_prompt(40)
     wanted = alone(loaded, prompt, 5)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=6)
@@ -357,7 +357,7 @@ EDITED = {
 
 @pytest.mark.parametrize("name", EDITED)
 def test_edited_logits_survive_batching_preemption_and_forks(loaded, name):
-    """A choice's penalties count only its own output, whatever happened to its blocks."""
+    """A choice's penalties count only its own output, even after a preemption or fork."""
     sampling = EDITED[name]
     wanted = [alone(loaded, seeded_prompt(n), 20, sampling) for n in LENGTHS]
     assert wanted != [alone(loaded, seeded_prompt(n), 20) for n in LENGTHS], (
@@ -424,7 +424,7 @@ def test_every_call_may_come_from_another_thread(loaded):
     states = []
 
     def step():
-        torch.set_num_threads(2)  # another worker's step could have left this setting
+        torch.set_num_threads(2)  # another model's step may leave this setting
         planner.step([one])
         states.append((torch.get_num_threads(), torch.is_inference_mode_enabled()))
 
@@ -476,7 +476,7 @@ def test_loading_leaves_no_sequence_behind(zoo):
 
 @pytest.mark.full
 def test_a_load_of_quantized_weights_never_holds_the_float_weights(tmp_path):
-    """Of what a process has allocated, as the bench measures it."""
+    """The bench's measure of a process's allocated memory is compared."""
     directory = make(tmp_path, "llama", Shape(8, 768, 12, 4, 3072, 8000, 256), dtype="bfloat16")
     plain, int8, int4 = (measured(directory, one) for one in ("none", "int8", "int4"))
     assert int8["end"] <= BARS_MEMORY["bfloat16 int8"] * plain["end"]

@@ -1,9 +1,8 @@
 """CUDA's attention gives its kernel the right arguments (D12).
 
-With a stand-in for the kernel, the outputs are the reference's, and a model's tokens are
-transformers' own. The stand-in is attention as `varlen_attn` documents it, in plain torch, over
-arguments that must fit the kernel's own signature and checks. With a GPU, two more tests run the
-kernel.
+With a stand-in for the kernel, outputs equal the reference's, and a model's tokens transformers'.
+The stand-in computes attention in plain torch as `varlen_attn` is documented, and checks its
+arguments as the kernel does. With a GPU, two more tests run the kernel.
 """
 
 import math
@@ -47,7 +46,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
     low_q, low_k = next(offsets)
     for high_q, high_k in offsets:
         for token in range(low_q, high_q):
-            end = high_k - (high_q - 1 - token)  # the last query is at the last key
+            end = high_k - (high_q - 1 - token)  # a row's last query is at its last key
             first = low_k if left < 0 else max(low_k, end - 1 - left)
             keys = key[first:end].repeat_interleave(groups, 1)
             values = value[first:end].repeat_interleave(groups, 1)
@@ -59,7 +58,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
 
 
 def check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keywords):
-    """Check what the kernel checks, and what it assumes."""
+    """Check the arguments as the kernel does, and what it assumes without a check."""
     tensors = [one.to("meta") for one in (query, key, value, cu_seq_q, cu_seq_k)]
     told = varlen_attn(*tensors, max_q, max_k, **keywords)
     if keywords["return_aux"].lse:
@@ -101,8 +100,8 @@ def layouts(draw):
     block_size = draw(st.sampled_from([1, 2, 4, 16, 256]))
     prefixes = draw(st.lists(st.integers(1, 3), max_size=2))  # blocks of each prefix
     rows = draw(st.lists(st.tuples(
-        st.sampled_from([None, *range(len(prefixes))]),  # the row's prefix
-        st.integers(0, 40),  # tokens known after the prefix
+        st.sampled_from([None, *range(len(prefixes))]),  # the prefix of the row, if any
+        st.integers(0, 40),  # computed tokens behind the prefix
         st.one_of(st.just(1), st.integers(1, 40)),  # tokens to compute
     ), min_size=1, max_size=6))  # fmt: skip
     return block_size, prefixes, rows
@@ -113,14 +112,14 @@ WINDOWS = st.sampled_from([None, 1, 2, 7, 40, 600])
 
 
 def draw_sinks(seed, heads):
-    """Return the sinks of every second seed, and None."""
+    """Return random sinks if ``seed`` is odd, otherwise None."""
     return 2.0 * torch.randn(heads, dtype=torch.float64) if seed % 2 else None
 
 
 @given(layout=layouts(), shape=SHAPES, windows=st.tuples(WINDOWS, WINDOWS), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=150)
 def test_any_step_is_the_references(layout, shape, windows, seed):
-    """Two layers, each with a window of its own, use one prepared step."""
+    """One prepared step serves two layers with windows of their own."""
     torch.manual_seed(seed)
     rows, num_blocks = lay_out(layout, random.Random(seed))
     kind = (torch.float64, CPU)
@@ -138,7 +137,7 @@ def test_any_step_is_the_references(layout, shape, windows, seed):
 
 
 def test_a_layer_sends_nothing_to_the_device(without_gpu, monkeypatch):
-    """`prepare` makes everything and sends it in one copy."""
+    """`prepare` computes everything that the layers need, and sends it in one copy."""
     sent = []
     monkeypatch.setattr(
         varlen_attention, "send", lambda *inputs: sent.append(inputs) or SEND(*inputs)
@@ -163,7 +162,7 @@ SEND = varlen_attention.send
 @pytest.mark.cases(12)
 @pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
 def test_a_models_tokens_are_transformers_own(zoo, without_gpu, name):
-    """Chunks of prompts run beside decodes, with windows shorter than the prompts."""
+    """Chunks run beside decodes, and windows are shorter than the prompts."""
     loaded = zoo.load(name)
     spec = RunnerSpec(str(loaded.directory), dtype="float32", kv_bytes=1 << 24, threads=1)
     runner = TorchRunner(spec, VarlenBackend())
@@ -234,7 +233,7 @@ def test_the_backend_names_its_kernel_and_refuses_int8(zoo, monkeypatch):
 
 # --- the kernel itself ----------------------------------------------------------------------
 
-if torch.cuda.is_available():  # without a GPU these tests do not exist
+if torch.cuda.is_available():  # without a GPU these tests are not defined
 
     @given(layout=layouts(), shape=SHAPES, window=WINDOWS, seed=st.integers(0, 99))
     @settings(deadline=None, max_examples=150)
@@ -252,9 +251,9 @@ if torch.cuda.is_available():  # without a GPU these tests do not exist
 
     @pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
     def test_a_model_on_a_gpu_is_near_the_reference(zoo, name):
-        """Compare the first tokens of 32 prompts with float32.
+        """Compare the first tokens of 32 prompts with those in float32.
 
-        The reference in bfloat16 on a CPU differs in up to 4 of them; wrong attention, in nearly
+        By the reference in bfloat16 on a CPU up to 4 of them differ, with wrong attention nearly
         all.
         """
         loaded = zoo.load(name)

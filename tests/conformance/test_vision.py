@@ -1,8 +1,8 @@
 """Models that read images against transformers' own `generate(pixel_values=…)`, in float32.
 
-Prompts have images before, between and after text. Sequences run alone, cut into chunks at and
-inside images, and in batches with texts; some lose their blocks on the way. With a planted fault,
-the comparison fails.
+Prompts have images before, between and after text. Sequences run alone, in chunks that end at and
+inside images, and in batches with texts; some are preempted. With a planted fault, the comparison
+fails.
 """
 
 import json
@@ -34,14 +34,13 @@ from tests.support.mini_planner import MiniPlanner
 from tests.support.vision import CHATS, load, runner_of
 
 NUM_NEW = 24
-TILES = 5  # of the image of the chat "before": four, and the copy of the whole image
+TILES = 5  # the image of the chat "before" has four tiles and a copy of the whole image
 ESTIMATE_OFF_MOST = 0.02
-GRID_TOKENS = 900  # of the largest image of a Qwen3-VL there
+GRID_TOKENS = 900  # tokens of the largest image in the memory test of a Qwen3-VL
 
 
 @pytest.fixture(scope="module", params=sorted(RECIPES))
 def vision_model(request, tmp_path_factory):
-    """Yield each model."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
     yield found
     found.runner.close()
@@ -129,12 +128,12 @@ def test_a_small_cache_encodes_again_and_changes_nothing(vision_model, expected,
 
 
 def shifted(one):
-    """Return a part of an image whose embeddings are off by one."""
+    """Return an image's part with its embeddings shifted by one place."""
     return runner_module.RowImage(one.image, one.places, np.roll(one.embeddings, 1))
 
 
 def late(images, start, count):
-    """Return positions of which those of images are one too high."""
+    """Return positions in which the positions of images are one too high."""
     found = positions_of(images, start, count)
     for image in images:
         found[1:, max(0, image.start - start) : max(0, image.end - start)] += 1
@@ -142,7 +141,7 @@ def late(images, start, count):
 
 
 def undiminished(images, start, count):
-    """Return positions of which those behind images count the images' tokens."""
+    """Return positions in which positions behind an image count all its tokens."""
     found = positions_of(images, start, count)
     tokens = np.arange(start, start + count)
     behind = tokens >= images[-1].end if images else tokens < 0
@@ -170,7 +169,7 @@ def test_a_planted_fault_is_seen(vision_model, expected, monkeypatch, fault):
 
 
 def test_rows_left_out_behind_layers_are_seen(vision_model, expected, monkeypatch):
-    """Qwen3-VL adds rows of images behind its first layers."""
+    """The fault omits the rows that Qwen3-VL adds to the outputs of its first layers for images."""
     has_rows = vision_model.info.architecture == "Qwen3VLForConditionalGeneration"
     joined = runner_module.joined
     monkeypatch.setattr(runner_module, "joined", lambda parts: joined([one[:1] for one in parts]))
@@ -187,7 +186,7 @@ def test_a_planted_fault_of_positions_is_seen(vision_model, expected, monkeypatc
 
 
 def test_modules_of_transformers_compute_the_same(vision_model, expected):
-    """Where there are no compiled kernels, the text model is transformers' own."""
+    """Without compiled kernels, transformers' own module is the text model."""
     model = ModelConfig(str(vision_model.directory), dtype="float32")
     spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
     with closing(runner_module.VisionRunner(spec, ReferenceBackend())) as stock:
@@ -209,8 +208,8 @@ def test_what_is_loaded_takes_what_was_estimated(vision_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["smolvlm", "qwen3_vl"])
 def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
-    """In a process of its own: as many decoded images as are kept, and the largest image that a
-    prompt can have. Red if the estimate does not count what is kept decoded."""
+    """A process of its own keeps as many decoded images as it may, and reads the largest image that
+    a prompt can have. Red if the estimate does not count the decoded images."""
     monkeypatch.setitem(vision_checkpoint.TEXT, "max_position_embeddings", 2048)
     monkeypatch.setitem(vision_checkpoint.GRID_SIZE, "longest_edge", GRID_TOKENS * 16**2)
     directory = vision_checkpoint.make(tmp_path, arch)
@@ -218,8 +217,8 @@ def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
 
 
 def test_a_config_of_the_first_kind_is_read_the_same(vision_model, expected, tmp_path):
-    """Qwen2-VL's own config.json has the text model's fields beside the others, and names its
-    rotary embedding's type after its positions."""
+    """The first config.json of Qwen2-VL has the text model's fields at the top level, and "mrope"
+    as the type of its rotary embedding."""
     if not vision_model.info.architecture.startswith("Qwen2"):
         assert vision_model.info.architecture in VISION
         return
@@ -255,7 +254,7 @@ def test_a_plan_that_cuts_an_image_is_not_computed(whole):
     prompt, images = whole.prompt(CHATS["before"])
     planner = MiniPlanner(whole.runner, whole.info, chunks=1)
     one = planner.add(prompt, NUM_NEW, images=images)
-    one.images = ()  # the planner does not know of the image
+    one.images = ()  # the planner then cuts the image
     with pytest.raises(EngineBug) as caught:
         planner.run()
     assert "cuts an image that is whole" in caught.value.log_detail
@@ -277,8 +276,8 @@ def test_an_image_whose_tokens_do_not_see_each_other_is_seen(whole, monkeypatch)
 
 
 def cached_differences(vision_model):
-    """Return how far the first token's log-probability is from that of a prompt that is computed at
-    once, where it is computed behind each cached prefix that ends inside an image."""
+    """Return differences of the first token's log-probability between a prompt computed at once and
+    the same prompt behind each cached prefix that ends inside an image."""
     found, size = [], vision_model.info.block_size
     for turns in CHATS.values():
         prompt, images = vision_model.prompt(turns)
@@ -302,8 +301,8 @@ def cached_differences(vision_model):
 
 
 def test_a_cached_prefix_may_end_inside_an_image(whole, monkeypatch):
-    """Its keys and values were computed with the whole image in view. With a planted fault, the
-    tokens behind it do not see each other."""
+    """Such a prefix's keys and values were computed with the whole image. With a planted fault, the
+    image's tokens behind the prefix do not see each other."""
     found = cached_differences(whole)
     assert len(found) > 5
     assert max(found) < 1e-5
@@ -315,8 +314,8 @@ def test_a_cached_prefix_may_end_inside_an_image(whole, monkeypatch):
 
 
 def test_a_checkpoint_with_the_names_of_its_time_gives_the_same_tokens(whole, tmp_path):
-    """As Gemma 3's published files are: the tower's names have another part, and the image
-    processor's settings stand in a file of their own, with nulls."""
+    """In Gemma 3's published files, the names of the vision tower's tensors have another part, and
+    the image processor's settings are a file of their own, with nulls."""
     shutil.copytree(whole.directory, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.safetensors"
     old = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor

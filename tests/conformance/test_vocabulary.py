@@ -1,7 +1,7 @@
 """A token that the embedding has no row for is refused by name, wherever it comes from.
 
-Every kind of model has one in its tokenizer here: text models compiled and stock, one that sees, an
-encoder, cross-encoders and image models. The next request of the same model works.
+Here the tokenizer of each kind of model has such a token: text models (compiled and stock), a
+vision model, an encoder, cross-encoders and image models. The model's next request works.
 """
 
 import json
@@ -52,7 +52,7 @@ def samples(**fields):
     )
 
 
-TEXTS = {  # what is asked, by the id of the token; and the field that is at fault
+TEXTS = {  # a request made from the token's id, and the field that its refusal names
     "a text": (generates(text=f"a {OWN} b"), "text"),
     "a text, cut": (generates(text=f"a {OWN} b", prompt={"truncate_to": 3}), "text"),
     "a chat": (generates(chat=Chat([{"role": "user", "content": f"a {OWN} b"}])), "chat"),
@@ -140,8 +140,8 @@ def write_encoders(root):
 
 
 def write_drawers(root):
-    """Yield image models with the token in the tokenizer of each text encoder; of "second", only
-    the second one's has it."""
+    """Yield image models with the token in the tokenizer of each text encoder; in "second" only in
+    the second encoder's tokenizer."""
     for name, arch in (("sd", "sd"), ("sdxl", "sdxl"), ("second", "sdxl")):
         out = diffusion.make(root / name, arch)
         rows = rows_of_drawing(out)
@@ -185,14 +185,14 @@ GOOD = {
 
 
 class Said:
-    """What each case was told: the violations of a refusal, or the events. Behind each, a request
-    that is right is answered. Models of one kind are loaded together, when the first is needed."""
+    """The answer to each case: the violations of a refusal, or the events. After each case a valid
+    request is answered. Models of one kind are loaded together when the first is needed."""
 
     def __init__(self, root):
         self.root, self.told, self.own, self.back = root, {}, {}, {}
 
     def of(self, model, name):
-        """Return what a case was told, and the id of its model's token without a row."""
+        """Return the answer to a case, and the id of its model's token without a row."""
         if model not in self.own:
             self.ask_all(WRITERS[model])
         return self.told[model, name], self.own[model]
@@ -234,7 +234,6 @@ class Said:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What each case was told."""
     return Said(tmp_path_factory.mktemp("own"))
 
 
@@ -251,16 +250,16 @@ def test_a_token_without_a_row_is_refused_by_name(said, model, name):
 
 @pytest.mark.parametrize("model", ["llama", "embedder"])
 def test_the_tokens_of_a_text_are_text_again_with_or_without_a_row(said, model):
-    """Detokenize computes nothing, so it takes every id that Tokenize returns."""
+    """Detokenize needs no embedding, so it takes every id that Tokenize returns."""
     said.of(model, "ids")
     assert all(OWN in text for text in said.back.values())
 
 
-# ---- what no field names
+# ---- tokens that no field of a request contains
 
 
 def test_a_form_forces_no_token_without_a_row(said):
-    """What is forced is drafted, and the model reads what is drafted."""
+    """Red if such a token is forced: forced tokens are drafted, and the model would read it."""
     [(_, folder, own)] = [one for one in write_texts(said.root / "forms") if one[0] == "llama"]
     tokenizer = load_tokenizer(folder)
     with closing(ConstraintCompiler(tokenizer, own, frozenset({0}))) as compiler:

@@ -53,8 +53,8 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 1, 2, 3
 INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 4, 5, 6
 WINDOW, WINDOW_MAX = 2**16 - 1, 2**31 - 1
 FRAME_BYTES = 2**14  # the largest frame that every server takes
-LIMIT_S = 10.0  # for an answer; only a failing case waits so long
-FILLER = (b"x-filler", b"x" * 4000)  # a header that is too long for one frame if it comes often
+LIMIT_S = 10.0  # seconds for an answer, which only a failing case uses up
+FILLER = (b"x-filler", b"x" * 4000)  # repeated, this header makes a block longer than a frame
 
 
 # ---- frames
@@ -81,7 +81,6 @@ def continuation(stream: int, block: bytes, *, is_whole: bool = True) -> bytes:
 
 
 def data(stream: int, body: bytes = MESSAGE, *, is_last: bool = True) -> bytes:
-    """Return DATA."""
     return frame(DATA, END_STREAM if is_last else 0, stream, body)
 
 
@@ -91,27 +90,22 @@ def dependency(on: int = 0, weight: int = 255, *, is_exclusive: bool = False) ->
 
 
 def priority(stream: int, body: bytes | None = None) -> bytes:
-    """Return PRIORITY."""
     return frame(PRIORITY, 0, stream, dependency() if body is None else body)
 
 
 def reset(stream: int, code: int = CODES.index("CANCEL")) -> bytes:
-    """Return RST_STREAM."""
     return frame(RST_STREAM, 0, stream, code.to_bytes(4, "big"))
 
 
 def settings(*pairs: tuple[int, int]) -> bytes:
-    """Return SETTINGS."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in pairs))
 
 
 def goaway(code: int, text: bytes = b"") -> bytes:
-    """Return GOAWAY."""
     return frame(GOAWAY, 0, 0, struct.pack(">II", 0, code) + text)
 
 
 def window_update(stream: int, increment: int) -> bytes:
-    """Return WINDOW_UPDATE."""
     return frame(WINDOW_UPDATE, 0, stream, increment.to_bytes(4, "big"))
 
 
@@ -119,7 +113,7 @@ def window_update(stream: int, increment: int) -> bytes:
 
 
 class Received(NamedTuple):
-    """One frame that came from the server."""
+    """A frame that the server has sent."""
 
     kind: int
     flags: int
@@ -130,10 +124,10 @@ class Received(NamedTuple):
 class Client(RawClient):
     """A connection, over TLS if ``tls`` is given, that keeps every frame it gets.
 
-    ``is_stepwise``: the server has acted on each frame of `send` before the next one comes.
+    ``is_stepwise``: wait after each frame of `send` until the server has acted on it.
     """
 
-    _may_speak = False  # the base class would send the preface before TLS has begun
+    _may_speak = False  # keeps the base class from sending the preface before TLS has begun
 
     def __init__(
         self, port: int, tls: ssl.SSLContext | None = None, *, is_stepwise: bool = False
@@ -146,11 +140,11 @@ class Client(RawClient):
         self.frames: list[Received] = []
         self._may_speak = True
         self._is_stepwise = is_stepwise
-        self._is_in_block = False  # only CONTINUATION may follow
+        self._is_in_block = False  # whether only CONTINUATION may follow
         self._pings = (struct.pack(">Q", number) for number in itertools.count(1))
 
     def say(self, data: bytes) -> None:
-        """Send bytes; a server that has closed does not matter."""
+        """Send bytes; ignore that the server has closed."""
         if self._may_speak:
             super().say(data)
 
@@ -176,7 +170,6 @@ class Client(RawClient):
         return found
 
     def send(self, *whole: bytes) -> None:
-        """Send whole frames."""
         if not self._is_stepwise:
             self.say(b"".join(whole))
         for one in whole:
@@ -189,9 +182,9 @@ class Client(RawClient):
                     self.settle()
 
     def settle(self) -> None:
-        """Wait until the server has acted on everything that was sent: until it has answered a
-        ping, or has ended the connection. In a block of headers a ping would be an error by
-        itself, and only the end is waited for."""
+        """Wait until the server has acted on everything that was sent: until it has answered a ping
+        or ended the connection. Inside a block of headers, where a ping would be an error, wait for
+        the end only."""
         payload = next(self._pings)
         if not self._is_in_block:
             self.say(frame(PING, 0, 0, payload))
@@ -201,7 +194,6 @@ class Client(RawClient):
     # ---- requests
 
     def fields(self, path: str = ECHO) -> Fields:
-        """Return the headers of a gRPC call."""
         return [
             (b":method", b"POST"),
             (b":scheme", self.scheme),
@@ -212,11 +204,10 @@ class Client(RawClient):
         ]
 
     def encode(self, fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Return a block of headers."""
         return self.encoder.encode(fields, huffman=False)
 
     def call(self, path: str = HELLO, *, stream: int = 1, is_last: bool = True) -> bytes:
-        """Return the HEADERS of a gRPC call; with ``is_last`` it has no messages."""
+        """Return the HEADERS of a gRPC call; with ``is_last`` the call has no messages."""
         return headers(stream, self.encode(self.fields(path)), is_last=is_last)
 
 
@@ -228,8 +219,8 @@ class UnmetError(Exception):
 
 
 def outcome(client: Client, stream: int = 1) -> str:
-    """Return what the server has done about everything that was sent: ``goaway`` with its error,
-    ``closed`` without a word, ``reset`` of ``stream`` with its error, or ``goes on``."""
+    """Return how the server has reacted to all frames: ``goaway`` with the error, ``closed``
+    without a GOAWAY, ``reset`` with the error if it reset ``stream``, or ``goes on``."""
     client.settle()
     if client.goaway:
         return f"goaway {client.goaway}" + ("" if client.is_closed else ", and goes on")
@@ -242,8 +233,7 @@ def outcome(client: Client, stream: int = 1) -> str:
 def expect(found: str, *expected: str) -> None:
     """Expect one of these outcomes.
 
-    Raises:
-        UnmetError: it is another one.
+    Raises: UnmetError: another outcome.
     """
     if found not in expected:
         raise UnmetError(found)
@@ -265,7 +255,7 @@ def connection_error(client: Client, *codes: str) -> None:
 
 
 def answers(client: Client, how: str = "grpc 0") -> End:
-    """Expect that the request on stream 1 is answered like this (`End`)."""
+    """Expect that the request on stream 1 is answered as ``how`` says (the text of an `End`)."""
     end = client.wait(1, LIMIT_S)
     expect(str(end), how)
     return end
@@ -281,7 +271,7 @@ def answers_bytes(client: Client, size: int, count: int = 1) -> None:
 
 
 class Case(NamedTuple):
-    """A case of h2spec. ``begins``: it sends the preface by itself."""
+    """A case of h2spec. ``begins``: the case sends the preface itself."""
 
     title: str
     run: Callable[[Client], None]

@@ -37,7 +37,7 @@ from tests.support.raw_http2 import (
     frame,
 )
 
-UNKNOWN = 0x16  # a kind of frames that does not exist, and flags that PING does not have
+UNKNOWN = 0x16  # no frame has this kind, and PING has none of these flags
 
 
 # ---- 3: the preface
@@ -46,7 +46,7 @@ UNKNOWN = 0x16  # a kind of frames that does not exist, and flags that PING does
 @case("http2/3.5/2", "No preface", begins=True)
 def _(client):
     client.say(b"INVALID CONNECTION PREFACE\r\n\r\n")
-    expect(outcome(client), "goaway PROTOCOL_ERROR", "closed")  # section 3.4 allows both
+    expect(outcome(client), "goaway PROTOCOL_ERROR", "closed")  # RFC 9113, section 3.4, allows both
 
 
 # ---- 4: frames and blocks of headers
@@ -109,7 +109,7 @@ def _(client):
 
 
 def amid_headers(client, intruder):
-    """Expect that nothing may come between HEADERS and CONTINUATION."""
+    """Expect an error for the frame ``intruder`` between HEADERS and CONTINUATION."""
     opening = headers(1, client.encode(client.fields()), is_last=False, is_whole=False)
     client.send(opening, intruder, continuation(1, client.encode([FILLER])))
     connection_error(client, "PROTOCOL_ERROR")
@@ -229,7 +229,7 @@ def _(client):
     client.send(*[client.call(WAIT, stream=stream) for stream in streams])
     stream_error(client, "PROTOCOL_ERROR", "REFUSED_STREAM", stream=streams[-1])
     over = {stream for stream, end in client.ends.items() if end.is_over}
-    assert over == {streams[-1]}  # nothing happens to those before it
+    assert over == {streams[-1]}  # the streams before the last one go on
 
 
 # ---- 5.3 to 5.5: priorities, errors, extensions

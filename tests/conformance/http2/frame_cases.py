@@ -262,7 +262,6 @@ def opening(client, path=WAIT, *, is_last=True):
 
 
 def more(client, *, stream=1, is_whole=True):
-    """Return CONTINUATION."""
     return continuation(stream, client.encode([FILLER]), is_whole=is_whole)
 
 

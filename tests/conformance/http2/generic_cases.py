@@ -137,7 +137,7 @@ def _(client):
 
 
 def before_a_call(client, stream, body):
-    """Expect that a call is served after PRIORITY."""
+    """Expect that PRIORITY with this body does not disturb a later call."""
     client.send(priority(stream, body), client.call())
     answers(client)
 
@@ -273,9 +273,9 @@ USER_AGENT, HUFFMAN_USER_AGENT = b"\x0auser-agent", bytes.fromhex("87b505b161cc5
 X_TEST, HUFFMAN_X_TEST = b"\x06x-test", bytes.fromhex("85f2b24a84ff")
 H2SPEC, HUFFMAN_H2SPEC = b"\x06h2spec", bytes.fromhex("849c48aca4")
 INDEXED, NOT_INDEXED, NEVER_INDEXED = b"\x40", b"\x00", b"\x10"
-# h2spec says of the first pairs that their name is indexed, but sends it as text, as we do.
+# h2spec's titles say that the first cases' names are indexed, but sends them as text, as we do.
 REPRESENTATIONS = {
-    1: b"\xba",  # user-agent without a value, from the static table
+    1: b"\xba",  # user-agent with an empty value, from the static table
     2: INDEXED + HUFFMAN_USER_AGENT + HUFFMAN_H2SPEC,
     3: INDEXED + USER_AGENT + H2SPEC,
     4: INDEXED + X_TEST + H2SPEC,
@@ -292,7 +292,7 @@ REPRESENTATIONS = {
 
 
 def with_block(block):
-    """Return a case whose call has these bytes after its headers."""
+    """Return a case: a call whose block of headers ends with these bytes is answered."""
 
     def run(client):
         client.send(headers(1, client.encode(client.fields(HELLO)) + block))

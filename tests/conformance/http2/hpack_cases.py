@@ -10,8 +10,8 @@ from tests.conformance.http2.cases import (
     headers,
 )
 
-NEW_NAME = bytes.fromhex("00 85f2b24a84ff")  # x-test; a value has to follow
-BEYOND = 70  # the static table ends at 61, and a request's headers fill less than eight more places
+NEW_NAME = bytes.fromhex("00 85f2b24a84ff")  # the name x-test; its value follows
+BEYOND = 70  # an unused index: the static table has 61 entries, a request adds fewer than eight
 FAULTS = {
     "hpack/2.3.3/1": ("A header from beyond the tables", bytes([0x80 | BEYOND])),
     "hpack/2.3.3/2": ("A name from beyond the tables", b"\x7f" + bytes([BEYOND - 63, 0])),
@@ -24,7 +24,7 @@ FAULTS = {
 
 
 def with_fault(fault):
-    """Return a case whose request has these bytes after its headers."""
+    """Return a case whose request ends its block of headers with these bytes."""
 
     def run(client):
         client.send(headers(1, client.encode(client.fields(HELLO)) + fault))

@@ -46,12 +46,12 @@ def without(name):
 
 
 def twice(name):
-    """Return a change that adds a header as it is."""
+    """Return a change that repeats a header."""
     return lambda fields: [*fields, *[field for field in fields if field[0] == name]]
 
 
 def empty(name):
-    """Return a change that takes the value of a header."""
+    """Return a change that empties the value of a header."""
     return lambda fields: [(name, b"") if field[0] == name else field for field in fields]
 
 
@@ -104,7 +104,7 @@ def _(client):
 
 
 def announce(client, length):
-    """Begin a request that says how long its body will be."""
+    """Begin a request whose headers announce the length of its body."""
     block = client.encode([*client.fields(WAIT), (b"content-length", length)])
     client.send(headers(1, block, is_last=False))
 

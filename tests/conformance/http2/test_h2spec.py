@@ -1,4 +1,4 @@
-"""Does the server keep HTTP/2's rules? All of h2spec's cases for servers, with and without TLS."""
+"""All of h2spec's cases for servers, with and without TLS: does the server keep HTTP/2's rules?"""
 
 import ssl
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from tests.support.raw_http2 import PING, frame
 from tests.support.rpc_thread import serving
 
 MODULES = (generic_cases, connection_cases, frame_cases, message_cases, hpack_cases)
-STREAMS = 100  # that a client may have open
+STREAMS = 100  # a client may open this many
 
 # How many cases h2spec has in each section.
 COUNTS = {
@@ -141,8 +141,7 @@ def connect(request):
 @pytest.mark.parametrize("is_stepwise", [False, True], ids=["at_once", "stepwise"])
 @pytest.mark.parametrize("number", CASES)
 def test_the_server_does_what_h2spec_expects(connect, number, is_stepwise):
-    """Frames that come at once take other ways through the server than those that come one by
-    one."""
+    """Frames that arrive together are handled by other code than frames that arrive one by one."""
     one, found = CASES[number], ""
     with connect(is_stepwise=is_stepwise) as client:
         if not one.begins:
