@@ -4,8 +4,8 @@ A client is a program, `tests/interop/clients/client.*`. Its argument is the ser
 standard input is a JSON list of calls, ``{method, request, deadline_s, metadata, cancel_after}``,
 which it makes one after the other on one channel. Requests and messages are in proto's JSON with
 the fields' own names; ``cancel_after`` is a number of messages. Its standard output has, for each
-call, ``{messages, code, text, details}``: of an error, its code's number, its text, and its
-google.rpc details by name.
+call, ``{messages, code, text, details}``: the messages, and of an error the code's number, the
+text, and the google.rpc details by name.
 """
 
 import json
@@ -20,7 +20,7 @@ LIMIT_S = 50.0
 
 @dataclass(frozen=True)
 class Told:
-    """What a client received for one call. A field that has its default is missing in a message."""
+    """What a client received for one call. Fields with default values are missing in messages."""
 
     messages: list[dict[str, Any]]
     code: int = 0

@@ -21,7 +21,7 @@ def buf() -> Path:
 
 @pytest.fixture(scope="session")
 def node() -> Caller:
-    """Return a client of @grpc/grpc-js, which reads the protos as they are."""
+    """Return a client of @grpc/grpc-js, which reads the .proto files."""
     toolchains.need_npm()
     return Caller([shutil.which("node") or "node", CLIENTS / "client.js"])
 

@@ -25,7 +25,7 @@ class Call:
 
     ``compressed``: the client compresses its requests, except those of the numbers ``plain``, if
     its library can choose for each. ``turn_by_turn``: each request waits for the answer to the one
-    before. ``cancel_after`` is a number of answers. ``fresh``: on a channel of its own.
+    before. ``cancel_after`` is a number of answers. ``fresh``: the call has a channel of its own.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a client received. Messages are in proto's JSON; a body of zeros is its length."""
+    """What a client received. Messages are in proto's JSON, with a length for a body of zeros."""
 
     messages: list
     code: int
@@ -54,7 +54,7 @@ class Outcome:
 class Stack:
     """A library's client of one address."""
 
-    is_hidden = False  # by TLS
+    is_hidden = False  # TLS hides the messages from the recorder
     ends_before_it_resets = False
 
     def __init__(self, address):
@@ -76,7 +76,7 @@ class Stack:
     @contextlib.contextmanager
     def recorded(self, requests=None, answers=None):
         """Yield a stack like this one. Check at the end which messages were marked as compressed,
-        unless TLS hides it: those of the first connection, then those of the next."""
+        connection by connection, unless TLS hides them."""
         recorder = Recorder(self.address)
         with contextlib.closing(recorder), self.at(recorder.address) as stack:
             yield stack
@@ -92,7 +92,7 @@ class GrpcioStack(Stack):
         super().__init__(address)
         self._credentials = credentials
         self.is_hidden = credentials is not None
-        self._channels = {}  # by whether they compress
+        self._channels = {}  # channels by whether they compress
 
     def _connect(self, call):
         options = [*NO_PROXY, ("grpc.use_local_subchannel_pool", 1)]
@@ -201,7 +201,7 @@ def told(message):
 class NodeStack(Stack):
     """grpc-js, in a process that serves all tests of this file."""
 
-    ends_before_it_resets = True  # Node.js says that a stream has ended, and then that it was reset
+    ends_before_it_resets = True  # Node.js reports a stream's end before its reset
     numbers = itertools.count()
 
     def __init__(self, address, process):
@@ -260,7 +260,7 @@ class Recorder(Proxy):
     """A proxy that shows which messages were marked as compressed."""
 
     def __init__(self, target):
-        self._said = ([], [])  # by clients and by servers, the bytes of each connection
+        self._said = ([], [])  # sent by clients, and by servers: the bytes of each connection
         super().__init__(target)
 
     def _forward(self, source, sink):
@@ -273,12 +273,12 @@ class Recorder(Proxy):
 
     @property
     def requests(self):
-        """The mark of each request, of one call after another."""
+        """The compression flag of each request, call after call."""
         return [flag for said in self._said[0] for flag in flags_of(said[len(PREFACE) :])]
 
     @property
     def answers(self):
-        """The mark of each answer, of one call after another."""
+        """The compression flag of each answer, call after call."""
         return [flag for said in self._said[1] for flag in flags_of(said)]
 
 

@@ -25,7 +25,7 @@ from tests.support.rpc_thread import serving
 
 MESSAGE = StringValue(value="hi").SerializeToString()
 PIECE_BYTES = 16_000
-CALLS_MAX = 50  # of each request, until two servers end it differently
+CALLS_MAX = 50  # attempts for a request, until the two servers end it differently
 BASE = (
     *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/t.Echo/Unary")),
     *((b":authority", b"localhost"), (b"te", b"trailers")),
@@ -134,7 +134,7 @@ BODIES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Requests with one of ``names`` may end as ``ours`` at our server, for this reason."""
+    """Requests with one of ``names`` may end as ``ours`` at our server, for ``reason``."""
 
     names: frozenset[str]
     ours: tuple[str, ...]
@@ -146,7 +146,7 @@ def rule(names, ours, reason):
     return Rule(frozenset(names.split(", ")), tuple(ours.split(", ")), reason)
 
 
-# Our server does not look at these, so that a call ends as grpcio ends it without them.
+# Our server ignores these headers, so that a call ends as it does without them at grpcio's server.
 IGNORED = {
     "no te": "te only tells proxies apart. grpcio resets a call without it.",
     "ftp": "The scheme means nothing to a gRPC server. grpcio refuses unknown ones.",
@@ -250,7 +250,7 @@ def ports():
 
 
 def ask(port, names):
-    """Make the request of these names, and return how it ended and the bytes of the answer."""
+    """Make the request with these changes; return how it ended and the answer's bytes."""
     headers, body = list(BASE), BODIES["a message"]
     for name in names:
         if name in CHANGES:
@@ -303,8 +303,8 @@ def test_drawn_requests_end_as_at_grpcios_server(ports, count):
 
 
 def test_every_rule_is_needed(ports):
-    """A rule that nothing needs any more goes. How grpcio ends a call without time depends on how
-    fast the machine is at that moment, so several calls are made until one differs."""
+    """A rule that no request needs must be removed. How grpcio ends a call without time depends on
+    how fast the machine is at that moment, so several calls are made until one differs."""
     for names in [*(one.names for one in RULES), *({name} for name in IGNORED)]:
         calls = sorted(names) * CALLS_MAX
         ends = ([ask(port, [name]) for port in ports] for name in calls)

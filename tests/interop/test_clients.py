@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.model]
 CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED, UNAVAILABLE = 1, 3, 4, 14
 TEXTS = ["the dog", "a cat by the river: ein Fluß, 川", "snow on the road to the old house"]
 STORY = {"text": "Once upon a time", "sampling": {"seed": 7, "max_tokens": 40}}
-ENDLESS = {  # seconds of work on any machine, unless the reader leaves
+ENDLESS = {  # takes any machine seconds, unless the reader leaves
     "text": "Once",
     "n": 16,
     "sampling": {"ignore_eos": True, "max_tokens": 2000},
@@ -57,15 +57,14 @@ def test_a_cancel_ends_the_servers_work(caller, server):
 
 
 def test_a_deadline_ends_both_sides_and_the_status_has_the_progress(caller, server):
-    """Three of four deadlines are the server's alone: no timer of the client's hides its status.
+    """Three of four deadlines are known to the server alone: no client's timer hides its status.
 
-    Red if any of these statuses lacks its details, or tells another number of tokens than came
-    (`status_of`).
+    Red if such a status lacks its details, or has another number of tokens than came (`status_of`).
     """
     before = ended(server.channel)
     endless = {"method": "Generate", "request": ENDLESS | {"output": {"token_ids": True}}}
     servers = endless | {"metadata": {"grpc-timeout": "600m"}}
-    # The first call has no deadline, so that none passes before the client is connected.
+    # The first call, without a deadline, connects the client before any deadline can pass.
     calls = [
         {"method": "Generate", "request": STORY},
         endless | {"deadline_s": 0.6},
@@ -74,8 +73,8 @@ def test_a_deadline_ends_both_sides_and_the_status_has_the_progress(caller, serv
     first, own, *all_told = caller.calls(server.address, *calls)
     assert first.code == 0
     assert [told.code for told in (own, *all_told)] == [DEADLINE_EXCEEDED] * 4
-    # The RPC library ends a call 20 ms after the engine. If the machine is so busy that its status,
-    # which has no details, is the first, the count is the engine's all the same.
+    # The RPC library ends a call 20 ms after the engine. On a very busy machine its status, which
+    # has no details, may come first; the engine counts the deadline all the same.
     wait_until(lambda: num_ended(server) == sum(before.values()) + 5)
     assert ended(server.channel)["deadline"] >= before.get("deadline", 0) + 3
     wait_idle(server.channel)
@@ -120,7 +119,7 @@ def test_a_refusal_that_will_pass_says_when_to_try_again(caller, server):
     assert told.code == UNAVAILABLE
     assert told.details["ErrorInfo"]["reason"] == "PAUSED"
     delay = told.details["RetryInfo"]["retry_delay"]
-    assert delay in ({"seconds": "5"}, "5s")  # as a message, or as JSON
+    assert delay in ({"seconds": "5"}, "5s")  # a Duration, as message or JSON
     assert caller.call(server.address, "Generate", STORY).code == 0
 
 

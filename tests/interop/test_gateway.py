@@ -1,6 +1,6 @@
 """OpenAI's API through the gateway smg, before servers of ours: what the `openai` client gets.
 
-An answer is that of triolet.v1 for the same seed, whichever server gave it.
+An answer is the same as by triolet.v1 with the same seed, whichever server gave it.
 """
 
 import json
@@ -58,7 +58,7 @@ def chat(**args):
 
 
 def ours(server, n=1, **fields):
-    """Return what triolet.v1 gives for the same chat."""
+    """Return triolet.v1's answer to the same chat."""
     chat_ = {"messages": TURNS}
     return generate(server.channel, chat=chat_, sampling=SAMPLING, n=n, **fields)
 
@@ -97,7 +97,7 @@ def test_several_choices_stops_and_completions_are_those_of_triolet_v1(fleet):
     [choice] = stopped["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == ours(servers[0]).text().partition(stop)[0]
-    plain = {"add_special_tokens": False}  # smg puts no such tokens before a completion's prompt
+    plain = {"add_special_tokens": False}  # smg adds no special tokens to a completion's prompt
     expected = generate(servers[0].channel, text=prompt, sampling=SAMPLING, prompt=plain)
     assert completed["choices"][0]["text"] == expected.text()
 
@@ -153,7 +153,7 @@ def test_a_clients_mistake_is_told_as_one_and_not_tried_again(fleet):
 
 
 def test_an_embedding_is_that_of_triolet_v1_and_several_inputs_become_one(tmp_path):
-    """smg joins the inputs of a call with spaces: docs/fleets.md says so."""
+    """smg joins the inputs of a call with spaces, as docs/fleets.md says."""
     texts = ["The dog sleeps.", "A hound naps."]
     with (
         worker(model="demo-embed", name="words") as server,
@@ -173,7 +173,7 @@ def test_an_embedding_is_that_of_triolet_v1_and_several_inputs_become_one(tmp_pa
 
 
 def test_a_gateway_has_each_model_of_a_server_as_one_of_its_own(tmp_path):
-    """By the flags that docs/fleets.md has; with --enable-igw smg would ignore --worker-urls."""
+    """smg gets the flags of docs/fleets.md; with --enable-igw it would ignore --worker-urls."""
     ports = free_ports(2)
     names = {"stories": "demo-stories", "words": "demo-embed"}
     args = [
@@ -224,8 +224,8 @@ def test_the_deployed_gateways_have_flags_that_this_gateway_takes():
 
 
 def test_requests_go_to_the_server_that_has_their_prefix(fleet):
-    """The prompts were given to the servers themselves: the gateway knows of them only what the
-    servers tell, and a server chosen at random would have every second one."""
+    """The prompts were sent to the servers directly, so the gateway knows their prefixes only from
+    the servers; a random choice would find only every second prefix."""
     one, servers = fleet
     prompts = [f"{word} {number} " * 20 for word in ("cats", "dogs") for number in range(10, 25)]
     turns = [[{"role": "system", "content": text}, *TURNS] for text in prompts]
@@ -233,7 +233,7 @@ def test_requests_go_to_the_server_that_has_their_prefix(fleet):
         server = servers[number % 2]
         sampling = SAMPLING | {"max_tokens": 1}
         assert generate(server.channel, chat={"messages": turn}, sampling=sampling).finished()
-    time.sleep(1.0)  # until the gateway has heard of the prefixes
+    time.sleep(1.0)  # until the gateway has got the prefixes
     told = one.call([chat(messages=turn, max_tokens=1) for turn in turns * 2])
     usages = [answer["usage"] for answer in told]
     reached = [
@@ -247,7 +247,7 @@ def test_requests_go_to_the_server_that_has_their_prefix(fleet):
 @pytest.mark.timeout(900)
 def test_a_server_killed_and_brought_back_spoils_no_answer(tmp_path):
     """1,000 requests from 50 clients, while one of two servers is killed and comes back. The
-    gateway tries those again of which nothing was sent on."""
+    gateway retries a request if its client has got nothing yet."""
     [port] = free_ports(1)
     log = tmp_path / "log"
     with worker(model="demo-stories", name="stories") as steady:
@@ -275,7 +275,7 @@ def test_a_server_killed_and_brought_back_spoils_no_answer(tmp_path):
             assert expected[seed].startswith(_text(answer["parts"]))
             cut += 1
     print(f"{cut} of {len(answers)} requests were cut")
-    assert cut <= 50  # those that the killed server was serving
+    assert cut <= 50  # the requests that the killed server was serving
 
 
 @pytest.mark.timeout(600)

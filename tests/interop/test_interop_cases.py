@@ -49,7 +49,7 @@ def body(size):
 
 
 def noise(size):
-    """Return a payload that no compression makes smaller."""
+    """Return a payload of random bytes, which no compression makes smaller."""
     return {"body": base64.b64encode(random.Random(7).randbytes(size)).decode()}
 
 
@@ -63,8 +63,8 @@ def wants(size, *more, **fields):
     return {"response_parameters": [{"size": one} for one in (size, *more)], **fields}
 
 
-CONCURRENT = 50  # not 1000, as gRPC's: their answers fit into `Limits.held_bytes`
-# gRPC's clients have 10 and 1 s; a busy machine takes longer.
+CONCURRENT = 50  # gRPC's case has 1000; the answers to 50 fit into `Limits.held_bytes`
+# Limits of gRPC's own clients are 10 and 1 s; a busy machine takes longer.
 SOAK_ITERATIONS, SOAK_LATENCY_S = 10, 10.0
 LARGE = {"response_size": 314159, "payload": body(271828)}
 LARGE_UNARY = Call("UnaryCall", [LARGE])
@@ -116,7 +116,7 @@ def client_streaming(stack, servicer):
 @case
 def client_compressed_streaming(stack, servicer):
     probe = {"expect_compressed": YES, "payload": body(27182)}
-    # grpcio sends no message uncompressed in a compressed call but one that would grow.
+    # In a compressed call, grpcio leaves only messages uncompressed that compression would enlarge.
     second = {"expect_compressed": NO, "payload": noise(45904)}
     with stack.recorded(requests=[0, 1, 0]) as recorded:
         outcome = recorded.run(Call("StreamingInputCall", [probe]))
@@ -223,7 +223,7 @@ def cancel_after_first_response(stack, servicer):
 def timeout_on_sleeping_server(stack, servicer):
     call = Call("FullDuplexCall", [{"payload": body(27182)}], half_closes=False)
     assert stack.run(call, timeout_s=0.001).code == DEADLINE_EXCEEDED
-    # The server may never have seen that call; it sees this one.
+    # The server may never have seen the cancelled call; it sees this one.
     wait_until(lambda: servicer.num_running == 0)
     servicer.num_cancelled = 0
     assert stack.run(call, timeout_s=0.3).code == DEADLINE_EXCEEDED
@@ -387,11 +387,11 @@ TENTH = Limits(
     overhead_burst_s=Limits().overhead_burst_s / 10,
     held_bytes=Limits().held_bytes // 10,
 )
-CUT_AT_A_TENTH = {"concurrent_large_unary"}  # its requests and answers are 30 MB
+CUT_AT_A_TENTH = {"concurrent_large_unary"}  # with requests and answers of 30 MB
 
 
 def test_a_tenth_of_every_budget_is_enough_for_all_cases_but_these(authority):
-    """With the defaults nothing is cut: `test_the_case`."""
+    """With the default budgets no case is cut (`test_the_case`)."""
     cut = {}
     for name, run in CASES.items():
         servicer = Servicer()
@@ -416,7 +416,7 @@ def test_a_thousand_large_calls_run_at_once_at_a_server_that_may_keep_their_byte
 
 
 def test_half_duplex_answers_come_after_the_last_request(stack, servicer):
-    """The cases do not call this method of TestService."""
+    """gRPC's cases do not call HalfDuplexCall."""
     call = Call("HalfDuplexCall", [wants(9), wants(2653, 8)])
     waiting = stack.run(call, half_closes=False, timeout_s=0.2)
     assert (waiting.code, waiting.messages) == (DEADLINE_EXCEEDED, [])

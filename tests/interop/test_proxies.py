@@ -1,6 +1,6 @@
-"""nginx and haproxy before a server, plain and with TLS on both sides: calls are as without them.
+"""nginx and haproxy before a server, plain and with TLS on both sides, change nothing for calls.
 
-The server asks each connection to come anew after a second, so that proxies meet that everywhere.
+The server asks clients to connect anew after a second, so that proxies meet that everywhere.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tests.support.wire import (
 pytestmark = pytest.mark.full
 
 SOON_S = 30.0
-# What a proxy says of a server that is down: a status of HTTP, after which nginx cuts the stream.
+# Codes of a proxy whose server is down: it sends an HTTP status, after which nginx cuts the stream.
 DOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN)
 MODEL = {"script": {"step_s": 0.005}, "runner": {"max_model_len": 4096}}
 LONG = 4000
@@ -69,7 +69,7 @@ frontend calls
 backend triolet
     server one 127.0.0.1:{server} {back}
 """
-# Reads one message of a stream, says so, and then waits to be killed.
+# A client that reads one message of a stream, prints a line, and waits to be killed.
 CLIENT = """
 import sys, time
 from tests.interop.test_proxies import through
@@ -135,7 +135,7 @@ class Behind:
 
     @contextlib.contextmanager
     def serving(self):
-        """Run the server; it has the same port each time."""
+        """Run the server, each time at the same port."""
         with fake(server=self._settings, **MODEL) as s:
             target = f"localhost:{s.address.rpartition(':')[2]}" if self.authority else s.address
             with through(target, self.authority) as self.direct:
@@ -221,7 +221,7 @@ def test_a_deadline_ends_the_call_with_the_servers_status(behind):
 
 def test_six_mebibytes_come_through(behind):
     with behind.serving():
-        ids = [2**27 - 1] * (LARGE_BYTES // 4)  # four bytes each
+        ids = [2**27 - 1] * (LARGE_BYTES // 4)  # ids of four bytes each
         error = generate(behind.channel, prompt_ids=ids, max_tokens=1).error
         wanted = generate(behind.direct, prompt_ids=ids, max_tokens=1).error
         assert (error.code(), error.details()) == (wanted.code(), wanted.details())

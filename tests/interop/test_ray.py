@@ -1,7 +1,7 @@
 """Fleets behind Ray Serve's own gRPC port: the same stubs, in several languages.
 
-Two replicas of one thread, on a Ray cluster on this machine. An answer is that of a server for the
-same seed, whichever replica gave it.
+Two replicas of one thread, on a Ray cluster on this machine. An answer is the same as a server's
+with the same seed, whichever replica gave it.
 """
 
 import itertools
@@ -250,7 +250,7 @@ def test_a_replica_killed_is_replaced_while_the_other_serves(fakes):
         assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
     for one in heard:
         assert one.error is not None or len(one.ids()) == 40
-    for number in range(10):  # the other serves meanwhile
+    for number in range(10):  # the other replica serves meanwhile
         again = generate(fakes.channel, prompt_ids=[number + 1], max_tokens=1, timeout=30)
         assert again.error is None
     wait_until(lambda: len(fakes.last()) == 2, 60, "a replica in the killed one's place")
@@ -288,7 +288,7 @@ def test_a_fleet_grows_with_its_queue_and_drains_what_it_no_longer_needs():
         wait_until(lambda: len(one.last()) == 2, 90, "a second replica")
         long = []
 
-        def both_have_requests():  # Serve learns of the second one after it has begun to report
+        def both_have_requests():  # the second replica reports before Serve knows of it
             number = len(long) + 50
             long.append(Generation(one.channel, prompt_ids=[number], max_tokens=200))
             long[-1].read_deltas(1)

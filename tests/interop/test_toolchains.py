@@ -24,7 +24,7 @@ def test_without_node_the_sentence_names_node():
 
 
 def test_one_npm_at_a_time_and_none_when_all_is_there(monkeypatch):
-    """Test workers that begin at once in a fresh clone."""
+    """Several test workers ask for npm's packages at once, in a fresh clone."""
     running, missing, seen = [], ["@grpc/grpc-js"], []
 
     def install(wanted):

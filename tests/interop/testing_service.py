@@ -26,7 +26,7 @@ ENCODING = "gzip"
 
 @cache
 def protos():
-    """Return the descriptor of `PROTO`, read by protoc. Nothing generated is kept."""
+    """Return the descriptor of `PROTO`, which protoc makes each time; no generated file is kept."""
     with TemporaryDirectory() as folder:
         found = Path(folder) / "found"
         command = ["protoc", f"-I{PROTO.parent}", f"--descriptor_set_out={found}", PROTO.name]
@@ -145,7 +145,7 @@ def _method(name, handler):
 
 
 async def next_request(call, name):
-    """Return the next request of a call, a message of this name; None after the last one."""
+    """Return the next request of a call, of the message type ``name``; None after the last one."""
     data = await call.read()
     return None if data is None else message_class(name).FromString(data)
 

@@ -153,7 +153,7 @@ def test_a_repeated_prompt_comes_from_the_prefix_cache(channel):
         channel, prompt_ids=prompt, max_tokens=2, prompt={"bypass_prefix_cache": True}
     )
     cached = [h.finished().usage.cached_tokens for h in (first, again, salted, bypassed)]
-    assert cached == [0, 48, 0, 0]  # three whole blocks of 16
+    assert cached == [0, 48, 0, 0]  # three whole blocks of 16 tokens
     assert first.ids() == again.ids() == salted.ids() == bypassed.ids()
 
 

@@ -1,9 +1,9 @@
 """Every parameter of Generate, alone and in every pair of values, over gRPC, against an oracle.
 
-`ALONE` has each value of each parameter, with a seed and what the value needs to have an effect.
-`COMBINED` is a set of rows in which every two values of every two parameters meet. The tests
-compare every token (by D10's measure), the end and its match, the text, log-probabilities, and
-usage. And each value with a meaning has an effect: without it, the answer differs.
+`ALONE` has each value of each parameter, with a seed and `BESIDE`, the values that it needs to have
+an effect. `COMBINED` is a set of rows in which every two values of every two parameters meet. The
+tests compare every token (by D10's measure), the end and its match, the text, log-probabilities,
+and usage. And each value with a meaning has an effect: the answer without that value differs.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ VOCAB = 512
 END = 0
 UNSET = None
 TEXT = "Once upon a time there was a small boat, and it sailed across the lake at night."
-BYTES = tuple(range(257))  # the end, and a token for every byte: any form can be written
+BYTES = tuple(range(257))  # the end, and a token for every byte, so that any text can be written
 STOPPING = tuple(range(2, 80, 3))
 
 # Every parameter and its values; the first value is that of a request without the parameter.
@@ -96,7 +96,7 @@ SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
 PROMPT = [field.name for field in pb.PromptOptions.DESCRIPTOR.fields]
 OUTPUT = [field.name for field in pb.OutputOptions.DESCRIPTOR.fields]
 BASE = {name: values[0] for name, values in PARAMETERS.items()}
-# What some parameters need beside them to have an effect.
+# Other parameters' values that a parameter needs to have an effect.
 BESIDE = {
     "frequency_penalty": {"max_tokens": UNSET},
     "presence_penalty": {"max_tokens": UNSET},
@@ -110,7 +110,7 @@ BESIDE = {
     "add_special_tokens": {"input": "chat"},
     "skip_special_tokens": {"echo": True},
 }
-# Values that mean the same as no value.
+# Values that mean the same as an unset parameter.
 NEUTRAL = {
     "top_k": 0,
     "top_p": 1.0,
@@ -125,21 +125,21 @@ NEUTRAL = {
     "echo": False,
     "skip_special_tokens": True,
 }
-# These change no answer: they are the scheduler's, or a name.
+# Parameters that change no answer: they are for the scheduler, or a name.
 UNHEARD = {
     *("cache_salt", "bypass_prefix_cache", "priority", "request_id", "model", "speculation"),
 }
 
 
 def base_of(name):
-    """Return the row with which to compare a row that has a value for a parameter."""
+    """Return the row with which to compare rows that have a value for parameter ``name``."""
     return BASE | BESIDE.get(name, {})
 
 
 ALONE = [BASE, *(base_of(name) for name in BESIDE)] + [
     base_of(name) | {name: value} for name, values in PARAMETERS.items() for value in values[1:]
 ]
-ALONE.append(BASE | {"max_tokens": 1})  # this does not go with a higher min_tokens
+ALONE.append(BASE | {"max_tokens": 1})  # apart from rows with higher min_tokens, which exclude it
 COMBINED = pairwise(PARAMETERS)
 
 
@@ -155,7 +155,7 @@ def name_of(row):
 
 
 def test_the_table_has_every_parameter():
-    # A continuation changes no answer: the tests below cut the stream of every row.
+    # The tests of cut streams below have continuations for every row.
     fields = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
     fields -= {"continuation", "resume_window"}
     inputs = {"text", "token_ids", "chat"}
@@ -205,7 +205,7 @@ def channel(directory):
 
 
 def said(channel, row):
-    """Return everything of an answer that does not depend on earlier requests."""
+    """Return the parts of an answer that do not depend on earlier requests."""
     heard = generate(channel, **request_of(row))
     assert heard.error is None
     choices = []
@@ -234,7 +234,7 @@ def test_a_value_with_a_meaning_has_an_effect(channel, name, value):
 
 
 ROWS = [*ALONE, *COMBINED]
-COUNTS = {}  # by a row's identity: how many of its positions were compared, and how many skipped
+COUNTS = {}  # by a row's id(): how many of its positions were compared and skipped
 
 
 def request_of(row):
@@ -260,7 +260,7 @@ def request_of(row):
 
 
 def prompt_of(row, oracle):
-    """Return the prompt's tokens, after what is added and what is cut."""
+    """Return the prompt's tokens, with special tokens added and after truncation."""
     adds = row["add_special_tokens"]
     if row["input"] == "token_ids":
         ids = [END, *range(80, 100)]
@@ -302,7 +302,7 @@ def check_row(channel, oracle, row):
     counts = COUNTS[id(row)] = Counter()
     sees_tokens = row["token_ids"] is True
     heard = generate(channel, **request_of(row))
-    if not sees_tokens:  # the same request, with its token ids
+    if not sees_tokens:  # ask the same again, with token ids
         shown = generate(channel, **request_of(row | {"token_ids": True, "request_id": None}))
         assert all(not delta.token_ids for delta in heard.deltas)
     else:
@@ -316,7 +316,7 @@ def check_row(channel, oracle, row):
             continue
         end = check_end(shown, choice, oracle, asked, tokens)
         check_output(heard if is_fixed(row) else shown, choice, oracle, row, asked, tokens, end)
-    if shown.error is not None:  # some choice had no token left to sample
+    if shown.error is not None:  # the constraint left a choice no token to sample
         assert broken_fields(shown.error) == ["constraint"]
         assert row["constraint"] is not None
     else:
@@ -326,13 +326,13 @@ def check_row(channel, oracle, row):
 
 
 def is_fixed(row):
-    """Return whether the same request has the same tokens again."""
+    """Return whether a repeated request has the same tokens, which `check_row` then knows."""
     return row["token_ids"] is True or row["seed"] is not None or row["temperature"] == 0.0
 
 
 def check_tokens(tokens, verdicts, counts):
-    """Check that each token is the oracle's, or one of a near-tie. Without a seed any token may
-    come whose score is finite, so nothing is compared."""
+    """Check that each token is the oracle's, unless the position is a near-tie. Without a seed, any
+    token with a finite score may come, so nothing is compared."""
     for position, (token, verdict) in enumerate(zip(tokens, verdicts, strict=False)):
         assert verdict.scores[token] > -math.inf, f"position {position} cannot be {token}"
         if verdict.token is None:
@@ -390,11 +390,11 @@ def check_logprobs(entries, tokens, logits, alternatives):
 
 # ---- the same streams, cut and continued -----------------------------------------------------
 
-DRAWN = 11  # the seed of draws without one
+DRAWN = 11  # the seed for rows without one
 
 
 def continuation_of(messages, n):
-    """Return the continuation of a stream of which a client has these messages."""
+    """Return the Continuation for a client that has these messages of a stream."""
     choices = [{"token_ids": [], "finished": False} for _ in range(n)]
     for message in messages:
         if message.HasField("delta"):
@@ -405,8 +405,8 @@ def continuation_of(messages, n):
 
 
 def whole_of(messages, n):
-    """Return what a client makes of messages: of each choice its ids, its text, its
-    log-probabilities and its end."""
+    """Return for each choice the joined token ids, text, log-probabilities and end of the
+    messages."""
     choices = []
     for choice in range(n):
         deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.choice == choice]
@@ -447,8 +447,8 @@ def check_continued(channel, row, uncut, had):
 
 
 def uncut_of(channel, row):
-    """Return the messages of a row's whole stream; () if the request cannot succeed. Without a seed
-    of its own the row's draws are always the same, too."""
+    """Return the messages of a row's whole stream; () if the request cannot succeed. A row without
+    a seed gets the seed `DRAWN`."""
     drawn = {"continuation": {"seed": DRAWN}} if row["seed"] is None else {}
     heard = generate(channel, **request_of(row), **drawn)
     return () if heard.error is not None else heard.messages
@@ -494,8 +494,8 @@ def computed_by(server, ask):
 
 
 def attached(server, line, row, at):
-    """Return the messages of a row's stream whose connection is cut after ``at`` of them, and to
-    which its client attaches."""
+    """Cut the connection of a row's stream after ``at`` messages, attach to the stream, and return
+    the messages before and after the cut."""
     n, drawn = row["n"] or 1, {"continuation": {"seed": DRAWN}} if row["seed"] is None else {}
     window = {"resume_window": {"seconds": 60}}
     line.hold_after(at)
@@ -505,7 +505,7 @@ def attached(server, line, row, at):
             cut.read()
         line.cut()
         had = cut.finish().messages
-    if cut.heard.error is None:  # several tokens came in one message, so that all had come
+    if cut.heard.error is None:  # the stream had fewer messages, as several tokens came in one
         return had
     assert cut.heard.error.code() is grpc.StatusCode.UNAVAILABLE
     assert len(had) == at
@@ -518,7 +518,7 @@ def attached(server, line, row, at):
         request_id=started.request_id, attach_token=started.attach_token, received=received
     )
     rest = list(stubs.InferenceStub(server.channel).Attach(request, timeout=60))
-    if at > 1:  # the client has what came before the first token
+    if at > 1:  # the client has Started's log-probabilities already
         started.ClearField("prompt_logprobs")
     assert rest[0].started == started
     return [*had, *rest[1:]]
@@ -526,10 +526,10 @@ def attached(server, line, row, at):
 
 def check_attached(cut_line, row, at=None):
     """Cut a row's stream after each of its messages, or after the one that ``at`` picks, attach,
-    and compare the whole with the uncut one. The model computes as much for both."""
+    and compare the whole with the uncut one. The model must compute as much for both."""
     server, line = cut_line
     n = row["n"] or 1
-    uncut = uncut_of(server.channel, row)  # its prompt is cached from now on
+    uncut = uncut_of(server.channel, row)  # caches the row's prompt
     wait_idle(server.channel)
     _, wanted = computed_by(server, lambda: uncut_of(server.channel, row))
     for index in range(1, len(uncut)) if at is None else [1 + at % (len(uncut) - 1)]:
@@ -561,8 +561,8 @@ def test_a_connection_may_be_cut_after_every_single_token(cut_line, row):
 
 
 def check_killed(directory, channel, rows, rounds):
-    """Begin the streams of all rows at one server, kill it, and continue them at the next. Do this
-    for each of ``rounds``: it says after how many messages a stream of so many is cut."""
+    """Begin the streams of all rows at one server, kill it, and continue them at the next. Each of
+    ``rounds`` returns for a number of messages after how many to cut, or None."""
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
     rows = [
         row | {"token_ids": True, "request_id": row["request_id"] and f"own {index}"}
@@ -582,7 +582,7 @@ def check_killed(directory, channel, rows, rounds):
                 for _ in range(at):
                     stream.read()
                 ended = {m.finished.choice for m in stream.heard.messages if m.HasField("finished")}
-                if len(ended) < (row["n"] or 1):  # some may come in fewer messages
+                if len(ended) < (row["n"] or 1):  # a stream may have ended, in fewer messages
                     begun.append((row, wanted, stream.heard.messages))
             if not begun:
                 break
@@ -605,12 +605,12 @@ def test_a_server_may_be_killed_in_the_middle_of_any_stream(directory, channel):
 
 
 def cut_after(at, size):
-    """Return after how many messages a stream of ``size`` is cut, if that is ``at``."""
+    """Return ``at`` if a stream of ``size`` messages can be cut there."""
     return at if at < size else None
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)  # two hundred kills, of two seconds each
+@pytest.mark.timeout(1200)  # two hundred kills, which take two seconds each
 def test_a_server_may_be_killed_after_every_single_token(directory, channel, capsys):
     rounds = (partial(cut_after, at) for at in itertools.count(1))
     cuts = check_killed(directory, channel, ROWS, rounds)
@@ -664,7 +664,7 @@ def test_seeded_output_is_the_same_after_a_restart(channel, directory):
             for choice in range(row["n"] or 1):
                 assert one.ids(choice) == other.ids(choice)
                 assert one.text(choice) == other.text(choice)
-        for row in (*SEEDED[::3], *UNSEEDED):  # and goes on with a stream that another began
+        for row in (*SEEDED[::3], *UNSEEDED):  # it continues streams of the old process
             uncut = uncut_of(channel, row)
             for at in (1, len(uncut) // 2) if uncut else ():
                 check_cut(fresh.channel, row, uncut, at)
@@ -674,12 +674,12 @@ def test_seeded_output_is_the_same_after_a_restart(channel, directory):
 
 @pytest.mark.slow
 def test_nearly_every_position_was_compared(channel, oracle, capsys):
-    """D10: the share of positions skipped stays below 0.1 %, over all rows, which have run before.
+    """By D10, fewer than 0.1 % of the positions of all rows are skipped as near-ties.
 
     Red with a `MARGIN` of 1e-2, at which 0.6 % of the positions are skipped.
     """
     for row in ROWS:
-        if id(row) not in COUNTS:  # this test runs without the others
+        if id(row) not in COUNTS:  # when this test runs without the others
             check_row(channel, oracle, row)
     total = sum(COUNTS.values(), Counter())
     share = total["skipped"] / total.total()

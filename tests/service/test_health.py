@@ -116,7 +116,7 @@ def test_a_watcher_gets_every_change_and_nothing_else():
             ([model()], True),
         ):
             channel.tell(apply_states, servicer, models, draining)
-            if len(models) < 2:  # else nothing changes for a
+            if len(models) < 2:  # with two models, nothing changes for "a"
                 heard.append((await call.read()).status)
         call.cancel()
         await until(lambda: len(servicer._watchers) == 0)
@@ -126,7 +126,7 @@ def test_a_watcher_gets_every_change_and_nothing_else():
 
 
 class Watcher:
-    """A watcher's call, whose client reads when the test lets it. It is its own RPC record."""
+    """A watcher's call, and its RPC record. The client reads when the test lets it."""
 
     def __init__(self, *, is_stalled, address="a"):
         self.written, self.gate = [], trio.Event()

@@ -1,5 +1,5 @@
-"""The ways of a request and of a token through the files are short, and engine/README.md shows that
-of a token."""
+"""The call paths of a request and of a token through the files are short, and engine/README.md
+shows the path of a token."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ SUPERVISOR_MAX = 5
 
 
 def output_of(tool):
-    """Return a tool's output. `sys.setprofile` slows a process, so that the tool has its own."""
+    """Return a tool's output. It has a process of its own, as `sys.setprofile` slows it down."""
     command = [sys.executable, "-m", tool]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def output_of(tool):
 
 @pytest.fixture(scope="module")
 def shown():
-    """Return the way of a token."""
+    """Return the path of a token, as the page shows it."""
     return output_of("tools.count_hops")
 
 

@@ -1,4 +1,4 @@
-"""An idle server does nothing: no task step in Trio, and no counted wait of its thread."""
+"""An idle server does nothing: Trio runs no task, and the main thread does not wake up."""
 
 import time
 
@@ -26,7 +26,7 @@ def waits(counts):
 
 
 def settled(server):
-    """Return the counts once they stay the same for half a second: grpc closes slowly."""
+    """Return the counts once they stay the same for half a second: grpc closes late."""
     counts = server.ask()
     for _ in range(20):
         time.sleep(0.5)
@@ -47,7 +47,7 @@ def test_an_idle_server_makes_no_wake_ups():
             serve_a_few(server)
             before.append(settled(server))
         assert before[0]["task_steps"] > 20, "nothing is counted"
-        time.sleep(IDLE_S)  # the claim is about real seconds
+        time.sleep(IDLE_S)  # real seconds, as the server's clock is real
         after = [counted.ask(), plain.ask()]
         assert after[0]["task_steps"] == before[0]["task_steps"]
         assert list(map(waits, after)) == list(map(waits, before))

@@ -1,4 +1,4 @@
-"""GenerateImage over gRPC, with a fake model: what comes, and what is refused.
+"""GenerateImage over gRPC, with a fake model: events, images and refusals.
 
 test_endings.py has how calls end early.
 """
@@ -36,7 +36,7 @@ STEP_S = 0.05
 
 
 def white_png(width, height):
-    """Return a PNG of white, small as a file."""
+    """Return a white PNG, which is a small file whatever its size."""
 
     def chunk(kind, data):
         return pack(">I", len(data)) + kind + data + pack(">I", zlib.crc32(kind + data))
@@ -126,7 +126,7 @@ def test_a_source_decides_size_and_steps(server):
     assert started.steps == 5
     assert (started.width, started.height) == (40, 16)
     given = draw(server.channel, draw_request(source=source, width=64, height=64))
-    assert given.of("started")[0].steps == 3  # 0.8 of the model's 4
+    assert given.of("started")[0].steps == 3  # strength 0.8 of the model's 4 steps
     other = pb.ImageSource(image=white_png(100, 200))
     turned = draw(server.channel, draw_request(source=other, width=64, height=64))
     assert turned.files() == given.files(), "white stays white in every size"
@@ -164,7 +164,7 @@ BROKEN = [
     ({"width": 0}, "width"),
     ({"width": 12}, "width"),
     ({"height": 4104}, "height"),
-    ({"width": 1024, "height": 1024}, "n"),  # more than the fake's pixels
+    ({"width": 1024, "height": 1024}, "n"),  # more pixels than the fake draws
     ({"width": 2048, "height": 2048, "n": 8}, "n"),
     ({"steps": 0}, "steps"),
     ({"steps": 151}, "steps"),
@@ -177,7 +177,7 @@ BROKEN = [
     ({"strength": 0.5}, "strength"),
     ({"source": {"image": b""}}, "source.image"),
     ({"source": {"image": b"http://a/b.png"}}, "source.image"),
-    ({"source": {"image": white_png(1, 400_000)}}, "source.image"),  # 17,528 pixels high, drawn
+    ({"source": {"image": white_png(1, 400_000)}}, "source.image"),  # would be 17,528 pixels high
     ({"source": {"image": white_png(8, 8)}, "strength": 0.0}, "strength"),
     ({"source": {"image": white_png(8, 8)}, "strength": 1.1}, "strength"),
     ({"source": {"image": white_png(8, 8)}, "strength": float("nan")}, "strength"),
@@ -230,14 +230,14 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_and_while_waiting():
     script = {"verb_s": {"denoise": 0.1}}
     with fake(models=models(**script), engine={"max_drawings": 1}) as server:
         artist_is_serving(server)
-        draw(server.channel, draw_request(steps=2)).check()  # measures a step
+        draw(server.channel, draw_request(steps=2)).check()  # lets the server measure a step
         heard = draw(server.channel, draw_request(steps=50), timeout=3)
         assert reason(heard.error) == "DEADLINE_INFEASIBLE"
         assert heard.error.code() is Code.DEADLINE_EXCEEDED
         assert not heard.of("started")
         with Draw(server.channel, draw_request(steps=100)) as other:
             assert other.read_until("progress") is not None
-            # It would take 0.5 s of its 3, or more if steps took longer, and must wait for 10.
+            # This drawing takes 0.5 s of its 3, or more if steps are slow, and would wait for 10 s.
             waits = draw(server.channel, draw_request(steps=5), timeout=3)
             assert reason(waits.error) == "DEADLINE_INFEASIBLE"
             assert waits.of("started"), "it was in the queue"
@@ -245,7 +245,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_and_while_waiting():
 
 
 def test_two_requests_alternate():
-    """Red if one request's steps are computed before the other's."""
+    """Red if all steps of one request are computed before those of the other."""
     with fake(models=models(step_s=STEP_S)) as server, connect(server.address) as own:
         artist_is_serving(server)
         with Draw(server.channel, draw_request("one", steps=40)) as one:
@@ -256,7 +256,7 @@ def test_two_requests_alternate():
                 two.finish().check()
                 steps = stats(server.channel).step_count
                 one.finish().check()
-        # one began alone, shared its turns with the 10 steps of two, and ended alone
+        # "one" began alone, took turns with the 10 steps of "two", and ended alone
         assert 5 <= before + 10 <= steps / 2 + 12
 
 
@@ -270,8 +270,8 @@ LARGE = {"n": 6, "width": 256, "height": 256, "steps": 1}
     [({"stall_timeout_s": 3.0}, 0.4), ({"stream_buffer": 2, "stall_timeout_s": 20.0}, 0.2)],
 )
 def test_a_slow_reader_gets_everything(engine, seconds):
-    """In the first case all images wait together, and reading them takes longer than the stall
-    timeout."""
+    """In the first case all images fit into the buffer, and reading them takes longer than the
+    stall timeout."""
     with (
         fake(models=models(), engine=engine) as server,
         connect(server.address, *SMALL_WINDOW) as own,
@@ -284,6 +284,6 @@ def test_a_slow_reader_gets_everything(engine, seconds):
 
 
 def test_pixels_are_what_a_client_reads_back(server):
-    """The wire's check itself: another seed gives other pixels."""
+    """The comparison of pixels can fail: another seed gives other pixels."""
     one, two = (draw(server.channel, draw_request(seed=seed)) for seed in (1, 2))
     assert pixels_of(one.files()[0]) != pixels_of(two.files()[0])

@@ -62,8 +62,8 @@ def slow():
 def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output():
     """There are so few blocks that requests are preempted.
 
-    A hundred calls are cancelled at least, and more until the server has seen 51 cancels: a very
-    early one comes before its request.
+    At least a hundred calls are cancelled, and more until the server has counted 51 cancels: a very
+    early cancel reaches the server before its request.
     """
     seed = 20
     made = []
@@ -74,7 +74,7 @@ def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 64},
     ) as server:
         wait_serving(server.channel)
-        generate(server.channel, max_tokens=1)  # the first step opens its eventfd
+        generate(server.channel, max_tokens=1)  # the first step opens an eventfd, which stays
         files = server.num_files()
 
         def cancel_some(number):
@@ -110,7 +110,7 @@ def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output
 
 @pytest.fixture(scope="module")
 def deadline_server():
-    """Serve as slowly as `slow`, with a deadline that no client's timer knows."""
+    """Serve as slowly as `slow`, with a deadline of the server before any client's."""
     models = [{"name": "fake"}, {"name": "late", "lazy": True, "script": {"load_s": 1.5}}]
     engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "default_deadline_s": 0.6}
     with fake(models=models, script={"step_s": STEP_S}, engine=engine) as server:
@@ -127,7 +127,7 @@ def deadline_of(heard):
 
 
 def test_a_deadline_during_decode_says_how_many_tokens_were_made(deadline_server):
-    """On a busy machine the deadline may pass before the first token; then it is asked again."""
+    """On a busy machine the deadline may pass before the first token; then the test asks again."""
     num_tokens = 0
     while not num_tokens:
         ends = ended(deadline_server.channel)
@@ -169,14 +169,14 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_refused_at_once():
         wait_serving(server.channel)
         assert generate(server.channel, prompt_ids=[8] * 32, max_tokens=1).error is None
         start = time.monotonic()
-        heard = generate(server.channel, prompt_ids=[9] * 1000, timeout=15)  # this takes 62 steps
+        heard = generate(server.channel, prompt_ids=[9] * 1000, timeout=15)  # takes 62 steps
         assert time.monotonic() - start < 5
         assert heard.error.code() is DEADLINE
         info = details(heard.error)["ErrorInfo"]
         assert (info.reason, info.metadata["phase"]) == ("DEADLINE_INFEASIBLE", "queued")
         assert not heard.messages
         assert stats(server.channel).step_count == 2
-        # cached tokens need not be computed, and there is time for the others
+        # the cached tokens need not be computed, so there is time enough
         again = generate(server.channel, prompt_ids=[8] * 40, max_tokens=1, timeout=15)
         assert again.error is None
 
@@ -199,7 +199,7 @@ BUFFER = 16
 PARKED_TOKENS = 1500
 WINDOW_BYTES = 4000  # more than 200 messages of one token
 MESSAGE_BYTES_MAX = 20  # of one token
-NUM_LOOKS, LOOK_S = 12, 0.02  # so often the figures of a parked stream are the same
+NUM_LOOKS, LOOK_S = 12, 0.02  # a stream is parked for good when its figures stay the same so often
 
 
 @contextlib.contextmanager
@@ -218,12 +218,12 @@ def stalling(server, **fields):
 def is_parked_for_good(channel):
     """Return whether the stream stays parked.
 
-    It is parked and drained in turn until the buffers on the way to the client are full, too.
+    A stream is parked and unparked in turn until all buffers to its client are full.
     """
     before = stats(channel)
     for _ in range(NUM_LOOKS):
         time.sleep(LOOK_S)
-        after = stats(channel)  # the server's writers have had their turns before it answers
+        after = stats(channel)  # by the time of this answer, the server's writers have run
         figures = (after.parked, after.completion_tokens_total)
         if not after.parked or figures != (before.parked, before.completion_tokens_total):
             return False
@@ -258,8 +258,8 @@ def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffer
 
 
 def test_a_reader_that_stops_is_ahead_by_its_buffer_and_window_only(buffered):
-    """The client's window takes so many bytes, and then the buffer so many tokens: not
-    one more.
+    """The server makes as many tokens as fit into the client's window and the stream's buffer, and
+    not one more.
 
     Red if a slot is given back before its message has left (`CallWriter._write_events`).
     """
@@ -272,7 +272,7 @@ def test_a_reader_that_stops_is_ahead_by_its_buffer_and_window_only(buffered):
         client.open("/triolet.v1.Inference/Generate", request)
         wait_until(lambda: is_parked_for_good(channel), 20, "parked")
         after = stats(channel)
-        client.send(http2.PING, bytes(8))  # its answer comes after all that was sent
+        client.send(http2.PING, bytes(8))  # its answer comes after everything that was sent before
         body = b""
         while (got := client.receive()) != (http2.PING, http2.ACK, bytes(8)):
             body += got[2] if got[0] == http2.DATA else b""
@@ -318,7 +318,7 @@ def test_fifty_rounds_of_four_cancelled_streams_leave_memory_files_and_health_as
 
 
 def test_stopped_readers_give_their_blocks_to_those_who_read():
-    """The parked request's blocks go to the others, and it recomputes what it lost."""
+    """The parked request's blocks go to the others, and are computed again later."""
     with fake(
         engine={"stream_buffer": BUFFER, "prefix_cache": False},
         runner={"num_blocks": 128, "max_model_len": 2048},
@@ -349,7 +349,7 @@ def test_a_reader_that_stops_for_too_long_is_ended_and_gets_the_status_if_it_rea
             assert reason(heard.error) == "READER_STALLED"
             assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
             assert generate(channel, max_tokens=5).error is None
-            # a client that never reads on does not delay the end
+            # a client that never reads does not delay the server's end
             start = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - start < 5
@@ -368,7 +368,7 @@ def silent_calls(own, stack, count):
 
 @pytest.mark.slow
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
-    """They hold nothing, everybody else is served, and a connection may have 64."""
+    """Such calls hold no blocks, others are served, and a connection may have 64."""
     engine = {"stream_buffer": UNREAD_TOKENS}
     with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel
@@ -377,13 +377,13 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
         silent = silent_calls(own, stack, 1)
         wait_until(lambda: ended(channel) == {"finished": 1}, 20, "the oldest one's end")
         silent += silent_calls(own, stack, 63)
-        # 25,200 large messages are made meanwhile, in ten seconds where nothing else runs
+        # the server makes 25,200 large messages for this, in ten seconds on an idle machine
         wait_until(lambda: stats(channel).unread_calls == 64, 60, "unread_calls")
         assert is_idle(stats(channel))
         assert ended(channel) == {"finished": 64}
         assert health(channel) == SERVING
         assert generate(channel, max_tokens=1).error is None
-        # one more costs the oldest one of its connection
+        # one more unread call costs its connection the oldest one
         silent_calls(own, stack, 1)
         wait_until(
             lambda: stats(channel).unread_calls == 64 and silent[0].call.done(), 60, "its end"
@@ -400,7 +400,7 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
 
 
 def test_a_failed_call_gets_its_status_though_its_client_does_not_read():
-    """D1: the call is over on the server, and the status waits at the client."""
+    """The call is over on the server, and the status waits at the client (D1)."""
     engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.3}
     with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel
@@ -455,7 +455,7 @@ def test_a_signal_during_a_load_lets_waiting_requests_finish():
     with fake(script={"load_s": 1.0}) as server:
         assert health(server.channel) == NOT_SERVING  # this connects the channel
         with Generation(server.channel, prompt_ids=[9], max_tokens=5) as call:
-            stats(server.channel)  # an answer to a later call: the first has been heard
+            stats(server.channel)  # answered, so the server has received the call before
             server.signal()
             assert call.finish().ids() == expected_tokens([9], count=5)
         assert server.wait() == 0

@@ -31,7 +31,7 @@ SECRET = "zanzibar-mackerel"
 
 @pytest.fixture
 def debugged(monkeypatch):
-    """Make servers of this test log everything."""
+    """Make the servers of a test log all debug events."""
     monkeypatch.setenv("TRIOLET_LOG", "DEBUG")
 
 

@@ -35,7 +35,7 @@ SOON_S = 15.0
 LONG = 2000
 WHERE = re.compile(r"metrics are served on (http://\S+)")
 NAMES = {metric.name for metric in METRICS}
-# What Prometheus sends as Accept, by its version and by its settings of protocols and of names.
+# Accept headers of Prometheus, by its version and its settings of protocols and metric names.
 # Source: prometheus, scrape/scrape.go (acceptHeader) and config/config.go.
 PROTOBUF = (
     "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
@@ -63,8 +63,8 @@ for escaping in ("allow-utf-8", "underscores", "dots", "values"):
 
 
 class Scrape:
-    """One answer to a scraper: the samples of each family, by its name without prefix. It is read
-    as the format that its Content-Type names."""
+    """One answer to a scraper: the samples of each family, by its name without prefix. The answer
+    is parsed in the format that its Content-Type names."""
 
     def __init__(self, server, accept=None):
         url = WHERE.search(server.log)[1]
@@ -119,7 +119,7 @@ def control_of(server):
     return stubs.ControlStub(server.channel)
 
 
-# ---- causes: each takes a server, and leaves when its state may go ---------------------------
+# ---- causes: each changes metrics of a server, until its block ends --------------------------
 
 
 @contextlib.contextmanager
@@ -383,8 +383,8 @@ CAUSES = {
         {"models": [{"name": "fake", "lazy": True, "fails": 1}], "may_log": "fake|Traceback"},
     ),
 }
-FIXED = {"memory_limit_bytes"}  # the configuration alone sets it
-# Those without samples until there is an adapter, a worker's process, a cancel, a missed deadline.
+FIXED = {"memory_limit_bytes"}  # only the configuration changes it
+# Metrics without samples until an adapter, a worker process, a cancel or a missed deadline.
 OF_OTHER_CAUSES = {
     *("adapter_requests_running", "adapter_requests_total", "adapter_generation_tokens_total"),
     *("worker_resident_bytes", "cancel_to_free_seconds", "deadline_missed_total"),
@@ -428,7 +428,7 @@ def test_the_figures_are_right():
     assert found.total("requests_total", end="finished") == 2
     assert found.total("requests_total", end="cancelled") == 1
     assert found.total("e2e_request_latency_seconds") == 3
-    assert found.total("request_generation_tokens") == 4  # one for each choice
+    assert found.total("request_generation_tokens") == 4  # one observation for each choice
     tokens = found.total("generation_tokens_total")
     assert found.total("inter_token_latency_seconds") == tokens - 4
     assert found.total("cancel_to_free_seconds", phase="decode") == 1

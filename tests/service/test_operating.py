@@ -61,7 +61,7 @@ def server():
 
 
 def health_of(client):
-    """Return the server's health as a `RawClient` hears it."""
+    """Return the server's health, asked by a `RawClient`."""
     return health_pb2.HealthCheckResponse.FromString(client.ask(CHECK)).status
 
 
@@ -253,15 +253,15 @@ def test_a_drain_asks_clients_at_once_to_open_no_more_calls():
             num_bytes = len(running.body)
             assert client.wait_for(lambda: len(running.body) > num_bytes, SOON_S)
             assert not running.is_over
-        drained.result(timeout=10)  # the request ends with its client
+        drained.result(timeout=10)  # the client leaves, and its request ends
 
 
 def test_a_drain_takes_leave_of_each_connection_in_two_steps():
-    """The listener closes; GOAWAY without a last stream and a ping; calls that cross these are
-    served; the answer brings the last stream; later calls are refused so that gRPC repeats them
-    elsewhere, but not health and Control, whose clients keep their connections.
+    """The listener closes, and clients get a GOAWAY without a last stream and a ping. Calls that
+    cross these are served; the ping's answer brings a GOAWAY with the last stream. Later calls are
+    refused so that gRPC repeats them elsewhere, except health, Attach and Control.
 
-    Red if a draining server accepts connections, or refuses a call that crosses by a status.
+    Red if a draining server accepts connections, or refuses a crossing call by a status.
     """
 
     def request(count):

@@ -1,4 +1,4 @@
-"""Clients that stop, die or ping: what the connection itself shows, and what is allowed."""
+"""Clients that stop, die or ping: what the connection shows, and which pings are allowed."""
 
 import signal
 import time
@@ -73,7 +73,7 @@ def test_a_stopped_process_that_goes_on_in_time_gets_every_token():
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [LONG, 10**6])
 def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):
-    """The request is parked or in mid-stream; the kernel takes bytes, but nothing answers."""
+    """Its request is parked or in mid-stream; its kernel takes bytes, but answers no pings."""
     script, engine = {}, {"stream_buffer": BUFFER}
     if max_tokens > LONG:
         script, engine = {"step_s": 0.1}, {}
@@ -93,7 +93,7 @@ PINGS = 50
 
 
 def test_a_client_that_pings_is_not_punished():
-    """Fifty pings at once are more than any client's one in ten seconds."""
+    """Fifty pings at once are far more than the one in ten seconds of usual clients."""
     with fake() as server, http2.connect(server.address) as connection:
         assert all(connection.ping(number) for number in range(PINGS))
 
@@ -118,7 +118,7 @@ def test_a_connection_that_answers_no_ping_is_closed():
 
 @pytest.mark.full
 def test_a_grpc_client_that_pings_every_ten_seconds_keeps_its_connection():
-    """The test lasts for three pings, idle and streaming: grpc's default would end it by then."""
+    """The test lasts for three pings, idle and streaming: grpc's own servers would close."""
     options = (
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

@@ -26,8 +26,8 @@ from tests.support.wire import (
 )
 
 GB = 1 << 30
-WAKE_LIMIT_S = 0.05  # a limit for the pool's waiters, without the wire's part
-WIRE_S = 0.25  # guess: ten calls' way there and back on a busy machine
+WAKE_LIMIT_S = 0.05  # seconds within which the pool wakes waiting requests
+WIRE_S = 0.25  # guess: round trips of ten calls on a busy machine
 LOADED, UNLOADED, DRAINING, FAILED = (
     pb.Model(state=f"MODEL_STATE_{name}").state
     for name in ("READY", "UNLOADED", "DRAINING", "FAILED")
@@ -40,7 +40,7 @@ def model(channel, name):
 
 
 def ask(channel, name, tokens=1, timeout=60):
-    """Make one whole request. Return its error, or None, and the time at which that was known."""
+    """Make one whole request. Return its error, or None, and the time of its end."""
     stub = stubs.InferenceStub(channel)
     request = generate_request(model=name, prompt_ids=[1], max_tokens=tokens)
     try:
@@ -93,7 +93,7 @@ def test_ten_clients_of_a_cold_model_of_two_replicas():
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
 def test_a_third_client_while_the_load_is_under_way(delay_s):
-    """Red as the test above, and if a client that comes during a load begins another."""
+    """Red as the test above, and if a client that comes during a load begins another load."""
     cold = {"name": "cold", "lazy": True, "replicas": 2, "memory_bytes": 2 * GB}
     with fake(models=[cold | {"script": {"load_s": 0.5}}]) as server:
         with ThreadPoolExecutor(3) as threads:
@@ -106,14 +106,14 @@ def test_a_third_client_while_the_load_is_under_way(delay_s):
 
 def check_two_loads(server):
     """Check that the model "cold" was loaded twice, once for each of its replicas of 2 GB."""
-    # the second may come a moment after the first, which has served all
+    # the second replica may be ready a moment after the first, which has served all
     wait_until(lambda: [one.id for one in model(server.channel, "cold").replicas] == [0, 1])
     assert server.ask("loads") == {"cold": 2}
     assert server.ask("peak") == stats(server.channel).memory_reserved == 4 * GB
 
 
 def test_five_models_at_once_stay_below_the_limit():
-    """Of ten replicas five fit, and a request without room gets an error that says so."""
+    """Five of ten replicas fit, and a request without room gets an error that says so."""
     models = [
         {
             "name": f"m{i}",
@@ -133,7 +133,7 @@ def test_five_models_at_once_stay_below_the_limit():
 
 @pytest.mark.alone
 def test_a_failed_load_ends_every_waiting_request_at_once():
-    """After the second that the load took, not after the 30 that a waiter may wait."""
+    """The requests end after the 1 s that the load took, not after the 30 s that they may wait."""
     cold = {"name": "cold", "lazy": True, "fails": 1, "script": {"load_s": 1.0}}
     with fake(models=[{"name": "fake"}, cold], may_log="cold|Traceback") as server:
         started = time.monotonic()
@@ -214,7 +214,7 @@ def test_eviction_makes_room_and_the_evicted_model_comes_back(server):
     assert ask(channel, "b")[0] is None
     assert ask(channel, "c")[0] is None
     assert model(channel, "a").state == UNLOADED
-    assert health(channel, "model/a") == health(channel) == SERVING  # both can serve
+    assert health(channel, "model/a") == health(channel) == SERVING  # by the other replica
     assert ask(channel, "a")[0] is None
     assert model(channel, "b").state == UNLOADED
 

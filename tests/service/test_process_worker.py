@@ -59,7 +59,7 @@ from tests.support.programs import ROOT, imported_by
 from tests.support.wire import wait_until
 
 MEGABYTE = 1 << 20
-SHORT_S = 5.0  # seconds for what takes milliseconds, on a busy machine
+SHORT_S = 5.0  # limit for waits of milliseconds, on a busy machine
 FORM = Constraint("json_object", "{}")
 
 
@@ -71,7 +71,7 @@ def open_fds():
 
 
 def own_threads():
-    """Return the threads, without those that Trio keeps for the next job."""
+    """Return this process's threads, without those that Trio keeps for later jobs."""
     return [one for one in threading.enumerate() if not one.name.startswith("Trio thread")]
 
 
@@ -92,7 +92,7 @@ def _leaves_nothing():
 
 
 def check_left(before, note=""):
-    """Wait until no more is left than before. Less may be, if another file's tests closed it."""
+    """Wait until there is no more than before. Other files' tests may have closed some things."""
     patience = time.monotonic() + SHORT_S  # a thread that was told to end may still run
     while not _holds(before) and time.monotonic() < patience:
         time.sleep(0.01)
@@ -184,7 +184,7 @@ def test_a_load_reports_progress_and_model_and_the_tokenizer_works_here():
 
 
 def same_but_for_the_process(info, own):
-    """A worker process has memory of its own beside its model's: at least Python's."""
+    """Return whether infos agree but for the memory of a worker process: at least Python's."""
     process_bytes = info.memory_bytes - own.memory_bytes
     assert MEGABYTE < process_bytes < 1000 * MEGABYTE
     return replace(info, memory_bytes=own.memory_bytes) == own
@@ -369,11 +369,11 @@ def test_forgotten_constraints_go_with_the_next_compilation_unless_compiled_agai
         assert runner.compile(first) == 1
         assert runner.compile(second) == 2
         runner.forget(first)
-        assert runner.compile(FORM) == 2  # this one and the second
+        assert runner.compile(FORM) == 2  # `FORM` and the second
         runner.forget(second)
         forgets = runner._take_forgets()
         assert runner.compile(second) == 2
-        runner._to_forget += forgets  # another thread's compilation carried these, too late
+        runner._to_forget += forgets  # as if another thread's compilation sent these too late
         assert runner.compile(first) == 3
         runner.forget(Constraint("choice", "never compiled"))
         assert runner.compile(first) == 3
@@ -470,7 +470,7 @@ def test_without_a_descriptor_left_a_load_fails_with_the_reason(left):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     runner, used = process_runner(), set(open_fds())
     free = [number for number in range(len(used) + left + 1) if number not in used]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], hard))  # lower ones stay free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], hard))  # lower descriptors stay free
     try:
         with pytest.raises(SpawnFailed, match=r"no process can be started \(Too many open files\)"):
             load(runner)
@@ -573,7 +573,7 @@ def kill_closing(rng, folder):
     """Kill a worker while it closes."""
     runner = process_runner(folder=str(folder), close_s=rng.choice([0.0, worker_fakes.HANG_S]))
     load(runner)
-    process = os.pidfd_open(runner.process.pid)  # the worker may end, and its number be reused
+    process = os.pidfd_open(runner.process.pid)  # as the worker may end and its id be reused
     try:
         call = Call(runner.close)
         time.sleep(rng.uniform(0, 0.02))
@@ -717,8 +717,8 @@ def test_a_close_during_a_hung_step_ends_the_waiting_call_and_the_process(tmp_pa
 
 
 def test_a_worker_that_died_before_its_close_is_lost_and_not_closed():
-    """The engine closes a runner whose worker has died, and a thread that waited for an answer may
-    see the end only then: the load of an adapter failed with "the model was closed"."""
+    """The engine closes a runner whose worker has died; a thread that waits for an answer may see
+    that late. The old fault: an adapter's load failed with "the model was closed"."""
     with loaded() as runner:
         os.kill(runner.process.pid, signal.SIGKILL)
         assert isinstance(runner.lost(), WorkerLost)
@@ -753,7 +753,7 @@ def test_ctrl_c_and_a_terminate_leave_the_worker_to_its_server():
     with loaded() as runner:
         assert (
             os.getsid(runner.process.pid) == runner.process.pid
-        )  # a terminal's signals do not reach it
+        )  # a session of its own, which a terminal's signals do not reach
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(runner.process.pid, number)
         for number in range(3):
@@ -767,7 +767,7 @@ def test_a_worker_has_no_descriptors_but_its_own(tmp_path):
             runner.compile(FORM)
             runner.compile(FORM)
             fds = [os.readlink(one) for one in Path(f"/proc/{runner.process.pid}/fd").iterdir()]
-    assert sum(name.startswith("socket:") for name in fds) == 3  # steps, control, one side channel
+    assert sum(name.startswith("socket:") for name in fds) == 3  # for steps, control and side jobs
     assert not [name for name in fds if str(tmp_path) in name]
 
 
@@ -786,7 +786,7 @@ threading.Event().wait()
 
 @pytest.mark.parametrize("doing", ["", "hang", "hang with the lock"])
 def test_a_worker_ends_with_its_server(doing, tmp_path):
-    """Without what tells it, it would wait for a plan, or compute one, for ever."""
+    """A worker that did not notice would wait for a plan, or compute one, for ever."""
     command = [sys.executable, "-c", PARENT, str(tmp_path), doing]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     with server:

@@ -1,7 +1,7 @@
-"""A real Prometheus reads our names, fires and clears each alert once, and fills the dashboard.
+"""A real Prometheus reads the metrics, fires and clears each alert once, and fills the dashboard.
 
-tests/unit/test_deploy.py checks the files of deploy/ without it, and tests/service/test_metrics.py
-what other scrapers read. The rules' durations are seconds here (`prometheus.WINDOWS`).
+tests/unit/test_deploy.py checks the files of deploy/ alone, tests/service/test_metrics.py the
+formats for other scrapers. The rules' durations are seconds here (`prometheus.WINDOWS`).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.full
 ALERTS_FILE = ROOT / "deploy" / "alerts.yaml"
 FIRES_S = 90.0
 KEY = "a-key-of-sixteen-characters"
-# Thresholds that would need a gigabyte or a hundred clients.
+# Smaller ones for thresholds that would need a gigabyte or a hundred clients.
 SMALLER = {"> 1e9": "> 1e6", "unread_calls > 100": "unread_calls > 1"}
 
 
@@ -59,7 +59,7 @@ def beside(server, folder):
         yield running
 
 
-# ---- causes: each yields what is done again and again until the alert fires
+# ---- causes: each yields a function that is called until the alert fires, or None
 
 
 @contextlib.contextmanager
@@ -82,10 +82,10 @@ def a_dead_worker(server):
 
 @contextlib.contextmanager
 def slow_first_tokens(server):
-    """After 640 fast ones."""
+    """Yield a request with a slow first token, after 640 fast first tokens."""
     for _ in range(40):
         assert generate(server.channel, prompt_ids=[1], max_tokens=1, n=16).error is None
-    first = itertools.count(2)  # no prompt has another's prefix
+    first = itertools.count(2)  # so that no prompt has a cached prefix
 
     def slow():
         prompt = [next(first)] + [1] * 3000
@@ -145,7 +145,7 @@ def unread_answers(server):
 
 @contextlib.contextmanager
 def more_memory(server):
-    """A day later than the first scrape."""
+    """Take more memory a day (of 30 s) after the first scrape."""
     time.sleep(35)
     server.tell("grow")
     yield None
@@ -172,7 +172,7 @@ def calls_without_a_key(server):
 
 
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
-# The name of an alert: its cause, the server that it needs, and the alerts that may fire as well.
+# By the name of an alert: its cause, the settings of its server, and alerts that may fire as well.
 CAUSES = {
     "TrioletErrors": (failing_requests, {"may_log": "."}, set()),
     "TrioletModelDown": (
@@ -260,7 +260,7 @@ def test_promtool_takes_the_rules():
 
 
 def test_every_panel_of_the_dashboard_shows_something(tmp_path):
-    """Except for a worker's process, which this server has none of."""
+    """Except the panel of worker processes, which this server has not."""
     board = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]

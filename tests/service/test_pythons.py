@@ -1,7 +1,7 @@
 """The newer Pythons that pyproject.toml admits run the engine, the server and its clients, too.
 
-Each has an environment of its own, in the user's cache, with the versions of constraints.txt. One
-that cannot be installed fails the test; a Python that this machine lacks is skipped by name.
+Each has an environment of its own, in the user's cache, with the versions of constraints.txt. If it
+cannot be installed, the test fails; a Python that this machine lacks is skipped by name.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from tests.support.programs import ROOT
 INSTALL_TIMEOUT_S = 600
 TESTS_TIMEOUT_S = 1500
 USABLE = "import sys, venv, ensurepip, ssl, sqlite3; print(*sys.version_info[:3], sep='.')"
-# These releases start no thread once the main thread has ended (CPython's issue 113964), so that
-# an engine that is open then is not closed without a traceback. README.md says so.
+# Python releases that start no thread once the main thread has ended (CPython's issue 113964), so
+# that an engine left open shows a traceback at exit. README.md says so.
 STARTING_NO_THREADS_AT_EXIT = ("3.12.0", "3.12.1", "3.12.2")
-# These meet what differs between releases of Python: syntax and typing, pickles, threads, signals,
-# both event loops, the generated protos, the compiled kernels beside torch, servers and clients.
+# Tests of all that differs between releases of Python: syntax and typing, pickles, threads,
+# signals, both event loops, generated protos, compiled kernels beside torch, servers and clients.
 TESTS = (
     *("tests/unit", "tests/golden", "tests/property", "tests/conformance/test_torch_runner.py"),
     *(f"tests/service/test_{name}.py" for name in ("aio", "blocking", "generate", "signals")),

@@ -143,7 +143,7 @@ async def test_a_reader_that_is_cancelled_frees_the_blocks(answers, engine):
 
 
 class LikeServe(Server):
-    """A server that replaces a service's functions as Serve's does, by ``stream`` and ``unary``."""
+    """A server that replaces a service's functions by ``stream`` and ``unary``, as Serve's does."""
 
     def __init__(self, stream, unary):
         super().__init__(None, (), (), (), None, None)
@@ -253,8 +253,8 @@ def test_the_message_that_brings_a_failure_is_dropped_and_its_details_arrive():
 
 
 def test_a_request_is_counted_and_read_before_serve_has_it():
-    """Nothing counted behind Serve what the server counts (`tests/unit/test_value_counts.py`), and
-    a message of two million empty stops stopped the proxy for seconds."""
+    """The old fault: the proxy did not count values (`tests/unit/test_value_counts.py`), and a
+    message of two million empty stop strings stopped it for seconds."""
     served = []
 
     async def stream(request, context):

@@ -6,10 +6,10 @@ file NAME -->``. Any other block in a language that could run here must say why 
 not run: REASON -->``.
 
 Four things differ from what a reader types. The addresses are those of the test's servers. The
-folder is not the repository's root, but one that has what the snippets use of it, so that what they
-write is gone afterwards. Python runs in a process that has already imported torch. And `grpcurl`,
-if it is not installed, is `buf curl`, which takes the same request from the same reflection
-service.
+folder is not the repository's root, but a copy of the files that the snippets use, so that the
+files they write are gone afterwards. Python runs in a process that has already imported torch. And
+`grpcurl`, if it is not installed, is `buf curl`, which takes the same request from the same
+reflection service.
 """
 
 import os
@@ -30,7 +30,7 @@ from tests.support.wire import SERVING, health, wait_until
 from tools.lab.demo.drawings import held_out_drawing, png_of
 
 ADDRESS = "127.0.0.1:50051"
-SECOND_ADDRESS = "127.0.0.1:50052"  # of the server with models that take images
+SECOND_ADDRESS = "127.0.0.1:50052"  # the address of a server with models that take images
 LIMIT_S = 120
 BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
@@ -38,7 +38,7 @@ BLOCK = re.compile(
 )
 RUNS = re.compile(r"runs(?: with (?P<tool>\w+))?, prints: (?P<prints>.+)")
 FILE = re.compile(r"the file (?P<name>[\w.]+)")
-NOT_RUN = re.compile(r"not run: .+|figures: .+")  # a bench's command, which its table names
+NOT_RUN = re.compile(r"not run: .+|figures: .+")  # "figures:" marks the block of a bench's table
 PRELUDE = """
 set -euo pipefail
 triolet() {
@@ -76,12 +76,12 @@ class Snippet:
 
     @property
     def runs(self) -> re.Match[str] | None:
-        """The match of a mark with which the block runs, or None."""
+        """The match of a mark that says that the block runs, or None."""
         return RUNS.fullmatch(self.mark)
 
     @property
     def file(self) -> str:
-        """The name of the file that the block is, or ""."""
+        """The name of the file whose content the block shows, or ""."""
         found = FILE.fullmatch(self.mark)
         return found["name"] if found else ""
 
@@ -189,7 +189,7 @@ def test_a_snippet_runs(request, folder, snippet):
 
 
 def _run_python(text: str, env: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python code, with warnings as errors, in a process that has imported torch before."""
+    """Run Python code, with warnings as errors, in a process that has already imported torch."""
     (folder / "snippet.py").write_text(f"import warnings; warnings.simplefilter('error')\n{text}")
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         process = prestarted.start(
@@ -206,10 +206,10 @@ def _run_python(text: str, env: dict[str, str], folder: Path) -> subprocess.Comp
 
 
 def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> list[str]:
-    """Return the command that runs the text; install its tools where they are missing."""
+    """Return the command line that runs a snippet's ``text``; install missing tools."""
     if snippet.language == "js":
         toolchains.need_npm()
-        return ["node", "-e", text]  # `require` looks in the folder, as it does in a file's
+        return ["node", "-e", text]  # `require` looks in the working directory
     if snippet.language == "ruby":
         stubs = folder / "ruby_stubs"
         if not stubs.exists():
@@ -220,9 +220,9 @@ def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> 
 
 
 def _tool(name: str | None, env: dict[str, str]) -> str:
-    """Return the shell code that must run before ``name`` is a command."""
+    """Return the shell code that makes ``name`` a command."""
     if name == "protoc":
-        toolchains.need_ruby()  # it brings protoc and its plugins
+        toolchains.need_ruby()  # installs protoc and its plugins, too
         return ""
     if name is None or shutil.which(name):
         return ""

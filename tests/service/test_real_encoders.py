@@ -50,7 +50,7 @@ def test_without_a_model_the_shipped_three_are_served_the_story_teller_first():
         for command in ("generate", "embed", "rerank", "grpcurl"):
             assert sum(line.startswith((f"  triolet {command} ", f"  {command} "))
                        for line in server.out.splitlines()) == 1  # fmt: skip
-        # a request to an encoder waits meanwhile
+        # a request waits until its encoder is loaded
         heard = embed(server.channel, TEXTS)
         assert heard.error is None
         assert heard.messages[0].model == "demo-embed"

@@ -73,8 +73,8 @@ def test_drawings_beside_text(pipelines, runner, archs):
 
 
 def check_ends(server):
-    """Check that a drawing that is cancelled is gone within a step, while a text goes on, and that
-    the next ones are drawn."""
+    """Check that a cancelled drawing ends within a step, while a text goes on, and that later
+    drawings are made."""
     asked = draw_request("a", model="sd", steps=150, width=128, height=128)
     before = ended(server.channel).get("cancelled", 0)
     with Draw(server.channel, asked) as call:

@@ -12,7 +12,7 @@ from tests.support.wire import generate, list_models, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-# 42 MiB for each story model and 7.5 for each encoder: three of the four fit.
+# Each story model takes 42 MiB, each encoder 7.5: of the four models three fit.
 CONFIG = """
 memory_limit = "{limit}MiB"
 kv_cache_memory = "32MiB"
@@ -99,7 +99,7 @@ def test_three_capabilities_at_once_one_unloaded_and_one_evicted_and_back(tmp_pa
         list(stub.LoadModel(pb.LoadModelRequest(model="embed"), timeout=60))
         assert vectors(channel) == expected
 
-        # the least recently used goes first: the reranker was used before the embedder
+        # the least recently used model leaves first: the reranker was used before the embedder
         assert generate(channel, **PROMPT | {"model": "more"}).text() == first.text()
         assert state(channel, "rerank") == "UNLOADED"
         assert state(channel, "embed") == "READY"

@@ -25,7 +25,7 @@ from tests.support.wire import (
 pytestmark = pytest.mark.alone
 
 NUM_CALLS = 300  # at least
-MEASURE_S = 3.0  # seconds, at least: a fast machine makes the calls within a few steps
+MEASURE_S = 3.0  # seconds, at least: a fast machine makes the calls in a few steps
 P99_LIMIT_S = 0.020
 ATTEMPTS = 3
 STEP_S = 0.2
@@ -45,7 +45,7 @@ def measure(channel, what, capsys):
     while len(found["stats"]) < NUM_CALLS or time.monotonic() < end:
         found["health"].append(timed(lambda: health(channel)))
         found["stats"].append(timed(lambda: stats(channel)))
-        time.sleep(0.005)  # spread over the steps
+        time.sleep(0.005)  # so that calls are spread over the steps
     p99 = {}
     for name, seconds in found.items():
         cuts = statistics.quantiles(seconds, n=100)
@@ -58,7 +58,7 @@ def measure(channel, what, capsys):
 
 @contextlib.contextmanager
 def generating(channel, count, **fields):
-    """Run ``count`` generations until the block's end, each of which has begun."""
+    """Run ``count`` generations until the block's end; wait until each has begun."""
     with contextlib.ExitStack() as stack:
         calls = [stack.enter_context(Generation(channel, **fields)) for _ in range(count)]
         for call in calls:
@@ -68,8 +68,8 @@ def generating(channel, count, **fields):
 
 
 def test_calls_are_answered_within_20_ms_while_200_ms_steps_run(capsys):
-    """A machine that is shared may pause the whole server for longer than the limit, so that one of
-    ``ATTEMPTS`` measurements has to keep it. A server that is late itself is late in all of them.
+    """A shared machine may pause the whole server for longer than the limit, so only one of
+    ``ATTEMPTS`` measurements must keep it. A server that is slow itself is late in all.
     """
     with fake(script={"step_s": STEP_S}, engine={"check_level": 1}) as server:
         wait_serving(server.channel)
@@ -84,7 +84,7 @@ def test_calls_are_answered_within_20_ms_while_200_ms_steps_run(capsys):
 
 
 def test_a_request_is_answered_during_another_ones_first_long_step():
-    """A new stream's Started waits at most for the step in flight; a refusal waits for nothing."""
+    """A new stream's Started waits at most for the step in flight, and a refusal for nothing."""
     with fake(script={"step_s": 0.5}) as server:
         channel = server.channel
         wait_serving(channel)
@@ -97,7 +97,7 @@ def test_a_request_is_answered_during_another_ones_first_long_step():
 
 @pytest.mark.model
 def test_calls_are_answered_while_the_demo_model_computes_on_all_cores(demo, capsys):
-    """The model's threads may hold every core: the figures are printed, with a generous bound."""
+    """The model's threads may hold every core, so the bound is generous."""
     sampling = {"temperature": 1.0, "ignore_eos": True}
     with generating(demo.channel, 16, text="Once upon a time", sampling=sampling):
         p99 = measure(demo.channel, "16 streams of the demo model", capsys)
@@ -111,13 +111,13 @@ HUGE = "One sunny day Mia saw a fox by the river. " * (2 * 2**20 // 42)
 @pytest.mark.model
 @pytest.mark.parametrize("how", ["text", "chat"])
 def test_a_huge_prompt_is_refused_without_delaying_anybody(demo, how):
-    """It cannot fit, whatever its tokens are, and is refused before it is tokenised."""
+    """The prompt is too long whatever its tokens are, and is refused before it is tokenised."""
     fields = {"text": HUGE}
     if how == "chat":
         fields = {"chat": {"messages": [{"role": "user", "content": HUGE}]}}
     request = generate_request(
         **fields
-    ).SerializeToString()  # the client's own time is not measured
+    ).SerializeToString()  # serialized before, so that the client's own time is not measured
     call = demo.channel.unary_stream("/triolet.v1.Inference/Generate")(request, timeout=60)
     waits, began = [], time.monotonic()
     while not call.done():
@@ -131,7 +131,7 @@ def test_a_huge_prompt_is_refused_without_delaying_anybody(demo, how):
 
 @pytest.mark.model
 def test_a_prompt_does_not_wait_for_a_huge_one_that_is_cut(demo):
-    """Tokenising 2 MiB takes seconds of a thread. Red if there is only one such thread."""
+    """Tokenising 2 MiB takes seconds of a thread. Red if only one thread tokenises."""
     request = generate_request(text=HUGE, max_tokens=1, prompt={"truncate_to": 9})
     call = demo.channel.unary_stream("/triolet.v1.Inference/Generate")(
         request.SerializeToString(), timeout=60

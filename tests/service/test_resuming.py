@@ -120,11 +120,11 @@ def test_a_stream_is_given_up_in_time_and_a_cancel_ends_the_wait(one):
             list(streams[1])
         with Client(one.address, resume_s=0) as plain, pytest.raises(Unavailable):
             plain.generate(asked(), timeout=LIMIT_S).text()
-        one.start()  # its end is checked
+        one.start()  # so that the server's end is checked
 
 
 def test_triolet_generate_survives_a_restart_in_mid_sentence(one, capsys):
-    """And says so on standard error alone."""
+    """The command tells of the break on standard error only."""
     argv = ["generate", "hi", "--max-tokens", str(NUM_TOKENS), "--server", one.address]
     assert main(argv) == 0
     whole = capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_triolet_generate_survives_a_restart_in_mid_sentence(one, capsys):
     [(8, 2 * NUM_TOKENS), pytest.param(100, 4 * NUM_TOKENS, marks=pytest.mark.full)],
 )
 def test_a_rolling_restart_costs_no_stream_its_answer(one, num_streams, num_tokens, capsys):
-    """Of two servers, which half of the clients prefer each, the first is killed. When all streams
+    """Half of the clients prefer each of two servers. The first server is killed. When all streams
     go on at the second, the first is started again, and the second is killed."""
     broken, heard, ended, all_heard = Counter(), set(), set(), asyncio.Event()
 
@@ -207,7 +207,7 @@ def test_a_rolling_restart_costs_no_stream_its_answer(one, num_streams, num_toke
     with capsys.disabled():
         print(f"\n{num_streams} streams, {breaks} breaks: every answer is whole", end="")
     assert len(broken) == num_streams
-    assert breaks >= 1.4 * num_streams  # half of them break twice
+    assert breaks >= 1.4 * num_streams  # about half of the streams break twice
 
 
 # ---- connections that are cut, and clients that attach
@@ -221,8 +221,8 @@ def server():
 
 
 def begun(line, num_events=12, **fields):
-    """Return what a client has of a stream whose connection was cut: its events, and the number of
-    tokens of each choice."""
+    """Begin a stream, cut its connection after ``num_events``, and return the events that the
+    client has."""
     request = asked(output={"token_ids": True}, **{"resume_window": {"seconds": 30}} | fields)
     with Client(line.address, resume_s=0) as client:
         stream = client.generate(request, timeout=LIMIT_S)
@@ -234,7 +234,7 @@ def begun(line, num_events=12, **fields):
 
 
 def attach_request(events, n=1):
-    """Return the request that takes up a stream of which these events came."""
+    """Return the Attach request of a client that has these events of a stream."""
     received = [{"tokens": 0, "finished": False} for _ in range(n)]
     for event in events:
         received[event.delta.choice]["tokens"] += len(event.delta.token_ids)
@@ -263,7 +263,7 @@ def waiting(server):
 
 @pytest.mark.parametrize("away_s", [0.0, 1.5])
 def test_a_stream_whose_connection_was_cut_goes_on_and_nothing_is_computed_twice(server, away_s):
-    """Whether its request still runs or is paused, for longer than the stall timeout.
+    """The client is away for longer than the stall timeout in one case.
 
     Red if the loss of a connection ends its request (`TextStream.leave`).
     """
@@ -295,7 +295,7 @@ def test_a_stream_whose_connection_was_cut_goes_on_and_nothing_is_computed_twice
 
 
 def test_a_client_may_attach_before_its_loss_is_known_and_more_than_once(server):
-    """The former call ends, and cancels nothing."""
+    """The earlier Attach call ends without cancelling the request."""
     with Client(server.address, resume_s=0) as client:
         request = asked(output={"token_ids": True}, resume_window={"seconds": 30})
         first = client.generate(request, timeout=LIMIT_S)
@@ -346,8 +346,8 @@ def test_an_answer_that_ended_meanwhile_is_kept_for_its_window(server):
 
 
 def test_nobody_else_gets_a_stream(tmp_path):
-    """Neither without the token nor with another holder's key, and both learn the same; a stream
-    that waits counts as one of its holder's requests."""
+    """Another attach token and another holder's key get the same error; a stream that waits counts
+    as one of its key's requests."""
     keys = {"ann": "a" * 20, "ben": "b" * 20}
     file = tmp_path / "keys"
     file.write_text("".join(f"{name} {key} max_requests=1\n" for name, key in keys.items()))
@@ -383,11 +383,11 @@ def test_nobody_else_gets_a_stream(tmp_path):
         wait_until(is_full, 10, "the seat")
         events += list(ann.attach(asking, timeout=LIMIT_S))
         assert len(ids_of(events)) == NUM_TOKENS
-        assert ann.generate(asked(num_tokens=2), timeout=LIMIT_S).text()  # the seat is free
+        assert ann.generate(asked(num_tokens=2), timeout=LIMIT_S).text()  # its one request is free
 
 
 def test_a_client_attaches_by_itself(server):
-    """Red without `Resumption._attaching`: a continuation would compute the prompt again."""
+    """Red if `Resumption` only continues streams: a continuation computes the prompt again."""
     before = totals(server)
     with proxy(server.address) as line, Client(line.address) as client:
         request = asked(resume_window={"seconds": 30})
@@ -403,10 +403,10 @@ def test_a_client_attaches_by_itself(server):
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_end_that_was_lost_on_its_way_is_kept(server, is_known):
-    """The server had written all of the answer, and the client has five messages of it.
+    """The server has written the whole answer, and the client has five messages of it.
 
-    Red if what was written counts as received (`wait_received`), or if only streams that wait can
-    be attached to: the server may not know of the loss yet.
+    Red if written messages count as received (`wait_received`), or if a client can attach only to a
+    stream whose loss the server knows.
     """
     held = proxy(server.address, HoldingProxy)
     with held as line, Client(line.address, resume_s=0) as client:
@@ -421,7 +421,7 @@ def test_an_end_that_was_lost_on_its_way_is_kept(server, is_known):
         with Client(server.address) as other:
             rest = list(other.attach(attach_request(events), timeout=LIMIT_S))
             assert len(ids_of([*events, *rest])) == 12
-            with pytest.raises(NotFound):  # the client has everything
+            with pytest.raises(NotFound):  # the client has every event already
                 list(other.attach(attach_request(events), timeout=LIMIT_S))
         assert waiting(server) == 0
 
@@ -463,9 +463,9 @@ def test_a_request_that_its_client_cancelled_cannot_be_attached_to(server):
 
 
 def test_a_drain_gives_up_the_streams_that_wait():
-    """They would hold it up to its limit, and could not be attached to from a new connection.
+    """No client could attach to them, as a draining server takes no connections.
 
-    Red if a drain waits for their windows.
+    Red if a drain waits for their resume windows.
     """
     with fake(**SETTINGS | {"engine": {"stream_buffer": 20}}) as server:
         with proxy(server.address) as line:
@@ -479,8 +479,8 @@ def test_a_drain_gives_up_the_streams_that_wait():
 
 
 def test_lost_streams_cost_another_client_nothing_and_none_of_them_is_lost():
-    """Red if the core does not hear of the losses: the other client waited for a seat until they
-    had ended, and they held the KV blocks."""
+    """Red if the core does not know which streams are lost: another client then waits for a seat
+    until they have ended, and they hold the KV blocks."""
     settings = {**SETTINGS, "engine": {"max_num_seqs": 4}}
     with fake(**settings) as server, Client(server.address) as other:
 
@@ -514,8 +514,8 @@ def test_lost_streams_cost_another_client_nothing_and_none_of_them_is_lost():
 
 
 def test_a_client_attaches_again_and_again_beside_forty_streams():
-    """A loop with many events delivers them when the next step has begun. A client that attached
-    between a step's commit and its delivery broke the arithmetic of its stream's slots."""
+    """A loop with many events delivers them after the next step has begun. The old fault: a client
+    that attached between a step's commit and its delivery broke the count of its stream's slots."""
     prompt = {"ids": [5, 9]}
     slow = {"script": {"step_s": 0.002}, "runner": {"max_model_len": 4096, "num_blocks": 8192}}
     with fake(**slow) as server, Client(server.address, resume_s=0) as client:

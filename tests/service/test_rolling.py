@@ -63,10 +63,10 @@ class Caller(threading.Thread):
     ("num_restarts", "num_clients"), [(2, 8), pytest.param(20, 50, marks=FULL)]
 )
 def test_rolling_restarts_lose_no_call_of_stock_clients(num_restarts, num_clients):
-    """Each client's policy has the next address when a server leaves.
+    """When a server leaves, each client's policy takes the other address.
 
     Red if a draining server accepts connections, refuses calls by a status, or ends a call that was
-    on its way when the drain began.
+    already sent when the drain began.
     """
     with contextlib.ExitStack() as stack:
         servers = Servers(stack)

@@ -126,7 +126,7 @@ def generates(channel):
 
 
 def is_refused_by_transport(channel):
-    """Return whether no connection is made: UNAVAILABLE, without a text of the server's own."""
+    """Return whether no connection is made: UNAVAILABLE, without a text of the server's."""
     error = generate(channel, timeout=SOON_S).error
     assert error.code() is UNAVAILABLE, error
     return not details(error)
@@ -243,7 +243,7 @@ def test_calls_without_a_key_are_refused_and_with_one_are_served(keys):
 
 
 def test_nothing_of_a_refused_call_is_parsed(keys):
-    """The bytes are no message: a client without a key does not learn that."""
+    """The request's bytes are no message, which a client without a key does not learn."""
     with fake(server={"api_key_file": str(keys)}) as server:
         path = "/triolet.v1.Inference/Generate"
 
@@ -332,8 +332,8 @@ def test_a_key_has_so_many_tokens_waiting(tmp_path):
                     assert call.finish().error is None
         assert generate(guest, prompt_ids=range(1, 20), max_tokens=2).error is None
         with Generation(guest, prompt_ids=range(1, 21), max_tokens=2) as call:
-            call.cancel()  # an early end gives its tokens back, too
-        wait_until(  # the server may learn of the cancel after it got the next call
+            call.cancel()  # a call that ends early gives its tokens back, too
+        wait_until(  # the next call may reach the server before the cancel
             lambda: generate(guest, prompt_ids=range(1, 21), max_tokens=2).error is None, SOON_S
         )
 
@@ -361,7 +361,7 @@ def own_address():
     """Return an address of this machine that is not loopback; None without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # this sends nothing
+            probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         except OSError:
             return None
         return probe.getsockname()[0]

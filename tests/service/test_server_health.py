@@ -235,7 +235,7 @@ def test_reflection_lists_every_service(messages, stubs):
             "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
-        # the services that it lists are served
+        # all services that reflection lists are served
         for name in NAMES[1:]:
             call = server.channel.unary_unary(f"/{name}/Nothing")
             assert error_of(lambda c=call: c(b"", timeout=5)).code() is (

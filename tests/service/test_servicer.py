@@ -322,7 +322,7 @@ def test_a_client_that_leaves_during_a_blocked_write_cancels_the_call(caplog):
 
 
 def test_nothing_is_sent_or_logged_after_the_client_has_gone(caplog):
-    """The backend swallows the handler's one cancellation; the next write ends the handler."""
+    """The backend swallows the handler's only cancellation; the next write ends the handler."""
     for afterwards in ([tokens("too late")], []):
         backend = FakeBackend([STARTED], hangs=True, afterwards=afterwards)
 

@@ -22,7 +22,7 @@ from tests.support.wire import (
 )
 
 DRAIN_S = 0.3
-SOON_S = 8.0  # for what should be immediate, on a busy machine
+SOON_S = 8.0  # seconds for an immediate effect, on a busy machine
 FEW = 12
 
 
@@ -30,8 +30,8 @@ FEW = 12
 def waiting_for_load(server, prompt, max_tokens):
     """Yield a request that waits for its model.
 
-    The channel is connected first, so that an answer to a later call means that the server has
-    received the request.
+    The channel is connected first, so that the answer to a later call shows that the server has the
+    request.
     """
     stats(server.channel)
     with Generation(server.channel, prompt_ids=prompt, max_tokens=max_tokens) as call:
@@ -48,7 +48,7 @@ def check_cut(call, prompt):
 
 
 def wait_for_weights(channel):
-    """Wait until the load is in its thread, which is after the server's first answers."""
+    """Wait until the load has begun in its thread, some time after the server's first answers."""
     call = stubs.ModelsStub(channel).LoadModel(pb.LoadModelRequest(model="fake"), timeout=SOON_S)
     assert any(stage.phase == "weights" for stage in call)
     call.cancel()
@@ -68,7 +68,7 @@ def test_a_drain_does_not_wait_for_a_load_that_nobody_needs(has_waiter):
             check_cut(call, [1])
             assert time.monotonic() - start < DRAIN_S + 2
         assert server.wait() == (75 if has_waiter else 0)
-        # without a client, less than the three seconds of a server that was ready
+        # a server that had no clients waits less than the three seconds of one that was ready
         assert time.monotonic() - start < (DRAIN_S + SOON_S if has_waiter else 2.9)
         assert "a worker thread is still busy: ending the process" in server.log
 

@@ -1,4 +1,4 @@
-"""A server keeps nothing of any kind of client, and answers others as before.
+"""A server keeps no memory of any kind of client, and answers others as before.
 
 `python -m tools.lab.soak` runs the same for any time.
 """
@@ -15,8 +15,8 @@ WARM_UP_MIB = 12.0
 def test_clients_of_every_kind_leave_nothing_behind():
     """One client's output stays the same, byte for byte, beside all others.
 
-    A server's first thousand requests warm it up, by 7 MiB. The longer runs check its memory after
-    that; here a request that leaves 64 KiB behind is noticed.
+    A server's memory grows by 7 MiB over its first thousand requests. Longer runs check the memory
+    after that; this one notices if each request leaves 64 KiB behind.
     """
     report = soak(seconds=6, every_s=1, seed=1)
     assert not report.wrong

@@ -23,15 +23,15 @@ from tests.support.vision import CHATS, FILES, load
 
 pytestmark = pytest.mark.model
 
-ROUNDS = 10  # of requests together, until some lose their blocks
+ROUNDS = 10  # rounds of requests together, until some lose their blocks
 NUM_NEW = 16
 GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=["smolvlm", "gemma3", "qwen3_vl"])
 def vision_model(request, tmp_path_factory):
-    """Yield a SmolVLM of random weights, a Gemma 3, whose images are computed as a whole, and a
-    Qwen3-VL, whose tokens have three positions and rows behind the first layers."""
+    """Yield a SmolVLM of random weights, a Gemma 3, which computes an image in one step, and a
+    Qwen3-VL, with three positions of a token and with images' rows behind the first layers."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
     yield found
     found.runner.close()
@@ -39,7 +39,7 @@ def vision_model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Yield the Gemma 3."""
+    """Yield a Gemma 3, which computes an image's tokens in one step."""
     found = load(tmp_path_factory.mktemp("whole"), "gemma3")
     yield found
     found.runner.close()
@@ -59,7 +59,7 @@ def engine_of(*models, **fields):
 
 
 def model_of(vision_model):
-    """Return the configuration of the model that sees."""
+    """Return the configuration of the model that reads images."""
     return ModelConfig(str(vision_model.directory), dtype="float32")
 
 
@@ -99,8 +99,8 @@ async def test_another_image_never_hits_the_same_text(vision_model):
 
 
 async def test_a_planted_fault_of_the_keys_is_seen(vision_model, monkeypatch):
-    """Red if prefixes are found without the digests of images: another image of as many tokens
-    then has the first one's answer."""
+    """Without the digests of images in prefixes, another image of as many tokens gets the first
+    image's answer."""
 
     def without(images, block_size):
         return stock([replace(one, digest=b"") for one in images], block_size)
@@ -118,7 +118,8 @@ async def test_a_planted_fault_of_the_keys_is_seen(vision_model, monkeypatch):
 
 
 async def test_choices_of_one_prompt_are_those_of_single_requests(vision_model):
-    """The choices fork behind the images, whose blocks are computed first and found then."""
+    """The choices fork behind the images; the first request computes the images' blocks, later ones
+    find them in the cache."""
     sampling = {"temperature": 1.0, "seed": 5, "max_tokens": NUM_NEW, "ignore_eos": True}
     async with engine_of(model_of(vision_model)) as engine:
         for turns in CHATS.values():
@@ -235,7 +236,7 @@ async def test_a_worker_in_a_process_sees_the_same(whole):
 
 
 async def test_a_cached_prefix_may_end_inside_an_image_that_is_whole(whole):
-    """`tests/conformance/test_vision.py` compares the numbers."""
+    """For the logits see `tests/conformance/test_vision.py`."""
     turns = CHATS["after"]
     _, [image] = whole.prompt(turns)
     length = whole.inputs(turns)["input_ids"].shape[1]
@@ -249,7 +250,7 @@ async def test_a_cached_prefix_may_end_inside_an_image_that_is_whole(whole):
 
 
 async def test_choices_behind_an_image_that_is_whole_and_preemptions_change_nothing(whole):
-    """A pool for about two of the prompts, so that some lose their blocks."""
+    """The pool holds about two of the prompts, so that some requests lose their blocks."""
     turns = [CHATS[name] for name in ("before", "after", "turns", "side by side", "no image")]
     sizes = {"kv_cache_memory": 24 * 16 * 768, "max_model_len": 256}
     async with engine_of(model_of(whole), **sizes) as engine:
@@ -268,7 +269,7 @@ async def test_choices_behind_an_image_that_is_whole_and_preemptions_change_noth
             found[index] = ids
 
         num_preempted = 0
-        for _ in range(ROUNDS):  # which requests meet in a step is chance
+        for _ in range(ROUNDS):  # several, as chance decides which requests share a step
             async with trio.open_nursery() as nursery:
                 for index in range(len(turns)):
                     nursery.start_soon(ask, index)
@@ -301,7 +302,7 @@ async def test_an_answer_behind_images_goes_on_after_a_cut(vision_model):
 
 
 async def test_drafts_behind_images_change_no_token(vision_model):
-    """An answer that repeats itself, so that its tokens are looked up."""
+    """The answer repeats itself, so that drafts are found in it."""
     long = 48
     same = {"temperature": 0, "max_tokens": long, "ignore_eos": True}
     sampling = same | {"allowed_token_ids": (5, 6)}

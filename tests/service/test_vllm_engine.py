@@ -106,7 +106,7 @@ def test_a_stream_has_the_tokens_of_triolet_v1_for_the_same_seed(server, engine)
     for index in (0, 1):
         assert ids_of(chunks, index) == ours.ids(index)
         [complete] = [one for one in completes if one.index == index]
-        assert not complete.output_ids  # they came in chunks
+        assert not complete.output_ids  # the ids came in chunks
         assert complete.finish_reason == "length"
         assert (complete.prompt_tokens, complete.completion_tokens) == (3, 6)
     assert [one.completion_tokens for one in chunks if one.index == 1] == [1, 2, 3, 4, 5, 6]
@@ -152,7 +152,7 @@ def test_a_stop_is_enforced_by_the_worker(engine):
     ],
 )
 def test_a_clients_mistake_is_no_fault_of_the_server(engine, request_, code, text):
-    """The gateway retries faults of the server, and then gives the server up."""
+    """After faults of a server, the gateway retries, and then gives the server up."""
     with pytest.raises(grpc.RpcError, match=text) as caught:
         list(engine("quick").Generate(request_, timeout=CALL_LIMIT_S))
     assert caught.value.code().name == code
@@ -259,7 +259,7 @@ def test_the_load_is_that_of_the_counters(server, engine):
 
 
 class Follower:
-    """A gateway's subscription; ``index`` is what it knows."""
+    """A gateway's subscription; ``index`` has the blocks that it knows."""
 
     def __init__(self, stub, index=None):
         self.index = index or Index()
@@ -337,7 +337,7 @@ def test_a_server_with_keys_needs_none_there_and_counts_bounds_and_drains_alike(
         wait_serving(server.channel)
         with connect(f"127.0.0.1:{server.vllm_engine_ports['slow']}") as channel:
             stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-            late = stub.Generate(asked(max_tokens=200))  # without a deadline of its own
+            late = stub.Generate(asked(max_tokens=200))  # without a deadline, as from a gateway
             assert code_of(late) is grpc.StatusCode.DEADLINE_EXCEEDED
             where = re.search(r"metrics are served on (\S+)", server.log)[1]
             with urllib.request.urlopen(where) as answer:
@@ -363,6 +363,6 @@ def _drained_while_a_call_runs(server, channel, stub):
         answer = pb.HealthCheckResponse.FromString(connected.ask(path))
     assert (answer.healthy, answer.message) == (False, "slow takes no requests")
     assert code_of(stub.Generate(asked(), timeout=5)) is grpc.StatusCode.UNAVAILABLE
-    assert [one.complete.completion_tokens for one in running][-1] == 20  # it may finish
+    assert [one.complete.completion_tokens for one in running][-1] == 20  # running ones may finish
     assert code_of(events) is grpc.StatusCode.UNAVAILABLE
     assert server.process.wait(20) == 0

@@ -1,6 +1,6 @@
 """The built wheel, unpacked into an empty folder, serves the demo model.
 
-What is installed is what was tested.
+The tests of the repository so hold for an installed wheel.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_the_wheel_holds_the_packages_and_the_demo_without_tests_or_tools(wheel)
 
 
 def test_the_wheel_serves_the_demo_models_from_a_directory_of_its_users(installed, tmp_path):
-    """Files there that are called like our packages are not imported in their place."""
+    """Files there that are named like our packages are not imported in place of these."""
     theirs = [tmp_path / "engine.py", tmp_path / "grpc_service.py"]
     for path in theirs:
         path.write_text("raise ImportError('a file of the user')")
@@ -113,7 +113,7 @@ def test_the_wheel_serves_the_demo_models_from_a_directory_of_its_users(installe
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_wheel_with_kernels_runs_compiled_where_no_compiler_is(tmp_path):
-    """The libraries are those of `VARIANTS`; the one that this processor runs best is used."""
+    """The wheel has the libraries of `VARIANTS`; the best one for this processor is used."""
     env = os.environ | {"TRIOLET_WHEEL_KERNELS": "1"}
     run([*PIP, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(tmp_path)], env=env)
     [path] = tmp_path.glob("*-linux_x86_64.whl")

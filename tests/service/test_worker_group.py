@@ -41,8 +41,8 @@ from tests.support.process_fakes import (
 from tests.support.wire import wait_until
 
 SOON_S = 1.0  # from a rank's death to the error
-LATE_S = 10.0  # from the end of the patience to the error: longer than a busy machine keeps it
-PATIENCE_S = 1.5  # of these tests with silent ranks, in place of --step-timeout
+LATE_S = 10.0  # from the end of the patience to the error, on a busy machine
+PATIENCE_S = 1.5  # of tests with silent ranks, in place of --step-timeout
 HANG_S = 600.0
 PHASES = ("load", "step", "idle")
 
@@ -122,7 +122,7 @@ def test_only_the_ranks_have_the_file_that_they_meet_in(tmp_path):
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("phase", ["estimate_fault", "load_fault"])
 def test_a_rank_that_refuses_ends_the_group_with_its_reason(tmp_path, rank, phase):
-    """The other rank waits for it in a collective."""
+    """The other rank waits in a collective for the rank that refuses."""
     runner = group_runner(tmp_path, ranks={rank: {phase: "refused"}})
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match="model: is not liked"):
@@ -148,7 +148,7 @@ def test_a_step_that_fails_on_all_ranks_alike_fails_alone(tmp_path):
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("moment", ["alone", "late"])
 def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path, rank, moment):
-    """Before the collective, the other rank waits in it; after it, the other took the step."""
+    """If it fails before the collective, the other waits there; if after it, the other is done."""
     with closing(group_runner(tmp_path, ranks={rank: {moment: "error", "at": 1}})) as runner:
         load(runner)
         runner.execute(a_plan(0))
@@ -176,7 +176,7 @@ def test_an_error_on_all_ranks_arrives_with_its_type(tmp_path):
 def ended_by(folder, phase, rank, number, *, patience_s=30.0, delay_s=0.0):
     """End a rank of a new group by a signal in a phase; return the runner, its error, and how many
     seconds after the signal the error came. A rank that hangs is killed after ``patience_s``: in a
-    step as by the watchdog, in a load by the group, whose patience is longer up to the signal."""
+    step as by the watchdog, in a load by the group, which gets this patience after the signal."""
     folder.mkdir(exist_ok=True)
     slow = {"load": {"load_s": HANG_S}, "step": {"step_s": HANG_S}}.get(phase, {})
     runner = group_runner(folder, **slow)
@@ -194,7 +194,7 @@ def ended_by(folder, phase, rank, number, *, patience_s=30.0, delay_s=0.0):
     began = time.monotonic()
     if phase == "load" and number == signal.SIGSTOP:
         channel, other = runner.process.channel, 1 - rank
-        wait_until(  # the other says that it is alive, and the stopped one is silent
+        wait_until(  # until the other rank has shown that it is alive, and the stopped one has not
             lambda: channel._heard[other] > max(began, channel._heard[rank]), 30.0, "a sign of life"
         )
         channel._patience_s = patience_s
@@ -297,7 +297,7 @@ def test_a_group_that_dies_during_its_server_leaves_no_rank(tmp_path):
 
 
 def request_of(number, max_tokens=8):
-    """Return a request whose tokens are known."""
+    """Return a request with a seed, whose tokens can be checked."""
     prompt = tuple(range(5 + number, 40 + 3 * number))
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.5, seed=number, ignore_eos=True)
     return GenerateRequest(token_ids=prompt, sampling=sampling)
@@ -334,7 +334,7 @@ def engine_config(**fields):
 
 
 async def test_an_engine_serves_from_a_group_shows_it_and_loads_it_again(tmp_path):
-    """Pause, unload and ListModels treat the group as one replica; it comes back as one."""
+    """Pause, unload, load and ListModels treat the group as one replica."""
     make, runners = maker(tmp_path)
     async with open_engine(engine_config(), make_runner=make) as engine:
         async with trio.open_nursery() as nursery:

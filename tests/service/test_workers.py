@@ -26,13 +26,13 @@ from tests.support.core_driver import expected_tokens
 from tests.support.process_fakes import process_runner
 
 STEP_S = 0.02
-IDLE_IN_TRIO = ("_thread_cache", "_work")  # the file and function in which a cached thread waits
+IDLE_IN_TRIO = ("_thread_cache", "_work")  # where a cached thread of Trio waits: file and function
 BACK_LIMIT_S = 10.0  # a restart's backoff of a second or two, and the start of a process
 
 
 class Fleet:
-    """An engine of fake workers; ``runners`` are all that were ever made. ``asked`` says what each
-    does besides (`tests.support.worker_fakes`)."""
+    """An engine of fake workers; ``runners`` has all runners made so far. ``asked`` says how each
+    behaves (`tests.support.worker_fakes`)."""
 
     def __init__(self, replicas, *, step_s=STEP_S, asked=None, adapters=(), **config):
         self.runners = []
@@ -61,13 +61,13 @@ class Fleet:
     def alive(self):
         """The workers that run and were not killed.
 
-        A process lives on for a moment after its kill, and its id must not be used again once it
-        was waited for.
+        A process lives on for a moment after its kill; after it was waited for, the id may be
+        another process's.
         """
         return [one for one in self.runners if one not in self._killed and one.is_alive]
 
     def kill(self, runner=None):
-        """Kill a worker: this one, or the first that is alive."""
+        """Kill the worker of ``runner``, or else the first one that is alive."""
         runner = runner or self.alive[0]
         self._killed.add(runner)
         os.kill(runner.process.pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ async def test_a_killed_worker_costs_its_own_requests_alone_and_comes_back(phase
         for name, (_, error) in results.items():
             assert error is None or name in lost_ones
         if phase == "queued":
-            assert {"c", "d"} & set(lost_ones) == set()  # they waited in the queue, and moved
+            assert {"c", "d"} & set(lost_ones) == set()  # queued requests move to another worker
         await wait_for(lambda: is_whole(engine, 2))
         restarts = [replica.restarts for replica in engine.list_models()[0].replicas]
         assert sorted(restarts) == [0, 1]
@@ -192,7 +192,7 @@ async def test_a_worker_whose_step_hangs_is_killed_and_comes_back():
     watchdog = Watchdog(0.5)
     async with fleet.open(watchdog=watchdog) as engine:
         await engine.wait_ready()
-        fleet._step_s = STEP_S  # for the next worker
+        fleet._step_s = STEP_S  # of the worker that is started next
         _, error = await tokens_of(engine, request(5))
         assert isinstance(error, WorkerLost)
         assert "took more than" in str(error)
@@ -226,7 +226,7 @@ async def test_kills_at_any_instant_leave_nothing_behind(num_kills):
                 await trio.sleep(rng.uniform(0, 0.05))
                 fleet.kill(rng.choice(fleet.alive) if fleet.alive else None)
                 await trio.sleep(rng.uniform(0, 0.05))
-                while len(fleet.alive) < 2:  # the operator need not wait for the backoff
+                while len(fleet.alive) < 2:  # a load by the operator does not wait for the backoff
                     await engine.load_model("fake", 2)
                     await trio.sleep(0.01)
             is_over = True
@@ -286,7 +286,7 @@ async def test_clients_of_killed_workers_all_learn_how_their_request_ended(
         )
     assert set(undisturbed) == {"ok"}
     assert set(ends) <= {"ok", "WORKER_LOST"}
-    # A kill ends the requests of one worker of four; its neighbours may have more than their share.
+    # A kill ends the requests of one worker of four, which may have had more than a fourth of them.
     assert ends["WORKER_LOST"] <= seconds / every_s * clients / 2
     assert ends["ok"] > ends["WORKER_LOST"]
 

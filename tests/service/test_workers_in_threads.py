@@ -21,7 +21,7 @@ from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 
-LIMIT_S = 10.0  # of each request
+LIMIT_S = 10.0  # seconds for each request
 STEP_S = 0.003
 OURS = str(Path(engine.__file__).parent)
 
@@ -101,7 +101,7 @@ async def ask_beside(eng, requests, tokens):
 
 
 async def test_concurrent_load_of_a_hundred_requests_on_four_workers():
-    """Each within ten seconds, and each by one worker."""
+    """Each request ends within ten seconds, served by one worker."""
     crowd = Crowd()
     async with open_fleet(4, crowd) as eng:
         await ask_beside(eng, 100, 10)
@@ -112,7 +112,7 @@ async def test_concurrent_load_of_a_hundred_requests_on_four_workers():
 
 
 class RecordedLock:
-    """A lock that reports who takes it. A condition finds the rest of a lock in it."""
+    """A lock that reports when it is taken; a Condition also finds its other methods."""
 
     def __init__(self, lock, report):
         self._lock = lock
@@ -153,8 +153,8 @@ def our_caller():
 def taken(monkeypatch):
     """Return a list of the places in the engine that take a lock while a step is in flight.
 
-    The event that wakes the watchdog from its sleep is left out: it is Python's own, and steps that
-    follow one another do not set it.
+    The lock of the event that wakes the watchdog is left out: it is inside Python's own Event, and
+    steps that follow one another do not set that.
     """
     places, in_flight, step = [], [], EngineLoop._step
 
@@ -236,4 +236,4 @@ async def test_tasks_and_threads_that_block_share_an_engine():
         assert time.monotonic() - started < LIMIT_S
         counts = eng.statistics().totals
     assert counts.requests_total.finished == 4
-    assert counts.step_rows_total > counts.step_count  # they shared steps
+    assert counts.step_rows_total > counts.step_count  # the requests shared steps

@@ -1,9 +1,9 @@
 """Makes calls by the `openai` client: reads one JSON object, prints the answers as a JSON list.
 
-The object has ``base_url``, ``calls`` and ``threads``, how many calls are made at once. A call has
-a ``path`` such as chat.completions, and the arguments ``args`` of its `create`. The answer is what
-the client returned: an object, a list of objects for a stream, and for a failure an object with
-``status`` (None if the connection broke), ``message``, and ``parts``, what came before.
+The object has ``base_url``, ``calls``, and the number ``threads`` of calls that are made at once. A
+call has a ``path`` such as chat.completions, and the arguments ``args`` of its `create`. The answer
+is what the client returned: an object, a list of objects for a stream, and for a failure an object
+with ``status`` (None if the connection broke), ``message``, and the ``parts`` that came before.
 """
 
 import json
