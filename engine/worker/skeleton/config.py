@@ -36,13 +36,13 @@ ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 ROPE_ALWAYS = {"rope_type", "rope_theta", "type"}
-SIZES = "its sizes do not fit each other"  # a reason of `Unusual`, as `ROTARY`
+SIZES = "its sizes do not fit each other"
 ROTARY = "its rotary settings are unusual"
 GLOBAL_THETA = 1_000_000.0  # Gemma 3's rotary base in layers without a window
 
 
 class Unusual(Exception):
-    """The config is left to transformers; the message says why, as a part of a sentence."""
+    """Transformers must read the config. The message is the reason, as a part of a sentence."""
 
 
 class SkeletonConfig(SimpleNamespace):
@@ -88,7 +88,7 @@ def _usual_fields(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _complete(fields: dict[str, Any], family: Family) -> None:
-    """Compute the fields that follow from others."""
+    """Compute fields that the config leaves to others, such as the width of a head."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     _require(hidden % heads == 0)
     if fields["head_dim"] is None:
@@ -99,7 +99,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
     _require(fields["pad_token_id"] is None or 0 <= fields["pad_token_id"] < fields["vocab_size"])
     if family.has_experts:
         fields["num_experts"] = fields.pop("num_local_experts") or fields["num_experts"]
-        if family.shares_are_normed:  # Mixtral and GPT-OSS, whose layers all have experts
+        if family.shares_are_normed:  # Mixtral and GPT-OSS: all their layers have experts
             fields["norm_topk_prob"] = True
             fields["moe_intermediate_size"] = fields["intermediate_size"]
             fields |= {"mlp_only_layers": None, "decoder_sparse_step": 1}
@@ -114,7 +114,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
     if family.has_convolutions:
         _complete_hybrid(fields)
     if family.unrotated == "full":
-        fields.pop("sliding_window_pattern")  # it may be a text; `layer_types` follow from it
+        fields.pop("sliding_window_pattern")  # `layer_types`, which follow from it, are used
     if family.unrotated == "listed":
         fields.pop("layer_types")  # no layer has a sliding window
         each = fields["no_rope_layer_interval"]
@@ -124,7 +124,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
 
 
 def _complete_hybrid(fields: dict[str, Any]) -> None:
-    """Compute LFM2's layer types, and rename the fields that its first configs named otherwise."""
+    """Compute LFM2's layer types, and give fields of its first configs their current names."""
     layers, attending = fields["num_hidden_layers"], fields.pop("full_attn_idxs")
     if fields["layer_types"] is None:
         indices = range(layers) if attending is None else attending
@@ -141,9 +141,9 @@ def _complete_hybrid(fields: dict[str, Any]) -> None:
 
 
 def _layer_type(fields: Mapping[str, Any], family: Family, index: int) -> str:
-    """Return the type of a layer in a config that does not list the types. Sliding windows have: in
-    Qwen the layers from one on, in Ministral all, else all but each second, fourth or sixth
-    layer."""
+    """Return the type of a layer in a config that does not list the types. With sliding windows are
+    in Qwen the layers from max_window_layers on, in Ministral all layers, and in other families all
+    but each second, fourth or sixth layer."""
     if "max_window_layers" in fields:
         slides = fields["sliding_window"] is not None and index >= fields["max_window_layers"]
     elif family.full_each == 0:
@@ -156,19 +156,19 @@ def _layer_type(fields: Mapping[str, Any], family: Family, index: int) -> str:
 
 
 def _rope_parameters(fields: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of the rotary embedding, for Gemma 3 and OLMo 3 by layer type."""
+    """Return the rotary embedding's settings; of Gemma 3 and OLMo 3, those by layer type."""
     older, theta = fields.pop("rope_scaling"), fields.pop("rope_theta")
     model_type = family.model_type
     if model_type == "gemma3_text":
         local = fields.pop("rope_local_base_freq")
         bases = (GLOBAL_THETA if theta is None else theta, family.theta if local is None else local)
         return _rope_by_type(fields, older, bases, ("default", "linear"))
-    if model_type == "olmo3":  # a base in the config is that of the full layers only
+    if model_type == "olmo3":  # rope_theta is for the layers without a window only
         bases = (family.theta if theta is None else theta, family.theta)
         return _rope_by_type(fields, older, bases, ("default", "linear", "yarn"))
     settings = older or fields["rope_parameters"] or {}
     _require(not settings.keys() & {"full_attention", "sliding_attention"})
-    _require(bool(settings) or model_type != "gpt_oss")  # whose default is yarn
+    _require(bool(settings) or model_type != "gpt_oss")
     settings.setdefault("rope_theta", family.theta if theta is None else theta)
     own = set()
     if model_type == "phi3":
@@ -186,8 +186,8 @@ def _rope_by_type(
     bases: tuple[float, float],
     usual: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return the settings by layer type. ``bases`` are the default bases of full and of sliding
-    layers, and ``usual`` the supported types of rotary embeddings."""
+    """Return the rotary settings by layer type. ``bases`` are the default bases of layers with full
+    and with sliding attention, and ``usual`` the supported types of rotary embeddings."""
     settings = fields["rope_parameters"] or {
         "sliding_attention": {"rope_type": "default"},
         "full_attention": {"rope_type": "default"},

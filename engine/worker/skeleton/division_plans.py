@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Style(Enum):
-    """How a layer is divided."""
+    """How a module is divided."""
 
-    COLUMNS = "columns"  # weight and bias are divided by outputs
-    ROWS = "rows"  # divided by inputs; the ranks' outputs are added up; rank 0 has the bias
-    QKV = "qkv"  # like COLUMNS, for queries, keys and values in one tensor
-    PAIR = "pair"  # like COLUMNS, for gates and ups in one tensor
-    SUM = "sum"  # not divided, but has divided parts: the ranks' outputs are added up
-    NORM = "norm"  # a norm over all heads: its weight is divided, the ranks' squares are added up
+    COLUMNS = "columns"  # Weight and bias are divided by outputs.
+    ROWS = "rows"  # Divided by inputs; the ranks' outputs are added up; rank 0 has the bias.
+    QKV = "qkv"  # Like COLUMNS, for queries, keys and values in one tensor.
+    PAIR = "pair"  # Like COLUMNS, for gates and ups in one tensor.
+    SUM = "sum"  # Only parts of the module are divided; the ranks' outputs are added up.
+    NORM = "norm"  # A norm over all heads: its weight is divided, the ranks' squares are added up.
 
 
 _ATTENTION = {
@@ -46,11 +46,11 @@ _EXPERTS = {
 _NORMS_OF_ALL_HEADS = {"self_attn.q_norm": Style.NORM, "self_attn.k_norm": Style.NORM}
 _JOINED_MLP = {"mlp.gate_up_proj": Style.PAIR, "mlp.down_proj": Style.ROWS}
 
-# The layers of a decoder layer that are divided, by their names in it. In some places, transformers
-# gathers the ranks' results, so that each rank continues with the whole. Here each rank continues
-# with its own part: each section of a joined tensor (Phi-3, GLM) is cut, and norms over all heads
-# (OLMo 2, OLMo 3) add up their squares. GPT-NeoX has no plan here, because transformers' module
-# computes the width of a head from the number of heads, of which a rank has a part.
+# The divided modules of a decoder layer, by their names in it. In some places, transformers gathers
+# the ranks' results, so that each rank continues with the whole. Here each rank continues with its
+# own part: each section of a joined tensor (Phi-3, GLM) is cut, and norms over all heads (OLMo 2,
+# OLMo 3) add up their squares. GPT-NeoX has no plan here, because transformers' module computes the
+# width of a head from the number of heads, which is smaller on a rank.
 PLANS: dict[str, Mapping[str, Style]] = {
     **dict.fromkeys(
         (
@@ -74,7 +74,7 @@ PLANS: dict[str, Mapping[str, Style]] = {
     "Olmo3ForCausalLM": {**_LLAMA, **_NORMS_OF_ALL_HEADS},
     "GlmForCausalLM": {**_ATTENTION, **_JOINED_MLP},
     "Glm4ForCausalLM": {**_ATTENTION, **_JOINED_MLP},
-    # Each head has a row of the norms' weights, [heads, head_dim].
+    # Cohere's norms of queries and keys have weights [heads, head_dim].
     "CohereForCausalLM": {
         **_LLAMA,
         "self_attn.q_norm": Style.COLUMNS,

@@ -37,7 +37,7 @@ from engine.worker.skeleton.usual_values import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-REQUIRED = object()  # in place of a default: the file must have the field
+REQUIRED = object()  # the default of a field that the file must have
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of config.json: its default, and a check of whether a value is usual."""
+    """A field of config.json: its default, and a check of whether a value is usual (`Unusual`)."""
 
     default: Any
     is_usual: Check
@@ -76,36 +76,36 @@ class Field:
 class Family:
     """How an architecture differs from Llama.
 
-    ``fields`` are the fields of its config that decide its form. A norm multiplies by its weight
-    plus ``norm_offset``. ``head_norm``: queries and keys are normed over one head, over all heads,
-    or not.
+    ``fields`` are the fields of its config that decide its form. ``epsilon`` names the field of its
+    norms' epsilon; a norm multiplies by its weight plus ``norm_offset``. ``head_norm``: queries and
+    keys are normed over one head ("head"), over all heads ("all"), or not ("").
     """
 
     model_type: str
     fields: Mapping[str, Field]
     norms: Norms = Norms()
     names: ModuleNames = ModuleNames()
-    epsilon: str = "rms_norm_eps"  # the name of the field with its norms' epsilon
+    epsilon: str = "rms_norm_eps"
     norm_offset: float = 0.0
-    head_norm: str = ""  # "", "head" or "all"
-    is_fused: bool = False  # queries, keys and values are one matrix, and so are gates and ups
-    has_query_bias: bool = False  # queries, keys and values have biases, whatever the config says
-    scales_embedding: bool = False  # embeddings are multiplied by the square root of their width
-    activation: str = "hidden_act"  # the field that names the activation; "": clamped SwiGLU
-    window: str = ""  # layers with a sliding window: none, "all", or "typed": by layer_types
-    caps_scores: bool = False  # attention scores are capped by attn_logit_softcapping
-    has_experts: bool = False  # layers for which `is_mixture` is true have experts
+    head_norm: str = ""
+    is_fused: bool = False  # Queries, keys and values are one matrix, and so are gates and ups.
+    has_query_bias: bool = False  # Queries, keys and values have biases, whatever the config says.
+    scales_embedding: bool = False  # Embeddings are multiplied by the square root of their width.
+    activation: str = "hidden_act"  # The field that names the activation; "": clamped SwiGLU.
+    window: str = ""  # Which layers have sliding windows: none, "all", "typed" (by layer_types).
+    caps_scores: bool = False  # Attention scores are capped by attn_logit_softcapping.
+    has_experts: bool = False  # Layers for which `is_mixture` is true have experts.
     # The weights of the chosen experts add up to 1, whatever the config says; the router's module
     # comes before the experts'.
     shares_are_normed: bool = False
-    router: str = "gate"  # the name of its router's module
-    has_expert_biases: bool = False  # its experts and its router have biases
-    has_sinks: bool = False  # its heads have sinks
-    theta: float = 10_000.0  # the default base of the rotary embedding
-    # Without layer types in the config, each so-many-th layer has no window; 0: all have windows.
+    router: str = "gate"  # The name of the router's module.
+    has_expert_biases: bool = False  # Experts and routers have biases.
+    has_sinks: bool = False  # Each head of the attention has a sink.
+    theta: float = 10_000.0  # The default base of the rotary embedding.
+    # Without layer types in the config, layers full_each, 2 * full_each … have no window; 0: none.
     full_each: int = 2
-    has_convolutions: bool = False  # layers of the type "conv" have a short convolution
-    unrotated: str = ""  # layers without rotary embedding: none, "listed" in the config, or "full"
+    has_convolutions: bool = False  # Layers of the type "conv" have a short convolution.
+    unrotated: str = ""  # Layers without rotary embedding: none, the config's list, or "full" ones.
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ _COMMON = {
     "rope_scaling": Field(None, is_rope),
     "rope_theta": Field(None, is_number),
 }
-# Fields that change nothing if their values are usual.
+# Fields that do not change a model's outputs as long as their values are usual.
 WITHOUT_EFFECT: Mapping[str, Check] = {
     **dict.fromkeys(("architectures", "model_type", "transformers_version"), ANY),
     **dict.fromkeys(("_name_or_path", "transformers.js_config", "cache_implementation"), ANY),

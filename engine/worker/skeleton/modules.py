@@ -36,8 +36,8 @@ class SiLU(torch.nn.Module):
 
 
 class ClampedSwiGLU(torch.nn.Module):
-    """Marks GPT-OSS' activation: (up + 1) * gate * sigmoid(alpha * gate), with gates of at most
-    ``limit`` and ups of at most that magnitude."""
+    """Marks GPT-OSS' activation: (up + 1) * gate * sigmoid(alpha * gate), where gates are at most
+    ``limit`` and ups from -``limit`` to ``limit``."""
 
     def __init__(self, alpha: float, limit: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Linear(torch.nn.Linear):
 
 
 class Embedding(torch.nn.Embedding):
-    """An embedding on the meta device, without initial values like `Linear`."""
+    """An embedding on the meta device. Like `Linear`, it has no initial values."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__(count, width, device=META)
@@ -195,8 +195,8 @@ class Layer(torch.nn.Module):
 
 
 def _mlp_width(config: SkeletonConfig) -> int:
-    """Return the width of an MLP. LFM2's is two thirds of the config's, rounded up to a
-    multiple."""
+    """Return the width of an MLP: intermediate_size or, if an LFM2 config says so, two thirds of it
+    times block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of."""
     width: int = config.intermediate_size
     if getattr(config, "block_auto_adjust_ff_dim", False):
         factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
@@ -240,7 +240,7 @@ class Skeleton(torch.nn.Module):
 
     @property
     def calls(self) -> tuple[AttentionCall, ...]:
-        """The attention parameters of the layers, with the sinks in their current state."""
+        """The attention parameters of each layer with attention, its sinks included."""
         config, family = self.config, LISTED[self.config.architecture]
         return tuple(
             AttentionCall(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Rotary:
-    """The rotary embedding of a model, or one for each layer type. It is called like transformers'
-    modules. ``rope_type`` is the type, or a dict of types by layer type."""
+    """The rotary embedding of a model, or the embeddings of its layer types, called like the module
+    of transformers. ``rope_type`` is the type, or a dict of types by layer type."""
 
     def __init__(self, config: SkeletonConfig) -> None:
         settings = config.rope_parameters
@@ -79,7 +79,7 @@ def _yarn(settings: Mapping[str, Any], dim: int) -> tuple[torch.Tensor, float]:
     original = settings["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose wave makes this many turns in the original length."""
+        """Return the dimension that rotates so many times over the original context length."""
         return (dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
 
     low = dimension(settings.get("beta_fast", 32))

@@ -22,16 +22,16 @@ from engine.worker.tokenizing.templates import render
 VALUE = "value_of_call"  # found in a rendered chat only if the template wrote the arguments
 ARGUMENTS = {"key_of_call": VALUE}
 PARAMETERS = {"type": "object", "properties": {}}
-# Some templates fail without a tool.
+# The test chats come with a tool, because some templates fail without one.
 TOOLS: list[dict[str, object]] = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": PARAMETERS}}
 ]
-FORMS_MAX = 128  # templates whose form is cached: as many as stay compiled
+FORMS_MAX = 128  # as many templates as stay compiled
 
 
 class CallForm(NamedTuple):
-    """The form of a turn with calls for a template: its content if the turn has no text, and
-    whether the calls' arguments are JSON text."""
+    """The form of a turn with calls for a template: the ``content`` field if the turn has no text
+    (perhaps no field), and whether the calls' arguments are JSON text."""
 
     content: Mapping[str, object] = {}
     has_json_text: bool = False
@@ -59,8 +59,8 @@ def in_form(message: Mapping[str, object], form: CallForm) -> dict[str, object]:
 
 
 def _call_in_form(call: Any, has_json_text: bool) -> Any:
-    """Return a call with its arguments as JSON text or as an object. ``call`` may be only the
-    function."""
+    """Return a call with its arguments as JSON text or as an object. ``call`` may be the call's
+    "function" alone."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
@@ -79,20 +79,20 @@ def form_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> CallF
     thread."""
     special: dict[str, object] = dict(special_tokens)
     silent = _written(template, special, {"role": "assistant", "content": ""}) or ""
-    return max(FORMS, key=lambda form: _success(template, special, form, silent))  # the first best
+    return max(FORMS, key=lambda form: _success(template, special, form, silent))
 
 
 def _success(template: str, special_tokens: dict[str, object], form: CallForm, silent: str) -> int:
-    """Return 3 if a template writes a call that it gets in this form; 2 if it writes a text that
-    differs from ``silent``, that of a turn without content and calls; 1 if it writes ``silent``, or
-    a None as a word, or an object in Python's notation; 0 if it fails."""
+    """Return how well a template writes a turn with a call in this form: 3 if it writes the call; 2
+    if it writes another text than ``silent``, the text of a turn without content and calls; 1 if it
+    writes ``silent``, the word None or null, or arguments in a wrong notation; 0 if it fails."""
     function = {"name": "f", "arguments": ARGUMENTS}
     call = {"id": "abcdefghi", "type": "function", "function": function}
     turn = in_form({"role": "assistant", "tool_calls": [call]}, form)
     text = _written(template, special_tokens, turn)
     if text is None:
         return 0
-    # Arguments in Python's notation, or escaped as a text inside a text; and a content of None.
+    # Wrong notations: arguments in Python's notation, or as a JSON text inside a JSON text.
     wrong = (str(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))[1:-1])
     says_none = any(text.count(word) > silent.count(word) for word in ("None", "null"))
     if says_none or any(word in text for word in wrong):

@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 _REPLACEMENT = "\ufffd"
-# The prompt's last tokens that the first output tokens are decoded with. For spaces, one token
-# would be enough; a run of byte tokens must be complete, so it has a higher limit.
+# So many last tokens of the prompt are decoded with the first output tokens. For spaces, one would
+# be enough; a run of byte tokens must be complete, so it has a higher limit.
 _CONTEXT = 8
 _CONTEXT_MAX = 64
 # A character has at most four bytes, so an unfinished one has at most three tokens.
 _UNFINISHED_MAX = 3
-# After this many tokens without a valid character, the invalid text is returned. DecodeStream would
-# hold all of them and decode them again at each token, which is quadratic. Four byte tokens always
-# complete a character of valid text; the limit is higher so that it is rarely reached.
+# After this many tokens without a valid character, the invalid text is returned, because
+# DecodeStream would keep all of them and decode them again at each token. In valid text, four byte
+# tokens complete a character; the limit is higher, so that it is rarely reached.
 _PENDING_MAX = 16
 
 
@@ -90,7 +90,7 @@ class TextState:
         hidden = tokenizer.special_ids - stops.shown if stops.skip_special else frozenset()
         self._hidden = hidden
         self._decoder = IncrementalDecoder(tokenizer, prompt, hidden=hidden)
-        # Texts of the special tokens that occur in stop strings, by their ids.
+        # The special tokens whose texts occur in stop strings: their texts, by id.
         self._searched: dict[int, str] = {
             token_id: tokenizer.backend.id_to_token(token_id) or ""
             for string in stops.strings
@@ -99,7 +99,7 @@ class TextState:
         self._matcher = StopMatcher(
             stops.strings, include=stops.include, hidden=self._searched.values()
         )
-        self.num_tokens = 0  # that were pushed
+        self.num_tokens = 0
         self._is_done = False
 
     def push(self, token_id: int, *, is_complete: bool = False) -> TextStep:
@@ -220,7 +220,7 @@ class StopMatcher:
 
 
 class _StopMatch(NamedTuple):
-    """A stop string that was found, with the number of shown characters inside and behind it."""
+    """A stop string that was found, and how many shown characters are inside it and behind it."""
 
     stop: str
     num_inside: int
@@ -231,7 +231,7 @@ class _Search:
     """Searches stop strings in one text, some of whose characters may be hidden.
 
     Invariant: ``_held`` is the longest suffix of the text that is a proper prefix of a stop string.
-    ``_shown`` has a 1 for each of its characters that is shown, and a 0 for each other.
+    ``_shown`` has for each character of ``_held`` a 1 if it is shown, and otherwise a 0.
     """
 
     __slots__ = ("_firsts", "_held", "_shown", "_strings", "num_shown")
@@ -259,8 +259,8 @@ class _Search:
         return None
 
     def _find(self, text: str, old: int) -> tuple[int, str] | None:
-        """Return the stop string that ends first behind the first ``old`` characters, the longest
-        if several end there, and where it ends."""
+        """Return where the first stop string that is not within the first ``old`` characters ends,
+        and the stop string; of several that end there, the longest."""
         best: tuple[int, str] | None = None
         for stop in self._strings:
             at = text.find(stop, max(0, old - len(stop) + 1))
@@ -318,7 +318,7 @@ class IncrementalDecoder:
         self._hidden = hidden
         context, unfinished = self._split_prompt(self._end_of_prompt(prompt))
         self._restart(context)
-        # The prompt's own replacement characters, which are not part of the output.
+        # The prompt's unfinished bytes as replacement characters, which the output does not repeat.
         self._owed = self._decode(unfinished)
         for token_id in unfinished:
             self.step(token_id)
@@ -362,15 +362,15 @@ class IncrementalDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _restart(self, context: Sequence[int] | None = None) -> None:
-        """Begin a new stream after the tokens ``context``. The default is the tokenizer's anchor, a
-        token after which a leading space is kept and earlier bytes have no effect."""
+        """Begin a new stream after the tokens ``context``, by default the tokenizer's anchor: a
+        token after which tokens keep their leading spaces, whatever bytes came before it."""
         self._context = list(self._tokenizer.anchor if context is None else context)
         self._pending = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
 
     def _own(self, text: str) -> str:
-        """Return the output's first text without the characters that also belong to the prompt's
-        text."""
+        """Return the output's first text without the characters that ``_owed`` has from the
+        prompt."""
         owed, self._owed = self._owed, ""
         return text[len(_common_start(owed, text)) :]
 

@@ -73,7 +73,7 @@ _DEEPSEEK_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 DEFAULT = Splits(
     (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-)  # of a file without a name
+)  # for a file that names no pre-tokenizer
 GPT2, QWEN2 = Splits((_GPT2,)), Splits((_QWEN2,))
 DIGITS_GPT2 = Splits((r"\p{N}", _GPT2))
 LLAMA3 = Splits((_LLAMA3,), ignores_merges=True, adds_bos=True)

@@ -164,8 +164,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _strips(vocabulary: Vocabulary, text: str) -> bool:
-    """Return whether spaces after a special token belong to it. A file does not have that;
-    llama.cpp's rule for Phi-3, by the model's name, is used."""
+    """Return whether spaces after a special token belong to it. GGUF files do not say that; as in
+    llama.cpp, they do in models named Phi-3."""
     return vocabulary.strips_behind_markers and text not in ("<unk>", "<s>", "<|endoftext|>")
 
 

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Macro
 
-COMPILED_MAX = 128  # templates that stay compiled, as in transformers
-# Names of the field with a message's reasoning. Templates read the first; gpt-oss's, ``thinking``.
+COMPILED_MAX = 128  # as many templates as transformers keep compiled
+# Names of the field with a message's reasoning. Most templates read the first, gpt-oss's another.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(Extension):
-    """transformers' tag around the text that the model itself has written. It changes no text, but
-    gives its body a scope of its own."""
+    """The tag ``generation``, which in transformers marks text that the model has written. It
+    changes no text, but gives the text between the tags a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
 
@@ -65,7 +65,7 @@ class _Dict:
 class _Namespace(Namespace):
     """The ``namespace`` of templates, whose names may not begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that a name may be ``self``
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may name a value ``self``
         self, rest = args[0], args[1:]
         values = dict(*rest, **kwargs)
         for name in values:
@@ -90,7 +90,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time, as in transformers
+    return datetime.now().strftime(form)  # in local time, as in transformers
 
 
 def _to_json(

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from jinja2 import TemplateSyntaxError
 
-SECONDS_MAX = 10.0  # not tuned: 5 times the time of 4 MiB of messages of 60 characters
-CHARS_MAX = 16 * 2**20  # four times the largest request, for indented JSON; not tuned
-LINES_PER_LOOK = 256  # traced lines between two looks at the clock; a look costs about ten lines
-MESSAGE_MAX = 200  # characters of a template's own error message that a client sees; not tuned
-TOOLS_READ = re.compile(r"\{[{%](?:(?![}%]\}).)*\btools\b", re.DOTALL)  # ``tools`` in code
-TEMPLATE_FILE = "<template>"  # Jinja's file name for a template that comes from a string
+SECONDS_MAX = 10.0  # Not tuned: 4 MiB of messages of 60 characters take a fifth of it.
+CHARS_MAX = 16 * 2**20  # Not tuned: four times the largest request, for indented JSON.
+LINES_PER_LOOK = 256  # So often the clock is read, which costs as much as ten traced lines.
+MESSAGE_MAX = 200  # Not tuned: a client sees so much of a template's own error message.
+TOOLS_READ = re.compile(r"\{[{%](?:(?![}%]\}).)*\btools\b", re.DOTALL)  # Finds ``tools`` in code.
+TEMPLATE_FILE = "<template>"  # Jinja's file name for a template that comes from a string.
 
 
 def takes_tools(template: str) -> bool:

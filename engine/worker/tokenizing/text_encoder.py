@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class TextEncoder(ABC):
-    """The encoding half of `engine.worker.interface.Tokenizer`, with one `tokenizers.Tokenizer`."""
+    """The encoding methods of `engine.worker.interface.Tokenizer`, by a `tokenizers.Tokenizer`."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend
@@ -34,7 +34,7 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
-        """Return the text that one token has inside a text."""
+        """Return the text of one token as part of a longer text, with its leading space."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of a text.

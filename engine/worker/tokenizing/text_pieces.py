@@ -25,15 +25,18 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-PIECE_CHARS = 2**15  # the longest piece; it takes about 80 ms, and 10 MB
-FAR_CHARS = 2**17  # the search for a place ends after so many characters; not tuned
-CONTEXT_CHARS = 128  # characters on each side of a place that are compared; not tuned
-LOOK_CHARS = 2**10  # characters that are searched for places at once; not tuned
-TRIES_MAX = 4  # places with the same character that are compared for one piece; not tuned
+PIECE_CHARS = 2**15  # The longest piece, which takes about 80 ms and 10 MB.
+# Not tuned: the search for a place to divide at ends after FAR_CHARS; CONTEXT_CHARS on each side of
+# a place are compared; LOOK_CHARS are searched for places at once; of the places with the same
+# character, TRIES_MAX are compared for one piece.
+FAR_CHARS = 2**17
+CONTEXT_CHARS = 128
+LOOK_CHARS = 2**10
+TRIES_MAX = 4
 # Characters that may begin a piece after a letter or digit. No apostrophe: "don't" is one unit.
 STARTS = ' \n,;:!?()[]{}<>/+="#&@|\u3001\u3002\uff0c\uff01\uff1f'
 WORD = r"[^\W_]"
-# A character in a vocabulary's tokens that may mean a character of a word, or a byte of it.
+# A character of a vocabulary's token that may stand for a character of a word, or for its byte.
 WRITTEN_WORD = r"[^\x00-/:-@\[-`{-~\u0120\u010a\u2581]"
 SPACE_MARK = "\u2581"  # SentencePiece's character for a space
 AFTER_NEWLINE = "a word behind a line break"
@@ -64,7 +67,7 @@ class TextDivider:
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The same, or None for a tokenizer that writes special tokens elsewhere, too (Rule 3)."""
+        """As `ends`, or None for a tokenizer that writes special tokens elsewhere, too (Rule 3)."""
         ends = {self._ends_of(text) for text in ("a", "b c")}
         return ends.pop() if len(ends) == 1 else None
 
@@ -86,8 +89,8 @@ class TextDivider:
         return [*pieces, piece._replace(text=text[piece.start :])]
 
     def _next(self, pattern: re.Pattern[str], text: str, start: int) -> Piece | None:
-        """Return the piece after the piece from ``start`` on, still without its text; None if no
-        place is found."""
+        """Return the piece that follows the piece from ``start`` on, as yet without its text; None
+        if no place to divide at is found."""
         tried: Counter[str] = Counter()
         for at in _places(pattern, text, start):
             tried[text[at]] += 1
@@ -99,7 +102,7 @@ class TextDivider:
         return None
 
     def _is_place(self, text: str, at: int, *, takes_space: bool) -> bool:
-        """Return whether the tokens around a place are the same whole and in two parts (Rule 2)."""
+        """Return whether the text around a place has the same tokens if it is divided (Rule 2)."""
         first, last = max(0, at - CONTEXT_CHARS), at + CONTEXT_CHARS
         whole = self._encoding(text[first:last], False)
         left = self._encoding(text[first:at], False)
@@ -123,7 +126,7 @@ class TextDivider:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
-        """The pattern of places (Rule 1); None if no text is divided."""
+        """The pattern of places at which texts may be divided (Rule 1); None if no text may."""
         if self._ends is None:
             return None
         whole = self._backend.get_vocab(with_added_tokens=False)
@@ -133,8 +136,7 @@ class TextDivider:
         within |= _starts_within(added, {start: start for start in STARTS})
         starts = [start for start in STARTS if start not in within]
         if type(self._backend.model).__name__ == "Unigram":
-            # It adds up the scores of all tokens of a unit, so that rounding spans places within
-            # it.
+            # Unigram adds up the scores of a unit's tokens, so that rounding spans its places.
             starts = [start for start in starts if start == " " and self._splits_at_spaces()]
         patterns = [f"(?<={WORD})(?=[{re.escape(''.join(starts))}]{WORD})"] if starts else []
         if "\n" in starts and AFTER_NEWLINE not in within:
@@ -155,8 +157,8 @@ class TextDivider:
 
 
 def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
-    """Yield the places for the end of a piece: those within `PIECE_CHARS` from the last to the
-    first, then those behind in order."""
+    """Yield the places where a piece may end: first those within `PIECE_CHARS`, the last one first,
+    and then those after that, in order."""
     least, most = start + PIECE_CHARS // 2, start + PIECE_CHARS
     for last in range(most, least, -LOOK_CHARS):
         yield from [m.start() for m in pattern.finditer(text, last - LOOK_CHARS, last)][::-1]
@@ -165,8 +167,8 @@ def _places(pattern: re.Pattern[str], text: str, start: int) -> Iterator[int]:
 
 
 def _written_starts(*, of_bytes: bool) -> dict[str, str]:
-    """Return the characters of `STARTS` by their spellings in a vocabulary's tokens, which may be
-    letters for bytes."""
+    """Return the characters of `STARTS` by their spellings in tokens: themselves, or a letter that
+    stands for a byte."""
     if not of_bytes:
         return {start: start for start in STARTS} | {SPACE_MARK: " "}
     splitter = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -174,9 +176,8 @@ def _written_starts(*, of_bytes: bool) -> dict[str, str]:
 
 
 def _starts_within(tokens: Iterable[str], written: dict[str, str]) -> set[str]:
-    """Return the characters of `STARTS` that a token has after a word's character, and
-    `AFTER_NEWLINE` if a token has a word after a line break. No step of this keeps the GIL for
-    long."""
+    """Return the characters of `STARTS` that some token has after a character of a word, and
+    `AFTER_NEWLINE` if some token has a word after a line break. The GIL is never held for long."""
     ways = "|".join(map(re.escape, written))
     newline = next(way for way, start in written.items() if start == "\n")
     behind = re.compile(f"{WRITTEN_WORD}(?=({ways}))")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-# The most characters that these Unicode forms compose to one character. Source: Unicode,
-# "Normalization FAQ": the decomposition of a character has at most four.
+# The most characters that each Unicode normalization form may compose to one. Source: Unicode,
+# "Normalization FAQ": a character is decomposed into at most four.
 COMPOSED_CHARS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}
 BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
 
@@ -38,7 +38,7 @@ def max_chars_per_token(backend: Tokenizer) -> float:
     if not (is_bounded and vocabulary):
         return math.inf
     normalizer, contents = backend.normalizer, [*vocabulary]
-    if normalizer is not None:  # the text is searched for such a token's normalised form
+    if normalizer is not None:  # texts are searched for the normalised form of such added tokens
         contents += [normalizer.normalize_str(token.content) for token in added if token.normalized]
     factor = math.prod(map(_shrinkage, _parts(normalizer, "normalizers")))
     return factor * max(map(len, contents))
@@ -58,10 +58,10 @@ def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
 def _has_every_character(
     backend: Tokenizer, vocabulary: Mapping[str, int], splits: list[dict[str, Any]]
 ) -> bool:
-    """Return whether every character has tokens. Else many may be one unknown token, or none."""
+    """Return whether every character has tokens. If not, many may be one unknown token, or none."""
     model = backend.model
     if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False  # a character has another token inside or at the end of a word
+        return False  # characters have other tokens inside words or at their ends
     if any(split["type"] == "ByteLevel" for split in splits):
         return all(byte in vocabulary for byte in ByteLevel.alphabet())
     return bool(model.byte_fallback) and all(byte in vocabulary for byte in BYTES)

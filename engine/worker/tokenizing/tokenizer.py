@@ -59,8 +59,8 @@ _RESERVED_ARGS = frozenset(
         "tools",
     }
 )
-# From so many ids on, they are decoded as a batch of one text: `decode` would hold the GIL, 0.25 s
-# for 262,144 ids. For fewer ids, a batch would be slower.
+# From this number of ids on, `decode_batch` decodes them, because `decode` holds the GIL: 0.25 s
+# for 262,144 ids. For fewer ids it would be slower.
 LONG_IDS = 2**10
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # The files of older kinds of tokenizers; one of the sets may replace tokenizer.json.
@@ -76,8 +76,8 @@ class HfTokenizer(TextEncoder):
 
     ``max_chars_per_token`` are the most characters that one token can stand for (`token_sizes`).
     ``special_ids`` are the ids that ``skip_special_tokens`` leaves out. ``special_tokens`` maps
-    names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or (). A token
-    that is decoded after the anchor has the text that it has inside a text, with its leading space.
+    names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or ().
+    Decoded after the anchor, a token has its text as part of a longer text, with its leading space.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class HfTokenizer(TextEncoder):
 
 
 def _with_end(content: object, end: str) -> object:
-    """Return a message's content, one text or parts, with ``end`` behind its last text."""
+    """Return a message's content, a text or a list of parts, with ``end`` after its last text."""
     if not isinstance(content, list):
         return f"{content}{end}"
     return [*content[:-1], {**content[-1], "text": f"{content[-1].get('text', '')}{end}"}]
