@@ -358,8 +358,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         return torch.nn.functional.normalize(raw, p=2, dim=-1) if scales else raw
 
     def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
-        """Apply the model's activation unless raw scores are requested. Return [rows, 1]
-        float32."""
+        """Return scores [rows, 1] float32, after the activation unless raw ones are requested."""
         return raw if options.raw_scores else self._model.activation_fn(raw)
 
 

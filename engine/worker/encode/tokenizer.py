@@ -163,8 +163,7 @@ def _input_of(encoding: Encoding, prompt_tokens: int) -> EncodeInput:
 
 
 def _check_unicode(texts: Sequence[str], field: str = "") -> None:
-    """Raise InvalidRequest for each text with half a surrogate pair, at which the library
-    panics."""
+    """Raise InvalidRequest for texts with half a surrogate pair, at which the library panics."""
     violations = []
     for index, text in enumerate(texts):
         try:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from engine.worker.forward.rewrites import DecoderParts
     from engine.worker.load.adapter import LowRank, StoredAdapter
 
-DEPTH_PAD = 32  # inputs of packed bfloat16 are padded to a multiple; as in kernels/simd_amx.h
-QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS = 0, 1, 2, 3, 4  # of a layer; as in kernels/adapters.h
+DEPTH_PAD = 32  # Inputs of packed bfloat16 are padded to a multiple of it; as in simd_amx.h.
+QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS = 0, 1, 2, 3, 4  # A layer's products, as in adapters.h.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +46,24 @@ class AdapterHost(Protocol):
 
     @property
     def places(self) -> Mapping[str, tuple[int, int]]:
-        """The inputs and outputs of each linear layer that an adapter may change, by its name."""
+        """By name, the inputs and outputs (numbers) of each layer that an adapter may change."""
 
     @property
     def head(self) -> str:
         """The name of the model's head."""
 
     def place(self, stored: StoredAdapter) -> Any:
-        """Return an adapter in the form that `forward` takes. ``num_bytes`` is its memory;
-        ``width`` is the largest number of values that a token is shrunk to."""
+        """Return an adapter in the form that `forward` takes, with ``num_bytes``, its memory, and
+        ``width``, the most numbers to which A shrinks a token's input in any product."""
 
     def forward(self, groups: Sequence[AdapterGroup], inputs: Mapping[str, Any]) -> Any:
         """Return the model's output for a step with at least one group."""
 
 
 def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of a stock model's linear layers, by their names. Layers inside
-    modules of the class named ``recurrent`` are left out, because they do not compute a step's
-    tokens in order."""
+    """Return the numbers of inputs and outputs of a stock model's linear layers, by their names.
+    Layers inside modules of the class named ``recurrent`` are left out, because they do not get a
+    step's tokens in the step's order."""
     places: dict[str, tuple[int, int]] = {}
     without = [name for name, child in module.named_modules() if type(child).__name__ == recurrent]
     for name, child in module.named_modules():
@@ -71,7 +71,7 @@ def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]
             continue
         if isinstance(child, torch.nn.Linear):
             places[name] = (child.in_features, child.out_features)
-        elif type(child).__name__ == "Conv1D":  # GPT-2's linear layers, with transposed weights
+        elif type(child).__name__ == "Conv1D":  # a linear layer of GPT-2, with transposed weights
             inputs, outputs = child.weight.shape
             places[name] = (int(inputs), int(outputs))
     return places
@@ -107,7 +107,7 @@ def packed_places(parts: DecoderParts, module: Any) -> dict[str, PackedPlace]:
             first += size
         size = layer.output.out_features
         places[names[layer.output]] = PackedPlace(product + OUTPUT, ((0, 1, 0, size),))
-        if isinstance(layer.mlp, ExpertParts):  # adapters of experts: none, as in peft
+        if isinstance(layer.mlp, ExpertParts):  # as in peft, adapters do not change experts
             continue
         gate_up, down = layer.mlp.gate_up, layer.mlp.down
         places[names[down]] = PackedPlace(product + DOWN, ((0, 1, 0, down.out_features),))

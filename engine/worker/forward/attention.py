@@ -29,8 +29,8 @@ NAME = "triolet_paged"
 KEYWORD = "triolet_step"
 
 # Keywords that do not change the result of an attention layer, with the values for which this
-# holds (None: any). Positions are already in the rotary embedding, the cache is ours, and nothing
-# is recorded (a mixture's router logits would be recorded beside the result).
+# holds (None: any). Positions are already in the rotary embedding, the cache is the engine's, and
+# what a layer would return besides (a mixture's router logits, for example) is not read.
 HARMLESS: dict[str, tuple[object, ...] | None] = {
     "dropout": (0.0,),
     "position_ids": None,

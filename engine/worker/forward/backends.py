@@ -211,7 +211,7 @@ def _expanded(model: LoadedModel) -> LoadedModel:
 
 
 def _with(model: LoadedModel, module: torch.nn.Module) -> LoadedModel:
-    """Return ``model`` with another module, and with that module's size in bytes."""
+    """Return ``model`` with another module, and ``num_bytes`` of that module."""
     num_bytes = sum(
         tensor.numel() * tensor.element_size()
         for tensor in (*module.parameters(), *module.buffers())

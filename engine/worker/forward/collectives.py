@@ -33,7 +33,7 @@ FOR_EVER = timedelta(days=30)  # no timeout (rule 2); torch accepts no infinite 
 
 
 class Ranks:
-    """One rank's end of its group. ``num_calls`` counts the collectives that it has begun."""
+    """A rank's connection to its group. ``num_calls`` counts the collectives that it has begun."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         """Join the group. Waits until all ranks have opened the file ``meeting``."""
@@ -52,7 +52,7 @@ class Ranks:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             options._timeout = FOR_EVER
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
-        self.add_up(torch.zeros(1, device=device))  # connects the ranks
+        self.add_up(torch.zeros(1, device=device))  # the first collective connects the ranks
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor by the sum of all ranks' tensors, in place.

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from engine.worker.forward.native_attention import NativeBackend
     from engine.worker.forward.rewrites import ConvolutionParts, DecoderParts, LayerParts
 
-PANEL = 16  # outputs in a panel of a packed weight; PANEL in engine/kernels/simd_amx.h
-PART = 512  # tokens; attention splits a longer context so (PART in engine/kernels/paged_cache.h)
+PANEL = 16  # The outputs in a panel of a packed weight; PANEL in engine/kernels/simd_amx.h.
+PART = 512  # Attention splits a context into parts of so many tokens (PART in paged_cache.h).
 FLOAT_BYTES = 4
-TASK_BYTES = 32  # the size of a DecodeTask of engine/kernels/attention.h
-GROUPS = "adapter_groups"  # the forward's keyword for its sequence of `AdapterGroup`
+TASK_BYTES = 32  # The size of a DecodeTask of engine/kernels/attention.h.
+GROUPS = "adapter_groups"  # The forward's keyword for its sequence of `AdapterGroup`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Packer:
         self.library = library
         self.dtype = dtype
         self.kind = structs.KINDS[dtype]
-        self.packed: list[torch.Tensor] = []  # weights, in the model's dtype or bytes
-        self.small: list[torch.Tensor] = []  # norms and biases in float32, scales in float16
+        self.packed: list[torch.Tensor] = []  # Weights: numbers of the model's dtype, or bytes.
+        self.small: list[torch.Tensor] = []  # Norms and biases in float32, scales in float16.
 
     def linear(
         self, layers: Sequence[torch.nn.Linear], *, is_paired: bool = False
@@ -154,7 +154,7 @@ def _read(weight: Any) -> torch.Tensor | QuantizedWeight:
 
 
 def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:
-    """Return one weight with the outputs of all. If only some are quantized, these are expanded."""
+    """Join ``weights`` by outputs. If only some of them are quantized, these are expanded."""
     if len(weights) == 1:
         return weights[0]
     small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
@@ -170,8 +170,8 @@ def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | Qua
 
 
 def _whole_halves(weight: torch.Tensor | QuantizedWeight, count: int) -> list[Any]:
-    """Return ``weight`` in parts padded to whole panels. If ``count`` is 1, it is gates and ups,
-    and is halved."""
+    """Return ``weight`` padded to whole panels, as a list. If ``count`` is 1, it holds both gates
+    and ups, and becomes two parts."""
     if isinstance(weight, QuantizedWeight):
         halves = weight.halves() if count == 1 else [weight]
         return [half.each(_whole_panels) for half in halves]
@@ -179,7 +179,7 @@ def _whole_halves(weight: torch.Tensor | QuantizedWeight, count: int) -> list[An
 
 
 def _alternate_panels(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return one number per output of gates and ups, in the order of their packed panels."""
+    """Return biases of gates and ups as one tensor, in the order of their packed panels."""
     pairs = torch.stack((_whole_panels(gate), _whole_panels(up)))
     return pairs.view(2, -1, PANEL).transpose(0, 1).reshape(-1)
 
@@ -212,7 +212,7 @@ class NativeDecoder(torch.nn.Module):
         self._vocab = parts.head.out_features
         self._packer = packer = Packer(library, dtype)
         self._layers = (structs.Layer * len(parts.layers))()
-        self._experts: list[ctypes.Array[structs.Linear]] = []  # keeps them alive for the layers
+        self._experts: list[ctypes.Array[structs.Linear]] = []  # the layers have their addresses
         self._num_convolutions = 0
         self._states: structs.StateRows | None = None
         self._model = self._pack_ends(parts)  # first: packing the head takes the most memory
@@ -368,7 +368,7 @@ class NativeDecoder(torch.nn.Module):
         assert isinstance(prepared, NativeStep)
         angles = [rotary(position_ids) for rotary in self._rotaries]
         half = angles[0][0].shape[-1] // 2
-        # Both halves of transformers' cosines and sines are the same.
+        # Transformers' cosines and sines have the same numbers in both halves; kernels read one.
         cosines = [cosine[0, :, :half].contiguous() for cosine, _ in angles]
         sines = [sine[0, :, :half].contiguous() for _, sine in angles]
         keep, ids = logits_to_keep.contiguous(), input_ids.contiguous()
@@ -440,15 +440,15 @@ class NativeDecoder(torch.nn.Module):
         return chunks + parts * (sums + TASK_BYTES)
 
     def _room_for(self, rows: int) -> torch.Tensor:
-        """Return [rows, vocab] float32 in memory that is reused: providing new pages would take
-        milliseconds in each step."""
+        """Return a tensor [rows, vocab] float32 for logits, in memory that steps reuse: getting new
+        pages from the system takes milliseconds."""
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self._vocab), dtype=torch.float32)
         return self._logits[:rows]
 
 
 def _check_rotaries(parts: DecoderParts) -> None:
-    """Check that all rotary embeddings rotate as many numbers of a head, at most all of them.
+    """Check that all rotary embeddings rotate the same number of a head's numbers.
 
     Raises:
         Refusal: Their widths differ, or one is wider than a head.

@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 
-import torch  # before the kernels' library is loaded, which then uses torch's OpenMP
+import torch  # first, so that the kernels' library, which is loaded later, uses torch's OpenMP
 
 PARTS_MOST = 3  # adapted parts of a packed product; PARTS_MOST in engine/kernels/adapters.h
 
@@ -109,7 +109,8 @@ class Layer(Structure):
     )
 
 
-# Adds up numbers at an address over the ranks of a divided model; returns 0, or 1 if it failed.
+# The type of a function that adds up so many numbers at an address over a divided model's ranks, in
+# place, and returns 0, or 1 if that failed.
 SumFunction = CFUNCTYPE(c_int32, c_void_p, c_int64)
 
 

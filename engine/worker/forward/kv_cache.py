@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from engine.worker.load.architectures import LayerShape
 
 # The rule of the pool's default size, which the help of --kv-cache-memory states (D16); not tuned.
-DEFAULT_KV_BYTES = 4 << 30  # the most, unless one sequence of full length needs more
-MEMORY_PART = 16  # at least the memory limit divided by this
-MEMORY_PART_MOST = 4  # at most the memory limit divided by this
-STATES_PER_SEQUENCE = 2  # its state and a snapshot; one snapshot each is an untested guess
+DEFAULT_KV_BYTES = 4 << 30  # At most so much, unless one sequence of full length needs more.
+MEMORY_PART = 16  # At least the memory limit divided by this.
+MEMORY_PART_MOST = 4  # At most the memory limit divided by this.
+STATES_PER_SEQUENCE = 2  # Slots for its state and for a snapshot. Guess: one snapshot is enough.
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
-COMPILE_TIMEOUT_S = 120  # far more than compiling takes, 4 to 10 s
-OUT_OF_BOUNDS = 3  # a kernel's result, a Status of engine/kernels/bounds.h
+COMPILE_TIMEOUT_S = 120  # Compiling takes 4 to 10 s.
+OUT_OF_BOUNDS = 3  # A kernel returns this if an index is outside its bounds (bounds.h).
 
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class NoCache(Exception):
 
 
 class _LoadResult(NamedTuple):
-    """The library, or why it is ``missing``, and why the next start compiles it again
-    (``uncached``)."""
+    """The library of the kernels. ``missing`` says why there is none, and ``uncached`` why the next
+    start must compile it again."""
 
     library: ctypes.CDLL | None
     missing: str = ""
@@ -194,7 +194,7 @@ def _load() -> _LoadResult:
         with private as directory:
             path = Path(directory) / file
             _compile(compiler, flags, path)
-            # a mapped library no longer needs its file
+            # The file is deleted with its folder: a library that is loaded does not need it.
             return _LoadResult(_open(path), uncached=str(error))
     if not path.exists():
         _compile(compiler, flags, path)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-SHORT_MAX = 16  # tokens of a row that attends token by token; for more, the context is packed
+SHORT_MAX = 16  # a longer row's context is packed; a shorter one's tokens attend like decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PackedRows:
         owners: list[int] = []
         offsets: list[int] = []
         tokens = self.offsets.tolist()
-        for row, (start, end) in enumerate(rows):  # a step has few rows, for which numpy is slower
+        for row, (start, end) in enumerate(rows):  # numpy would be slower for a step's few rows
             if end - start <= SHORT_MAX:
                 starts += range(start, end)
                 ends += self.untils[tokens[row] : tokens[row + 1]].tolist()

@@ -63,7 +63,7 @@ class StateSlots:
     recurrence: Recurrence
     shapes: Mapping[int, StateShape]
     count: int
-    dtype: torch.dtype  # of convolutions' states; those of recurrences are float32
+    dtype: torch.dtype  # of the convolutions' states; recurrences have float32 states
     device: torch.device
 
 
@@ -75,8 +75,8 @@ def open_states(module: Any, slots: StateSlots) -> States:
 
 @dataclass(slots=True)
 class LayerState:
-    """The states of one layer: ``conv`` [num, channels, width], and ``recurrent`` [num, …] float32,
-    or None."""
+    """A layer's states: ``conv`` [num, channels, width], and ``recurrent`` [num, …] float32 or
+    None."""
 
     conv: torch.Tensor
     recurrent: torch.Tensor | None
@@ -86,8 +86,8 @@ class LayerState:
         return (self.conv,) if self.recurrent is None else (self.conv, self.recurrent)
 
     def at(self, slots: torch.Tensor, fresh: torch.Tensor | None) -> LayerState:
-        """Return a copy of the states in ``slots``; those at the indices ``fresh`` are zero, which
-        is the state before the first token."""
+        """Return a copy of the states in ``slots``. The copies with the indices ``fresh`` are zero,
+        the state before a sequence's first token."""
         read = [tensor.index_select(0, slots) for tensor in self.tensors()]
         if fresh is not None:
             for tensor in read:
@@ -96,7 +96,7 @@ class LayerState:
 
 
 class RowsCache:
-    """Stands in for transformers' `Cache` in its own layers, for rows computed together."""
+    """Takes the place of transformers' `Cache` in a recurrent layer, for rows of equal length."""
 
     def __init__(self, state: LayerState) -> None:
         self.state = state
@@ -110,13 +110,14 @@ class RowsCache:
         return self.state.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: only the last state is kept."""
+        """Return False, because earlier states are not kept."""
         return False
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, **_keywords: object
     ) -> torch.Tensor:
-        """Append inputs [num_rows, channels, length] to the state, and return both together."""
+        """Return the state followed by the inputs ``conv_states`` [num_rows, channels, length], and
+        keep the end of both as the new state."""
         width = self.state.conv.shape[-1]
         whole = torch.cat((self.state.conv, conv_states), dim=-1)
         self.state.conv = whole[..., -width:].clone()  # a view would keep the memory of ``whole``
@@ -192,7 +193,7 @@ class RecurrentLayers:
         return forward
 
     def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
-        """As `States.begin`."""
+        """Implements `States.begin`."""
         groups, order = [], []
         counts = np.diff(rows.offsets)
         for count in np.unique(counts):
@@ -224,7 +225,7 @@ class RecurrentLayers:
             for into, new in zip(self._states[layer].tensors(), each, strict=True):
                 whole = new[0] if len(new) == 1 else torch.cat(new)
                 ready.append((into, whole.index_select(0, indices).to(into.dtype)))
-        for into, values in ready:  # a copy in place needs no memory, so none fails
+        for into, values in ready:  # copies in place need no memory, so that none can fail
             into.index_copy_(0, slots, values)
 
 
@@ -267,7 +268,7 @@ class CompiledStates:
 def _targets_of(
     states: Sequence[RowState], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of the rows whose states are written, and the slots that they go to."""
+    """Return pairs of the index of a row and a slot that gets its state, as two tensors."""
     targets = [(index, slot) for index, state in enumerate(states) for slot in state.targets]
     pairs = np.array(targets, np.int64).reshape(-1, 2).T
     indices, slots = send((pairs[0].copy(), pairs[1].copy()), device)

@@ -91,7 +91,7 @@ class _Group:
         return offsets[self.members][:, None] + np.arange(queries)
 
     def context(self, window: int | None) -> Context:
-        """Return the group's context for a window; each window's is computed once per step."""
+        """Return the group's context for layers with this window, computed once per step."""
         if window not in self.contexts:
             self.contexts[window] = self._make_context(window)
         return self.contexts[window]
@@ -144,7 +144,7 @@ def attend_group(
         return _explicit_attention(call, query, keys, values, context.visible)
     visible = None if context.visible is None else context.visible[:, None]
     if query.shape[1] == 1:
-        # One query: the heads that share a key head become its queries, so that no key is copied.
+        # Of a row of one token, SDPA gets the heads of a key head as queries: no key is copied.
         packed = query.view(query.shape[0], keys.shape[1], -1, query.shape[3])
         out = scaled_dot_product_attention(packed, keys, values, visible, scale=call.scaling)
         return out.reshape(query.shape)
@@ -176,6 +176,6 @@ def _explicit_attention(
         sinks = call.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = weights[..., : keys.shape[2]]  # drops the sinks' weights
+    weights = weights[..., : keys.shape[2]]  # without the weights of the sinks
     out = torch.matmul(weights, values[:, :, None])
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, head_dim)

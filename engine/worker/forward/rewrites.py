@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionCall
     from engine.worker.skeleton.families import Family, ModuleNames
 
-# transformers' experts of GPT-OSS and MLPs of LFM2 compute their activations themselves: such a
-# module stands for its activation.
+# The numbers in the kernels of activations, by the class of their modules. transformers' experts of
+# GPT-OSS and MLPs of LFM2 have no module for the activation, so their own class stands for it.
 ACTIVATIONS = {
     "SiLUActivation": 0, "SiLU": 0, "Lfm2MLP": 0, "GELUTanh": 1, "ClampedSwiGLU": 2,
     "GptOssExperts": 2,
@@ -51,11 +51,11 @@ class MlpParts:
 class ExpertParts:
     """The modules of a layer's mixture of experts. ``chosen`` of the experts compute a row."""
 
-    router: Any  # a module whose weight is [experts, hidden]
+    router: Any  # has a weight [experts, hidden]
     experts: tuple[MlpParts, ...]
     chosen: int
-    is_normalised: bool  # whether the weights of a row's experts are divided by their sum
-    stock: Any = None  # the stock module that holds the weights of all experts in two tensors
+    is_normalised: bool  # Whether the weights of a row's experts are divided by their sum.
+    stock: Any = None  # The stock module that holds the weights of all experts in two tensors.
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def _take_mlp(mlp: Any, names: ModuleNames) -> MlpParts:
 
 
 def _take_experts(mixture: Any, family: Family) -> ExpertParts:
-    """Return the parts of a mixture. The experts of a stock one are views of its two tensors."""
+    """Return the parts of a mixture. In a stock mixture, experts are views of its two tensors."""
     experts, router = mixture.experts, getattr(mixture, family.router)
     if not family.has_expert_biases:
         router.register_parameter("bias", None)
@@ -245,7 +245,7 @@ def _joined_expert(experts: Any, index: int) -> MlpParts:
 
 
 def _alternating_expert(experts: Any, index: int) -> MlpParts:
-    """Return an expert whose weights are [inputs, outputs], and whose gates and ups alternate."""
+    """Return an expert of GPT-OSS: weights are [inputs, outputs], and gates and ups alternate."""
     weight, bias = experts.gate_up_proj[index].T, experts.gate_up_proj_bias[index]
     gate, up = (_linear_of(weight[first::2], bias[first::2]) for first in (0, 1))
     return MlpParts(
@@ -298,17 +298,16 @@ def _epsilon(base: Any) -> float:
 
 
 def _embedding_scale(base: Any) -> float:
-    """Return the factor of the embeddings: Granite's multiplier, or Gemma's square root of the
-    width."""
+    """Return the embeddings' factor: Granite's multiplier, or the square root of Gemma's width."""
     scale = float(getattr(base, "embedding_multiplier", 1.0))
     return scale * float(getattr(base.embed_tokens, "scalar_embed_scale", 1.0))
 
 
 def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[Any, ...]]:
     """Return the index of each layer's rotary embedding, and the rotary embeddings. A layer without
-    one gets an embedding of angle zero."""
+    rotary embedding gets one whose angles are zero."""
     rotary, count = base.rotary_emb, len(base.layers)
-    example = torch.zeros(1)  # the result has its dtype and device
+    example = torch.zeros(1)  # cosines and sines get its dtype and device
     if not isinstance(rotary.rope_type, dict):
         still = [int(not is_rotated(config, family, layer)) for layer in range(count)]
         own = (lambda positions: _both_halves(rotary, positions),)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 # Environment variable. "off" or "0": run without the kernels. The name of a variant: run that one,
 # from the wheel or compiled here. Unset: the best.
 SWITCH = "ENGINE_KERNELS"
-COMPILERS = ("c++", "g++", "clang++")  # the first one that is installed compiles
+COMPILERS = ("c++", "g++", "clang++")  # The first one that is installed compiles.
 # Flags of every build; a processor's own follow. A library's variables are hidden from the
 # loader, which would share those of inline functions and classes between loaded libraries.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w", "-fvisibility=hidden")
-DIRECTORY = "built"  # of the compiled libraries, beside the sources in a wheel
-# The features of x86-64-v3 and x86-64-v4 that not every processor with AVX2 or AVX-512 has. Source:
-# the x86-64 psABI, "Micro-Architecture Levels".
+DIRECTORY = "built"  # The folder of compiled libraries in a wheel, beside the sources.
+# The features of x86-64-v3 and x86-64-v4. Not every processor with AVX2 or AVX-512 has all of them.
+# Source: the x86-64 psABI, "Micro-Architecture Levels".
 _V3 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 

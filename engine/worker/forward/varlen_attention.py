@@ -100,7 +100,7 @@ class VarlenStep:
     context_slots: torch.Tensor  # [num_keys] int64, the slots of each row's whole context
     query_offsets: torch.Tensor  # [num_rows + 1] int32
     key_offsets: torch.Tensor  # [num_rows + 1] int32
-    queries_most: int  # of the row with the most
+    queries_most: int  # the queries of the row with the most
     keys_most: int
 
     def attend(
@@ -123,10 +123,10 @@ class VarlenStep:
             return_aux=AuxRequest(lse=call.sinks is not None),
         )
         if call.sinks is None:
-            assert isinstance(result, torch.Tensor)  # a pair is returned only on request
+            assert isinstance(result, torch.Tensor)  # a pair only with ``lse``
             return result
         out, sums = result
-        # sums: [num_heads, num_tokens], as in the kernel's meta function, not as in its docstring.
+        # ``sums`` are [num_heads, num_tokens], unlike in the kernel's docstring.
         share = torch.sigmoid(sums - call.sinks.float()[:, None]).T[..., None]
         return (out * share).to(out.dtype)
 

@@ -35,8 +35,7 @@ ROUNDED_AT_ONCE = 1 << 19  # weights: a few float32 tensors of so many fit a cor
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a packed weight: a number's bits, a group's inputs, and whether it has
-    offsets."""
+    """A packed weight's form: a number's bits, a group's inputs, and whether it has offsets."""
 
     bits: int
     group: int

@@ -168,8 +168,7 @@ def _top_p(
 
 
 def _ties_by_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the ids [rows, width] int64, reordered so that lower ids of equal values come
-    first."""
+    """Return the ids [rows, width] int64, ordered by ascending id where values are equal."""
     ids_up, order = ids.sort(1)
     again = values.gather(1, order).argsort(dim=1, descending=True, stable=True)
     return ids_up.gather(1, again)

@@ -91,8 +91,7 @@ def _processed(scores: Floats, row: SampleRow) -> Floats:
 
 
 def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> int:
-    """Draw a token of ``logits`` [vocab] by inverse CDF. ``best`` is the token of the highest
-    logit."""
+    """Draw a token of ``logits`` [vocab] by inverse CDF. ``best`` is the likeliest token."""
     if is_listed(sampling, len(logits)):
         ids, scores = listed(logits, best, sampling)
         return int(ids[_inverse_cdf(np.exp(scores - scores.max()), uniforms[0])])

@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from engine.worker.interface import RunnerSpec
     from engine.worker.text.sequences import SequenceState
 
-THREADS = 1  # OpenMP threads of a load, because steps run at the same time
+THREADS = 1  # OpenMP threads of an adapter's load, which runs beside steps
 
 
 class LoadedAdapters:
-    """Implements `engine.worker.text.interface.Adapters`. `open` is called once the model is
-    loaded."""
+    """Implements `engine.worker.text.interface.Adapters`. `open` is called after the load."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec
@@ -47,11 +46,11 @@ class LoadedAdapters:
         self._itemsize = 4
         self._device: torch.device | None = None
         self._lock = threading.Lock()
-        self._placed: dict[str, Any] = {}  # adapters in the host's form, by digest
-        self._counts: dict[str, int] = {}  # loads less unloads, by digest
+        self._placed: dict[str, Any] = {}  # Adapters in the host's form, by digest.
+        self._counts: dict[str, int] = {}  # How many more loads than unloads, by digest.
 
     def open(self, host: AdapterHost, dtype: torch.dtype, device: torch.device) -> None:
-        """Accept adapters from now on; the model has loaded."""
+        """Accept adapters from now on, because the model has loaded."""
         self._host, self._itemsize, self._device = host, dtype.itemsize, device
 
     def close(self) -> None:
@@ -73,7 +72,7 @@ class LoadedAdapters:
             raise refusal.spawn_failed() from refusal
         placed = size.num_values * self._itemsize
         rows = self._spec.max_num_batched_tokens * 3 * padded_to(size.rank, PAD) * self._itemsize
-        return size.file_bytes + max(size.file_bytes, placed) + rows  # 3: queries, keys, values
+        return size.file_bytes + max(size.file_bytes, placed) + rows
 
     def load(self, directory: str) -> AdapterInfo:
         """Read the adapter and bring it into the host's form.

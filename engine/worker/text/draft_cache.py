@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-RESIDENTS_MAX = 64  # sequences; bounds the search for equal tokens, not the memory; not tuned
-PIECE = 256  # tokens that `num_common` compares at once
+RESIDENTS_MAX = 64  # Not tuned: so many sequences are searched for equal tokens.
+PIECE = 256  # So many tokens are compared at once by `num_common`.
 
 
 class Resident:
@@ -28,7 +28,7 @@ class Resident:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.blocks: list[int] = []
-        self.known = 0  # so many first tokens were compared with the sequence's own, and are equal
+        self.known = 0  # so many first tokens are known to be the sequence's own
         self.has_ended = False
 
     def roll_back(self, tokens: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class DraftCache:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._size = block_size
         self._free = list(range(num_blocks))
-        self._residents: dict[int, Resident] = {}  # in the order in which they drafted last
+        self._residents: dict[int, Resident] = {}  # the least recently used first
         self._in_use: list[Resident] = []
 
     @property
@@ -56,8 +56,8 @@ class DraftCache:
         self._in_use = []
 
     def open(self, sequence: int, tokens: Sequence[int]) -> tuple[Resident, list[tuple[int, int]]]:
-        """Return the `Resident` of a sequence with these ``tokens``, which is then in use, and the
-        (source, target) pairs of blocks to copy before its use. It never holds the last token."""
+        """Return the `Resident` of a sequence with these ``tokens``, which never holds the last
+        one, and the (source, target) pairs of blocks to copy first. It is in use from now on."""
         place = self._residents.pop(sequence, None)
         if place is None:
             place = Resident()
@@ -88,7 +88,8 @@ class DraftCache:
                 place.has_ended = True
 
     def _adopt(self, place: Resident, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Let ``place`` begin like another sequence, by whole blocks; return the pairs to copy."""
+        """Let ``place`` begin with the whole blocks that it has in common with another sequence.
+        Return the (source, target) pairs of blocks to copy."""
         best, most = None, 0
         for other in self._residents.values():
             if other is not place and len(other.tokens) > most:
@@ -98,7 +99,7 @@ class DraftCache:
         count = most // self._size
         if best is None or not count:
             return []
-        self._in_use.append(best)  # its blocks must not be freed for the copy of them
+        self._in_use.append(best)  # so that its blocks are not freed to make room for their copy
         if not self.try_grow(place, count * self._size):
             return []
         place.tokens = list(tokens[: count * self._size])
@@ -116,7 +117,7 @@ class DraftCache:
 
 
 def num_common(tokens: Sequence[int], other: Sequence[int], start: int = 0) -> int:
-    """Return how many first tokens are equal; the first ``start`` are known to be."""
+    """Return how many first tokens are equal. The first ``start`` tokens are not compared."""
     end = min(len(tokens), len(other))
     while start < end:
         stop = min(start + PIECE, end)

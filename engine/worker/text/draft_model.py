@@ -44,9 +44,11 @@ if TYPE_CHECKING:
     from engine.worker.text.placed_model import PlacedModel
     from engine.worker.text.sequences import Ahead, SequenceState
 
-READ_MAX = 256  # tokens in a step; if it has a quarter of the model's size, as costly as 64
-# Its KV cache has 1 / CACHE_PART of the bytes of the larger model's (not tuned), or those that one
-# sequence needs. It should hold the sequences of one step, at most `DRAFTING_STEP_MAX`.
+# The most tokens that the draft model reads in a step. If it has a quarter of the larger model's
+# size, they take as long as 64 tokens of the larger one.
+READ_MAX = 256
+# The draft model's KV cache has 1 / CACHE_PART of the bytes of the larger model's (not tuned), or
+# more if one sequence needs that. It should hold a step's sequences, at most `DRAFTING_STEP_MAX`.
 CACHE_PART = 4
 
 log = logging.getLogger(__name__)
@@ -62,8 +64,7 @@ class Drafted(NamedTuple):
 @dataclass(slots=True)
 class Writing:
     """A sequence that drafts in this step, at most ``most`` tokens. ``unread`` are the tokens that
-    the model reads next. The first ``num_forced`` tokens of ``draft`` are forced by a
-    constraint."""
+    the model reads next. A constraint forces the first ``num_forced`` tokens of ``draft``."""
 
     sequence: SequenceId
     most: int
@@ -114,7 +115,7 @@ class DraftModel:
         return {w.sequence: Drafted(w.draft, w.num_forced) for w in begun if w is not None}
 
     def _begin(self, row: Row, state: SequenceState) -> Writing | None:
-        """Return the start of a row's drafting, with the tokens to read; None without room."""
+        """Return the row's `Writing`, with the tokens to read; None if there is no room for it."""
         ahead, ends = state.ahead(), state.admission.stops.token_ids
         place, copies = self._places.open(row.sequence, state.tokens)
         self._placed.cache.copy_blocks(copies)  # type: ignore[arg-type]
@@ -131,8 +132,8 @@ class DraftModel:
         return writing
 
     def _read(self, writings: Sequence[Writing]) -> list[Writing]:
-        """Let the model read the unread tokens, in one forward, and draft a token behind them.
-        Returns the sequences that are to draft another token."""
+        """Let the model read the unread tokens in one forward, and draft a token for each sequence
+        that has no more of them. Return the sequences that are to draft another token."""
         starts: list[int] = []
         parts: list[list[int]] = []
         keep: list[int] = []
@@ -148,7 +149,7 @@ class DraftModel:
             starts.append(len(own.place.tokens))
             parts.append(part)
             if rest:
-                own.draft, own.num_forced = [], 0  # the forced tokens come after unread ones
+                own.draft, own.num_forced = [], 0  # its forced tokens are not read in this step
                 continue
             keep.append(sum(map(len, parts)) - 1)
             ready.append(own)
@@ -164,13 +165,13 @@ class DraftModel:
         parts: list[list[int]],
         keep: list[int],
     ) -> torch.Tensor:
-        """Return the logits [len(keep), width] float32 behind the kept tokens."""
+        """Return the logits after the tokens ``keep``, [len(keep), width] float32."""
         placed = self._placed
         tables = [np.array(writing.place.blocks, np.int64) for writing in reading]
         counts = [len(part) for part in parts]
         rows = packing.pack(starts, counts, tables, placed.pool.block_size)
         ids = np.array([token for part in parts for token in part], np.int64)
-        ids[ids >= placed.vocab_size] = 0  # beyond its embedding; this only makes worse drafts
+        ids[ids >= placed.vocab_size] = 0  # ids without an embedding: drafts get worse, not wrong
         logits = self._compute(rows, ids, np.array(keep, np.int64))[:, : self._width]
         missing = self._width - logits.shape[1]
         if missing > 0:
@@ -215,9 +216,9 @@ class DraftModel:
 def with_drafts(
     rows: tuple[Row, ...], model: DraftModel | None, states: Mapping[SequenceId, SequenceState]
 ) -> tuple[tuple[Row, ...], float]:
-    """Let the draft model draft for the rows that verify its drafts. Return a plan's rows, narrowed
-    to the drafts that were made, and the seconds that took. The sequences' ``states`` get the
-    drafts. No failure of the draft model fails the step."""
+    """Let the draft model draft for the rows that are to verify its drafts, and put the drafts into
+    the sequences' ``states``. Return the plan's rows, with as many tokens as were drafted, and the
+    seconds that this took. No failure of the draft model fails the step."""
     wanted = [row for row in rows if row.by_model and row.sequence in states]
     if not wanted or model is None:
         return rows, 0.0

@@ -38,9 +38,9 @@ class ModelInfo(WorkerInfo):
     block_size: int
     eos_token_ids: frozenset[int]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    images: Preprocessor | None = None  # of its images; None: the model reads no images
-    num_states: int = 0  # state slots, for snapshots too; 0: the model has no recurrent layers
-    pool_bytes: int = 0  # of one rank's KV pool
+    images: Preprocessor | None = None  # Fits images; None: the model reads no images.
+    num_states: int = 0  # The number of state slots; 0: the model has no recurrent layers.
+    pool_bytes: int = 0  # The size of one rank's KV pool.
 
     @property
     def capability(self) -> Capability:
@@ -65,8 +65,8 @@ class AdapterInfo:
 
     digest: str
     num_bytes: int
-    rank: int = 0  # the largest rank in its layers
-    num_layers: int = 0  # the linear layers that it changes
+    rank: int = 0  # The largest rank among the layers.
+    num_layers: int = 0  # How many linear layers the adapter changes.
 
 
 class Adapters(Protocol):
@@ -91,7 +91,7 @@ class Adapters(Protocol):
         """
 
     def unload(self, digest: str) -> None:
-        """Drop an adapter, once this was called for its digest as often as `load` returned it."""
+        """Undo one `load` of this adapter, which is dropped when all its loads are undone."""
 
 
 class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):

@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-LONG, SHORT = 5, 3  # the lengths of the n-grams, in tokens; not tuned
-SHORT_DRAFT_MAX = 3  # tokens after a short n-gram, which predicts less well; not tuned
-SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # sizes of a table; 16,384 places are 64 KiB
-MISSES, REST_MAX = 4, 15  # not tuned; a text's repetition is found at most 16 tokens later
-IDLE_REST_MAX = 3  # tokens without a look-up behind a draft that did not help (rule 4); not tuned
-BULK = 64  # more new tokens than these are indexed by numpy at once; not tuned
+LONG, SHORT = 5, 3  # Not tuned: the lengths of the n-grams, in tokens.
+SHORT_DRAFT_MAX = 3  # Not tuned: a short n-gram predicts less well, so its draft is shorter.
+SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # A table's numbers of places; 16,384 take 64 KiB.
+MISSES, REST_MAX = 4, 15  # Not tuned: a repetition is found at most 16 tokens late (Rule 4).
+IDLE_REST_MAX = 3  # Not tuned: the most tokens skipped after drafts that do not help (Rule 4).
+BULK = 64  # Not tuned: if there are more new tokens, numpy indexes them at once.
 # Factors of the hashes: odd numbers below 2**31, whose products with token ids fit int64. Source:
 # the fractional parts of the golden ratio and of the square roots of 2, 3 and 5.
 FACTORS = F0, F1, F2, F3, F4 = (0x4F1BBCDD, 0x3504F333, 0x5DB3D743, 0x1E3779B9, 0x52A7FA9D)
 
 
 class NgramDrafter:
-    """Tables of the last place of each three and each five tokens of a sequence. Each call gets the
-    whole sequence, which only grows."""
+    """Drafts for one sequence, by tables of where each three and each five of its tokens occurred
+    last. Each call gets the whole sequence, which only grows."""
 
     __slots__ = ("_long", "_num_missed", "_num_seen", "_rests_until", "_short", "_size")
 
     def __init__(self) -> None:
         self._num_seen = 0
         self._long = self._short = array("i")
-        self._size = 0  # the sequence's length at the last call
-        self._num_missed = 0  # look-ups since the sequence last grew by several tokens
-        self._rests_until = 0  # the least length of the sequence at the next search
+        self._size = 0  # The sequence's length at the last call.
+        self._num_missed = 0  # The look-ups since the sequence last grew by several tokens.
+        self._rests_until = 0  # No look-up is made while the sequence is shorter.
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are
@@ -103,8 +103,8 @@ class NgramDrafter:
 
 
 def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: int) -> list[int]:
-    """Return the tokens from ``place`` on. Behind the last token the draft continues with
-    ``behind`` and then with itself, as a text that repeats itself does."""
+    """Return ``most`` tokens from ``place`` on. After the sequence's last token come those of
+    ``behind``, and then the draft again, as in a text that repeats itself."""
     draft = list(tokens[place : place + most])
     if len(draft) < most:
         draft += behind
@@ -114,8 +114,8 @@ def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: i
 
 
 def _slots(last: Sequence[int], mask: int) -> tuple[int, int]:
-    """Return the slots of the last `LONG` tokens, of no use if there are fewer, and of the last
-    `SHORT` tokens. Both are written out, because each sequence computes them in each step."""
+    """Return the places in a table of the last `LONG` tokens (of no use if there are fewer) and of
+    the last `SHORT` tokens. The sums are written out because every step computes them."""
     c, d, e = last[-3:]
     a, b = last[:2]
     short = c * F2 + d * F3 + e * F4
@@ -124,7 +124,7 @@ def _slots(last: Sequence[int], mask: int) -> tuple[int, int]:
 
 
 def _index_many(table: array[int], tokens: Sequence[int], first: int, end: int, size: int) -> None:
-    """Index the places from ``first`` to ``end - 1`` at once; of equal slots the last one stays."""
+    """Index the places ``first`` to ``end - 1`` at once. Of several for a slot, the last stays."""
     ids: NDArray[np.int64] = np.array(tokens[first - size : end], np.int64)
     count = end - first
     mixed = np.zeros(count, np.int64)

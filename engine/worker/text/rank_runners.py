@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from engine.worker.load.loader import LoadedModel
     from engine.worker.text.step_batch import Batch, Drawn, Scores
 
-NO_TOKEN = -1  # shared in place of a choice's token if sampling it failed
-STEP_FAILED = -2  # shared in place of every token if the leader could not sample
+NO_TOKEN = -1  # The leader shares this in place of a choice's token if sampling it failed.
+STEP_FAILED = -2  # The leader shares this in place of every token if it could not sample at all.
 
 
 class LeadingRunner(TorchRunner):

@@ -107,8 +107,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             self._grammars.forget(constraint)
 
     def close(self) -> None:
-        """Free the model, the KV pool and all sequences, and end the sandbox of constraints.
-        Idempotent."""
+        """Free the model, the KV pool and all sequences, and end the sandbox. Idempotent."""
         self._model = self._cache = self._generator = self._backend = None
         self._sequences.clear()
         self._host = self._drafter = self._states = None
@@ -157,14 +156,14 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             pool_bytes=pool.num_bytes,
         )
 
-    # Methods that other runners override: those of a divided model's ranks, and of models that read
-    # images (`engine.worker.text.rank_runners`, `engine.worker.text.vision.runner`).
+    # Methods that subclasses override: the runners of a divided model's ranks, and of models that
+    # read images (`engine.worker.text.rank_runners`, `engine.worker.text.vision.runner`).
 
     def _connect(self, model: LoadedModel) -> None:
         """Connect the prepared model with other ranks, before its first step."""
 
     def _images_of(self, rows: Sequence[Row]) -> object:
-        """Return the parts of images that rows, in the batch's order, put into a forward."""
+        """Return the parts of images whose tokens ``rows``, in the batch's order, compute."""
         return None
 
     def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
@@ -183,13 +182,13 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         logits = self._forward(batch) if batch else None
         if self._cache is not None:
             self._cache.copy_blocks(plan.copies)
-        for matching, mask in batch.masks if batch else ():  # meanwhile CUDA computes the forward
+        for matching, mask in batch.masks if batch else ():  # while CUDA computes the forward
             matching.fill(mask)
         times.append(perf_counter())
         drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
-        # In a step without rows, the last forward's states may belong to a step that failed.
+        # A step without rows has no forward: the states of the last one may be of a failed step.
         if self._states is not None and batch:
             self._states.write()
         results = self._finish(rows, batch, drawn, scores) if batch else ()
@@ -205,7 +204,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             self._drafter.release(released)
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
-        for new in admitted:  # a failed step's sequence, admitted again, gets a new state
+        for new in admitted:  # after a failed step, a sequence may be admitted again
             matching = None
             if new.constraint is not None and self._grammars is not None:
                 matching = self._grammars.start(new.constraint)
@@ -242,7 +241,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             ids.extend(drafts)
             tables.append(state.table_for(row, self._spec.block_size))
             is_decided = state.verdict is not None
-            # The ranks of a divided model must keep the same rows, and only rank 0 has verdicts.
+            # A divided model's ranks must keep the same rows, although only rank 0 has verdicts.
             if row.logits is Logits.NONE or (is_decided and self._division.size == 1):
                 continue
             kept = row.count if row.logits.scores else 1 + row.drafts
@@ -393,7 +392,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
     ) -> tuple[RowResult | RowFailure, ...]:
         """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
         results: list[RowResult | RowFailure] = []
-        may_offer = len(rows) < DRAFTING_STEP_MAX  # the core plans no drafts in larger steps
+        may_offer = len(rows) < DRAFTING_STEP_MAX  # larger steps have no room for drafts
         for row, table in zip(rows, batch.tables, strict=True):
             state = self._sequences[row.sequence]
             state.place(table, row.state)

@@ -51,17 +51,17 @@ class SequenceState:
 
     admission: AdmittedSequence
     tokens: list[int]
-    text: TextState | None  # made with the first token, so that its failure fails only this row
-    blocks: Ints  # [num_blocks] int64, the block table after the last step that took effect
-    edits: Edits | None = None  # the request's changes to its logits
-    matching: Matching | None = None  # the sequence's state in its constraint's grammar
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
-    replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
-    verdict: RowResult | RowFailure | None = None  # each row's result if it cannot go on
-    ngram: NgramDrafter | None = None  # None: no tokens are drafted
-    draft: list[int] = field(default_factory=list)  # may follow ``tokens``
-    num_forced: int = 0  # so many first tokens of the draft follow from the constraint
-    state_slot: int | None = None  # of its state, if the model has recurrent layers
+    text: TextState | None  # Made with the first token, so that its failure fails only this row.
+    blocks: Ints  # [num_blocks] int64, the block table after the last step that took effect.
+    edits: Edits | None = None  # The request's changes to its logits.
+    matching: Matching | None = None  # The sequence's state in its constraint's grammar.
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # From the second token on.
+    replayed: str = ""  # The text of a continued choice's earlier tokens, until it is returned.
+    verdict: RowResult | RowFailure | None = None  # If set, it is the result of every row.
+    ngram: NgramDrafter | None = None  # If there is none, no tokens are drafted.
+    draft: list[int] = field(default_factory=list)  # Tokens that may follow ``tokens``.
+    num_forced: int = 0  # So many first tokens of the draft follow from the constraint.
+    state_slot: int | None = None  # Where its state is, if the model has recurrent layers.
 
     @classmethod
     def admit(
@@ -150,7 +150,7 @@ class SequenceState:
         )
 
     def ahead(self) -> Ahead:
-        """Return a copy of the state that sampling depends on, for tokens after drafts."""
+        """Return a copy of the state that sampling depends on, to sample after drafted tokens."""
         return Ahead(
             self.admission.sampling,
             self.admission.stops,
@@ -170,7 +170,7 @@ class SequenceState:
         draft, left = forced, DRAFTED_TOKENS_MAX - len(forced)
         if left:
             draft = forced + self.ngram.draft(self.tokens, forced, left)
-        if not draft:  # the common case in each sequence and step
+        if not draft:  # the usual case, of every sequence in every step
             return 0
         most = max(0, self.admission.stops.max_tokens - self.position - 1)
         self.draft = self._possible(draft[:most])
@@ -178,12 +178,11 @@ class SequenceState:
         return len(self.draft)
 
     def forced(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that the constraint forces, before one that ends the
-        sequence."""
+        """Return up to ``most`` tokens that the constraint forces and that do not end it."""
         return [] if self.matching is None else self._possible(self.matching.forced()[:most])
 
     def _possible(self, draft: list[int]) -> list[int]:
-        """Return the draft before a token that ends the sequence or that the constraint forbids."""
+        """Return the draft up to a token that ends the sequence or that the constraint forbids."""
         ends = self.admission.stops.token_ids
         draft = draft[: next((i for i, token in enumerate(draft) if token in ends), len(draft))]
         if self.matching is not None:
@@ -257,8 +256,7 @@ class SequenceState:
         return logprobs
 
     def advance(self, token: int, tokenizer: HfTokenizer) -> TextStep:
-        """Append the sampled token and return its text. If the text fails, the tokens do not
-        change."""
+        """Append the sampled token and return its text. If that fails, no token is appended."""
         if self.text is None:
             self.text = TextState(tokenizer, self.admission.stops, self.admission.prompt)
         is_complete = self.matching is not None and self.matching.push(token)
@@ -334,7 +332,7 @@ def _misfit(new: AdmittedSequence, index: int, what: str) -> RowFailure:
 
 
 def offer_of(state: SequenceState) -> int:
-    """Return how many tokens the sequence drafts: 0, from now on, if drafting fails."""
+    """Have the sequence draft, and return how many tokens. After a failure, it drafts no more."""
     try:
         return state.offer()
     except Exception:

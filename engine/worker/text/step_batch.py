@@ -31,8 +31,8 @@ class Choice:
 
     sequence: SequenceId
     row: SampleRow
-    logits: int  # index of its row in the kept logits
-    drafts: tuple[int, ...] = ()  # the drafted tokens from this place on; their logits follow
+    logits: int  # The index of its row in the kept logits.
+    drafts: tuple[int, ...] = ()  # The drafted tokens from here on, whose logits follow.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,14 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The log-probabilities of one step: of each sampled token, and of the prompt tokens that the
-    step scored."""
+    """The log-probabilities of one step: of sampled tokens, and of prompt tokens that it scored."""
 
     tokens: Mapping[SequenceId, tuple[TokenLogprob, ...]]
     prompts: Mapping[SequenceId, Sequence[TokenLogprob]]
 
 
 NO_SCORES = Scores({}, {})
-Drawn = tuple[int, ...] | RowFailure  # one choice's sampled tokens, at least one; or its failure
+Drawn = tuple[int, ...] | RowFailure  # a choice's sampled tokens, at least one, or its failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,10 @@ class Batch:
     keep: Ints  # [num_kept] indices of the tokens whose logits are computed, ascending
     choices: tuple[Choice, ...]
     scored: tuple[ScoredRow, ...]
-    masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
-    groups: tuple[AdapterGroup, ...]  # the tokens that have adapters
-    states: tuple[RowState, ...] = ()  # of each row, if the model has recurrent layers
-    images: object = None  # of the rows, in the form of the runner's `_images_of`
+    masks: tuple[tuple[Matching, Mask], ...]  # Masks to fill before the choices are drawn.
+    groups: tuple[AdapterGroup, ...]  # The tokens that have adapters.
+    states: tuple[RowState, ...] = ()  # The state slots of each row, for recurrent layers.
+    images: object = None  # The images' parts in the rows, as the runner needs them.
 
 
 def draw(

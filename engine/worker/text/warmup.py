@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 # Ids that no scheduler uses: schedulers count from 0.
 WARM_UP_SEQUENCE = SequenceId(-1)
 WARM_UP_PLAN = PlanId(-1)
-# The activations of a layer that exist at once, in units of tokens × (hidden + MLP width):
-# residual, normed input, QKV, attention output, gate, up, and their product. Not measured.
+# A layer's activations that exist at once (residual, normed input, QKV, attention output, gates,
+# ups, their product), in units of tokens × (hidden size + MLP width). Not measured.
 LIVE_ACTIVATIONS = 4
-# Copies of the logits at once: in the model's dtype, in float32, and one more in sampling.
+# How many copies of the logits exist at once: in the model's dtype, in float32, and in sampling.
 LOGITS_COPIES = 3
 
 

@@ -75,8 +75,7 @@ def _call_in_form(call: Any, has_json_text: bool) -> Any:
 
 @lru_cache(maxsize=FORMS_MAX)
 def form_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> CallForm:
-    """Return the form in which a template writes the calls of a turn. Call it in a worker
-    thread."""
+    """Return the form in which a template writes a turn's calls. Call it in a worker thread."""
     special: dict[str, object] = dict(special_tokens)
     silent = _written(template, special, {"role": "assistant", "content": ""}) or ""
     return max(FORMS, key=lambda form: _success(template, special, form, silent))

@@ -341,8 +341,7 @@ class IncrementalDecoder:
         return self._own(text) if self._owed else text
 
     def flush(self) -> str:
-        """Return the text of the pending tokens, with unfinished bytes as U+FFFD. More steps may
-        follow."""
+        """Return the pending tokens' text, with unfinished bytes as U+FFFD. Steps may follow."""
         if not self._pending:
             return ""
         before = self._decode(self._context)
@@ -375,8 +374,7 @@ class IncrementalDecoder:
         return text[len(_common_start(owed, text)) :]
 
     def _recover(self) -> str:
-        """Decode the pending tokens in a new stream, without the tokens before, and return their
-        text."""
+        """Decode the pending tokens in a new stream without context, and return their text."""
         pending = self._pending
         self._restart()
         return "".join([self.step(token_id) for token_id in pending])

@@ -51,8 +51,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """The ``dict`` of templates. A class of its own, so that they cannot reach the real
-    ``dict``."""
+    """The ``dict`` of templates: a class of its own, which keeps the real ``dict`` from them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

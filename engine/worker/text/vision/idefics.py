@@ -51,7 +51,7 @@ class Inputs(VisionInputs):
     def _tile(self, base: Any, tile: FittedImage) -> torch.Tensor:
         values = scaled(tile, self._table)
         sent = torch.from_numpy(values).to(base.device, base.dtype)[None, None]
-        if not bool(sent.count_nonzero()):  # the model would drop a tile of zeros as padding
+        if not bool(sent.count_nonzero()):  # the model drops a tile of zeros as padding
             sent[..., 0, 0] = torch.finfo(base.dtype).tiny
         [features] = base.get_image_features(pixel_values=sent, return_dict=True).pooler_output
         return features

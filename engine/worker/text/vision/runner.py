@@ -173,7 +173,7 @@ class VisionRunner(TorchRunner):
     def _images_of(self, rows: Sequence[Row]) -> StepImages | None:
         """Return the parts of images that rows compute, and the positions of their tokens."""
         if self.tower is None:
-            return None  # the warm-up, before the tower is loaded
+            return None  # in the warm-up, when the tower is not loaded yet
         states = [self._sequences[row.sequence] for row in rows]
         if not any(state.admission.images for state in states):
             return None

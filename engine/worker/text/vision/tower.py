@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.text.vision.inputs import VisionInputs
 
-# The number of embeddings that are kept, but at least those of two images. About as many as four
-# steps of the default budget compute; not tuned.
+# How many embeddings are kept, or more if two images have more. Not tuned: four steps of the
+# default token budget compute about as many.
 KEPT_EMBEDDINGS = 8192
 # The activations of a tower, in numbers per patch and unit of width. Same as in
 # `engine.worker.encode.runner`.
 ACTIVATIONS_PER_WIDTH = 16
-# The copies of a patch's numbers that exist at once, in float32: scaled, cut into patches, and
-# contiguous.
+# How many float32 copies of a patch's numbers exist at once: scaled, cut out, and contiguous.
 INPUT_COPIES = 3
 
 
