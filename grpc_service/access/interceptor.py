@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
     from grpc_service.rpc.status import Status
 
-    Fields = Mapping[str, str | int | float]  # of a line in the log
+    Fields = Mapping[str, str | int | float]  # the fields of a log line
     Record = Callable[[Fields, Iterable[tuple[str, str | bytes]], str], None]
 
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits

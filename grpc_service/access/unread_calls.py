@@ -46,7 +46,7 @@ class UnreadCalls:
     ) -> None:
         self._clock = clock
         self._most, self._most_in_all = most, most_in_all
-        self._ended: dict[EndedCall, tuple[float, Hashable]] = {}  # in the order of their ends
+        self._ended: dict[EndedCall, tuple[float, Hashable]] = {}  # calls, the first ended first
         self._connections: dict[EndedCall, Hashable] = {}  # of the unread calls
         self._unread: dict[Hashable, dict[EndedCall, None]] = {}  # by connection, the oldest first
 

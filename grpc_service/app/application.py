@@ -3,9 +3,9 @@
 Start: the engine starts, and models load in the background → the address is bound and calls are
 served → the server is ready when every preloaded text model has loaded or failed; without text
 models, when every encoder has. End (D17): health is NOT_SERVING → the sockets close, and clients
-are asked to go on elsewhere → when no call is on its way any more, new requests are refused →
-running ones may finish within the drain timeout → the others are cut with a status → connections
-end → all threads are joined, except those that `_Ending` does not wait for.
+are asked to go on elsewhere → once handlers have all calls that were sent before, new requests are
+refused → running ones may finish within the drain timeout → the others are cut with a status →
+connections end → all threads are joined, except those that `_Ending` does not wait for.
 
 Exit codes: 0 all requests finished, 75 some were cut, 70 an internal error or a step that hangs, 1
 the server could not start, 128 + n a second signal.
@@ -75,9 +75,9 @@ LASTING_NAMES = (
 LASTING = tuple(f"/{name}".encode() for name in LASTING_NAMES)
 EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
+STOP_GRACE_S = 1.0  # guess: time for statuses that are being written; all else has ended by then
 LEAVE_PATIENCE_S = 3.0  # guess: for a load that still runs when no request waits for it any more
-LOADING_PATIENCE_S = 0.5  # guess: the same for a load in a server that was never ready (no clients)
+LOADING_PATIENCE_S = 0.5  # guess: the same in a server that was never ready, which had no clients
 CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S` and a step of ordinary length
 
 
@@ -209,7 +209,7 @@ async def _serve(
                 ending.server.leave()
 
     async def take_leave() -> None:
-        """Wait until no call is on its way any more, as `on_change` has asked clients to leave."""
+        """Wait until handlers have all calls sent before `on_change` asked clients to leave."""
         if ending.server is not None and ending.gateways is not None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ending.server.settle)
@@ -236,7 +236,7 @@ async def _serve(
                     if shows_progress and not engine.is_draining:
                         show_ready(engine, server_config, port)
                     if await _wait_settled(engine.registry.entries.values()):
-                        freeze_after_load()  # again, because encoders load last (D14)
+                        freeze_after_load()  # freeze again, because encoders load last (D14)
 
                 ending.is_serving = True
                 assert ending.gateways is not None

@@ -123,7 +123,7 @@ class GatewayPorts:
                 gateway.server.leave()
 
     async def settle(self) -> None:
-        """Wait until no port has a call on its way, as `RpcServer.settle` does.
+        """Wait until handlers have all calls that were sent, as `RpcServer.settle` does.
 
         Cancellation: safe.
         """

@@ -132,5 +132,5 @@ def model_states(models: Sequence[ModelStatus], *, draining: bool) -> dict[str, 
 
 def _is_serving(model: ModelStatus) -> bool:
     """Return whether clients should send requests to the model. A lazy model is loaded by a
-    request, so it counts as serving. A model whose step hangs queues requests, so it does not."""
+    request, so it counts as serving. A model whose step hangs does not."""
     return model.is_available and not model.is_hung

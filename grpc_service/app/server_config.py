@@ -15,7 +15,7 @@ from grpc_service.rpc.limits import Limits
 
 LOG_FORMATS = ("auto", "human", "json")
 PORT_MAX = 65535
-RPC = Limits()  # of the RPC library, whose defaults the settings below take
+RPC = Limits()  # limits of the RPC library, the defaults of settings below
 UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux holds 108 with its NUL
 
 

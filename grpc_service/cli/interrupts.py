@@ -9,7 +9,7 @@ import threading
 def raise_on_ctrl_c() -> None:
     """Make Ctrl-C a KeyboardInterrupt again, if `grpc_service.cli.entry` made it end the
     process."""
-    handler = signal.getsignal(signal.SIGINT)  # compared by name: an import would be a circle
+    handler = signal.getsignal(signal.SIGINT)  # compared by name, as an import would be circular
     if _is_main_thread() and getattr(handler, "__name__", "") == "end_at_once":
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -166,7 +166,7 @@ def _add_model(
 
 
 def _add_images(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the flag of several images, all after one flag or each after its own."""
+    """Add a flag for images, which takes several paths and may be repeated."""
     parser.add_argument(
         "--image",
         dest="images",

@@ -45,7 +45,7 @@ def _list(args: argparse.Namespace, client: Client) -> None:
         print_json(listed)
         return
     pauses: dict[str, str] = {}
-    with suppress(CallError):  # a client that may not call GetStats gets no pauses
+    with suppress(CallError):  # without the right to GetStats, no pauses are shown
         answer = client.control.get_stats(timeout=timeout_s)
         pauses.update({entry.model: paused_text(entry) for entry in answer.replicas})
     print_models(listed.models, pauses)

@@ -182,8 +182,8 @@ def print_aborts(answer: messages.AbortResponse) -> None:
 
 
 def print_texts(head: Sequence[str], rows: Sequence[list[str]], texts: Sequence[str]) -> None:
-    """Print a table with a text at the end of each row, under the last name of the head. On a
-    terminal the texts have what the other columns leave of the width."""
+    """Print a table whose last column has texts. On a terminal the texts are cut to the width that
+    the other columns leave."""
     *others, _ = head
     taken = sum(max(map(len, column)) + 2 for column in zip(others, *rows, strict=True))
     print_table(head, [[*row, fitted(text, taken)] for row, text in zip(rows, texts, strict=True)])

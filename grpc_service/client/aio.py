@@ -130,7 +130,7 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
         if not self._is_cancelled.is_set():
             self._call = self._start(next_call.request, next_call.timeout)
             self._messages = self._call.__aiter__()
-        if self._is_cancelled.is_set():  # perhaps before `cancel` saw this call
+        if self._is_cancelled.is_set():  # cancelled, perhaps before `cancel` knew this call
             self._call.cancel()
             raise Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
 

@@ -168,5 +168,5 @@ def _details(error: grpc.RpcError) -> tuple[Any, Any, Any]:
         if key == DETAILS_KEY:
             for packed in Status.FromString(value).details:
                 for detail in details:
-                    packed.Unpack(detail)  # does nothing if the types differ
+                    packed.Unpack(detail)  # Unpack does nothing if the types differ
     return details

@@ -25,7 +25,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 Given: TypeAlias = MessageT | Mapping[str, Any]  # the forms of a message in arguments
 Conversation: TypeAlias = str | Iterable[messages.Message | Mapping[str, Any]]
 
-SHOWN_CHARS_MAX = 60  # of a wrong value, in an error message
+SHOWN_CHARS_MAX = 60  # characters of a wrong value in an error message
 # The field that gets a text which is given in place of a request.
 TEXT_FIELDS = {
     messages.GenerateRequest: "text",

@@ -129,7 +129,7 @@ def _decode(
 async def _messages(
     stream: Stream[Any], encode: Callable[[Sequence[Any]], Sequence[Any]]
 ) -> AsyncIterator[Any]:
-    """Yield the messages of a stream's events. Cancellation, and dropping this: ends the
+    """Yield the messages of a stream's events. Cancellation, and dropping the iterator: ends the
     request."""
     async with stream:
         async for event in stream:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
 
-NAME = "Inference"  # of the deployment, in the Serve config file
+NAME = "Inference"  # the deployment's name in a Serve config file
 
 
 def _streaming(answer: Callable[..., AsyncIterator[Message]], kind: type[Message]) -> Any:
@@ -141,7 +141,7 @@ def application(config: EngineConfig, kind: type[Replica] = Replica, **options: 
     deployment = serve.deployment(
         kind,
         name=NAME,
-        max_ongoing_requests=2 * config.max_num_seqs,  # half of them wait, so that steps are full
+        max_ongoing_requests=2 * config.max_num_seqs,  # half of the requests wait, to fill steps
         graceful_shutdown_timeout_s=config.drain_timeout_s + config.step_timeout_s,
         health_check_period_s=5,
         request_router_config=RequestRouterConfig(

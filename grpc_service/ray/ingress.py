@@ -1,7 +1,7 @@
 """Adds Inference to the gRPC server of Ray Serve's proxy (`grpc_servicer_functions`).
 
 Serve passes each call to a replica, with the request and a copy of the call's context, which has no
-deadline. It sends a status that the replica sets on that copy only if a message comes with it. So
+deadline. Serve sends a status that the replica sets on the copy only if a message comes with it. So
 this file adds the time that the client will wait to the metadata that Serve passes, and drops the
 message that comes with a failure, since it is empty. A failure whose status no replica has set is
 Serve's own; this file adds its details.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PREFIXES = "prefixes"  # what a replica reports: the keys of what it computed
 CHUNK_BYTES = 64  # guess: about as long as a block of 16 tokens
-CHUNKS_MAX = 256  # of one prompt: 16 KiB tell prompts apart well enough
+CHUNKS_MAX = 256  # chunks of one prompt: 16 KiB tell prompts apart well enough
 SENT_MAX = 8192  # keys of prompts sent to a replica, until it reports its own keys
 
 ReplicaT = TypeVar("ReplicaT")
@@ -59,7 +59,7 @@ class Prefixes:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._keys: dict[int, None] = {}  # the most recently used one last
+        self._keys: dict[int, None] = {}  # keys, the most recently used last
 
     def add(self, keys: Sequence[int]) -> None:
         """Note a prompt. When there are too many keys, the least recently used ones go first, and
@@ -92,8 +92,8 @@ class Places(Generic[ReplicaT]):
 
     def preferred(self, keys: Sequence[int], queue_lens: Mapping[ReplicaT, int]) -> list[ReplicaT]:
         """Return the replicas that have computed most of the prompt, among those in ``queue_lens``,
-        which has their numbers of requests. The list is empty if none has computed its beginning,
-        or if all that have are too busy."""
+        which has their numbers of requests. The list is empty if no replica has computed its
+        beginning, or if all that have are too busy."""
         depths = {replica: self._depth(replica, keys) for replica in queue_lens}
         deepest = max(depths.values(), default=0)
         if not deepest:

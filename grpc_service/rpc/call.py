@@ -94,7 +94,7 @@ class Call(StreamListener):
         self.has_answered = False  # a message was sent, or waits for the client
         self.on_answer: Callable[[], None] = _nothing
         self.record: Any = None
-        self._change: trio.Event | None = None  # wakes the task, if it waits for the client
+        self._change: trio.Event | None = None  # wakes the call's task, if it waits for the client
         self._held = connection.held
         self._answer = Holding(connection.holder, self._evict_answer)
         self.connection = connection

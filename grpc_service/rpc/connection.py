@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 # all accepts one record within `Limits.keepalive_timeout_s`.
 SEND_BYTES = 2**14
 # The size of a new client's first part (`Limits.part_bytes_min`), as nothing is known yet of what
-# the client's frames cost. A client with cheap ones gets larger parts after a few. Guess.
+# the client's frames cost. A client with cheap frames gets larger parts soon. Guess.
 FIRST_PART_BYTES = 2**12
 
 
@@ -103,7 +103,7 @@ class Connection:
         self._must_leave = trio.Event()
         self._is_to_close = trio.Event()  # set: to close the connection after its last call
         self._is_over = False  # all that the client still sends is dropped
-        self._frame_left_s = math.inf  # left for the rest of an incomplete frame
+        self._frame_left_s = math.inf  # seconds left for the rest of an incomplete frame
         self._scope = trio.CancelScope()
         self._to_end: list[StreamListener] = []  # calls whose streams have ended, to be cancelled
         self._idle_since = trio.current_time()  # since when there are no calls, if there are none
@@ -153,9 +153,9 @@ class Connection:
         self._scope.cancel(reason=reason)
 
     def drain(self, *, stays: bool = False) -> None:
-        """Ask the client to begin no more calls. Calls that run, or are on their way, go on. Close
-        the connection after the last call unless it ``stays`` open for `Limits.lasting_methods`.
-        Idempotent."""
+        """Ask the client to begin no more calls. Calls that run, or were sent before the client
+        knew, go on. Close the connection after the last call unless it ``stays`` open for
+        `Limits.lasting_methods`. Idempotent."""
         if not stays:
             self._is_to_close.set()
         if not (self._must_leave.is_set() or self._is_over):
@@ -255,8 +255,8 @@ class Connection:
             log.debug("%s: %s", self.peer, error)
 
     async def _receive(self) -> bytes:
-        """Wait for bytes. The rest of an incomplete frame must come in `Limits.frame_timeout_s`, of
-        which the time does not count in which the server does not read."""
+        """Wait for bytes. The rest of an incomplete frame must come in `Limits.frame_timeout_s`,
+        without the time in which the server does not read."""
         began_at = self._heard_at
         if self._frame_left_s < math.inf:
             began_at = trio.current_time()

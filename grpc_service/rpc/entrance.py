@@ -32,7 +32,7 @@ class Pass(enum.Enum):
 class Entrance:
     """Counts the connections of a server by address. ``num_refused`` counts those refused.
 
-    Life of a connection: `admit`, `staying`, and meanwhile `note_opened`.
+    Life of a connection: `admit`, then the block of `staying`, in it `note_opened`.
     """
 
     def __init__(self, limits: Limits) -> None:

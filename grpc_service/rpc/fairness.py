@@ -166,7 +166,7 @@ class OverheadLimiter:
     async def enter(self, owner: Hashable, seconds: float) -> None:
         """Wait until the share has room for ``seconds``, which are taken in this owner's turns.
 
-        Cancellation: safe; the rest is not taken.
+        Cancellation: safe; the remaining seconds are not taken.
         """
         self._fill()
         if self._level_s >= seconds and not self._waiting:

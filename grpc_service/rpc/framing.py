@@ -24,7 +24,7 @@ PREFIX_BYTES = 5
 MESSAGE_BYTES = 64  # what Python needs to keep a message, beside the message's own bytes
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}  # zlib's numbers for the two formats
 COMPRESSIONS = frozenset(_WINDOW_BITS)
-# Decompressed bytes for each compressed one that are counted as usual. Text has three to ten.
+# So many decompressed bytes per compressed byte count as usual. Text has three to ten.
 INFLATION_FREE = 16
 DECOMPRESSED_PART_BYTES = 2**16  # decompressing them takes about a quarter of a millisecond
 _COMPRESSED_PART_BYTES = 2**14  # passed to zlib at once, as it copies bytes that it does not use
@@ -33,7 +33,7 @@ _COMPRESSED_PART_BYTES = 2**14  # passed to zlib at once, as it copies bytes tha
 # that are freed, leave holes in the heap, which nothing fills (`python -m tools.lab.bench abuse`).
 _BLOCK_BYTES = 2**14
 _SEGMENT_BYTES = 2**20
-_LEVEL = 1  # of zlib: higher ones take several times as long to save a few per cent
+_LEVEL = 1  # zlib's level: higher ones take several times as long to save a few per cent
 _IDENTITY = b"identity"
 
 
@@ -103,7 +103,7 @@ class MessageReader:
     def __init__(self, limit: int, encoding: bytes = _IDENTITY) -> None:
         self._limit = limit
         self._encoding = encoding
-        self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
+        self._parts: Iterator[bytes] | None = None  # parts of the message being decompressed
         self._num_compressed = 0  # compressed bytes of the message that is being decompressed
         self._free_bytes = 0  # decompressed bytes that are left before more count as inflated
         self.inflated_bytes = 0

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.limits import Limits
 
 _KNOWN_SETTINGS = {*SettingCodes}
-_LENGTH_BYTES = 3  # at the beginning of a frame's header
-_DEFAULT_WINDOW = 65_535  # of a new connection. Source: RFC 9113, section 6.9.2.
+_LENGTH_BYTES = 3  # bytes of the length in a frame's header
+_DEFAULT_WINDOW = 65_535  # window of a new connection. Source: RFC 9113, section 6.9.2.
 
 
 class Window(Protocol):

@@ -29,12 +29,12 @@ RESPONSE_HEADERS: Headers = [
     (b"content-type", CONTENT_TYPE),
     (b"grpc-accept-encoding", ENCODINGS),
 ]
-ENTRY_BYTES = 32  # added to each header for its place in the list. Source: RFC 9113, 10.5.1.
+ENTRY_BYTES = 32  # bytes added to the size of each header in a list. Source: RFC 9113, 10.5.1.
 _SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _TIMEOUT = re.compile(rb"\s*(\d+)\s*([HMSmun])\s*")
 _NAME = re.compile(rb"[!-9;-@\[-~]+")  # printable, without upper-case letters and colons
 _NOT_IN_A_VALUE = re.compile(rb"[\0\r\n]")
-_LENGTH_DIGITS = 19  # of a content-length, at most; Python refuses to read thousands
+_LENGTH_DIGITS = 19  # digits of a content-length, at most; Python refuses to read thousands
 _OF_A_REQUEST = {b":method", b":scheme", b":path", b":authority"}
 _NEEDED = (b":method", b":scheme", b":path")
 # Headers of HTTP/1 that speak of the connection. Source: RFC 9113, section 8.2.2.

@@ -101,7 +101,7 @@ class HeldBytes:
         self._max = limits.held_bytes
         self._stall_s = limits.held_stall_s
         self._clock = clock
-        self._holdings: dict[Holding, None] = {}  # those with bytes, the last changed one last
+        self._holdings: dict[Holding, None] = {}  # holdings with bytes, the last changed last
         self._growing: dict[Holding, None] = {}  # requests that asked for room, in that order
         self._waiting: dict[Holding, None] = {}  # requests of `_growing` that got no room
         self._by_address: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class HeldBytes:
         if not change or holding.is_closed:
             return
         now = self._clock()
-        if (change > 0) == (holding.grow is not None):  # requests grow by progress; answers shrink
+        if (change > 0) == (holding.grow is not None):  # progress: requests grow, answers shrink
             holding.holder.note_progress(abs(change), now, is_whole=not num_bytes)
         self._count(holding, num_bytes)
         if num_bytes:
@@ -187,9 +187,9 @@ class HeldBytes:
         ]
 
     def _evict(self, holdings: list[Holding], max_bytes: int, max_ends: float = math.inf) -> None:
-        """End calls until no more than ``max_bytes`` are kept, or ``max_ends`` have ended: those of
-        the address with most bytes first, there of the connection with most, and of those the
-        largest."""
+        """End calls until no more than ``max_bytes`` are kept, or ``max_ends`` calls have ended:
+        first those of the address with most bytes, among these of the connection with most, the
+        largest first."""
         by_holder: dict[Holder, deque[Holding]] = {}
         for holding in sorted(holdings, key=lambda holding: -holding.num_bytes):
             by_holder.setdefault(holding.holder, deque()).append(holding)

@@ -53,7 +53,7 @@ WHOLE_BYTES_MAX = 256
 # measured.
 _WHOLE_SHARE = 4
 _PING = b"trio-rpc"  # any eight bytes except `frame_filter.DRAIN_PING`
-_WINDOW = 65_535  # of a new connection. Source: RFC 9113, section 6.9.2.
+_WINDOW = 65_535  # window of a new connection. Source: RFC 9113, section 6.9.2.
 _STREAM_MAX = 2**31 - 1
 # Frames whose meaning depends on the states of streams or of the connection.
 _FOR_H2 = {
@@ -91,14 +91,14 @@ class Http2Connection:
         self.account = account
         self.h2 = ServerH2(limits)
         self.output = Output()
-        self.blocked_by_stream: dict[int, Stream] = {}  # streams that wait for their own window
-        self.blocked_by_connection: dict[int, Stream] = {}  # streams that wait for the connection's
+        self.blocked_by_stream: dict[int, Stream] = {}  # streams waiting for their own window
+        self.blocked_by_connection: dict[int, Stream] = {}  # waiting for the connection's window
         self.is_clogged = False
         self.is_ending = False
         self._has_named_last = False
         self.is_reserved = False
         self.streams: dict[int, Stream] = {}
-        self.marks: dict[bytes, Callable[[], None]] = {}  # called by ping answers, by body
+        self.marks: dict[bytes, Callable[[], None]] = {}  # callbacks by the bodies of pings
         self._num_marks = 0
         self._has_settings = False  # of the client
         self._is_window_open = False  # more may be sent on the connection than before
@@ -135,7 +135,7 @@ class Http2Connection:
                     run.append(frame.data)
             if run:
                 self._pass(run)
-            # Once for all frames, as these visit many streams.
+            # Once for all frames, because the following calls visit many streams.
             if self._are_all_open:
                 self._are_all_open = False
                 self._push_each(self.blocked_by_stream)

@@ -109,8 +109,8 @@ class RpcServer:
 
     def leave(self) -> None:
         """Accept no more connections, and ask all clients to open no more calls here. Calls that
-        run, or are on their way, are served, and so are `Limits.lasting_methods` on connections
-        that their clients keep open. Idempotent."""
+        run, or were sent before clients knew, are served, and so are `Limits.lasting_methods` on
+        connections that their clients keep open. Idempotent."""
         self._listening.cancel(reason="the server leaves")
         for listener in self._listeners:  # before clients are asked to leave and connect anew
             listener.close()
@@ -128,8 +128,8 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls,
-        also those on their way, have ended and their output was sent; then end the other calls
-        and let `run` return.
+        also those already sent, have ended and their output was sent; then end the other calls and
+        let `run` return.
 
         Cancellation: the server goes on without accepting; `stop` may be called again.
         """

@@ -33,7 +33,7 @@ BACKLOG = 4096
 BUSY_PAUSE_S = 0.01  # reading pauses while a writer waits for room in the socket. Guess.
 HANDSHAKE_S = 1.2e-3  # processor time of a TLS handshake, with RSA and 2048 bits, on an AMD EPYC
 ACCEPTS_MAX = 64  # connections that are taken in one turn of the loop: some 2 ms
-ACCEPT_PAUSE_S = 0.1  # after which a file descriptor may be free again. Guess.
+ACCEPT_PAUSE_S = 0.1  # seconds until a file descriptor may be free again. Guess.
 _CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client
 HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux has it
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -352,8 +352,8 @@ class TlsTransport(PlainTransport):
                 return b""
 
     def send_now(self, data: bytes | memoryview) -> int:
-        """Send what the socket's buffer has room for; return its number of bytes. What is sent next
-        must begin with the rest of ``data``, as OpenSSL may have encrypted it."""
+        """Send what the socket's buffer has room for; return its number of bytes. The next call
+        must begin with the rest of ``data``, as OpenSSL may have encrypted that."""
         num_sent = 0
         try:
             while num_sent < len(data):

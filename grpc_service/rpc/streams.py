@@ -104,8 +104,8 @@ class Stream:
     ) -> None:
         self._connection = connection
         self._missing = length  # bytes of the request's body to come, if their number is known
-        self._rest: bytes | memoryview = b""  # of the message that waits for the client's window
-        self._is_begun = False  # whether part of that message has been sent
+        self._rest: bytes | memoryview = b""  # unsent bytes of the message that waits for a window
+        self._is_begun = False  # whether part of the waiting message has been sent
         self._taken_bytes = 0  # bytes of the stream's window that are used and not given back yet
         self.id = stream_id
         self.window = window

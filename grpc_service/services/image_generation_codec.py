@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Response = images_pb2.GenerateImageResponse
 
-PART_BYTES = 256 * 1024  # of a file in one message; other calls' messages wait behind it
+PART_BYTES = 256 * 1024  # bytes of a file in one message; other calls' messages wait behind it
 FORMATS = {
     images_pb2.IMAGE_FORMAT_UNSPECIFIED: "",
     images_pb2.IMAGE_FORMAT_PNG: "png",

@@ -32,8 +32,8 @@ TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)
 
 def methods(backend: Backend, max_message_bytes: int, *, adapter_root: str = "") -> list[Method]:
     """Return every method of triolet.v1. `grpc_service.access.interceptor` decides who may call
-    which. A request may have ``max_message_bytes`` beside its images. Adapters are
-    loaded from below ``adapter_root``; "": from nowhere."""
+    which. A request may have ``max_message_bytes`` without its images. Adapters are loaded from
+    below ``adapter_root``; "": from nowhere."""
     sizes = {name: judge_of(path, max_message_bytes) for name, path in IMAGE_FIELDS.items()}
     judges = judges_of(INFERENCE, COUNT_LIMITS, sizes)
     return [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.pool.load_watch import LoadStatus
     from engine.status import AbortOutcome
 
-ABORTS_MAX = 1024  # of one call. Guess: ending 1,024 takes the loop a few milliseconds
+ABORTS_MAX = 1024  # ids in one call. Guess: ending 1,024 requests takes the loop a few milliseconds
 
 
 def decode_pause_mode(message: control_pb2.PauseRequest) -> PauseMode:

@@ -179,7 +179,7 @@ def _encode_started(event: Started) -> Iterator[inference_pb2.GenerateResponse]:
     size = message.ByteSize()
     for entry in event.prompt_logprobs:
         encoded = _encode_logprob(entry)
-        own = encoded.ByteSize() + 6  # with its tag and length; those of Started are in the slack
+        own = encoded.ByteSize() + 6  # with tag and length; those of Started are in the slack
         if size + own > MESSAGE_BYTES_MAX:
             yield message
             message = _bare_started(event)

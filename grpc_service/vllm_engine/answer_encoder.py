@@ -173,8 +173,8 @@ def _add_alternatives(message: Any, entry: TokenLogprob) -> None:
 
 
 def _input_logprobs(entries: Sequence[TokenLogprob]) -> Any:
-    """Return the message for the prompt's log-probabilities; None without them. The first token
-    has none, and an empty list of alternatives if the others have some."""
+    """Return the message for the prompt's log-probabilities; None without them. The first token has
+    no log-probability, and an empty list of alternatives if others have some."""
     if not entries:
         return None
     message = vllm_engine_pb2.InputLogProbs()

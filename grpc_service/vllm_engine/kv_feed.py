@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from grpc_service.rpc.call import Call
 
 SUBSCRIBERS_MAX = 64  # guess: gateways of one fleet
-BATCHES_MAX = 1024  # kept for gateways that reconnect. Guess: a minute of a busy server
-KEPT_BYTES_MAX = 2**24  # of kept batches, whose sizes differ by a factor of a thousand
+BATCHES_MAX = 1024  # batches kept for gateways that reconnect. Guess: a minute of a busy server
+KEPT_BYTES_MAX = 2**24  # bytes of kept batches, whose sizes differ by a factor of a thousand
 CHANGES_MAX = 4096  # blocks of one batch; changes without a subscriber become one batch. Guess.
 SNAPSHOT_BLOCKS_MAX = 1024  # blocks of a batch take about 4 ms; other tasks run between batches
-SNAPSHOT_BYTES_MAX = 2**21  # of a snapshot's batch; the gateway takes 4 MiB
+SNAPSHOT_BYTES_MAX = 2**21  # bytes of a snapshot's batch; the gateway takes 4 MiB
 
 
 class _Origin(NamedTuple):
@@ -70,7 +70,7 @@ class KvFeed:
         self._is_closed = False
 
     def follow(self, replicas: Iterable[AnyReplica]) -> None:
-        """Mirror these replicas from now on, and no others."""
+        """Mirror the caches of these replicas from now on, and of no others."""
         wanted = dict.fromkeys(replicas)
         for gone in [replica for replica in self._replicas if replica not in wanted]:
             self._replicas.pop(gone).cleared()
@@ -176,7 +176,7 @@ class KvFeed:
 
 
 def _batch(number: int, fields: bytes) -> bytes:
-    """Return a KvEventBatch's bytes: ``fields`` are those of its other fields, in any order."""
+    """Return a KvEventBatch's bytes: ``fields`` are the encoded other fields, in any order."""
     own = common_pb2.KvEventBatch(sequence_number=number, timestamp=time.time(), dp_rank=0)
     return bytes(own.SerializeToString() + fields)
 

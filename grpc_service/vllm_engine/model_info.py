@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The defaults that a gateway puts into requests without own values.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-CHUNK_BYTES = 2**16  # of a zip in one message: the gateway takes no more
+CHUNK_BYTES = 2**16  # bytes of a zip in one message: the gateway takes no more
 # The files from which the gateway builds a tokenizer, and those that its chat templates need.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"),

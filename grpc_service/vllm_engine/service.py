@@ -168,8 +168,8 @@ class VllmEngine:
         """Return whether the model takes requests.
 
         Raises:
-            NoWorkers: the model is being loaded. A gateway that looks for workers tries again then;
-                an answer would make it read the model's description at once.
+            NoWorkers: the model is being loaded. After this error a gateway tries again later; an
+                answer would make it read the model's description at once.
         """
         status = self._entry.status()
         is_coming = status.state in (ModelState.UNLOADED, ModelState.LOADING)

@@ -12,7 +12,7 @@ from typing import Any
 
 ARCHS = ("sd", "sdxl")
 WIDTH = 32  # hidden size of the text encoders
-TOKENS = 77  # of a prompt, with the first and the last one
+TOKENS = 77  # tokens of a prompt, with the first and the last one
 START, END = "<|startoftext|>", "<|endoftext|>"
 SCHEDULER = {  # as in published checkpoints
     "beta_start": 0.00085,

@@ -38,7 +38,7 @@ CASES = {}
 
 
 def case(function):
-    """Add a case of gRPC's; the function's name is its name there."""
+    """Add a case of gRPC's; the function has gRPC's name of the case."""
     CASES[function.__name__] = function
     return function
 

@@ -1,6 +1,6 @@
 """nginx and haproxy before a server, plain and with TLS on both sides, change nothing for calls.
 
-The server asks clients to connect anew after a second, so that proxies meet that everywhere.
+The server asks clients to connect anew after a second, so that all tests have such GOAWAYs.
 """
 
 import contextlib

@@ -40,7 +40,7 @@ def served(root, *args, **settings):
 
 @pytest.mark.slow
 def test_a_server_needs_no_home_no_writable_root_and_no_compiler(root):
-    log = served(root, CXX="/bin/false")  # as a compiler it fails, after the cache was looked for
+    log = served(root, CXX="/bin/false")  # a compiler that fails, run after the cache was looked at
     assert "reference attention: /bin/false could not compile them" in log
 
 

@@ -37,7 +37,7 @@ STORY = ([STARTED], [tokens("Once")], [tokens(" more")], [finished()])
 
 
 def triolet(backend, *argv):
-    """Return the exit code of a command whose server is ``backend``'s."""
+    """Run a command with a server of ``backend``, and return its exit code."""
 
     async def command(channel):
         return await asyncio.to_thread(main, [*argv, "--server", channel.address])

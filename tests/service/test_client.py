@@ -1,6 +1,6 @@
 """`grpc_service.client` against a server of fake models, for blocking threads and for asyncio.
 
-Its answers, errors with details, deadlines and cancellation.
+The tests check answers, errors with details, deadlines and cancellation.
 """
 
 import asyncio

@@ -350,7 +350,7 @@ def test_a_step_that_raises_costs_only_the_request_that_made_it_raise():
     with fake(models=models, may_log="step .* failed|scripted secret|Traceback") as server:
         wait_serving(server.channel)
         with (
-            Encode(server.channel, embed_request([[9]])) as first,  # the others wait for its step
+            Encode(server.channel, embed_request([[9]])) as first,  # both others wait for its step
             Encode(server.channel, embed_request([[1], [2]])) as good,
             Encode(server.channel, embed_request([[3], [POISONED_STEP]])) as bad,
         ):

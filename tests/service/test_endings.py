@@ -211,7 +211,7 @@ def named(case):
 
 @pytest.fixture(scope="module", params=CASES, ids=named)
 def place(request):
-    """Yield each phase of each kind."""
+    """Yield a place in each phase of each kind of work."""
     with serving(*request.param) as one:
         yield one
 
@@ -505,7 +505,7 @@ def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
             assert error is None or error.code() is Code.UNAVAILABLE
             return error is not None
 
-        if not place.is_held:  # else a call that comes before the drain waits for the step
+        if not place.is_held:  # then a call before the drain would wait for the step
             wait(is_refused, "the refusal")
         place.let_go()
         asked.call.finish()
@@ -521,7 +521,7 @@ def test_a_drained_request_with_images_leaves_nothing(name):
         with holding(place), arriving(place) as asked:
             assert server.ask("image_bytes")
             drain = control(server).Drain.future(pb.DrainRequest())
-            if not place.is_held:  # else a call that comes before the drain waits for the step
+            if not place.is_held:  # then a call before the drain would wait for the step
                 wait(lambda: generate(server.channel, max_tokens=1).error, "the drain")
             place.let_go()
             asked.call.finish()

@@ -582,7 +582,7 @@ def check_killed(directory, channel, rows, rounds):
                 for _ in range(at):
                     stream.read()
                 ended = {m.finished.choice for m in stream.heard.messages if m.HasField("finished")}
-                if len(ended) < (row["n"] or 1):  # a stream may have ended, in fewer messages
+                if len(ended) < (row["n"] or 1):  # else the stream has ended, in fewer messages
                     begun.append((row, wanted, stream.heard.messages))
             if not begun:
                 break

@@ -413,7 +413,7 @@ def test_a_request_that_is_too_large_gets_a_whole_status():
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert reason(error) == "REQUEST_TOO_LARGE"
         assert "of at most 20000" in error.details()
-        huge = generate(server.channel, text="x" * 5_000_000).error  # nobody waits for all of it
+        huge = generate(server.channel, text="x" * 5_000_000).error  # not all of it need arrive
         assert reason(huge) == "REQUEST_TOO_LARGE"
         assert generates(server.channel)
 

@@ -287,7 +287,7 @@ def test_a_gateway_knows_which_prefixes_are_cached(server, engine):
     follower.call.cancel()
     _, [second] = answers(stub, asked(ids=[*prompt[:32], 900] * 2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 32)
-    again = Follower(stub, follower.index)  # goes on where it was cut
+    again = Follower(stub, follower.index)  # goes on where the first one was cut
     again.read_until(lambda known: len(known) == 4)
     fresh = Follower(stub)
     fresh.read_until(lambda known: known == again.index.paths)

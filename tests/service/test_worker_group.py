@@ -40,8 +40,8 @@ from tests.support.process_fakes import (
 )
 from tests.support.wire import wait_until
 
-SOON_S = 1.0  # from a rank's death to the error
-LATE_S = 10.0  # from the end of the patience to the error, on a busy machine
+SOON_S = 1.0  # seconds from a rank's death to the error
+LATE_S = 10.0  # seconds from the end of the patience to the error, on a busy machine
 PATIENCE_S = 1.5  # of tests with silent ranks, in place of --step-timeout
 HANG_S = 600.0
 PHASES = ("load", "step", "idle")
@@ -313,8 +313,8 @@ async def run_one(engine, number):
 
 
 def maker(tmp_path, **first):
-    """Return a function that makes an engine's groups, the first with these faults, and a list that
-    gets them."""
+    """Return a function that makes an engine's groups, the first one with the fields ``first``, and
+    the list of groups made."""
     runners = []
 
     def make(model, config):

@@ -192,7 +192,7 @@ async def test_a_worker_whose_step_hangs_is_killed_and_comes_back():
     watchdog = Watchdog(0.5)
     async with fleet.open(watchdog=watchdog) as engine:
         await engine.wait_ready()
-        fleet._step_s = STEP_S  # of the worker that is started next
+        fleet._step_s = STEP_S  # step time of the worker that is started next
         _, error = await tokens_of(engine, request(5))
         assert isinstance(error, WorkerLost)
         assert "took more than" in str(error)

@@ -14,10 +14,10 @@ from tests.simulator.clients import MODEL, Client
 
 FAULT = "adapters"
 SHARE = 0.3  # of worlds
-ASK_SHARE = 0.4  # of the requests that name no model, in worlds with adapters
+ASK_SHARE = 0.4  # share of the requests that name no model, in worlds with adapters
 NAMES = (f"{MODEL}:sql", f"{MODEL}:tales")
 ALIAS = "database"  # the first adapter's alias
-CONTENTS = ("a", "b", "c")  # of directories with the same names
+CONTENTS = ("a", "b", "c")  # the contents of directories, and their names
 MAY_END = {"MODEL_NOT_FOUND", "ABORTED"}
 
 

@@ -39,7 +39,7 @@ def drafter(acceptance: float, *, count: int = 15, seed: int = 0) -> Drafter:
 
 def drafter_of_world(seed: int) -> Drafter | None:
     """Return the drafter of the simulator's world with this seed: none for every second world, and
-    otherwise one that is right never, always, or at times. This draw changes no other one."""
+    otherwise one that is right never, always, or at times. This changes no other draw."""
     rng = random.Random(seed ^ 0xD4AF)
     acceptance = rng.choice((0.0, 0.5, 0.8, 0.95, 1.0))
     return drafter(acceptance, seed=seed) if rng.random() < 0.5 else None

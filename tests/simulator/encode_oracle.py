@@ -12,9 +12,9 @@ from engine.requests.encode.values import EmbedRequest, EncodeRequests
 from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
 from engine.worker.fakes.tokenizer import FakeTokenizer
 
-IMAGE_SIDE = 4  # pixels of a fake's images, so that none is resized
+IMAGE_SIDE = 4  # pixels of an image's side, as the fake has it, so that none is resized
 PIXELS_AT = 41  # where the pixels of `image_file` begin
-MAX_INPUT_LEN = 48  # of the drawn worlds' encoders: so short that some inputs are cut
+MAX_INPUT_LEN = 48  # tokens; drawn worlds' encoders cut longer inputs
 
 
 def image_file(pixels: bytes) -> bytes:

@@ -307,6 +307,6 @@ class TurnsWatch(KindWatch[LiveT]):
         return (inf, inf) if live.is_late(now) else self.key(live, now)  # never starts
 
     def accept(self, submit: Submit) -> LiveT:
-        """Return the record of a request, which waits."""
+        """Return the record of a request, which begins in the queue."""
         self.waiting.add(submit.request.request_id)
         return super().accept(submit)

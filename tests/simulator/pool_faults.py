@@ -13,10 +13,10 @@ from tests.simulator.clients import MODEL, Client
 FAULT = "model_pool"
 SPARE = "spare"
 SHARE = 0.3  # of worlds
-HANG_SHARE = 0.3  # of workers' deaths in a step
-GROUP_SHARE = 0.4  # of the worlds with these faults: their text models are divided
+HANG_SHARE = 0.3  # share of deaths in a step that begin as hangs
+GROUP_SHARE = 0.4  # share of the worlds with these faults whose text models are divided
 RANK_FAILURE_SHARE = 2.0  # times `death_share`: share of steps in which ranks fail by themselves
-SPARE_SHARE = 0.2  # of the requests, which use the spare model
+SPARE_SHARE = 0.2  # share of the requests, which use the spare model
 MAY_END = {
     "WORKER_LOST",
     "NO_WORKERS",

@@ -252,7 +252,7 @@ class SimulatedCall:
         self.leaving = trio.CancelScope()
         self.is_abandoned = False  # another call of the client has taken over the stream
         self._busy_until = -math.inf
-        self.code = None  # until the server has ended the call
+        self.code = None  # None until the server has ended the call
         self.scope = trio.CancelScope()  # cancelled when the client has ended the call
         self.is_lost = False
         self._opened_at = trio.current_time()

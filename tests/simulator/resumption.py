@@ -17,7 +17,7 @@ from tests.simulator.readers import TextReader
 FAULT = "resumes"
 SHARE = 0.3  # of worlds
 WINDOW_MAX_S = 200.0
-CUT_SHARE = 0.4  # of a world's clients that would read to the end
+CUT_SHARE = 0.4  # share of a world's clients that would read to the end
 
 
 def is_drawn(seed: int) -> bool:

@@ -18,7 +18,7 @@ from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 FAULT = "sees"
 SHARE = 0.3  # of worlds
-ASK_SHARE = 0.5  # of the clients with token ids, in worlds with images
+ASK_SHARE = 0.5  # share of the clients with token ids, in worlds with images
 NUM_IMAGES = 12  # images of a world: more than the fake keeps encoded
 DAMAGED_SHARE = 0.15
 

@@ -48,7 +48,7 @@ FAULTS = (
     states.FAULT,
     counting.FAULT,
 )
-SHARES = {  # of worlds with the fault: low for faults that end a world early or keep it from much
+SHARES = {  # of worlds with a fault that ends a world early, or keeps it from much
     "drain": 0.3,
     "model_trouble": 0.3,
     "encoders": 0.4,
@@ -83,9 +83,9 @@ class World:
     drain_at_s: float | None = None
     drain_timeout_s: float = 5.0
     drain_is_left: bool = False  # the drain's caller stops waiting, and the drain goes on
-    latency_s: float = 0.0  # of the wire, for a request and a cancel
-    closed_share: float = 0.0  # of writes in a delivery that find the client's window closed
-    bug_share: float = 0.0  # of writes in a delivery that fail by a planted bug
+    latency_s: float = 0.0  # seconds on the wire, for a request and for a cancel
+    closed_share: float = 0.0  # share of writes in a delivery that find the client's window closed
+    bug_share: float = 0.0  # share of writes in a delivery that fail by a planted bug
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
     quota_tokens: int | None = None  # limit on tokens of waiting prompts, for clients in process

@@ -8,7 +8,7 @@ from typing import Any
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-SPREAD = 0.15  # of the random weights: the adapters change logits by about the logits' size
+SPREAD = 0.15  # standard deviation of random weights: adapters change logits by about their size
 
 
 def write_by_peft(directory: Path, base: Path, *, seed: int = 0, **config: Any) -> Path:
@@ -40,7 +40,7 @@ def peft_model(base: Path, directory: Path | None) -> Iterator[Any]:
     if directory is not None:
         model = PeftModel.from_pretrained(model, directory)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small for more
+    torch.set_num_threads(1)  # the models are too small for more threads
     try:
         with torch.inference_mode():
             yield model.eval()

@@ -1,5 +1,5 @@
-"""Command lines that run where little is there: no home directory, no writable file system, no
-compiler, no shared memory to speak of.
+"""Command lines that run in a bare environment: no home directory, no writable file system, no
+compiler, hardly any shared memory.
 
 A user namespace gives the process a user id that no passwd file knows and a root that is read-only,
 without rights on this machine (`unshare` of util-linux). It keeps the network and the owner's

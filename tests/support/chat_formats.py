@@ -19,7 +19,7 @@ Sample = tuple[str, tuple[str, str, int]]
 class Row(NamedTuple):
     """One published chat template."""
 
-    labels: tuple[str, ...]  # of the architectures, as README.md has them
+    labels: tuple[str, ...]  # the architectures' names in docs/features.md
     published: str
     source: str
     template: str
@@ -76,7 +76,7 @@ def going_on(pair: Pair = THINK) -> tuple[Sample, ...]:
 
 
 def answered(pair: Pair, think: Pair = THINK) -> tuple[Sample, ...]:
-    """Return answers with markers around the text too."""
+    """Return answers with markers around reasoning and around the text."""
     opening, closing, _ = pair
     before = f"{think.opening}\nHm.\n{think.closing}"
     return (

@@ -129,7 +129,7 @@ def _cpu(limit: float | None, is_v1: bool) -> dict[str, str]:
     return {"cpu.max": f"{quota_text} {period}\n"}
 
 
-CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # of version 1, as systems mount it
+CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # where systems mount control groups of version 1
 
 
 def may_make_groups() -> bool:

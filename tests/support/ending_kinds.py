@@ -1,5 +1,5 @@
-"""The kinds of work for tests/service/test_endings.py: the phases of a request of each, and what a
-request must have given.
+"""The kinds of work for tests/service/test_endings.py: the phases of their requests, and the checks
+of what a request has given.
 
 In a phase with a ``script``, the fake waits at the gate of its server (`tests.support.fake_server`)
 where the script says that work costs time, from the time after the first ``passes`` on.
@@ -123,8 +123,7 @@ class Text(Kind):
         return [{"name": "fake", "capability": "vision", "script": script}]
 
     def renewed(self, fields):
-        """Return the fields with images that no server has seen: those that come again are not
-        decoded again."""
+        """Return the fields with new images, because a server does not decode an image twice."""
         if "chat" not in fields:
             return fields
         parts = [{"image": image_file(os.urandom(48))} for _ in range(12)]

@@ -14,9 +14,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trio
 def virtual_environment(name, *installs, timeout_s, python=sys.executable, sees_ours=False):
     """Return the folder of an environment; make it unless it is there.
 
-    Each of ``installs`` is the arguments of one ``pip install``. With ``sees_ours`` the environment
-    also has what the running interpreter has. The test fails if a command fails or takes longer
-    than ``timeout_s``.
+    Each of ``installs`` is the arguments of one ``pip install``. With ``sees_ours`` it also has the
+    packages of the running interpreter. The test fails if a command fails or takes longer than
+    ``timeout_s``.
     """
     venv = CACHE / name
     done = venv / "installed"

@@ -1,4 +1,4 @@
-"""Compares a memory estimate with what was taken, which programs of their own measure."""
+"""Compares a memory estimate with the memory taken, which a separate program measures."""
 
 from pathlib import Path
 from tempfile import TemporaryFile

@@ -41,15 +41,15 @@ from tests.support.gate import GATE, SleepAtGate
 POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
 POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token
 HUNG_STEP = 903  # a step with a row of a prompt that begins with this token hangs until `release`
-BROKEN_STEP = 904  # a step with a row of such a prompt returns another step's result
-OUT_OF_MEMORY_STEP = 905  # every step with a row of such a prompt runs out of memory
-EXITING_STEP = 906  # in a step with a row of such a prompt, a library raises SystemExit
+BROKEN_STEP = 904  # a step with a row of a prompt with this first token returns another's result
+OUT_OF_MEMORY_STEP = 905  # steps with a row of a prompt with this first token are out of memory
+EXITING_STEP = 906  # steps with a row of a prompt with this first token raise SystemExit
 RELEASED = threading.Event()
 ENCODER_MAX_LEN = 6000  # tokens of an input; longer than a text that is tokenised in a thread
 
 
 class Clock(trio.abc.Clock):
-    """The system's clock, until it is set. A clock that is set to a moment may stand there."""
+    """The system's clock, until it is set. It may be stopped at the moment set."""
 
     def __init__(self):
         self._ahead_s = 0.0

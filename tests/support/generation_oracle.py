@@ -1,9 +1,9 @@
 """What a Generate request must answer, by stock transformers and written-out definitions.
 
-The oracle gets the tokens that were sampled, and says for each which one it would have taken, so
-that after a near-tie both still look at the same text. Logits come from the stock model over the
-whole sequence, edits and limits from transformers' processors where it has them, and masks from
-llguidance on a matcher of the oracle's own. Noise, stops and texts are written out here.
+The oracle gets the sampled tokens, and says for each position which one it would have taken, so
+that after a near-tie engine and oracle still have the same text. Logits come from the stock model
+over the whole sequence, edits and limits from transformers' processors where it has them, and masks
+from llguidance on a matcher of the oracle's own. Noise, stops and texts are written out here.
 """
 
 import math

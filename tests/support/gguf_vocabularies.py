@@ -161,7 +161,7 @@ def merged(word: list[str], pairs: set[tuple[str, str]]) -> list[str]:
 
 def byte_level(pre: str, texts: Sequence[str], **fields: Any) -> dict[str, Any]:
     """Return the metadata of a byte-level vocabulary whose merges fit the texts. ``fields`` are
-    further ones of tokenizer.ggml."""
+    further fields of tokenizer.ggml."""
     letters = byte_letters()
 
     def spell(text: str) -> str:

@@ -1,7 +1,7 @@
 """`python -m tests.support.image_generation_memory DIR`: loads an image model, draws the largest
 drawings that it takes, and prints the estimate of its memory and what was taken, in bytes.
 
-It is a program because memory that something before it freed would hide what a drawing takes.
+It is a program of its own because memory freed before could hide what a drawing takes.
 """
 
 import sys

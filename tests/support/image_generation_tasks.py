@@ -1,4 +1,4 @@
-"""What tests have the decoder of images do. Its process imports this module, and nothing larger."""
+"""Tasks of tests for the process that decodes images, which imports only small modules."""
 
 import os
 import time

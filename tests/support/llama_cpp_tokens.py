@@ -19,7 +19,7 @@ from tests.support.gguf_files import write_file
 from tests.support.gguf_vocabularies import cases, digest
 
 ROOM = 4096
-ERROR_LEVEL = 4  # ggml's: none, debug, info, warn, error, continued
+ERROR_LEVEL = 4  # of ggml's log levels: none, debug, info, warn, error, continued
 
 
 @llama_cpp.llama_log_callback

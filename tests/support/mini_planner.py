@@ -46,7 +46,7 @@ class Planned:
     failure: RowFailure | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    state: BlockId | None = None  # its state slot, if the model has states
+    state: BlockId | None = None  # the sequence's state slot, if the model has states
 
     @property
     def output(self) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-CANDIDATES = 3  # rows tried for each one kept
+CANDIDATES = 3  # rows tried for each row that is kept
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int = 0) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Check that our greedy output is transformers' own, token for token.
 
 The oracle is the stock model with eager attention, in float32, in the same process, run over each
-whole sequence at once. Its input is the tokens that were sampled, so that after a skipped position
-both still look at the same text. A position counts unless its two best logits, or the last expert
+whole sequence at once. Its input is the sampled tokens, so that after a skipped position both
+models still have the same text. A position counts unless its two best logits, or the last expert
 that a router took and the first that it did not, are closer than `MARGIN`.
 """
 

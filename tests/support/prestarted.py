@@ -93,9 +93,9 @@ class ForkedProcess:
 def start(module, args, stdout, stderr, *, imports, options=(), cwd=None, env=None):
     """Fork a process that runs ``module`` in ``cwd``, as ``python *options -m module *args`` would.
 
-    It comes from an interpreter that has imported ``imports``, which the first such call starts.
-    ``stdout`` and ``stderr`` are files that the process writes to. Without ``cwd`` it runs where
-    the tests run, and without ``env`` in their environment.
+    An interpreter that has imported ``imports`` forks it; the first such call starts that
+    interpreter. ``stdout`` and ``stderr`` are files that the process writes to. Without ``cwd`` it
+    runs where the tests run, and without ``env`` in their environment.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(share().path_of(tuple(options), frozenset(imports))))
@@ -168,7 +168,7 @@ def _serve(path):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path + ".new")
     listener.listen(64)
-    os.rename(path + ".new", path)  # listens already when a client sees the path
+    os.rename(path + ".new", path)  # so that the socket listens once a client sees its path
     owned = {}  # a process's pidfd: its id and connection
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)

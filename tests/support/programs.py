@@ -1,4 +1,4 @@
-"""Runs Python code in an interpreter of its own, where a test asks what is imported, or ends it."""
+"""Runs Python code in an interpreter of its own, for tests of imports and of exits."""
 
 import subprocess
 import sys

@@ -15,7 +15,7 @@ import yaml
 from tests.support.toolchains import need_programs
 from tests.support.wire import wait_until
 
-INTERVAL_S = 0.5  # between two scrapes, and between two evaluations
+INTERVAL_S = 0.5  # seconds between two scrapes, and between two evaluations
 START_S = 20.0
 # The durations that replace those of our rules, in the same order: each has several scrapes, and
 # the one for a day is longer than the test's preparations.

@@ -81,8 +81,8 @@ class RankThreads:
     def close(self) -> None:
         """Close all ranks and end their threads.
 
-        The file where they met stays open: the destructor of torch's store, which the collector
-        calls at any time, opens it by its number, and aborts if that belongs to a socket by then.
+        The file of torch's store stays open: the store's destructor, which the garbage collector
+        may call at any time, uses the file's descriptor, and aborts if that is a socket by then.
         """
         self.on_each(lambda runner: runner.close())
         for thread in self._threads:

@@ -11,7 +11,7 @@ SLOW = {"script": {"step_s": 0.002}, "runner": {"max_model_len": 4096, "num_bloc
 # How long gRPC waits before it tries a refused address again: 1 s at first, with jitter, and the
 # delays of a busy machine. Source: grpc, doc/connection-backoff.md.
 BACKOFF_S = 3.0
-SERVED = re.compile(r"Inference/\w+ OK .*peer=(\S+)")  # a line of the log of calls
+SERVED = re.compile(r"Inference/\w+ OK .*peer=(\S+)")  # a line of the access log
 
 
 class Servers:

@@ -121,7 +121,7 @@ def objects(inner):
 
 
 def combined(inner):
-    """Return a strategy of schemas that put others together."""
+    """Return a strategy of schemas that combine other schemas."""
     several = st.lists(inner, min_size=2, max_size=2)
     return st.tuples(
         inner, some_of(least=1, anyOf=several, oneOf=several, allOf=several), st.booleans()

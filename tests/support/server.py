@@ -251,8 +251,8 @@ def real_process(*args, imports=SERVING_IMPORTS):
 def real(*args, model=DEMO, uds=None):
     """Yield `triolet serve` with a real model, once it is ready, with an open channel.
 
-    ``model`` None serves the models that the server has by itself. It listens on any free port, or
-    on a Unix socket ``uds``. It is started by `real_process`.
+    ``model`` None serves the shipped models. It listens on any free port, or on a Unix socket
+    ``uds``. It is started by `real_process`.
     """
     where = ["--port", "0"] if uds is None else ["--uds", uds]
     models = [] if model is None else ["--model", model]

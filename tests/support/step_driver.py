@@ -100,7 +100,7 @@ class StepDriver:
         self.in_flight = plan
         if plan is not None:
             self.plans.append(plan)
-            self.scheduler.prepare(self.now)  # as the loop does while the step runs
+            self.scheduler.prepare(self.now)  # as the engine's loop does while a step runs
             self.scheduler.check()
         return plan
 

@@ -2,7 +2,7 @@
 estimate of its memory and what was taken, in bytes.
 
 In between it reads as many images as are kept decoded, and computes prompts with large ones. It is
-a program because memory that something before it freed would hide what images take.
+a program of its own because memory freed before could hide what images take.
 """
 
 import importlib

@@ -74,7 +74,7 @@ class Worker:
     pid: int
     pipe: Connection
     file: int | None = None  # the number of the file that it runs
-    reports: list = field(default_factory=list)  # of the tests of that file
+    reports: list = field(default_factory=list)  # reports of the tests of that file
 
 
 class Workers:
@@ -83,7 +83,7 @@ class Workers:
     def __init__(self, config):
         self._config = config
         self._files = []  # the tests of each file
-        self._seconds = {}  # of the reported files, by their numbers
+        self._seconds = {}  # seconds of reported files, by their numbers
         self._shown = set()  # numbers of the files that are reported
 
     @pytest.hookimpl(tryfirst=True)
@@ -95,7 +95,7 @@ class Workers:
         self._config._tmp_path_factory.getbasetemp()  # makes the directory that all workers use
         prestarted.share()
         left = Files(len(self._files))
-        workers = {}  # those that have not ended, by their pipes
+        workers = {}  # workers that have not ended, by their pipes
         try:
             while len(workers) < self._config.option.workers:
                 worker = self._fork(left, at_front=len(workers) % 3 == 0)
@@ -201,7 +201,7 @@ class Workers:
         return True
 
     def _show(self, number, reports, error=""):
-        """Report a file's tests. Those without a report fail with the error."""
+        """Report a file's tests. Tests without a report fail with ``error``."""
         hook = self._config.hook
         self._shown.add(number)
         self._seconds[number] = sum(report.duration for report in reports)
@@ -218,7 +218,7 @@ class Workers:
             for report in found:
                 hook.pytest_runtest_logreport(report=report)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        self._config.get_terminal_writer().flush()  # its file may be a pipe
+        self._config.get_terminal_writer().flush()  # the terminal's file may be a pipe
 
 
 class Sender:

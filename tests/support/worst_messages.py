@@ -126,7 +126,7 @@ def _keys(entry: Descriptor) -> Iterator[bytes]:
 
 def allowed_values(path: Path, limits: Limits = COUNT_LIMITS) -> tuple[str, int]:
     """Return the path that a refusal of the field's values names, and how many values the field may
-    have. Those of a tree of JSON values count with the values around them."""
+    have. Values in a tree of JSON values count with those around them."""
     names: list[str] = []
     for index, field in enumerate(path.fields):
         names.append(field.name)
@@ -143,7 +143,7 @@ def _is_tree(field: Field) -> bool:
 
 def worst_request(path: Path, max_bytes: int, *, is_packed: bool = True) -> bytes:
     """Return a request with as many of the smallest values as ``max_bytes`` hold."""
-    sample = min(2**15, max_bytes)  # so many values tell about how many bytes one takes
+    sample = min(2**15, max_bytes)  # enough values to estimate the bytes of one
     most = max_bytes * sample // len(request_with(path, sample, is_packed=is_packed))
     while len(data := request_with(path, most, is_packed=is_packed)) > max_bytes:
         most = most * max_bytes // len(data) - 8
