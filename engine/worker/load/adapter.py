@@ -33,10 +33,10 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."  # peft's prefix of the names of the base model's layers
 SHRINK, EXPAND = ".lora_A.weight", ".lora_B.weight"
-BASE_COPY = ".base_layer."  # in names of copies that peft may store beside an adapted head
+BASE_COPY = ".base_layer."  # peft may store a copy of an adapted head's weight by such a name
 DIGEST_BYTES = 16
-PAD = 16  # ranks and outputs are padded to multiples; PANEL in engine/kernels/simd_amx.h
-CONFIG_BYTES_MAX = 1 << 20  # far above the few kilobytes that peft writes
+PAD = 16  # Ranks and outputs are padded to a multiple of it; PANEL in engine/kernels/simd_amx.h.
+CONFIG_BYTES_MAX = 1 << 20  # Far more than the few kilobytes of a config that peft writes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,18 @@ def measure_adapter(directory: str) -> AdapterSize:
 
 
 def _placed_values(name: str, shape: Sequence[int]) -> int:
-    """Return an upper bound of a tensor's numbers after padding, its scale factors included."""
+    """Return an upper bound of a tensor's numbers after padding for the kernels: A with a float32
+    factor for each of its rows, B perhaps as two halves, which are padded separately."""
     if len(shape) != 2:
         return prod(shape)
     first, second = shape
     if name.endswith(SHRINK):
-        return padded_to(first, PAD) * (padded_to(second, 2 * PAD) + 2)  # 2: a float32 factor
-    return (padded_to(first, PAD) + PAD) * padded_to(second, 2)  # PAD more: two halves, each padded
+        return padded_to(first, PAD) * (padded_to(second, 2 * PAD) + 2)
+    return (padded_to(first, PAD) + PAD) * padded_to(second, 2)
 
 
 def padded_to(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least ``number``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return number + -number % multiple
 
 

@@ -22,14 +22,14 @@ from engine.worker.load.refusal import Refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-ALL_LINEAR = "all-linear"  # in peft: every linear layer except the head
-MATCH_S = 0.2  # time limit of a match; an honest pattern takes microseconds
-RANK_MAX = 4096  # far above any rank in use; a larger rank is taken for a mistake
+ALL_LINEAR = "all-linear"  # Peft's name for every linear layer except the head.
+MATCH_S = 0.2  # The time limit of a match; an honest pattern takes microseconds.
+RANK_MAX = 4096  # A larger rank is taken for a mistake: it is far above any in use.
 HONOURED = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 }
-# Fields that say how the adapter was trained, or for which task.
+# Fields without an effect on answers: they say how the adapter was trained, or for which task.
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),

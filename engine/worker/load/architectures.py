@@ -109,8 +109,8 @@ STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 # types whose configs name the length after it. Source: vLLM's _get_and_verify_max_len.
 UNSTRETCHED = frozenset({"linear", "yarn"})
 STRETCHED_TYPES = frozenset({"gemma3", "gemma3_text"})
-LONGROPE = "longrope"  # a rotary type; its models are served up to their original length
-OLD_LONGROPE = "su"  # longrope's name in the first configs of Phi-3; transformers renames it
+LONGROPE = "longrope"  # A rotary type, whose models are served up to their original length.
+OLD_LONGROPE = "su"  # Longrope's name in the first configs of Phi-3; transformers renames it.
 
 
 def find(config: Mapping[str, Any]) -> Architecture:
@@ -252,8 +252,7 @@ def _own_limit(config: Any) -> tuple[int, str]:
 
 
 def _rotary_settings(rope: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings of a field of the config: none, one, or one for each layer type
-    (Gemma 3)."""
+    """Yield the settings in ``rope_parameters``: none, one, or (Gemma 3) one per layer type."""
     if not isinstance(rope, dict):
         return
     if {"rope_type", "type", "rope_theta"} & rope.keys():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # transformers' model types that embed texts and images into one vector space.
 IMAGE_TEXT_TYPES = ("clip", "siglip", "siglip2")
-# The capabilities between which the operator's setting may decide.
+# Of these capabilities, a model may have another one than its files show, if the operator says so.
 OPEN = (Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.RERANK)
 MODULES_NAME = "modules.json"
 OWN_CONFIG_NAME = "config_sentence_transformers.json"
@@ -53,11 +53,11 @@ def capability_of(directory: Path) -> Capability:
 
 
 def fitting(directory: Path, configured: Capability | None) -> Capability:
-    """Return the capability of the model in ``directory``: ``said``, the operator's setting, or if
-    that is None, the capability that the model's files show.
+    """Return the capability of the model in ``directory``: ``configured``, the operator's setting,
+    or, if that is None, the capability that the model's files show.
 
     Raises:
-        Refusal: The files show that the model does not have the capability ``said``.
+        Refusal: The files show that the model does not have the capability ``configured``.
     """
     own = capability_of(directory)
     if configured in (None, own):
@@ -97,7 +97,7 @@ def first_folder(directory: Path) -> Path:
         folder = (directory / name).resolve()
         return folder if folder.is_relative_to(directory.resolve()) else directory
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return directory  # if the list is broken, loading will report that
+        return directory  # loading reports a broken list of modules
 
 
 def _is_cross_encoder(directory: Path) -> bool:

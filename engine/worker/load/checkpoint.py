@@ -88,9 +88,9 @@ class Checkpoint:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        self._joined: dict[str, tuple[str, Piece]] = {}  # the places of experts' weights and biases
+        self._joined: dict[str, tuple[str, Piece]] = {}  # where experts' weights and biases are
         self._joining = Joining()
-        self._older: dict[str, str] = {}  # the name in its file, by the tensor's current name
+        self._older: dict[str, str] = {}  # tensors' names in the files, by their current names
 
     def __enter__(self) -> Checkpoint:
         try:
@@ -157,7 +157,7 @@ class Checkpoint:
         """Check that a tensor holds no NaN and no infinity.
 
         Raises:
-            Refusal: It does; a model computes nothing but NaN from such a number.
+            Refusal: It holds one, from which a model would compute nothing but NaN.
         """
         tensor = self.read(name)
         if not is_finite(tensor):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.worker.load.loader import LoadedModel
 
 
-# The fields of a config that are divided, and the thing that each counts, for messages.
+# The fields of a config that are divided, and what messages call the things that they count.
 FIELDS = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key-value heads",
@@ -41,7 +41,7 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The part of one rank: ``rank`` of ``size``. With a size of 1, nothing is divided."""
+    """Makes the part of rank ``rank`` of ``size`` ranks. With a size of 1, nothing is divided."""
 
     rank: int = 0
     size: int = 1
@@ -70,8 +70,8 @@ class Division:
                 f"{name} has no plan for tensor parallelism, so it cannot be divided among "
                 f"{self.size} processes; leave tensor_parallel_size out"
             )
-        # Phi's module computes the width of its normed heads from the number of heads, of which a
-        # rank has a part.
+        # Phi's module computes the width of normed heads from the number of heads, which would be
+        # a rank's smaller number.
         if getattr(config, "qk_layernorm", False):
             raise Refusal(
                 f"the normed heads (qk_layernorm) of {name} cannot be divided among {self.size} "

@@ -48,8 +48,8 @@ WITHOUT_EFFECT = frozenset(
         *("assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
     }
 )
-# Values with which fields that are not followed change nothing. With false, 0, null or an empty
-# list, no field changes anything.
+# Fields that have an effect in transformers and not here, with the value at which they have none.
+# With false, 0, null or an empty list, no field has an effect.
 NEUTRAL = {
     "num_beams": 1,
     "num_beam_groups": 1,

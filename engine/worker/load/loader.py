@@ -256,7 +256,7 @@ def build_empty(architecture: Architecture, config: Any) -> Any:
 
 @holds_import_lock
 def _build_empty(architecture: Architecture, config: Any) -> Any:
-    """Build the model on the meta device: it has shapes, but no memory."""
+    """Build the model on the meta device, where tensors have shapes and no memory."""
     is_skeleton = isinstance(config, SkeletonConfig)
     build = Skeleton if is_skeleton else _attending_class(architecture, config)
     sentence = f"its config.json does not describe a {architecture.name}"

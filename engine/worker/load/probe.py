@@ -44,8 +44,8 @@ class _Recorder:
 
 
 def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCall, ...]:
-    """Run the model once over two packed tokens and return its layers' calls in layer order. An
-    skeleton is not run.
+    """Run the model once over two packed tokens and return its layers' calls in layer order. A
+    skeleton is not run: its ``calls`` are returned.
 
     Raises:
         Refusal: The paged cache does not support the model's attention, or its config's sizes do

@@ -64,7 +64,7 @@ def _mamba2(config: Any) -> StateShape:
 
 
 LINEAR = "linear_attention"
-HYBRID = "hybrid"  # a layer with attention and a recurrence side by side
+HYBRID = "hybrid"  # a layer that has attention and a recurrence side by side
 RECURRENT: dict[str, Recurrence] = {
     "Lfm2ForCausalLM": Recurrence("Lfm2ShortConv", "past_key_values", "conv", _short_convolution),
     "Qwen3NextForCausalLM": Recurrence(

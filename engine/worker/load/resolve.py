@@ -68,7 +68,7 @@ WANTED_FILES = (
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Error numbers of a file system that a download cannot write to.
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-# A first check of Hub ids; the Hub's own rules are stricter (`_is_hub_id`).
+# What may be a Hub id; the Hub's own rules, which `_is_hub_id` checks, are stricter.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -156,7 +156,7 @@ def absence(model: str) -> str:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return f"there is no such directory or file [{path.absolute()}]"
-    except (OSError, ValueError):  # loading the model raises the reason
+    except (OSError, ValueError):  # loading the model reports the reason
         return ""
     return ""
 
@@ -167,7 +167,7 @@ def _path_of(model: str) -> Path:
     Raises:
         Refusal: The operating system cannot say whether the path exists.
     """
-    path = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, never raises
     try:
         path.exists()
     except OSError as error:
@@ -204,7 +204,7 @@ def _hub_directory(model: str, revision: str) -> Path:
     """Return the snapshot of a Hugging Face id: the cached one if it is complete, else a new
     download."""
     download, cache, http_error = _hub()
-    if cache.startswith("~"):  # this user has no home, and Path.expanduser would raise
+    if cache.startswith("~"):  # this user has no home directory
         raise Refusal(
             "there is no directory of this name, and without a home directory there is no Hugging "
             f"Face cache; name a folder in HF_HOME{_hint(model)}"

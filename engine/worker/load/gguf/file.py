@@ -54,7 +54,7 @@ class GgufFile(Checkpoint):
         self._path = path
         self._texts = STRING_LISTS if has_vocabulary else ()
         self.metadata: dict[str, Any] = {}
-        self._stored: dict[str, Any] = {}  # name in the file, place and type by checkpoint name
+        self._stored: dict[str, Any] = {}  # by transformers' name: name, place and type in the file
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._factors: torch.Tensor | None = None
 
@@ -70,7 +70,7 @@ class GgufFile(Checkpoint):
             begin = -(-header.end // alignment) * alignment
         except Refusal:
             raise
-        except Exception as error:  # a damaged file makes several kinds
+        except Exception as error:  # a damaged file may make the parser raise any error
             raise Refusal(
                 f"{self._path.name} is not a GGUF file that can be read",
                 detail=f"{type(error).__name__}: {error}",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mmap import mmap
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # files of version 1 are of 2023, and count in 32 bits
-# The formats of values of a fixed size by GGUF's number of the type; TEXT and LIST have none.
+VERSIONS = (2, 3)  # Version 1, of 2023, has counts of 32 bits and is not read.
+# The struct formats of values of a fixed size, by GGUF's numbers of types; TEXT and LIST have none.
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
            12: "d"}  # fmt: skip
 TEXT, LIST = 8, 9
@@ -31,8 +31,8 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor by the header: its shape, outermost dimension first, GGUF's number of its type, and
-    the place of its first byte behind the header."""
+    """A tensor as the header describes it: its shape, outermost dimension first, GGUF's number of
+    its type, and the offset of its first byte from the end of the header."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's metadata and tensors. ``end`` is the place behind the header, not aligned."""
+    """A file's metadata and tensors. The header's bytes end at ``end``, without padding."""
 
     metadata: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
@@ -127,7 +127,7 @@ def _texts(blob: mmap, place: int, count: int) -> tuple[list[str], int]:
 
 
 def _behind(blob: mmap, place: int, count: int) -> int:
-    """Return the place behind ``count`` texts."""
+    """Return where ``count`` texts that begin at ``place`` end."""
     length_at, end = _LENGTH.unpack_from, len(blob)
     for _ in range(count):
         place += 8 + length_at(blob, place)[0]

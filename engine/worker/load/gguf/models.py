@@ -25,8 +25,8 @@ OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-TEXTS = ("rope.scaling.type",)  # metadata fields of an architecture that are texts, not numbers
-ROPE_FACTORS = "rope_freqs.weight"  # the divisors of Llama 3's rotary frequencies
+TEXTS = ("rope.scaling.type",)  # The fields of an architecture that are texts, not numbers.
+ROPE_FACTORS = "rope_freqs.weight"  # A tensor with the divisors of Llama 3's rotary frequencies.
 IN_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -44,15 +44,14 @@ IN_LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-CONVOLUTION = "conv.conv"  # a file stores its weight without the middle dimension of 1
+CONVOLUTION = "conv.conv"  # GGUF files store its weight without the middle dimension of 1
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
-# The settings of Llama 3's rotary embedding, which a file does not have. Source: Llama 3.1's
-# config.json.
+# Settings of Llama 3's rotary embedding, which GGUF files lack. Source: Llama 3.1's config.json.
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -66,14 +65,14 @@ class GgufModel:
 
     class_name: str
     model_type: str
-    names: Mapping[str, str] = field(default_factory=dict)  # of modules, where not as in IN_LAYER
-    is_interleaved: bool = False  # rotary pairs are neighbouring rows of queries and keys
-    norm_offset: float = 0.0  # which llama.cpp adds to the norms' weights
-    # Fields of the config that mean biases, each with a tensor that shows them in a file.
+    names: Mapping[str, str] = field(default_factory=dict)  # Modules' names that IN_LAYER lacks.
+    is_interleaved: bool = False  # Rotary pairs are neighbouring rows of queries and keys.
+    norm_offset: float = 0.0  # The weights of norms in a GGUF file are larger by this.
+    # Fields of the config that say that there are biases, each with a tensor that files then have.
     biases: Mapping[str, str] = field(default_factory=lambda: BIASES)
-    outside: Mapping[str, str] = field(default_factory=dict)  # more tensors outside the layers
-    epsilon: str = "rms_norm_eps"  # the config's field of the norms' epsilon
-    has_convolutions: bool = False  # which the layers without key heads then have
+    outside: Mapping[str, str] = field(default_factory=dict)  # Further tensors outside the layers.
+    epsilon: str = "rms_norm_eps"  # The config's field with the norms' epsilon.
+    has_convolutions: bool = False  # Layers without key heads have convolutions.
     # Further fields of the config: each one's name, and the name of the metadata field.
     fields: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +90,7 @@ MODELS = {
             "num_experts_per_tok": "expert_used_count",
             "moe_intermediate_size": "expert_feed_forward_length",
         },
-        extra={"norm_topk_prob": True},  # llama.cpp assumes it
+        extra={"norm_topk_prob": True},  # as llama.cpp assumes
     ),
     "phi3": GgufModel(
         "Phi3ForCausalLM",
@@ -159,14 +158,13 @@ MODELS = {
         has_convolutions=True,
         biases={"conv_bias": "blk.0.shortconv.in_proj.bias"},
         fields={"conv_L_cache": "shortconv.l_cache"},
-        extra={"block_auto_adjust_ff_dim": False},  # a file has the final width of an MLP
+        extra={"block_auto_adjust_ff_dim": False},  # GGUF files have the final width of MLPs
     ),
 }
-# The number of layers by which models are recognised whose attention is scaled by hidden / heads.
-# Source: llama.cpp's own list (Gemma 2 27B, Gemma 3 27B).
+# Models with these numbers of layers (Gemma 2 27B, Gemma 3 27B) scale attention scores by the
+# hidden size / heads, and not by the width of a head. Source: llama.cpp.
 SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
-# The rotary base of Gemma 3's sliding-window layers, which a file does not have. Source: Gemma 3's
-# config.json.
+# The rotary base of Gemma 3's sliding-window layers, which GGUF files lack. From its config.json.
 GEMMA3_LOCAL_THETA = 10000.0
 
 

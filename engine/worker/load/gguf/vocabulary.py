@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 PREFIX = "tokenizer.ggml."
 TOKENS, MERGES = f"{PREFIX}tokens", f"{PREFIX}merges"
-STRING_LISTS = (TOKENS, MERGES)  # the lists of texts that the reader must not skip
+STRING_LISTS = (TOKENS, MERGES)  # lists of texts that the header's parser must not skip
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's kinds of a token
-MARKERS = (UNKNOWN, CONTROL, USER_DEFINED)  # kinds of tokens that a text is first split at
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's kinds of tokens.
+MARKERS = (UNKNOWN, CONTROL, USER_DEFINED)  # A text is first split at tokens of these kinds.
 
 END_TEXTS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -27,7 +27,8 @@ END_TEXTS = frozenset((
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 ))  # fmt: skip
-# Texts of tokens for filling in the middle (FIM) that end an answer, by their metadata field.
+# Texts of tokens for filling in the middle (FIM) that end an answer, by the metadata field that
+# names the token.
 FIM_END_TEXTS = {
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep_token_id": (
@@ -43,15 +44,16 @@ FIM_TEXTS = frozenset((
     "<|middle|>",
 ))  # fmt: skip
 END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# (texts, text, kind): if all ``texts`` end an answer, ``text`` does not, and is of this kind.
+# (texts, text, kind): if the tokens of all ``texts`` end an answer, that of ``text`` does not, and
+# is of this kind.
 NO_END_BESIDE = (
     ({"<|return|>", "<|call|>"}, "<|end|>", USER_DEFINED),
     ({"<|flush|>", "<|call|>"}, "<|end|>", USER_DEFINED),
     ({"<|flush|>", "<|calls|>"}, "<|end|>", USER_DEFINED),
     ({"<|tool_response>"}, "</s>", NORMAL),
 )
-# The ids of a file that lacks these fields, by the kind of vocabulary. llama.cpp also takes 11 for
-# both ends of a byte-level vocabulary without them, which is right for Falcon's only.
+# The ids of special tokens if a file lacks the fields, by the kind of vocabulary. For byte-level
+# ones, llama.cpp takes 11 for both ends of a text, which is right for Falcon's only.
 DEFAULT_IDS = {
     SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
     BYTE_LEVEL: {},

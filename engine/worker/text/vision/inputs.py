@@ -1,5 +1,5 @@
-"""What the families' `Inputs` have in common; and a model's image processor, of transformers' own
-class, by the settings in its files."""
+"""The base of the families' `Inputs`; and a model's image processor, of transformers' own class,
+with the settings in the model's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engine.images.preprocessor import Preprocessor, SeenImage
 
-# The supported image processors, without "Fast" or "Pil", and transformers' module of each.
+# The supported image processors, by their names without "Fast" or "Pil": transformers' modules.
 MODULES = {
     "CLIPImageProcessor": "clip",
     "SiglipImageProcessor": "siglip",
@@ -40,8 +40,8 @@ class VisionInputs:
         Refusal: The image processor has settings that are not supported.
     """
 
-    PROCESSOR = ""  # the key in `MODULES` of models whose files name no image processor
-    TEXT_MODULE = "language_model"  # the text model's attribute of transformers' model
+    PROCESSOR = ""  # The image processor (in `MODULES`) of models whose files name none.
+    TEXT_MODULE = "language_model"  # The attribute of transformers' model that is the text model.
 
     def __init__(
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
