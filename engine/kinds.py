@@ -51,7 +51,8 @@ class TextKind:
     make_preparer = TextPreparer
 
     def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
-        """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys."""
+        """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys if
+        the numbers in their KV pools are alike."""
         seats = config.max_num_seqs
         if info.num_states:  # each sequence that runs has a state
             seats = min(seats, info.num_states)
@@ -62,7 +63,7 @@ class TextKind:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             max_num_seqs=seats,
-            cache_namespace=name,
+            cache_namespace=f"{name}/{info.kv_dtype}",
             num_states=info.num_states,
         )
         return Scheduler(limits)

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 RUNNERS = ("thread", "process")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
 SPECULATIONS = ("off", "lookup", "model")
 RANKS_MAX = 64  # ranks of a model; as many as it may have replicas
@@ -236,6 +237,12 @@ class ModelChoices:
     )
     dtype: str = setting(  # auto: depends on the checkpoint and the device
         "auto", "the numbers that models compute with", choices=DTYPES
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "the numbers of a text model's KV pool; auto: those that the model computes with. int8, "
+        "with a scale for each head and token, takes about half of bfloat16's memory",
+        choices=KV_DTYPES,
     )
     quantization: str = setting(
         "none",

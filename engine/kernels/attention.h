@@ -53,12 +53,12 @@ static inline long packed_length(const Rows &rows, long row, long window) {
     return (rows.ends[row] - origin + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
 }
 
-template <class T>
+template <class Q>
 static long packed_bytes(const Attention &call, const Rows &rows) {
     long most = 0;
     for (long row = 0; row < rows.num_rows; row++) {
         if (is_decode(rows, row)) continue;
-        long one = Packed<T>::numbers(packed_length(rows, row, 0), call.width) * sizeof(T);
+        long one = Packed<Q>::numbers(packed_length(rows, row, 0), call.width) * sizeof(Q);
         long heads = larger(1, smaller(call.kv_heads, PACKED_BYTES_MOST / one));
         most = larger(most, one * heads);
     }
@@ -91,10 +91,10 @@ static inline long key_heads_of_task(const Attention &call, const Rows &rows,
 }
 
 // A part of a decode, for ``key_heads`` from ``first`` on.
-template <class T>
+template <class C>
 static void run_decode(const Attention &call, const Rows &rows, const AttentionPlan &plan,
                        const DecodeTask &task, long first, long key_heads, const float *queries,
-                       long ldq, T *out, long ldo, Gathered<T> &has) {
+                       long ldq, const Results &out, Gathered &has) {
     const long width = call.width, group = call.heads / call.kv_heads;
     const long token = rows.offsets[task.row];
     const Seen seen(call, rows, task);
@@ -104,12 +104,14 @@ static void run_decode(const Attention &call, const Rows &rows, const AttentionP
         Partial partials[QUERIES];
         for (long i = 0; i < heads; i++) partials[i] = {-INFINITY, 0.0f};
         if (seen.begin < seen.end)
-            attend_part(call, Stream<T>(call, rows, task.row, first, seen.begin, seen.end),
+            attend_part(call, Stream<C>(call, rows, task.row, first, seen.begin, seen.end),
                         key_heads, own, queries + token * ldq + head * width, has, partials);
         if (task.num_parts == 1) {
             for (long i = 0; i < heads; i++)
                 join_parts(partials + i, has.out + i * width, 1, 1, width,
-                           sink_of(call, head + i), out + token * ldo + (head + i) * width);
+                           sink_of(call, head + i), [&](long column, v16 value) {
+                               out.put(token, (head + i) * width + column, value);
+                           });
             continue;
         }
         const long place = (task.place + task.part) * call.heads + head;
@@ -119,75 +121,79 @@ static void run_decode(const Attention &call, const Rows &rows, const AttentionP
     }
 }
 
-template <class T>
+template <class C>
 static void attend_decodes(const Attention &call, const Rows &rows, const AttentionPlan &plan,
-                           const float *queries, long ldq, T *out, long ldo, Gathered<T> &has) {
+                           const float *queries, long ldq, const Results &out, Gathered &has) {
     const long most = key_heads_of_task(call, rows, plan);
     const long shares = (call.kv_heads + most - 1) / most;
     share_tasks(plan.num_tasks * shares, 1, [&](long i) {
         const long first = i % shares * most;
-        run_decode(call, rows, plan, plan.tasks[i / shares], first,
-                   smaller(most, call.kv_heads - first), queries, ldq, out, ldo, has);
+        run_decode<C>(call, rows, plan, plan.tasks[i / shares], first,
+                      smaller(most, call.kv_heads - first), queries, ldq, out, has);
     });
     if (!plan.num_parts) return;
     share_tasks(plan.num_tasks, 1, [&](long i) {
         const DecodeTask &task = plan.tasks[i];
         if (task.num_parts == 1 || task.part) return;
-        T *to = out + rows.offsets[task.row] * ldo;
+        const long token = rows.offsets[task.row];
         for (long head = 0; head < call.heads; head++)
-            join_parts<T>(plan.partials + task.place * call.heads + head,
-                          plan.sums_ + (task.place * call.heads + head) * call.width,
-                          task.num_parts, call.heads, call.width, sink_of(call, head),
-                          to + head * call.width);
+            join_parts(plan.partials + task.place * call.heads + head,
+                       plan.sums_ + (task.place * call.heads + head) * call.width, task.num_parts,
+                       call.heads, call.width, sink_of(call, head), [&](long column, v16 value) {
+                           out.put(token, head * call.width + column, value);
+                       });
     });
 }
 
-template <class T>
+template <class C, class Q = Computed<C>>
 static void attend_chunk(const Attention &call, const Rows &rows, const AttentionPlan &plan,
-                         long row, const float *queries, long ldq, T *out, long ldo,
-                         Gathered<T> &has) {
+                         long row, const float *queries, long ldq, const Results &out,
+                         Gathered &has) {
     const long width = call.width, group = call.heads / call.kv_heads;
     const long token = rows.offsets[row], count = rows.offsets[row + 1] - token;
     const long length = packed_length(rows, row, call.window);
     const long origin = first_visible(rows.starts[row], call.window) / PART * PART;
-    const long numbers = Packed<T>::numbers(length, width), tiles = length / PANEL;
+    const long numbers = Packed<Q>::numbers(length, width), tiles = length / PANEL;
     const long heads = larger(1, smaller(call.kv_heads,
-                                         plan.packed_size / (numbers * (long)sizeof(T))));
+                                         plan.packed_size / (numbers * (long)sizeof(Q))));
     const long blocks = (count + QUERIES - 1) / QUERIES;
     for (long low = 0; low < call.kv_heads; low += heads) {
         const long own = smaller(heads, call.kv_heads - low);
         auto packed = [&](long head) {
-            T *keys = (T *)plan.packed + head * numbers;
-            return Packed<T>{keys, keys + length * Packed<T>::depth(width), origin,
+            Q *keys = (Q *)plan.packed + head * numbers;
+            return Packed<Q>{keys, keys + length * Packed<Q>::depth(width), origin,
                              rows.ends[row], length};
         };
         share_tasks(own * tiles, 8, [&](long i) {
-            Packed<T> to = packed(i / tiles);
-            pack_positions<T>(call, rows, row, low + i / tiles, to, i % tiles);
+            Packed<Q> to = packed(i / tiles);
+            pack_positions<C>(call, rows, row, low + i / tiles, to, i % tiles);
         });
         share_tasks(own * group * blocks, 1, [&](long i) {
             // The last blocks see most: they are computed first.
             const long block = blocks - 1 - i / (own * group), head = i % (own * group);
-            const long begin = block * QUERIES, at = (token + begin) * ldq;
-            const long column = (low * group + head) * width;
-            attend_queries<T>(call, packed(head / group), sink_of(call, low * group + head),
-                              rows.starts[row] + begin, rows.untils + token + begin,
-                              smaller(QUERIES, count - begin),
-                              queries + at + column, ldq,
-                              out + (token + begin) * ldo + column, ldo, has);
+            const long first = token + block * QUERIES, column = (low * group + head) * width;
+            attend_queries(call, packed(head / group), sink_of(call, low * group + head),
+                           rows.starts[row] + block * QUERIES, rows.untils + first,
+                           smaller(QUERIES, count - block * QUERIES),
+                           queries + first * ldq + column, ldq, has,
+                           [&](long query, long d, v16 value) {
+                               out.put(first + query, column + d, value);
+                           });
         });
     }
 }
 
 // Called by all members of a team: attention of every row. ``queries`` [num_tokens], ``ldq``
-// numbers apart, each [heads][width] float32; ``out`` likewise, ``ldo`` apart.
-template <class T>
+// numbers apart, each [heads][width] float32.
 static void attend(const Attention &call, const Rows &rows, const AttentionPlan &plan,
-                   const float *queries, long ldq, T *out, long ldo, Gathered<T> &has) {
-    attend_decodes<T>(call, rows, plan, queries, ldq, out, ldo, has);
-    for (long row = 0; row < rows.num_rows; row++)
-        if (!is_decode(rows, row))
-            attend_chunk<T>(call, rows, plan, row, queries, ldq, out, ldo, has);
+                   const float *queries, long ldq, const Results &out, Gathered &has) {
+    with_cache(call, [&](auto *type) {
+        typedef std::remove_pointer_t<decltype(type)> C;
+        attend_decodes<C>(call, rows, plan, queries, ldq, out, has);
+        for (long row = 0; row < rows.num_rows; row++)
+            if (!is_decode(rows, row))
+                attend_chunk<C>(call, rows, plan, row, queries, ldq, out, has);
+    });
 }
 
 }  // namespace triolet

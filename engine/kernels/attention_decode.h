@@ -1,6 +1,6 @@
 // Attention of a row of one token (a decode), which walks its keys and values in parts of PART
 // positions. Different threads compute the parts of a long context, and the parts are joined in
-// order. Queries and weights are rounded to the cache's type; sums are float32.
+// order.
 #pragma once
 
 #include "paged_cache.h"
@@ -16,35 +16,49 @@ struct Partial {
 };
 
 // The addresses that a decode reads in a part, in order: the keys of each position, then the values
-// of each position, for several key heads side by side. The last tile is padded with the last
-// position of the part.
-template <class T>
+// of each position, for several key heads side by side; and those of their scales. The last tile is
+// padded with the last position of the part.
+template <class C>
 struct Stream {
-    const T *at[2 * PART];
+    const C *at[2 * PART];
+    const float *scales_at[HAS_SCALES<C> ? 2 * PART : 1];
     long count, length;  // the number of positions, without and with the padding
 
     Stream(const Attention &call, const Rows &rows, long row, long key_head, long begin, long end)
         : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE) {
-        const long stride = call.kv_heads * call.width, size = rows.block_size;
-        const long offset = key_head * call.width;
+        const long heads = call.kv_heads, width = call.width, size = rows.block_size;
         for (long position = begin, j = 0; position < end;) {
             const long own = smaller(size - position % size, end - position);
-            const T *key = at_position<T>(call.keys, call, rows, row, position) + offset;
-            const T *value = at_position<T>(call.values, call, rows, row, position) + offset;
-            for (long i = 0; i < own; i++, j++) {
-                at[j] = key + i * stride;
-                at[length + j] = value + i * stride;
+            long place = slot_of(rows, row, position) * heads + key_head;
+            for (long i = 0; i < own; i++, j++, place += heads) {
+                at[j] = (const C *)call.keys + place * width;
+                at[length + j] = (const C *)call.values + place * width;
+                if constexpr (HAS_SCALES<C>) {
+                    scales_at[j] = call.key_scales + place;
+                    scales_at[length + j] = call.value_scales + place;
+                }
             }
             position += own;
         }
         for (long j = count; j < length; j++) {
             at[j] = at[count - 1];
             at[length + j] = at[length + count - 1];
+            if constexpr (HAS_SCALES<C>) {
+                scales_at[j] = scales_at[count - 1];
+                scales_at[length + j] = scales_at[length + count - 1];
+            }
         }
     }
 
-    const T *const *keys() const { return at; }
-    const T *const *values() const { return at + length; }
+    const C *const *keys() const { return at; }
+    const C *const *values() const { return at + length; }
+
+    // Returns the scales of a tile for one of the key heads. ``tile`` counts as in `at`.
+    v16 scales(long tile, long key_head) const {
+        float own[TILE];
+        for (long j = 0; j < TILE; j++) own[j] = scales_at[tile + j][key_head];
+        return load(own);
+    }
 
     // Prefetches the numbers offset … offset + width - 1 of a tile, because each block lies
     // elsewhere. They go to the second-level cache, one head at a time: a core can have some two
@@ -52,14 +66,16 @@ struct Stream {
     void fetch(long tile, long offset, long width) const {
         for (long j = tile; j < smaller(tile + TILE, 2 * length); j++) {
             const char *line = (const char *)(at[j] + offset);
-            for (const char *end = line + width * sizeof(T); line < end; line += 64)
+            for (const char *end = line + width * sizeof(C); line < end; line += 64)
                 __builtin_prefetch(line, 0, 2);
+            if constexpr (HAS_SCALES<C>) __builtin_prefetch(scales_at[j], 0, 2);
         }
     }
 };
 
-// Adds the products of a query's numbers with those of a key: 16 in float32, 32 in bfloat16.
-static inline v16 add_products(v16 acc, const float *query, const float *key) {
+// Adds the products of a query's numbers with those of a key: 32 in bfloat16, else 16.
+template <class C>
+static inline v16 add_products(v16 acc, const float *query, const C *key) {
     return acc + load(query) * load(key);
 }
 
@@ -77,10 +93,10 @@ static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
 
 // Adds up the products of a query with KEYS_AT_ONCE keys: a vector for each key, whose sum is the
 // score.
-template <class T>
-static inline void multiply_keys(const Attention &call, const T *const *keys, long offset,
-                                 const T *query, v16 *products) {
-    constexpr long STEP = 64 / sizeof(T);
+template <class C, class Q>
+static inline void multiply_keys(const Attention &call, const C *const *keys, long offset,
+                                 const Q *query, v16 *products) {
+    constexpr long STEP = 64 / sizeof(Q);
     const long whole = call.width / STEP * STEP;
     v16 acc[KEYS_AT_ONCE];
 #pragma GCC unroll 16
@@ -89,7 +105,7 @@ static inline void multiply_keys(const Attention &call, const T *const *keys, lo
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS_AT_ONCE; j++)
             acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(Q) == 2) {
         if (whole < call.width)
 #pragma GCC unroll 16
             for (int j = 0; j < KEYS_AT_ONCE; j++)
@@ -99,15 +115,19 @@ static inline void multiply_keys(const Attention &call, const T *const *keys, lo
     for (int j = 0; j < KEYS_AT_ONCE; j++) store_as(products + j, acc[j]);
 }
 
-// Computes the scores of a tile's keys for ``heads`` queries, which are ``depth`` numbers apart.
-template <class T>
-static void score_keys(const Attention &call, const T *const *keys, long offset, const T *query,
-                       long heads, long depth, float *scores) {
+// Computes the scores of a tile's keys, of one key head, for ``heads`` queries, which are ``depth``
+// numbers apart.
+template <class C, class Q>
+static void score_keys(const Attention &call, const Stream<C> &stream, long tile, long key_head,
+                       const Q *query, long heads, long depth, float *scores) {
+    const C *const *keys = stream.keys() + tile;
     for (long head = 0; head < heads; head++, query += depth, scores += PART) {
         v16 products[TILE];
         for (int j = 0; j < TILE; j += KEYS_AT_ONCE)
-            multiply_keys(call, keys + j, offset, query, products + j);
-        store(scores, shape_scores(call, sums(products)));
+            multiply_keys(call, keys + j, key_head * call.width, query, products + j);
+        v16 own = sums(products);
+        if constexpr (HAS_SCALES<C>) own *= stream.scales(tile, key_head);
+        store(scores, shape_scores(call, own));
     }
 }
 
@@ -134,8 +154,8 @@ static Partial weigh(float *scores, long count, T *weights) {
 
 // Adds a tile's values, multiplied by ``weights``, to the outputs of HEADS heads, which are
 // ``width`` numbers apart. Of each value it takes VECTORS vectors from ``offset`` on.
-template <int HEADS, int VECTORS>
-static void add_values(const float *const *values, long offset, const float *weights, float *out,
+template <int HEADS, int VECTORS, class C>
+static void add_values(const C *const *values, long offset, const float *weights, float *out,
                        long width) {
     Sums<HEADS, VECTORS> sums;
     sums.begin(out, width, true);
@@ -170,8 +190,8 @@ static void add_values(const bf16 *const *values, long offset, const bf16 *weigh
     sums.end(out, width);
 }
 
-template <int VECTORS, class T>
-static void add_values_of(const T *const *values, long offset, const T *weights, float *out,
+template <int VECTORS, class C, class Q>
+static void add_values_of(const C *const *values, long offset, const Q *weights, float *out,
                           long width, long heads) {
     for (; heads >= 4; heads -= 4, weights += 4 * PART, out += 4 * width)
         add_values<4, VECTORS>(values, offset, weights, out, width);
@@ -183,28 +203,34 @@ static void add_values_of(const T *const *values, long offset, const T *weights,
 // Computes one position's queries, ``group`` for each of ``key_heads``, over a part's keys and
 // values. Writes ``partials`` [key_heads x group], and the weighted values, not yet divided by the
 // totals, to ``has.out`` [key_heads x group][width].
-template <class T>
-static void attend_part(const Attention &call, const Stream<T> &stream, long key_heads, long group,
-                        const float *query, Gathered<T> &has, Partial *partials) {
-    const long width = call.width, depth = padded_depth<T>(width), heads = key_heads * group;
+template <class C, class Q = Computed<C>>
+static void attend_part(const Attention &call, const Stream<C> &stream, long key_heads, long group,
+                        const float *query, Gathered &has, Partial *partials) {
+    const long width = call.width, depth = padded_depth<Q>(width), heads = key_heads * group;
+    Q *own = has.query<Q>(), *all_weights = has.weights<Q>();
     for (long tile = 0; tile < AHEAD; tile += TILE) stream.fetch(tile, 0, key_heads * width);
-    if (depth > width) memset(has.query, 0, heads * depth * sizeof(T));
+    if (depth > width) memset(own, 0, heads * depth * sizeof(Q));
     for (long i = 0; i < heads; i++)
         for (long d = 0; d < width; d += LANES)
-            store(has.query + i * depth + d, load(query + i * width + d));
+            store(own + i * depth + d, load(query + i * width + d));
     for (long j = 0; j < stream.length; j += TILE)
         for (long g = 0; g < key_heads; g++) {
             stream.fetch(j + AHEAD, g * width, width);
-            score_keys(call, stream.keys() + j, g * width, has.query + g * group * depth, group,
-                       depth, has.scores + g * group * PART + j);
+            score_keys(call, stream, j, g, own + g * group * depth, group, depth,
+                       has.scores + g * group * PART + j);
         }
     for (long h = 0; h < heads; h++)
-        partials[h] = weigh(has.scores + h * PART, stream.count, has.weights + h * PART);
+        partials[h] = weigh(has.scores + h * PART, stream.count, all_weights + h * PART);
     memset(has.out, 0, heads * width * sizeof *has.out);
     for (long j = 0; j < stream.length; j += TILE)
         for (long g = 0; g < key_heads; g++) {
             stream.fetch(stream.length + j + AHEAD, g * width, width);
-            const T *weights = has.weights + g * group * PART + j;
+            Q *weights = all_weights + g * group * PART + j;
+            if constexpr (HAS_SCALES<C>) {
+                const v16 scales = stream.scales(stream.length + j, g);
+                for (long h = 0; h < group; h++)
+                    store(weights + h * PART, load(weights + h * PART) * scales);
+            }
             float *out = has.out + g * group * width;
             long d = 0;
             for (; width - d >= VALUES_AT_ONCE * LANES; d += VALUES_AT_ONCE * LANES)
@@ -217,10 +243,10 @@ static void attend_part(const Attention &call, const Stream<T> &stream, long key
 }
 
 // Joins the parts of one head in order, and divides by the total, which the head's ``sink`` is part
-// of: ``out`` [width].
-template <class T>
+// of. Calls ``put(column, vector)`` with the result [width].
+template <class Put>
 static void join_parts(const Partial *partials, const float *sums_, long parts, long heads,
-                       long width, float sink, T *out) {
+                       long width, float sink, Put put) {
     float best = sink;
     for (long p = 0; p < parts; p++) best = fmaxf(best, partials[p * heads].best);
     float factors[parts], total = sink == -INFINITY ? 0.0f : expf(sink - best);
@@ -233,7 +259,7 @@ static void join_parts(const Partial *partials, const float *sums_, long parts, 
         v16 value = splat(0.0f);
         for (long p = 0; p < parts; p++)
             if (factors[p] != 0.0f) value += factors[p] * load(sums_ + p * heads * width + d);
-        store(out + d, value / total);
+        put(d, value / total);
     }
 }
 

@@ -1,6 +1,5 @@
 // Attention of a row of several tokens (a chunk of a prompt), which packs its keys and values into
-// panels as matmul.h has them and multiplies with these. Queries and weights are rounded to the
-// cache's type; sums are float32.
+// panels as matmul.h has them and multiplies with these.
 #pragma once
 
 #include "paged_cache.h"
@@ -45,30 +44,47 @@ static inline void pack_values(const bf16 *first, const bf16 *second, long width
     }
 }
 
-// Packs the keys and values of 16 positions. Positions behind the row's end become 0.
-template <class T>
-static void pack_positions(const Attention &call, const Rows &rows, long row, long kv_head,
-                           Packed<T> &to, long tile) {
-    static const T nothing[WIDTH_MOST] = {};
-    const long width = call.width, depth = Packed<T>::depth(width), at = tile * PANEL;
-    T *panel = to.keys + at * depth;
-    if (depth > width) memset(panel, 0, PANEL * depth * sizeof(T));
-    const T *values[PANEL];
-    for (long lane = 0; lane < PANEL; lane++) {
-        const long position = to.origin + at + lane;
-        const bool is_own = position < to.end;
-        const long from = kv_head * width;
-        const T *key = nothing;
-        values[lane] = nothing;
-        if (is_own) {
-            key = at_position<T>(call.keys, call, rows, row, position) + from;
-            values[lane] = at_position<T>(call.values, call, rows, row, position) + from;
-        }
-        pack_key(key, width, panel, lane);
+// Returns a head's numbers in the type that they are computed with: they themselves, or what
+// ``room`` then has.
+template <class C, class Q>
+static inline const Q *as_computed(const C *numbers, const float *scale, long width, Q *room) {
+    if constexpr (std::is_same_v<C, Q>) {
+        return numbers;
+    } else {
+        const float factor = HAS_SCALES<C> ? *scale : 1.0f;
+        for (long d = 0; d < width; d += LANES) store(room + d, load(numbers + d) * factor);
+        return room;
     }
-    for (long lane = 0; lane < PANEL; lane += 2)
-        pack_values(values[lane], values[lane + 1], width,
-                    to.values + panel_index<T>(at + lane, 0), to.length * PANEL);
+}
+
+// Packs the keys and values of 16 positions. Positions behind the row's end become 0.
+template <class C, class Q = Computed<C>>
+static void pack_positions(const Attention &call, const Rows &rows, long row, long kv_head,
+                           Packed<Q> &to, long tile) {
+    static const Q nothing[WIDTH_MOST] = {};
+    const long width = call.width, depth = Packed<Q>::depth(width), at = tile * PANEL;
+    Q *panel = to.keys + at * depth;
+    if (depth > width) memset(panel, 0, PANEL * depth * sizeof(Q));
+    for (long lane = 0; lane < PANEL; lane += 2) {
+        Q room[2][WIDTH_MOST];
+        const Q *values[2] = {nothing, nothing};
+        for (long i = 0; i < 2; i++) {
+            const long position = to.origin + at + lane + i;
+            if (position >= to.end) {
+                pack_key(nothing, width, panel, lane + i);
+                continue;
+            }
+            const long place = slot_of(rows, row, position) * call.kv_heads + kv_head;
+            const C *keys = (const C *)call.keys, *numbers = (const C *)call.values;
+            pack_key(as_computed(keys + place * width, scale_at(call.key_scales, place), width,
+                                 room[i]),
+                     width, panel, lane + i);
+            values[i] = as_computed(numbers + place * width, scale_at(call.value_scales, place),
+                                    width, room[i]);
+        }
+        pack_values(values[0], values[1], width, to.values + panel_index<Q>(at + lane, 0),
+                    to.length * PANEL);
+    }
 }
 
 // Shapes scores [columns] in place, hides the columns before ``low`` and from ``high`` on, and
@@ -91,8 +107,8 @@ static v16 shape_and_mask(const Attention &call, float *scores, long columns, lo
 
 // Turns one query's scores of a part into weights, and rescales the query's sums so far. The query
 // sees positions before ``until``.
-template <class T>
-static void weigh_query(const Attention &call, Gathered<T> &has, long query, long position,
+template <class Q>
+static void weigh_query(const Attention &call, Gathered &has, long query, long position,
                         long until, long part, long columns) {
     float *scores = has.scores + query * PART;
     const long low = larger(first_visible(position, call.window) - part, 0);
@@ -103,7 +119,7 @@ static void weigh_query(const Attention &call, Gathered<T> &has, long query, lon
     v16 total = splat(0.0f);
     for (long j = 0; j < columns; j += LANES) {
         v16 weight = exp16(load(scores + j) - base);
-        store(has.weights + query * PART + j, weight);
+        store(has.weights<Q>() + query * PART + j, weight);
         total += weight;
     }
     const float keep = has.best[query] == -INFINITY ? 0.0f : expf(has.best[query] - base);
@@ -116,19 +132,20 @@ static void weigh_query(const Attention &call, Gathered<T> &has, long query, lon
 }
 
 // Computes ``count`` queries of one head, from position ``first`` on, which see its ``sink`` and the
-// positions before their ``untils``. They are float32 and ``ldq`` numbers apart in ``query``; their results are
-// ``ldo`` numbers apart in ``out``.
-template <class T>
-static void attend_queries(const Attention &call, const Packed<T> &packed, float sink, long first,
-                           const int64_t *untils, long count, const float *query, long ldq, T *out,
-                           long ldo, Gathered<T> &has) {
-    const long width = call.width, depth = Packed<T>::depth(width);
+// positions before their ``untils``. They are float32 and ``ldq`` numbers apart in ``query``. Calls
+// ``put(query, column, vector)`` with their results.
+template <class Q, class Put>
+static void attend_queries(const Attention &call, const Packed<Q> &packed, float sink, long first,
+                           const int64_t *untils, long count, const float *query, long ldq,
+                           Gathered &has, Put put) {
+    const long width = call.width, depth = Packed<Q>::depth(width);
     const long vectors = (width + LANES - 1) / LANES;
-    memset(has.query, 0, QUERIES * depth * sizeof(T));
+    Q *own = has.query<Q>();
+    memset(own, 0, QUERIES * depth * sizeof(Q));
     memset(has.out, 0, QUERIES * vectors * LANES * sizeof(float));
     for (long i = 0; i < count; i++) {
         for (long d = 0; d < width; d += LANES)
-            store(has.query + i * depth + d, load(query + i * ldq + d));
+            store(own + i * depth + d, load(query + i * ldq + d));
         has.best[i] = sink;
         has.total[i] = sink == -INFINITY ? 0.0f : 1.0f;
     }
@@ -139,16 +156,16 @@ static void attend_queries(const Attention &call, const Packed<T> &packed, float
         const long seen = smaller(PART, last - part + 1);
         const long columns = (seen + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
         const long at = part - packed.origin;
-        multiply(has.query, depth, count, packed.keys + at * depth, PANEL * depth,
-                 columns / PANEL, 0, depth, has.scores, PART, false);
+        multiply(own, depth, count, packed.keys + at * depth, PANEL * depth, columns / PANEL, 0,
+                 depth, has.scores, PART, false);
         for (long i = 0; i < count; i++)
-            weigh_query<T>(call, has, i, first + i, untils[i], part, columns);
-        multiply(has.weights, PART, count, packed.values + at * PANEL, packed.length * PANEL,
+            weigh_query<Q>(call, has, i, first + i, untils[i], part, columns);
+        multiply(has.weights<Q>(), PART, count, packed.values + at * PANEL, packed.length * PANEL,
                  vectors, 0, columns, has.out, vectors * LANES, true);
     }
     for (long i = 0; i < count; i++)
         for (long d = 0; d < width; d += LANES)
-            store(out + i * ldo + d, load(has.out + i * vectors * LANES + d) / has.total[i]);
+            put(i, d, load(has.out + i * vectors * LANES + d) / has.total[i]);
 }
 
 }  // namespace triolet

@@ -1,7 +1,7 @@
 // The whole forward of a Llama-like decoder, computed by one team.
 //
 // Rule 1: the residual stream, sums, norms and rotary embeddings are float32 in every dtype. The
-// inputs of products and the cache are in the model's dtype. Rule 2: the result of a row does not
+// inputs of products are in the model's dtype, and the cache in its own. Rule 2: the result of a row does not
 // depend on the other rows (see matmul.h and attention.h).
 //
 // This file is long because all parts of a layer work on one set of buffers.
@@ -69,7 +69,6 @@ struct Step {
 };
 
 // Counts a step's decodes and takes the memory of their plan.
-template <class T>
 static void lay_out_plan(Allotment &from, const Attention &call, const Rows &rows,
                          AttentionPlan &plan) {
     plan.tasks = nullptr;
@@ -77,7 +76,9 @@ static void lay_out_plan(Allotment &from, const Attention &call, const Rows &row
     plan.tasks = from.take<DecodeTask>(plan.num_tasks);
     plan.partials = from.take<Partial>(plan.num_parts * call.heads);
     plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
-    plan.packed_size = packed_bytes<T>(call, rows);
+    plan.packed_size = with_cache(call, [&](auto *type) {
+        return packed_bytes<Computed<std::remove_pointer_t<decltype(type)>>>(call, rows);
+    });
     plan.packed = from.take<char>(plan.packed_size);
 }
 
@@ -140,7 +141,7 @@ struct Buffers {
     Scratch *scratch;     // [num_threads]
     char *rounded;        // shared by all threads
     Routing<T> routing;
-    Gathered<T> *gathered;
+    Gathered *gathered;
     AttentionPlan plan;
     bool *has_failed;  // whether the sum of a branch over the ranks has failed
 
@@ -161,9 +162,9 @@ struct Buffers {
         scratch = from.take<Scratch>(step.num_threads);
         rounded = from.take<char>(most_rounded_bytes(model, rows));
         lay_out_routing<T>(from, model, rows, normed_depth, routing);
-        gathered = from.take<Gathered<T>>(step.num_threads);
+        gathered = from.take<Gathered>(step.num_threads);
         shrunk = from.take<T>(step.rows.num_tokens * step.shrunk_width);
-        lay_out_plan<T>(from, call, step.rows, plan);
+        lay_out_plan(from, call, step.rows, plan);
     }
 
     void clear_padding(const Step &step) {
@@ -296,7 +297,7 @@ static void prepare_attention(const Model &model, const Layer &layer, const Step
         float *key = query + call.heads * call.width, *value = key + call.kv_heads * call.width;
         prepare_heads(layer, step, model.eps, token, query, layer.query_norm, call.heads);
         prepare_heads(layer, step, model.eps, token, key, layer.key_norm, call.kv_heads);
-        write_token<T>(call, step.rows, token, key, value);
+        write_token(call, step.rows, token, key, value);
     });
 }
 
@@ -472,7 +473,7 @@ static void gather_kept(const Model &model, const Step &step, float *residual, T
 // ``residual`` behind those of ``keep`` then hold arbitrary numbers.
 template <class T>
 static void run_layer(const Model &model, long index, const Step &step, const Buffers<T> &has,
-                      Scratch &scratch, Gathered<T> &gathered) {
+                      Scratch &scratch, Gathered &gathered) {
     const Layer &layer = model.layers[index];
     const bool is_last = index + 1 == model.num_layers;
     const long product = index * PRODUCTS_OF_LAYER;
@@ -489,8 +490,8 @@ static void run_layer(const Model &model, long index, const Step &step, const Bu
         prepare_attention(model, layer, step, has);
     if (is_last && !step.num_kept) return;
     if (!is_convolved)
-        attend<T>(layer.attention, step.rows, has.plan, has.qkv, has.qkv_width, has.attended,
-                  has.attended_depth, gathered);
+        attend(layer.attention, step.rows, has.plan, has.qkv, has.qkv_width,
+               {has.attended, has.attended_depth}, gathered);
     T *mixed = is_convolved ? has.normed : has.attended;
     const long mixed_depth = is_convolved ? has.normed_depth : has.attended_depth;
     if (is_last) {
@@ -557,7 +558,7 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
     Team::run((int)step.num_threads, [&] {
         Scratch &scratch = has.scratch[member_index()];
         scratch.rounded = has.rounded;
-        Gathered<T> &gathered = has.gathered[member_index()];
+        Gathered &gathered = has.gathered[member_index()];
         embed<T>(model, step, has.residual);
         take_images(model, step, 0, has.residual);
         for (long i = 0; i < model.num_layers; i++) {

@@ -1,4 +1,4 @@
-// Vectors of 16 floats, and the type bfloat16.
+// Vectors of 16 floats, and the types bfloat16 and IEEE's half precision.
 //
 // Rule 1: everything that depends on the processor is in files whose names begin with "simd": here,
 // in simd_products.h and in simd_amx.h. On a processor without any of these features, the compiler's
@@ -60,6 +60,12 @@ typedef Lanes<uint8_t, 64, REGISTER> b64;
 struct bf16 {
     uint16_t bits;
 };
+
+struct f16 {  // IEEE's half precision
+    uint16_t bits;
+};
+
+constexpr float F16_MOST = 65504.0f;
 
 constexpr int LANES = 16;
 
@@ -155,6 +161,44 @@ TRIOLET_INLINE v16 load(const float *from) { return load_as<v16>(from); }
 
 TRIOLET_INLINE v16 load(const bf16 *from) { return (v16)(widen(from) << 16); }
 
+TRIOLET_INLINE v16 load(const f16 *from) {
+#if defined(__AVX512F__)
+    return (v16)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return v16::each([=](int i) {
+        return (v16::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + i));
+    });
+#elif defined(TRIOLET_NEON)
+    return v16::each([=](int i) {
+        return (v16::Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits + 4 * i)));
+    });
+#else
+    u16v half = widen(from);
+    u16v rest = half & 0x7fff;
+    v16 magnitude = (v16)(rest << 13) * 0x1p112f;  // exact, also below the normal numbers
+    u16v beyond = (u16v)(rest > 0x7bff) & 0x7f800000;  // infinity, or a NaN
+    return (v16)((u16v)magnitude | beyond | (half & 0x8000) << 16);
+#endif
+}
+
+// Converts 16 bytes.
+TRIOLET_INLINE v16 load(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
+#elif defined(__AVX2__)
+    return v16::each([=](int i) {
+        const __m128i own = _mm_loadl_epi64((const __m128i *)(from + 8 * i));
+        return (v16::Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(own));
+    });
+#else
+    return v16::each([=](int i) {
+        Bytes own;
+        memcpy(&own, from + i * sizeof own, sizeof own);
+        return __builtin_convertvector(own, v16::Part);
+    });
+#endif
+}
+
 // Copies a vector to memory.
 template <class V>
 TRIOLET_INLINE void store_as(void *to, V value) {
@@ -189,6 +233,15 @@ static inline float to_float(bf16 value) {
     return wide;
 }
 
+static inline float to_float(f16 value) {
+    uint32_t bits = (uint32_t)(value.bits & 0x7fff) << 13;
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude *= 0x1p112f;
+    if ((value.bits & 0x7fff) > 0x7bff) magnitude = value.bits & 0x3ff ? NAN : INFINITY;
+    return value.bits & 0x8000 ? -magnitude : magnitude;
+}
+
 static inline void store_one(float *to, float value) { *to = value; }
 
 static inline void store_one(bf16 *to, float value) {
@@ -209,6 +262,36 @@ TRIOLET_INLINE v16 max16(v16 a, v16 b) {
     return v16::each([=](int i) { return (v16::Part)_mm256_max_ps(a.part[i], b.part[i]); });
 #else
     return pick(a > b, a, b);
+#endif
+}
+
+// Rounds to the nearest number, ties to even. A finite number that is too large becomes the largest.
+TRIOLET_INLINE void store(f16 *to, v16 value) {
+    const v16 least = splat(-F16_MOST);
+    const i16v is_finite = ((i16v)value & 0x7fffffff) < 0x7f800000;
+    value = pick(is_finite, -max16(least, -max16(least, value)), value);
+#if defined(__AVX512F__)
+    const __m256i own = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(to, &own, sizeof own);
+#elif defined(__AVX2__) && defined(__F16C__)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i *)to + i,
+                         _mm256_cvtps_ph((__m256)value.part[i], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(TRIOLET_NEON)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        vst1_u16(&to->bits + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(value.part[i])));
+#else
+    const u16v bits = (u16v)value & 0x7fffffff;
+    // Below the normal numbers, an addition rounds; otherwise the carry into the kept bits does.
+    const u16v small = (u16v)((v16)bits + 0.5f) - 0x3f000000;
+    const u16v normal = (bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13;
+    const i16v is_small = (i16v)bits < 0x38800000;
+    u16v half = (u16v)pick(is_small, (v16)small, (v16)normal);
+    half = (u16v)pick(is_finite, (v16)half, (v16)splat((uint32_t)0x7c00));
+    half |= (u16v)(value != value) & 0x200;
+    store_narrow(to, half | (((u16v)value >> 16) & 0x8000));
 #endif
 }
 
@@ -385,33 +468,6 @@ TRIOLET_INLINE int32_t sum(i16v value) {
     for (int i = 0; i < LANES; i++) total += own[i];
     return total;
 #endif
-}
-
-// Converts 16 finite numbers of IEEE's half precision.
-TRIOLET_INLINE v16 load_half(const uint16_t *from) {
-#if defined(__AVX512F__)
-    return (v16)_mm512_cvtph_ps(load_as<__m256i>(from));
-#elif defined(__AVX2__) && defined(__F16C__)
-    return v16::each([=](int i) {
-        return (v16::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + i));
-    });
-#elif defined(TRIOLET_NEON)
-    return v16::each([=](int i) {
-        return (v16::Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + 4 * i)));
-    });
-#else
-    u16v half = widen(from);
-    v16 magnitude = (v16)((half & 0x7fff) << 13) * 0x1p112f;  // exact, also below the normal numbers
-    return (v16)((u16v)magnitude | (half & 0x8000) << 16);
-#endif
-}
-
-static inline float to_float_of_half(uint16_t half) {
-    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
-    float magnitude;
-    memcpy(&magnitude, &bits, sizeof magnitude);
-    magnitude *= 0x1p112f;
-    return half & 0x8000 ? -magnitude : magnitude;
 }
 
 // Tells the processor that its thread spins.

@@ -105,6 +105,14 @@ constexpr int KEYS_AT_ONCE = 4, VALUES_AT_ONCE = 2;
 
 // --- pairs of bfloat16 --------------------------------------------------------------------------
 
+// Whether the processor multiplies pairs of bfloat16.
+#if defined(__AVX512BF16__) || \
+    (defined(TRIOLET_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+constexpr bool MULTIPLIES_PAIRS = true;
+#else
+constexpr bool MULTIPLIES_PAIRS = false;
+#endif
+
 // Adds the products of 16 pairs with 16 others to 16 sums, both products of a pair to the same sum.
 TRIOLET_INLINE v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 #if defined(__AVX512BF16__)

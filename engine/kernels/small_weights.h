@@ -222,14 +222,14 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
 #pragma GCC unroll 4
         for (int n = 0; n < PANELS; n++) {
             const long at = (n * w.groups + group) * PANEL;
-            const v16 scale = load_half(w.scales + at);
+            const v16 scale = load((const f16 *)w.scales + at);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
                 sums.set(m, n,
                          multiply_add(to_floats(whole.total(m, n, start(m))),
                                       scale * row_scales[m * blocks + index], sums.get(m, n)));
             if (!w.offsets) continue;
-            const v16 offset = load_half(w.offsets + at);
+            const v16 offset = load((const f16 *)w.offsets + at);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
                 sums.set(m, n,
@@ -338,8 +338,8 @@ static inline float small_weight(const Linear &linear, long output, long input) 
     } else {
         number = (int8_t)(weight[first + (input / 4 * PANEL + lane) * 4 + input % 4] - ZERO);
     }
-    const float value = to_float_of_half(linear.scales[at]) * (float)number;
-    return linear.offsets ? value + to_float_of_half(linear.offsets[at]) : value;
+    const float value = to_float(((const f16 *)linear.scales)[at]) * (float)number;
+    return linear.offsets ? value + to_float(((const f16 *)linear.offsets)[at]) : value;
 }
 
 }  // namespace triolet

@@ -9,13 +9,12 @@ namespace triolet {
 struct AttentionMemory {
     AttentionPlan plan;
     float *queries;  // [num_tokens][heads x width]
-    void *gathered;  // [num_threads]
+    Gathered *gathered;  // [num_threads]
 
-    template <class T>
     void lay_out(Allotment &from, const Attention &call, const Rows &rows, long num_threads) {
-        lay_out_plan<T>(from, call, rows, plan);
+        lay_out_plan(from, call, rows, plan);
         queries = from.take<float>(rows.num_tokens * call.heads * call.width);
-        gathered = from.take<Gathered<T>>(num_threads);
+        gathered = from.take<Gathered>(num_threads);
     }
 };
 
@@ -26,20 +25,20 @@ static int run_attention(const Attention &call, const Rows &rows, const T *query
     if (!rows_fit(rows)) return OUT_OF_BOUNDS;
     AttentionMemory has;
     Allotment needed{nullptr}, given{nullptr};
-    has.lay_out<T>(needed, call, rows, num_threads);
+    has.lay_out(needed, call, rows, num_threads);
     if (!arena.reserve(needed.used)) return NO_MEMORY;
     given.memory = arena.memory;
-    has.lay_out<T>(given, call, rows, num_threads);
+    has.lay_out(given, call, rows, num_threads);
     list_decodes(rows, has.plan);
     const long own = call.heads * call.width, kept = call.kv_heads * call.width;
     Team::run((int)num_threads, [&] {
-        Gathered<T> &gathered = ((Gathered<T> *)has.gathered)[member_index()];
+        Gathered &gathered = has.gathered[member_index()];
         share_evenly(rows.num_tokens, [&](long token) {
             for (long d = 0; d < own; d += LANES)
                 store(has.queries + token * own + d, load(query + token * own + d));
-            write_token<T>(call, rows, token, key + token * kept, value + token * kept);
+            write_token(call, rows, token, key + token * kept, value + token * kept);
         });
-        attend<T>(call, rows, has.plan, has.queries, own, out, own, gathered);
+        attend(call, rows, has.plan, has.queries, own, {out, own}, gathered);
     });
     return DONE;
 }

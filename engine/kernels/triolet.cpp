@@ -133,8 +133,8 @@ int triolet_step(int64_t kind, const Model *model, const Step *step, void *arena
                 : run_step<float>(*model, *step, *(Arena *)arena);
 }
 
-// Computes the attention of one layer for stock modules. Each tensor is [num_tokens][heads][width]
-// in the cache's dtype. Returns a `Status`.
+// Computes the attention of one layer for stock modules. Each tensor is [num_tokens][heads][width].
+// Returns a `Status`.
 int triolet_attend(int64_t kind, const Attention *call, const Rows *rows, const void *query,
                    const void *key, const void *value, void *out, int64_t num_threads,
                    void *arena) {

@@ -220,7 +220,7 @@ def test_a_place_of_an_image_outside_its_bounds_refuses_the_step(zoo):
 
 
 def test_a_block_outside_the_cache_refuses_the_attention_of_a_stock_module():
-    case = attention.make_case(1, (4, 2, 64), FLOAT32, [(20, 1), (0, 33)])
+    case = attention.make_case(1, (4, 2, 64), (FLOAT32, FLOAT32), [(20, 1), (0, 33)])
     backend = attention.NativeBackend(native.load())
     good = attention.attend(backend, case, AttentionCall(0, 0.125))
     before = [tensor.clone() for tensor in (*case.cache.keys, *case.cache.values)]

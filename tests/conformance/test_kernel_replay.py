@@ -40,6 +40,26 @@ FAULTS = {  # a file, one of its lines, and the fault that replaces the line
         "if (linear.table[i] != i - CENTRE) return false;",
         "if (false) return false;",
     ),
+    "values have the scales of keys": (
+        "attention_decode.h",
+        "scales_at[length + j] = call.value_scales + place;",
+        "scales_at[length + j] = call.key_scales + place;",
+    ),
+    "a chunk's keys have the scales of their position's first head": (
+        "attention_prefill.h",
+        "scale_at(call.key_scales, place)",
+        "scale_at(call.key_scales, place - kv_head)",
+    ),
+    "int8 is rounded to even numbers only": (
+        "paged_cache.h",
+        "store_bytes(to + i, to_integers(number));",
+        "store_bytes(to + i, (i16v)((u16v)to_integers(number) & 0xfffffffeu));",
+    ),
+    "numbers are written a thousandth too large": (
+        "paged_cache.h",
+        "for (long i = 0; i < width; i += LANES) store(to + i, load(from + i));",
+        "for (long i = 0; i < width; i += LANES) store(to + i, load(from + i) * 1.001f);",
+    ),
 }
 
 
@@ -110,4 +130,5 @@ def test_a_planted_fault_is_found(cases, driver, tmp_path, fault):
     library = kernel_cases.build_library(native.find_compiler(), flags, tmp_path / "k.so", copy)
     done = kernel_cases.replay(driver, library, cases)
     assert done.returncode == 1, done.stdout
-    assert " bits, " in done.stdout
+    wanted = " bits, " if name in ("triolet.cpp", "small_weights.h") else "attention, "
+    assert wanted in done.stdout

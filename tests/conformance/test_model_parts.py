@@ -63,7 +63,7 @@ def test_auto_picks_the_best_device_there_is_and_the_cpu_can_always_be_asked_for
 def test_a_block_costs_the_sum_over_layers():
     spec = RunnerSpec("m", block_size=4, kv_bytes=10_000, max_num_seqs=100)
     # Bytes of a block: (2 × 2 × 8 + 2 × 1 × 16) numbers of 2 bytes for 4 tokens.
-    pool = size_pool(spec, SHAPES, 2, 64)
+    pool = size_pool(spec, SHAPES, torch.bfloat16, 64)
     assert pool.bytes_per_block == 512
     assert (pool.num_blocks, pool.max_model_len) == (19, 64)
     assert pool.num_bytes == 19 * 512
@@ -85,46 +85,53 @@ def test_the_default_pool_depends_on_the_weights_the_context_and_the_memory(case
     """A token takes 128 bytes of it."""
     limit, weights, context, seqs, budget = case
     spec = RunnerSpec("m", memory_limit=limit, max_num_seqs=seqs)
-    pool = size_pool(spec, SHAPES, 2, context, weight_bytes=weights)
+    pool = size_pool(spec, SHAPES, torch.bfloat16, context, weight_bytes=weights)
     assert pool.num_bytes == budget
     assert pool.max_model_len == min(context, budget // 128)
 
 
 def test_the_default_pool_of_a_rank_is_its_part():
-    whole = size_pool(RunnerSpec("m", memory_limit=8 << 30), SHAPES, 2, 1 << 20, 0, 1 << 30)
+    whole = size_pool(
+        RunnerSpec("m", memory_limit=8 << 30), SHAPES, torch.bfloat16, 1 << 20, 0, 1 << 30
+    )
     half = (LayerShape(1, 8), LayerShape(1, 8))
-    rank = size_pool(RunnerSpec("m", memory_limit=8 << 30, tp=2), half, 2, 1 << 20, 0, 1 << 29)
+    rank = size_pool(
+        RunnerSpec("m", memory_limit=8 << 30, tp=2), half, torch.bfloat16, 1 << 20, 0, 1 << 29
+    )
     assert (rank.num_blocks, 2 * rank.num_bytes) == (whole.num_blocks, whole.num_bytes)
 
 
 def test_the_default_pool_holds_one_context_beside_states():
     """Of which up to half is for states."""
     spec = RunnerSpec("m", memory_limit=1 << 20, max_num_seqs=64)
-    pool = size_pool(spec, SHAPES, 2, 1024, 600, 1)
+    pool = size_pool(spec, SHAPES, torch.bfloat16, 1024, 600, 1)
     assert pool.max_model_len == 1024
-    large = size_pool(spec, SHAPES, 2, 64, 50_000, 1)
+    large = size_pool(spec, SHAPES, torch.bfloat16, 64, 50_000, 1)
     assert (large.num_states, large.max_model_len) == (2, 64)
 
 
 def test_the_arithmetic_counts_a_partly_used_last_block():
     fields = {"block_size": 4, "max_model_len": 9, "max_num_seqs": 1}
-    assert size_pool(RunnerSpec("m", kv_bytes=3 * 512, **fields), SHAPES, 2, 9).num_blocks == 3
+    assert (
+        size_pool(RunnerSpec("m", kv_bytes=3 * 512, **fields), SHAPES, torch.bfloat16, 9).num_blocks
+        == 3
+    )
     with pytest.raises(Refusal, match="needs 3 blocks"):
-        size_pool(RunnerSpec("m", kv_bytes=3 * 512 - 1, **fields), SHAPES, 2, 9)
+        size_pool(RunnerSpec("m", kv_bytes=3 * 512 - 1, **fields), SHAPES, torch.bfloat16, 9)
 
 
 def test_up_to_half_of_the_pool_is_for_states():
     fields = {"block_size": 4, "kv_bytes": 10_000}
-    few = size_pool(RunnerSpec("m", max_num_seqs=3, **fields), SHAPES, 2, 64, 600)
+    few = size_pool(RunnerSpec("m", max_num_seqs=3, **fields), SHAPES, torch.bfloat16, 64, 600)
     assert (few.num_states, few.num_blocks) == (6, (10_000 - 6 * 600) // 512)
-    many = size_pool(RunnerSpec("m", max_num_seqs=100, **fields), SHAPES, 2, 32, 600)
+    many = size_pool(RunnerSpec("m", max_num_seqs=100, **fields), SHAPES, torch.bfloat16, 32, 600)
     assert (many.num_states, many.num_blocks) == (8, (10_000 - 8 * 600) // 512)
     assert many.num_bytes == many.num_blocks * 512 + 8 * 600
     assert few.new_state_bytes == 6 * 600
     with pytest.raises(Refusal, match="less than the 6,000 bytes that the states"):
-        size_pool(RunnerSpec("m", **fields), SHAPES, 2, 64, 6_000)
+        size_pool(RunnerSpec("m", **fields), SHAPES, torch.bfloat16, 64, 6_000)
     with pytest.raises(Refusal, match="none of its layers has attention"):
-        size_pool(RunnerSpec("m", **fields), [], 2, 64, 600)
+        size_pool(RunnerSpec("m", **fields), [], torch.bfloat16, 64, 600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,19 +141,23 @@ def test_written_values_are_read_back(dtype):
     for layer, shape in enumerate(SHAPES):
         key, value = torch.randn(2, 3, shape.num_kv_heads, shape.head_dim).to(dtype)
         cache.write(layer, slots, key, value)
-        keys, values = cache.read(layer, slots.flip(0)[:, None])
+        keys, values = cache.read(layer, slots.flip(0)[:, None], dtype)
         assert torch.equal(keys[:, 0], key.flip(0))
         assert torch.equal(values[:, 0], value.flip(0))
         assert torch.equal(cache.keys[layer][5, 3], key[0])
 
 
-def test_blocks_are_copied_as_if_all_at_once():
-    cache = make_cache()
-    for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(torch.arange(6.0)[:, None, None, None].expand(tensor.shape))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_blocks_are_copied_as_if_all_at_once(dtype):
+    """With their scales."""
+    cache = make_cache(dtype=dtype)
+    tensors = (*cache.keys, *cache.values, *cache.scales[0], *cache.scales[1])
+    assert len(tensors) == len(SHAPES) * (4 if dtype is torch.int8 else 2)
+    for tensor in tensors:
+        tensor.copy_(torch.arange(6.0).view(6, *[1] * (tensor.dim() - 1)).expand(tensor.shape))
     cache.copy_blocks([(0, 1), (1, 0), (2, 5)])
-    for tensor in (*cache.keys, *cache.values):
-        assert tensor[:, 0, 0, 0].tolist() == [1, 0, 2, 3, 4, 2]
+    for tensor in tensors:
+        assert tensor.flatten(1)[:, 0].tolist() == [1, 0, 2, 3, 4, 2]
     cache.copy_blocks([])
 
 

@@ -1,7 +1,7 @@
 """The compiled attention equals the reference (D12).
 
 Compared for every head width and grouping, windows, soft caps, contexts of several parts, and
-chunks beside decodes, in float32 and bfloat16.
+chunks beside decodes, in float32 and bfloat16, over caches of every dtype.
 """
 
 import random
@@ -26,8 +26,23 @@ SHAPES = [
     *((4, 4, 16), (4, 2, 64), (9, 3, 64), (14, 2, 64), (12, 1, 32), (2, 1, 80), (3, 1, 256)),
     *((40, 1, 32), (36, 12, 48), (40, 40, 16)),
 ]
-# The error of a weighted mean of numbers near 1 that comes from each dtype's rounding.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+# The dtype of queries and results, that of the cache, and the error of a weighted mean of numbers
+# near 1 that comes from rounding queries, weights and results. What the cache rounds, the reference
+# rounds alike.
+TOLERANCE = {
+    (torch.float32, torch.float32): 2e-6,
+    (torch.float32, torch.float16): 2e-6,
+    (torch.float32, torch.int8): 2e-6,
+    (torch.float32, torch.bfloat16): 1.2e-2,
+    (torch.bfloat16, torch.bfloat16): 1.2e-2,
+    (torch.bfloat16, torch.int8): 1.2e-2,
+    (torch.bfloat16, torch.float32): 1.2e-2,
+}
+
+
+def named(dtypes):
+    """Return the dtypes' names."""
+    return " ".join(str(one).removeprefix("torch.") for one in dtypes)
 
 
 @dataclass
@@ -41,25 +56,27 @@ class Case:
     value: torch.Tensor
 
 
-def make_case(seed, shape, dtype, lengths, block_size=16, wholes=()):
+def make_case(seed, shape, dtypes, lengths, block_size=16, wholes=()):
     """Return a case. ``lengths`` has (start, count) of each row, ``wholes`` the spans of tokens
     that see each other. Unwritten slots hold NaN."""
+    dtype, of_cache = dtypes
     heads, kv_heads, width = shape
     rng = random.Random(seed)
     torch.manual_seed(seed)
     tables, starts, counts = [], [start for start, _ in lengths], [count for _, count in lengths]
     num_blocks = sum(-(-(start + count) // block_size) for start, count in lengths) + 2
-    cache = KvCache([LayerShape(kv_heads, width)], num_blocks, block_size, dtype=dtype, device=CPU)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.fill_(float("nan"))
+    kv = LayerShape(kv_heads, width)
+    cache = KvCache([kv], num_blocks, block_size, dtype=of_cache, device=CPU)
+    for tensor in cache._tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 101)
     free = rng.sample(range(num_blocks), num_blocks)
     for start, count in lengths:
         blocks = -(-(start + count) // block_size)
         tables.append(np.array([free.pop() for _ in range(blocks)]))
         slots = [int(tables[-1][p // block_size]) * block_size + p % block_size
                  for p in range(start)]  # fmt: skip
-        for tensor in (*cache.keys, *cache.values):
-            tensor.flatten(0, 1)[slots] = torch.randn(start, kv_heads, width).to(dtype)
+        past = torch.randn(2, start, kv_heads, width).to(dtype)
+        cache.write(0, torch.tensor(slots, dtype=torch.int64), *past)
     rows = pack(starts, counts, tables, block_size, wholes)
     numbers = [
         torch.randn(rows.num_tokens, n, width).to(dtype) for n in (heads, kv_heads, kv_heads)
@@ -67,10 +84,11 @@ def make_case(seed, shape, dtype, lengths, block_size=16, wholes=()):
     return Case(cache, rows, *numbers)
 
 
-def copied(cache, dtype):
-    own = KvCache(cache.shapes, cache.num_blocks, cache.block_size, dtype=dtype, device=CPU)
-    for to, source in zip((*own.keys, *own.values), (*cache.keys, *cache.values), strict=True):
-        to.copy_(source)
+def copied(cache):
+    """Return the same cache in float64."""
+    own = KvCache(cache.shapes, cache.num_blocks, cache.block_size, dtype=torch.float64, device=CPU)
+    every = torch.arange(cache.num_blocks * cache.block_size)
+    own.write(0, every, *cache.read(0, every, torch.float64))
     return own
 
 
@@ -80,9 +98,13 @@ def attend(backend, case, call):
 
 
 def in_float64(case, call):
-    """Return the reference's attention for a case, computed in float64."""
-    wide = Case(copied(case.cache, torch.float64), case.rows,
-                case.query.double(), case.key.double(), case.value.double())  # fmt: skip
+    """Return the reference's attention for a case, computed in float64 with keys and values as the
+    cache rounds them."""
+    scratch = KvCache(case.cache.shapes, len(case.key), 1, dtype=case.cache.dtype, device=CPU)
+    each = torch.arange(len(case.key))
+    scratch.write(0, each, case.key, case.value)
+    rounded = scratch.read(0, each, torch.float64)
+    wide = Case(copied(case.cache), case.rows, case.query.double(), *rounded)
     return attend(ReferenceBackend(), wide, call)
 
 
@@ -98,52 +120,52 @@ def backend(request):
 MIXED = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (511, 1), (512, 1), (1100, 1), (530, 40)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
 @pytest.mark.parametrize("window", [None, 24, 600])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sinks_take_their_share(backend, shape, window, dtype):
+def test_sinks_take_their_share(backend, shape, window, dtypes):
     """The sinks lie from far below all scores to far above them."""
-    case = make_case(2, shape, dtype, MIXED)
-    sinks = torch.linspace(-60.0, 60.0, shape[0]).to(dtype)
+    case = make_case(2, shape, dtypes, MIXED)
+    sinks = torch.linspace(-60.0, 60.0, shape[0]).to(dtypes[0])
     call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, sinks=sinks)
     out, wanted = attend(backend, case, call).double(), in_float64(case, call)
     assert out.isfinite().all()
-    torch.testing.assert_close(out, wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=5 * TOLERANCE[dtypes])
     bare = attend(backend, case, replace(call, sinks=None)).double()
     assert (bare - out).norm() > 0.1 * bare.norm()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 24, 600])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_result_is_the_references_in_float64(backend, shape, window, softcap, dtype):
-    case = make_case(1, shape, dtype, MIXED)
+def test_the_result_is_the_references_in_float64(backend, shape, window, softcap, dtypes):
+    case = make_case(1, shape, dtypes, MIXED)
     call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, softcap)  # scores spread by about 2
     wanted = in_float64(case, call)
     out = attend(backend, case, call)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    assert out.dtype == dtypes[0]
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5 * TOLERANCE[dtypes])
     error = (out.double() - wanted).norm() / wanted.norm()
-    assert error < TOLERANCE[dtype]
+    assert error < TOLERANCE[dtypes]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
 @pytest.mark.parametrize("seed", range(10))
-def test_random_rows_and_blocks(backend, seed, dtype):
+def test_random_rows_and_blocks(backend, seed, dtypes):
     rng = random.Random(seed)
     shape = rng.choice(SHAPES)
     lengths = [(rng.choice([0, rng.randint(0, 900)]), rng.choice([1, 1, 2, 31, 32, 33, 200]))
                for _ in range(rng.randint(1, 9))]  # fmt: skip
-    case = make_case(seed, shape, dtype, lengths, rng.choice([1, 4, 16, 32]))
+    case = make_case(seed, shape, dtypes, lengths, rng.choice([1, 4, 16, 32]))
     call = AttentionCall(0, shape[2] ** -0.5, rng.choice([None, 5, 100]), None)
     out, wanted = attend(backend, case, call).double(), in_float64(case, call)
-    torch.testing.assert_close(out, wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=5 * TOLERANCE[dtypes])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
 @pytest.mark.parametrize("seed", range(10))
-def test_tokens_of_an_image_see_each_other(backend, seed, dtype):
+def test_tokens_of_an_image_see_each_other(backend, seed, dtypes):
     """Images in long and short rows are masked as by transformers, one across the border between
     two parts of a context. A window bounds only the tokens before an image's token."""
     rng = random.Random(seed)
@@ -154,16 +176,16 @@ def test_tokens_of_an_image_see_each_other(backend, seed, dtype):
         wholes.append((begin, rng.randint(begin + 1, first + count)))
         first += count
     shape, window = rng.choice(SHAPES), rng.choice([None, 7, 100])
-    case = make_case(seed, shape, dtype, lengths, wholes=wholes)
+    case = make_case(seed, shape, dtypes, lengths, wholes=wholes)
     call = AttentionCall(0, shape[2] ** -0.5, window, None)
     wanted = in_float64(case, call)
     out = attend(backend, case, call)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5 * TOLERANCE[dtypes])
     torch.testing.assert_close(wanted, masked(case, call, wholes), rtol=0, atol=1e-9)
     causal = Case(case.cache, replace(case.rows, untils=case.rows.positions + 1),
                   case.query, case.key, case.value)  # fmt: skip
     if any(end - begin > 1 for begin, end in wholes):
-        assert not torch.allclose(attend(backend, causal, call), out, atol=5 * TOLERANCE[dtype])
+        assert not torch.allclose(attend(backend, causal, call), out, atol=5 * TOLERANCE[dtypes])
 
 
 def masked(case, call, wholes):
@@ -176,7 +198,7 @@ def masked(case, call, wholes):
     for row, end in enumerate(rows.ends.tolist()):
         low, high = int(rows.offsets[row]), int(rows.offsets[row + 1])
         slots = torch.from_numpy(rows.slots_at(np.array([row]), np.arange(end)[None]))
-        keys, values = (one[0].double() for one in case.cache.read(0, slots))
+        keys, values = (one[0] for one in case.cache.read(0, slots, torch.float64))
         images = np.concatenate((np.full(end - (high - low), -1), image[low:high]))
         q, k = np.arange(end - (high - low), end)[:, None], np.arange(end)[None]
         both = (images[k] == images[q]) & (images[q] >= 0)
@@ -191,13 +213,13 @@ def masked(case, call, wholes):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (36, 12, 48), (40, 40, 16)], ids=str)
-def test_a_row_does_not_depend_on_the_rows_beside_it(backend, shape, window, dtype):
+def test_a_row_does_not_depend_on_the_rows_beside_it(backend, shape, window, dtypes):
     """A row's result is the same to the last bit, whatever rows or chunks are beside it, and
     whether a task computes one key head or all."""
-    case = make_case(3, shape, dtype, MIXED)
+    case = make_case(3, shape, dtypes, MIXED)
     call = AttentionCall(0, 0.125, window, None)
     together = attend(backend, case, call)
     rows = case.rows
@@ -209,18 +231,28 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(backend, shape, window, dty
         assert torch.equal(attend(backend, own, call), together[low:high])
 
 
-def test_a_value_that_is_not_finite_stays_so_in_its_row_only(backend):
-    case = make_case(4, (4, 2, 64), torch.float32, [(40, 1), (0, 20), (60, 1)])
-    case.query[0, 1, 3] = float("nan")
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_a_number_that_is_not_finite_makes_its_row_alone_not_finite(backend, which, dtypes):
+    case = make_case(4, (4, 2, 64), dtypes, [(40, 1), (0, 20), (60, 1)])
+    getattr(case, which)[0, 1, 3] = float("nan")
     out = attend(backend, case, AttentionCall(0, 0.1, None, None))
-    assert out[0, 1].isnan().all()
-    out[0, 1] = 0.0
+    of_row = out[0, 1] if which == "query" else out[0, 2:]
+    assert of_row.isnan().any(-1).all()
+    out[0] = 0.0
     assert out.isfinite().all()
 
 
-def test_keys_and_values_are_written_where_the_slots_say(backend):
-    case = make_case(5, (4, 2, 64), torch.bfloat16, [(3, 5), (31, 1)])
+@pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
+def test_keys_and_values_are_written_where_the_slots_say(backend, dtypes):
+    """And rounded as the cache itself rounds them: ties to even, the largest number of float16 for
+    those that are larger, zeros without a scale."""
+    case = make_case(5, (4, 2, 64), dtypes, [(3, 5), (31, 1)])
+    case.key[0, 0, :6] = torch.tensor([1e5, -7e4, 65519.0, 1e-7, -6e-8, 2049.0])
+    case.key[1] = 0.0
     attend(backend, case, AttentionCall(0, 0.1, None, None))
-    keys, values = case.cache.read(0, torch.from_numpy(case.rows.slots)[None])
-    assert torch.equal(keys[0], case.key)
-    assert torch.equal(values[0], case.value)
+    slots = torch.from_numpy(case.rows.slots)
+    found = case.cache.read(0, slots, torch.float64)
+    case.cache.write(0, slots, case.key, case.value)
+    wanted = case.cache.read(0, slots, torch.float64)
+    assert torch.equal(torch.stack(found), torch.stack(wanted))

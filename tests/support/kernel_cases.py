@@ -96,25 +96,27 @@ def attention_cases(count: int) -> Iterator[bytes]:
     """Yield attention of rows of one token and of several."""
     for seed in range(count):
         rng = random.Random(seed)
-        dtype = list(attention.TOLERANCE)[seed % 2]
+        dtypes = list(attention.TOLERANCE)[seed % len(attention.TOLERANCE)]
         shape = rng.choice([(4, 4, 16), (9, 3, 64), (2, 1, 80)])
-        case = attention.make_case(seed, shape, dtype, rng.sample(LENGTHS, 4))
+        case = attention.make_case(seed, shape, dtypes, rng.sample(LENGTHS, 4))
         window, softcap = rng.choice([0, 24]), rng.choice([0.0, 1.5])
         sinks = torch.randn(shape[0]) if rng.random() < 0.5 else None
         call = AttentionCall(0, shape[2] ** -0.5, window or None, softcap or None, sinks)
         wanted = attention.in_float64(case, call)
         step = NativeStep(None, case.rows, case.cache)
         tensors = (case.cache.keys[0], case.cache.values[0], case.query, case.key, case.value)
+        scales = [raw(each[0]) if each else b"" for each in case.cache.scales]
         own = b"" if sinks is None else raw(sinks)
         yield b"".join(
             (
-                array(f"attention, {shape}, window {window}, cap {softcap}, {dtype}".encode()),
-                wholes(1, structs.KINDS[dtype], *shape, window),
+                array(f"attention, {shape}, window {window}, cap {softcap}, {dtypes}".encode()),
+                wholes(1, structs.KINDS[dtypes[0]], structs.CACHE_KINDS[dtypes[1]]),
+                wholes(*shape, window),
                 struct.pack("<dd", call.scaling, softcap),
                 *(array(one.tobytes()) for one in step._arrays),
                 wholes(case.rows.block_size, case.cache.num_blocks),
-                *map(array, (*map(raw, tensors), own, raw(wanted))),
-                struct.pack("<d", attention.TOLERANCE[dtype]),
+                *map(array, (*map(raw, tensors), *scales, own, raw(wanted))),
+                struct.pack("<d", attention.TOLERANCE[dtypes]),
             )
         )
 

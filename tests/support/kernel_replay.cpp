@@ -166,6 +166,7 @@ static std::string replay_linear(Reader &from, void *arena) {
 static std::string replay_attention(Reader &from, void *arena) {
     Attention call{};
     const int64_t kind = from.whole();
+    call.kind = from.whole();
     call.heads = from.whole();
     call.kv_heads = from.whole();
     call.width = from.whole();
@@ -180,9 +181,12 @@ static std::string replay_attention(Reader &from, void *arena) {
               (int64_t)slots.size(), from.whole()};
     auto keys = from.array<uint8_t>(), values = from.array<uint8_t>();
     auto query = from.array<uint8_t>(), key = from.array<uint8_t>(), value = from.array<uint8_t>();
+    auto key_scales = from.array<float>(), value_scales = from.array<float>();
     const auto sinks = from.array<float>();
     const auto wanted = from.array<double>();
     const double tolerance = from.number();
+    call.key_scales = or_null(key_scales);
+    call.value_scales = or_null(value_scales);
     call.keys = keys.data();
     call.values = values.data();
     call.sinks = sinks.empty() ? nullptr : sinks.data();

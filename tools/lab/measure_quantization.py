@@ -46,9 +46,22 @@ NUM_SHOWN = 64  # positions of a step, which bounds the memory for logits
 class Model:
     """A model in one dtype and quantization, which computes the logits of whole texts."""
 
-    def __init__(self, directory: str, dtype: str, quantization: str, *, is_stock: bool) -> None:
+    def __init__(
+        self,
+        directory: str,
+        dtype: str,
+        quantization: str,
+        *,
+        is_stock: bool,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
         spec = RunnerSpec(
-            directory, dtype=dtype, quantization=quantization, kv_bytes=1 << 28, max_num_seqs=1
+            directory,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_bytes=1 << 28,
+            max_num_seqs=1,
         )
         self._runner = TorchRunner(spec, ReferenceBackend() if is_stock else None)
         self._runner.load(lambda _progress: None)

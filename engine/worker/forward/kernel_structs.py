@@ -45,11 +45,11 @@ class Rows(Structure):
 
 class Attention(Structure):
     """One layer's cache and attention parameters. There is no window or softcap if it is 0, and
-    there are no sinks if they are null."""
+    there are no sinks if they are null. Only a cache of int8 has scales."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "sinks")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "width", "window")),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "sinks")),
+        *((name, c_int64) for name in ("kind", "heads", "kv_heads", "width", "window")),
         ("scaling", c_float),
         ("softcap", c_float),
     )
@@ -191,6 +191,7 @@ MIRRORED = (
     *(Convolution, StateRows),
 )
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
+CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _RETURNS_NOTHING = None
 _SCORES = (c_void_p, c_int64, c_float, c_float, c_float)  # Scores in engine/kernels/draws.h
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {

@@ -3,7 +3,8 @@
 Rule 1: no other file allocates or indexes KV tensors, except the compiled kernels. Rule 2: the
 block ids 0 … num_blocks - 1 are all usable; there is no padding block. Masked positions are read
 from the sequence's own first slot, so that an earlier sequence's NaN in a block never reaches a
-sum.
+sum. Rule 3: a cache of int8 has a scale for each token's keys, and one for its values, of each
+head; what is written at a token never depends on another.
 
 Index spaces: a *slot* is ``block_id * block_size + position % block_size``.
 """
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 DEFAULT_KV_BYTES = 4 << 30  # At most so much, unless one sequence of full length needs more.
 MEMORY_PART = 16  # At least the memory limit divided by this.
 MEMORY_PART_MOST = 4  # At most the memory limit divided by this.
+# The numbers of a cache, by ``--kv-cache-dtype``.
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+SCALE_BYTES = 4
+INT8_MOST = 127
 STATES_PER_SEQUENCE = 2  # Slots for its state and for a snapshot. Guess: one snapshot is enough.
 
 
@@ -57,17 +67,31 @@ class PoolSize:
         return self.num_states * self.bytes_per_state
 
 
+def pick_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a cache for ``name``, a value of ``--kv-cache-dtype``, and a model that
+    computes in ``dtype``. The choice of ``auto`` is explained in docs/decisions.md (D12)."""
+    return dtype if name == "auto" else DTYPES[name]
+
+
+def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers, scales included."""
+    total = dtype.itemsize * sum(shape.numbers_per_token for shape in shapes)
+    if dtype is torch.int8:
+        total += SCALE_BYTES * sum(2 * shape.num_kv_heads for shape in shapes)
+    return total
+
+
 def size_pool(
     spec: RunnerSpec,
     shapes: Sequence[LayerShape],
-    element_size: int,
+    dtype: torch.dtype,
     context_limit: int,
     bytes_per_state: int = 0,
     weight_bytes: int = 0,
 ) -> PoolSize:
-    """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number. A
-    rank of a divided model has its part of that memory. If ``spec`` sets no memory, the size of the
-    weights helps to choose it (`_default_budget`).
+    """Return how many blocks of a cache in ``dtype`` fit into the memory of ``spec``. A rank of a
+    divided model has its part of that memory. If ``spec`` sets no memory, the size of the weights
+    helps to choose it (`_default_budget`).
 
     If the model has states, of ``bytes_per_state`` for each sequence, up to half of the memory is
     for state slots: two for each sequence that may run, one for its state and one for a snapshot.
@@ -79,7 +103,7 @@ def size_pool(
         Refusal: The pool cannot hold one sequence. The message contains the numbers.
     """
     block_size = spec.block_size
-    per_token = element_size * sum(shape.numbers_per_token for shape in shapes)
+    per_token = token_bytes(shapes, dtype)
     if not per_token:
         raise Refusal("none of its layers has attention, and such models are not served")
     per_block = per_token * block_size
@@ -129,7 +153,10 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 
 class KvCache:
-    """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
+    """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim] in
+    ``dtype``, which need not be the one that the model computes in. If it is int8, ``scales`` are
+    those of the keys and those of the values, of every layer, [num_blocks, block_size,
+    num_kv_heads] float32; else two empty lists.
 
     One runner owns the cache. Its memory is not initialised: no slot is read before it was written
     (Rule 2), and on a CPU a block takes no memory before it is written.
@@ -147,41 +174,80 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shapes = tuple(shapes)
+        self.dtype = dtype
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.scales: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for shape in self.shapes:
             size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
             self.keys.append(torch.empty(size, dtype=dtype, device=device))
             self.values.append(torch.empty(size, dtype=dtype, device=device))
+            for scales in self.scales if dtype is torch.int8 else ():
+                scales.append(torch.empty(size[:3], device=device))
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values, *self.scales[0], *self.scales[1]]
 
     def prefault(self) -> None:
         """Write zeros to the whole pool of a CPU, so that the operating system provides its memory
         now and no request waits for it. Other devices provide it when the tensors are allocated."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             if tensor.device.type == "cpu":
                 tensor.zero_()
 
     def write(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Write each token's key and value, [num_tokens, num_kv_heads, head_dim], into its slot.
-        ``slots`` are [num_tokens] int64."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+        """Round each token's key and value, [num_tokens, num_kv_heads, head_dim], to the cache's
+        dtype and write them into its slot. ``slots`` are [num_tokens] int64."""
+        for numbers, cache, scales in zip(
+            (key, value), (self.keys, self.values), self.scales, strict=True
+        ):
+            if self.dtype is torch.int8:
+                numbers, own = _round_to_int8(numbers)
+                scales[layer].flatten(0, 1).index_copy_(0, slots, own)
+            elif self.dtype is torch.float16 and numbers.dtype is not torch.float16:
+                numbers = _round_to_float16(numbers)
+            cache[layer].flatten(0, 1).index_copy_(0, slots, numbers.to(self.dtype))
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values at ``slots``, which may have any shape. Both are
-        [*slots.shape, num_kv_heads, head_dim]."""
-        size = (*slots.shape, *self.keys[layer].shape[2:])
-        flat = slots.flatten()
-        keys = self.keys[layer].flatten(0, 1).index_select(0, flat)
-        values = self.values[layer].flatten(0, 1).index_select(0, flat)
-        return keys.view(size), values.view(size)
+    def read(
+        self, layer: int, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values at ``slots``, which may have any shape, in ``dtype``. Both
+        are [*slots.shape, num_kv_heads, head_dim]."""
+        size, flat = (*slots.shape, *self.keys[layer].shape[2:]), slots.flatten()
+        found = []
+        for cache, scales in zip((self.keys, self.values), self.scales, strict=True):
+            numbers = cache[layer].flatten(0, 1).index_select(0, flat)
+            if self.dtype is torch.int8:
+                own = scales[layer].flatten(0, 1).index_select(0, flat)
+                numbers = numbers.float() * own[..., None]
+            found.append(numbers.to(dtype).view(size))
+        return found[0], found[1]
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy whole blocks, (source, target). All sources are read before a target is written."""
         if not pairs:
             return
         sources, targets = send(tuple(np.array(pairs, np.int64).T), self.keys[0].device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+
+def _round_to_int8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whole numbers and their scales, of [num_tokens, num_kv_heads, head_dim]. The scale of
+    numbers that are not all finite is NaN, and so is then what is read."""
+    numbers = numbers.float()
+    most = numbers.abs().amax(-1)
+    is_finite = most.isfinite()
+    whole = torch.full_like(most, INT8_MOST)  # a scalar would be multiplied by a reciprocal
+    factor = torch.where(is_finite & (most > 0), whole / most, 0.0)
+    rounded = torch.where(is_finite[..., None], numbers * factor[..., None], 0.0).round()
+    return rounded.to(torch.int8), torch.where(is_finite, most / INT8_MOST, torch.nan)
+
+
+def _round_to_float16(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the nearest numbers of float16; of a finite number that is too large, the largest."""
+    most = torch.finfo(torch.float16).max
+    return torch.where(numbers.isfinite(), numbers.clamp(-most, most), numbers)

@@ -60,7 +60,7 @@ class NativeStep:
         Raises:
             MemoryError: There is no scratch memory. EngineBug: A row's blocks are not the cache's.
         """
-        library, dtype = self.backend.library, self.cache.keys[call.layer].dtype
+        library = self.backend.library
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
         out = torch.empty_like(query)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
@@ -73,7 +73,7 @@ class NativeStep:
             None if sinks is None else sinks.data_ptr(),
         )
         status = library.triolet_attend(
-            structs.KINDS[dtype],
+            structs.KINDS[query.dtype],
             ctypes.byref(job),
             ctypes.byref(self.rows),
             query.data_ptr(),
@@ -101,7 +101,9 @@ def native_call(
     return structs.Attention(
         cache.keys[call.layer].data_ptr(),
         cache.values[call.layer].data_ptr(),
+        *(scales[call.layer].data_ptr() if scales else None for scales in cache.scales),
         sinks,
+        structs.CACHE_KINDS[cache.dtype],
         heads,
         kv_heads,
         head_dim,

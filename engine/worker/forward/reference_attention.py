@@ -58,7 +58,7 @@ class ReferenceStep:
         out = torch.empty_like(query)  # [num_tokens, num_heads, head_dim]
         for group in self.groups:
             context = group.context(call.sliding_window)
-            keys, values = self.cache.read(call.layer, context.slots)
+            keys, values = self.cache.read(call.layer, context.slots, query.dtype)
             out[group.tokens] = attend_group(call, query[group.tokens], keys, values, context)
         return out
 

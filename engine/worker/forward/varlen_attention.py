@@ -108,7 +108,7 @@ class VarlenStep:
     ) -> torch.Tensor:
         """Write keys and values into the cache and compute the attention in one call."""
         self.cache.write(call.layer, self.slots, key, value)
-        keys, values = self.cache.read(call.layer, self.context_slots)
+        keys, values = self.cache.read(call.layer, self.context_slots, query.dtype)
         result = varlen_attn(
             query,
             keys,

@@ -23,7 +23,7 @@ import torch
 
 from engine.core.text.plan import DRAFTING_STEP_MAX
 from engine.worker.forward import packing
-from engine.worker.forward.kv_cache import size_pool
+from engine.worker.forward.kv_cache import size_pool, token_bytes
 from engine.worker.load.division import Division
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import short_name
@@ -256,7 +256,7 @@ def _size_pool(
     larger: PoolSize,
     spec: RunnerSpec,
     shapes: Sequence[LayerShape],
-    element_size: int,
+    dtype: torch.dtype,
     limit: int,
     bytes_per_state: int = 0,
     weight_bytes: int = 0,
@@ -275,9 +275,9 @@ def _size_pool(
         )
     limit = min(limit, larger.max_model_len)
     blocks = -(-limit // spec.block_size)
-    size = blocks * spec.block_size * element_size * sum(s.numbers_per_token for s in shapes)
+    size = blocks * spec.block_size * token_bytes(shapes, dtype)
     own = replace(spec, kv_bytes=max(size, larger.num_bytes // CACHE_PART), max_model_len=limit)
-    return size_pool(own, shapes, element_size, limit)
+    return size_pool(own, shapes, dtype, limit)
 
 
 def measure_draft(spec: RunnerSpec, larger: PoolSize) -> int:

@@ -19,7 +19,12 @@ from engine.worker.forward.backends import (
     pick_backend,
     prepare,
 )
-from engine.worker.forward.kv_cache import STATES_PER_SEQUENCE, KvCache, size_pool
+from engine.worker.forward.kv_cache import (
+    STATES_PER_SEQUENCE,
+    KvCache,
+    pick_kv_dtype,
+    size_pool,
+)
 from engine.worker.forward.recurrent import StateSlots, open_states
 from engine.worker.forward.transfer import send
 from engine.worker.interface import Inspection, KvInspection, LoadProgress
@@ -53,7 +58,7 @@ if TYPE_CHECKING:
     from engine.worker.text.interface import SamplingDefaults
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
-    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int, int, int], PoolSize]
+    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], torch.dtype, int, int, int], PoolSize]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,14 @@ class Sizes:
     """What a load places on a device, by the model's config and the headers of its weights: the one
     arithmetic of the reservation and of the load.
 
+    ``dtype`` is what the model computes with, and ``kv_dtype`` what its KV pool holds.
     ``objection`` says why the model does not run compiled; empty if it does."""
 
     device: torch.device
     architecture: Architecture
     config: Any
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     shapes: tuple[LayerShape, ...]
     states: Mapping[int, StateShape]
     objection: str
@@ -174,12 +181,14 @@ def _sizes(
         checkpoint, config, dtype, spec.quantization, is_compiled=not objection
     )
     limit = context_limit(config, spec.max_model_len)
-    pool = sizing(spec, shapes, dtype.itemsize, limit, state_bytes(states, dtype), num_bytes)
+    kv_dtype = pick_kv_dtype(spec.kv_cache_dtype, dtype)
+    pool = sizing(spec, shapes, kv_dtype, limit, state_bytes(states, dtype), num_bytes)
     sizes = Sizes(
         device,
         architecture,
         config,
         dtype,
+        kv_dtype,
         shapes,
         states,
         objection,
@@ -214,7 +223,7 @@ def place(
         defaults, ends = read_generation(source, config)
         with files.open_weights() as whole:
             sizes, checkpoint = _sizes(spec, division, (architecture, config), whole, sizing)
-            dtype, shapes, pool = sizes.dtype, sizes.shapes, sizes.pool
+            dtype, shapes = sizes.dtype, sizes.shapes
             tokenizer = files.tokenizer()
             if (
                 chosen is not None
@@ -234,17 +243,17 @@ def place(
         division.complete(model, source.directory)
     progress(LoadProgress("warm-up"))
     recurrence = RECURRENT[architecture.name] if sizes.states else None
-    cache, execution = _prepared(spec, model, shapes, pool, chosen, division, recurrence)
+    cache, execution = _prepared(spec, model, sizes, chosen, division, recurrence)
     opened = None
     if recurrence is not None:
-        slots = StateSlots(recurrence, sizes.states, pool.num_states, dtype, device)
+        slots = StateSlots(recurrence, sizes.states, sizes.pool.num_states, dtype, device)
         opened = open_states(execution.model.module, slots)
     return PlacedModel(
         architecture,
         config,
         dtype,
         device,
-        pool,
+        sizes.pool,
         cache,
         execution,
         tokenizer,
@@ -263,21 +272,20 @@ def state_bytes(states: Mapping[int, StateShape], dtype: torch.dtype) -> int:
 def _prepared(
     spec: RunnerSpec,
     model: LoadedModel,
-    shapes: Sequence[LayerShape],
-    pool: PoolSize,
+    sizes: Sizes,
     chosen: AttentionBackend | None,
     division: Division,
     recurrence: Recurrence | None,
 ) -> tuple[KvCache, Execution]:
     """Return the model's cache, and the model prepared to run over that cache."""
+    shapes, pool, device = sizes.shapes, sizes.pool, model.device
     calls = probe(model, shapes)
-    dtype, device = model.dtype, model.device
-    cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
+    cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=sizes.kv_dtype, device=device)
     if spec.prefault_kv_cache:
         cache.prefault()
     backend, reason = chosen, "it was chosen"
     if backend is None:
-        backend, reason = pick_backend(device, dtype, shapes, calls)
+        backend, reason = pick_backend(device, model.dtype, shapes, calls)
     execution = prepare(
         model,
         backend,

@@ -152,6 +152,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             threads=spec.threads,
             context_note=context_note(config, spec.max_model_len, pool.max_model_len),
             quantization=execution.model.quantization,
+            kv_dtype=str(placed.cache.dtype).removeprefix("torch."),
             num_states=pool.num_states,
             pool_bytes=pool.num_bytes,
         )
