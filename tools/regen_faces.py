@@ -42,7 +42,7 @@ class Face:
     changes: tuple[tuple[str, str], ...]
 
     def generate(self) -> str:
-        """Return the text of the file.
+        """Return the text of the generated file.
 
         Raises:
             SystemExit: one of the changes is not in the source.

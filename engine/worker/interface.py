@@ -69,8 +69,8 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class KvInspection:
-    """A KV pool as it will be: the bytes that one token takes in all layers, the bytes of one state
-    (0 without recurrent layers), of which a sequence has ``states_per_sequence``, and the pool."""
+    """The KV pool that a load would allocate. ``bytes_per_token`` are the bytes of a token in all
+    layers. ``bytes_per_state`` is 0 without recurrent layers."""
 
     bytes_per_token: int
     block_size: int
@@ -86,7 +86,7 @@ class KvInspection:
         return blocks + self.num_states * self.bytes_per_state
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """Return what a sequence of so many tokens takes of the pool."""
+        """Return the bytes of the pool that a sequence of ``num_tokens`` tokens occupies."""
         blocks = -(-num_tokens // self.block_size)
         states = self.states_per_sequence * self.bytes_per_state
         return blocks * self.block_size * self.bytes_per_token + states
@@ -95,7 +95,7 @@ class KvInspection:
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """What a model is, and the bytes that its parts will take on its device, by its small files and
-    the headers of its weights. ``estimate`` is their sum.
+    the headers of its weights. ``num_bytes`` is their sum.
 
     Resident after a load are the weights, the tokenizer and what has been written of the KV pool;
     ``workspace_bytes`` are the most that a step takes beside them.
@@ -103,16 +103,16 @@ class Inspection:
 
     device: str
     architecture: str
-    dtype: str  # of the computation, such as bfloat16
+    dtype: str  # the computation's, such as bfloat16
     stored: str  # the format and the types of the weights in their files
-    file_bytes: int  # of the files of weights
+    file_bytes: int  # the size of the files of weights
     weight_bytes: int
     tokenizer_bytes: int
     workspace_bytes: int
     execution: str  # how it runs: compiled, or by which modules and why
     max_model_len: int = 0  # tokens of one sequence; 0: not known before the load
     kv: KvInspection | None = None
-    draft_bytes: int = 0  # of the draft model, its own KV pool included
+    draft_bytes: int = 0  # memory of the draft model, its own KV pool included
 
     @property
     def load_bytes(self) -> int:
@@ -150,11 +150,11 @@ class WorkerInfo:
     """Describes a loaded model of any kind."""
 
     architecture: str  # the name of the model's class
-    dtype: str  # of the weights, such as float32
-    device: str  # such as cpu or cuda:0
+    dtype: str  # the weights' dtype, such as float32
+    device: str  # its name, such as cpu or cuda:0
     vocab_size: int  # the number of ids of the model's embedding
-    max_model_len: int  # tokens of one sequence or input, as served
-    memory_bytes: int  # of the device, or of all devices of its ranks; workspace included
+    max_model_len: int  # the most tokens of one sequence or input, as served
+    memory_bytes: int  # memory on the device, or on all ranks' devices; workspace included
     _: KW_ONLY
     is_demo: bool = False  # one of the demos that come with the package
     threads: int = 0  # CPU threads that a step uses; 0: unknown
@@ -182,9 +182,8 @@ class WorkerInfo:
 class Runner(Protocol[PlanT, ResultT, InfoT]):
     """Owns one model and its tensors, which no other object can reach (D3).
 
-    Life: 1. the constructor loads nothing; 2. `estimate`, optional; 3. `load`; 4. `execute`, any
-        number
-    of times; 5. `close`. These methods are called one at a time, each from any thread. So a runner
+    Life: the constructor, which loads nothing; optionally `estimate`; `load`; `execute`, any number
+    of times; `close`. These methods are called one at a time, each from any thread. So a runner
     sets thread-local state (inference mode, thread count, device) inside every call.
     """
 

@@ -102,6 +102,6 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
         raise NotImplementedError
 
     def _load_failures(self) -> AbstractContextManager[None]:
-        """Return a context in which any failure of a load closes the runner and becomes one
-        sentence."""
+        """Return a context in which any failure of a load closes the runner and becomes a
+        SpawnFailed of one sentence."""
         return load_failures(short_name(self._spec.model), self.close, needs=self.NEEDS)

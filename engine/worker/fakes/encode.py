@@ -76,7 +76,7 @@ class FakeFit(ImageFit):
 
 
 def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
-    """Return the score of a pair. A raw score is a multiple of 2**-16; otherwise it is halved."""
+    """Return the score of a pair, from 0 to 1 if ``raw`` and from 0 to 0.5 otherwise."""
     score = (digest_of(token_ids) & 0xFFFF) / 2**16
     return score if raw else score / 2
 

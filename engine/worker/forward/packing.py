@@ -41,7 +41,7 @@ class PackedRows:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all rows together."""
+        """The number of tokens of all rows together."""
         return int(self.offsets[-1])
 
     @property

@@ -454,7 +454,8 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
 
 
 def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:
-    """Allocate a module's buffers. Models of transformers inside it compute their own."""
+    """Allocate a module's empty buffers, and fill them by ``init``. A model of transformers inside
+    the module fills its buffers by its own ``_init_weights``."""
     init = getattr(module, "_init_weights", init)
     for child in module.children():
         _fill_buffers(child, init, device)

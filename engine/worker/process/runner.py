@@ -142,9 +142,9 @@ class ProcessRunner:
 
         Raises:
             WorkerLost: The process died during the plan or before.
-            ShuttingDown: `close` was called. MemoryError, Exception: The runner there raised it; an
-                exception that is no TrioletError becomes a `messages.WorkerProcessError`. The
-                worker can continue.
+            ShuttingDown: `close` was called. MemoryError, Exception: The runner in the process
+                raised it; an exception that is no TrioletError becomes a
+                `messages.WorkerProcessError`. The worker can continue.
         """
         channel = self._channel
         if channel is None:
@@ -179,7 +179,7 @@ class ProcessRunner:
         """Have the process compile a constraint, beside steps and other compilations.
 
         Raises:
-            InvalidRequest, Unsupported, Exception: The runner there raised it.
+            InvalidRequest, Unsupported, Exception: The runner in the process raised it.
             WorkerLost, ShuttingDown: as `execute`.
         """
         request = Compile(constraint, next(self._numbers), tuple(self._take_forgets()))
@@ -329,8 +329,8 @@ class ProcessRunner:
     def _failed_load(
         self, error: ChannelClosed | BadMessage
     ) -> ShuttingDown | SpawnFailed | WorkerLost:
-        """Return the error of a load whose channel failed. For a group it is one after which the
-        load is tried again, because a rank may have died for another reason than the model."""
+        """Return the error of a load whose channel failed. For a group it is a WorkerLost, after
+        which the load is tried again: a rank may have died for another reason than the model."""
         lost = self._give_up(error)
         if isinstance(lost, ShuttingDown) or self._spec.tp > 1:
             return lost
@@ -349,7 +349,7 @@ def _ask_beside(runner: ProcessRunner, request: str, value: object) -> Any:
     """Send a request on a side channel, beside steps, and return the answer.
 
     Raises:
-        Exception: The runner there raised it. WorkerLost, ShuttingDown: as `execute`.
+        Exception: The runner in the process raised it. WorkerLost, ShuttingDown: as `execute`.
     """
     try:
         with runner._require_process().side_channels.lent() as channel:

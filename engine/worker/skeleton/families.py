@@ -242,7 +242,7 @@ _LFM_2 = {
     "block_auto_adjust_ff_dim": Field(True, is_flag),
     "block_ffn_dim_multiplier": Field(1.0, or_none(is_number)),
     "block_multiple_of": Field(256, is_count),
-    "block_ff_dim": Field(None, OPTIONAL_COUNT),  # this and the next are older names
+    "block_ff_dim": Field(None, OPTIONAL_COUNT),  # older name of intermediate_size
     "tie_embedding": Field(None, or_none(is_flag)),
     **dict.fromkeys(  # not read
         (
@@ -310,7 +310,7 @@ LISTED: dict[str, Family] = {
             sliding_window=Field(None, OPTIONAL_COUNT),
             original_max_position_embeddings=Field(4096, is_count),
             partial_rotary_factor=Field(1.0, is_share),
-            attention_bias=Field(False, ANY),  # this and the rest are not read
+            attention_bias=Field(False, ANY),  # this field and those below have no effect
             mlp_bias=Field(False, ANY),
             lm_head_bias=Field(False, ANY),
             full_attn_mod=Field(1, ANY),
@@ -392,7 +392,7 @@ LISTED: dict[str, Family] = {
             no_rope_layer_interval=Field(4, is_count),
             use_sliding_window=Field(False, is_off),
             sliding_window=Field(None, OPTIONAL_COUNT),
-            layer_types=Field(None, is_types),  # this and the next are not read
+            layer_types=Field(None, is_types),  # this field and the next have no effect
             max_window_layers=Field(28, ANY),
         ),
         theta=2_000_000.0,
@@ -452,8 +452,8 @@ LISTED: dict[str, Family] = {
             swiglu_alpha=Field(1.702, is_real),
             swiglu_limit=Field(7.0, is_real),
             output_router_logits=Field(False, is_off),
-            router_aux_loss_coef=Field(0.001, ANY),  # of training
-            experts_per_token=Field(None, ANY),  # this and the next are not read
+            router_aux_loss_coef=Field(0.001, ANY),  # only for training
+            experts_per_token=Field(None, ANY),  # this field and the next have no effect
             initial_context_length=Field(None, ANY),
         ),
         activation="",

@@ -57,7 +57,8 @@ class DraftCache:
 
     def open(self, sequence: int, tokens: Sequence[int]) -> tuple[Resident, list[tuple[int, int]]]:
         """Return the `Resident` of a sequence with these ``tokens``, which never holds the last
-        one, and the (source, target) pairs of blocks to copy first. It is in use from now on."""
+        one, and the pairs (source, target) of blocks to copy first. Until the next `begin`, the
+        `Resident` is not evicted."""
         place = self._residents.pop(sequence, None)
         if place is None:
             place = Resident()

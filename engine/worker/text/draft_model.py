@@ -88,7 +88,7 @@ class DraftModel:
         self.is_working = True
 
     def warm_up(self) -> None:
-        """Read a token, which calls every kernel and reads every weight for the first time."""
+        """Compute one token, so that every kernel and every weight has been used once."""
         table, keep = np.zeros(1, np.int64), np.zeros(1, np.int64)
         rows = packing.pack([0], [1], [table], self._placed.pool.block_size)
         self._compute(rows, np.zeros(1, np.int64), keep)
@@ -149,7 +149,7 @@ class DraftModel:
             starts.append(len(own.place.tokens))
             parts.append(part)
             if rest:
-                own.draft, own.num_forced = [], 0  # its forced tokens are not read in this step
+                own.draft, own.num_forced = [], 0  # no draft yet, as unread tokens remain
                 continue
             keep.append(sum(map(len, parts)) - 1)
             ready.append(own)

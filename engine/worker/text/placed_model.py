@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a load places on a device, by the model's config and the headers of its weights: the one
-    arithmetic of the reservation and of the load.
+    """What a load places on a device, by the model's config and the headers of its weights. The
+    reservation of memory and the load both compute with these sizes.
 
     ``dtype`` is what the model computes with, and ``kv_dtype`` what its KV pool holds.
     ``objection`` says why the model does not run compiled; empty if it does."""

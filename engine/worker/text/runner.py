@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 
 class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
-    """Implements `engine.worker.text.interface.TextRunner` with torch. ``backend`` None chooses the
-    attention backend at the load."""
+    """Implements `engine.worker.text.interface.TextRunner` with torch. If ``backend`` is None, the
+    load chooses the attention backend."""
 
     NEEDS = "weights and KV pool"
 

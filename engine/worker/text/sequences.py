@@ -178,7 +178,7 @@ class SequenceState:
         return len(self.draft)
 
     def forced(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that the constraint forces and that do not end it."""
+        """Return up to ``most`` tokens that the constraint forces, none of which ends the text."""
         return [] if self.matching is None else self._possible(self.matching.forced()[:most])
 
     def _possible(self, draft: list[int]) -> list[int]:

@@ -217,7 +217,7 @@ def serving(*flags: str) -> Iterator[tuple[str, int]]:
 
 
 def fill_batch(address: str) -> None:
-    """Run as many requests at once as the model's KV pool holds, nearly as long as it allows."""
+    """Run `FILL_REQUESTS` requests at once, so that they fill the model's KV pool."""
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         stub = stubs.InferenceStub(channel)
         calls = [

@@ -33,9 +33,9 @@ MEASURES = ("engine/worker", "engine/kernels")
 SHAPE = "q05"
 RANK, BATCH, ADAPTERS = 16, 8, 4
 PROMPT, STEPS, BLOCK = 64, 24, 16
-BAR_MIXED = 0.8  # of the base model's tokens/s
+BAR_MIXED = 0.8  # tokens/s as a share of the base model's
 BAR_LOADED = 0.99
-BAR_MEMORY = 1.05  # of the reserved memory
+BAR_MEMORY = 1.05  # measured memory / reserved memory
 # Guess: memory that stays with the process after a load and is not the adapter's. torch frees large
 # blocks at once; the allocator's tables and the buffer of the last read file stay.
 SLACK_BYTES = 4e6

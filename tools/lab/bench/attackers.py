@@ -89,12 +89,12 @@ def setting(number: int, value: int) -> bytes:
     return frame(raw.SETTINGS, 0, 0, number.to_bytes(2, "big") + value.to_bytes(4, "big"))
 
 
-INITIAL_WINDOW = 4  # the number of that setting
+INITIAL_WINDOW = 4  # the number of the setting SETTINGS_INITIAL_WINDOW_SIZE
 CANCEL = (8).to_bytes(4, "big")
 
 
 def ids() -> Iterator[int]:
-    """Yield the numbers of a client's streams."""
+    """Yield the ids of a client's HTTP/2 streams: 1, 3, 5 and so on."""
     return count(1, 2)
 
 
@@ -250,8 +250,8 @@ def generate(stream: int, max_tokens: int, window_s: int | None = None) -> bytes
 
 @dataclass(frozen=True)
 class Attack:
-    """An attacker, whose connections each send the bytes that ``run`` yields. Does it read answers,
-    keep to the server's flow-control windows, and hang up after sending, to connect again?"""
+    """An attacker, whose connections each send the bytes that ``run`` yields. The flags: it reads
+    answers, keeps to the server's flow-control windows, reconnects each time it has sent all."""
 
     run: Callable[[], Iterator[bytes]]
     reads: bool = True

@@ -96,7 +96,7 @@ async def _of_loop(readers: int) -> float:
 
 
 def of_loop(readers: int) -> float:
-    """Return the byte codes of the loop's thread for each token of so many readers."""
+    """Return the byte codes that the event loop's thread runs for each token."""
     return trio.run(_of_loop, readers)
 
 

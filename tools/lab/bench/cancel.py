@@ -4,8 +4,8 @@ of 20 ms.
 A client that cancels gets a status at once from its own library. So the time is measured for an
 abort by the server: from before `Control.Abort` is sent until the request's client has the status
 ABORTED. A parked client has stopped reading, and grpc's client gives the status only after the
-messages before it. It therefore reads on when the abort is sent, and its row includes the reading
-of its window.
+messages before it. So it reads on when the abort is sent, and its time includes the reading of
+the messages that had filled its flow-control window.
 
 Blocks are measured for a cancel by the client: the steps that began after the cancel was sent and
 still had a row of the request (the step in flight at that time is not counted), and the time until

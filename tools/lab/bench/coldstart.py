@@ -5,7 +5,7 @@ waiter's extra wait begins when the load returns in the loading thread, and ends
 a replica. The reference is a bare event that a thread sets for as many waiters.
 
 The memory is sampled every `SAMPLE_S` while the model loads: what the pool has reserved, and by how
-much the process grew. A load for each waiter would show in both.
+much the process grew. Both figures would be far higher if each waiter caused a load of its own.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HeavyRunner(FakeRunner):
 
 @dataclass
 class Seen:
-    """The figures of one cold start. Of memory in MiB, they are the highest of all samples."""
+    """The figures of one cold start. ``reserved`` and ``grown`` are the highest samples, in MiB."""
 
     wait_ms: float
     loads: int = 0

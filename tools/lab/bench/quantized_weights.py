@@ -5,7 +5,7 @@ with the same random-weight checkpoint and prompts. They take turns, and one tha
 
 The memory is what a process has allocated (RssAnon), less what it had before the load: libraries,
 kernels and the tokenizer. A thread looks at it every millisecond, so that the highest value is
-known, too. Files that are mapped, such as the checkpoint, are not in it. The memory that a load
+known, too. RssAnon leaves out mapped files, such as the checkpoint. The memory that a load
 takes beside the weights (constraints, the KV pool, activations) is measured with a tiny model of
 the same vocabulary, and is subtracted.
 

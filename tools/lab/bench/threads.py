@@ -4,7 +4,7 @@ processes that spin.
 Each engine is our own, as in the bench `step`, with s135 in bfloat16 and a context of 128. One has
 the default number of threads, which the engine chooses, and each other a fixed one. A quota is set
 on a control group of version 1 (this needs root). An engine is started inside the group, because it
-reads its quota when it starts. A ratio is that of the tokens per second in the same turn. A pause
+reads its quota when it starts. A ratio divides two engines' tokens/s of the same turn. A pause
 of `PAUSE_S` before each measurement gives back the quota that the last one used up, and lets its
 threads go to sleep.
 

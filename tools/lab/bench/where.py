@@ -77,7 +77,7 @@ def sample(engine: EngineProcess, batch: int) -> Counter[str]:
 
 
 def rows_of(way: str) -> list[Row]:
-    """Return the rows of one way to compute."""
+    """Return the rows of a way to compute, which is a key of `WAYS`."""
     os.environ[SWITCH] = WAYS[way]
     engine = EngineProcess(OURS, settings("s135", max(BATCHES)))
     rows = []

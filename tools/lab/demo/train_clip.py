@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by libgomp when torch loads it
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # libgomp reads it when torch is imported
 
 import numpy as np
 import torch
@@ -268,7 +268,7 @@ def contrast_of(images: torch.Tensor, texts: torch.Tensor, is_true: torch.Tensor
 def save(model: CLIPModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save weights, tokenizer and image processor in the format of transformers, in float32."""
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors creates files of mode 0600
     CLIPProcessor(image_processor=build_images(), tokenizer=tokenizer).save_pretrained(folder)
 
 

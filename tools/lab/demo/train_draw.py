@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by libgomp when torch loads it
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # libgomp reads it when torch is imported
 
 import numpy as np
 import torch
@@ -248,7 +248,7 @@ def save(parts: dict[str, Any], tokenizer: CLIPTokenizer, folder: Path) -> None:
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
     for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)  # safetensors writes it for its owner alone
+        file.chmod(0o644)  # safetensors creates files of mode 0600
 
 
 def main() -> int:

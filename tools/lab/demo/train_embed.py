@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by libgomp when torch loads it
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # libgomp reads it when torch is imported
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -180,7 +180,7 @@ def save(model: BertModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
     whole = SentenceTransformer(modules=[transformer, pooling, Normalize()], device="cpu")
     whole.save(str(folder), create_model_card=False)
     for path in folder.rglob("*.safetensors"):
-        path.chmod(0o644)  # safetensors writes it for its owner alone
+        path.chmod(0o644)  # safetensors creates files of mode 0600
 
 
 def main() -> None:

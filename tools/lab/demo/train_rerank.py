@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by libgomp when torch loads it
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # libgomp reads it when torch is imported
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -146,7 +146,7 @@ def save(
     """Save weights and tokenizer for transformers, with a sigmoid for scores by default."""
     model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors creates files of mode 0600
     tokenizer.save_pretrained(folder)
 
 

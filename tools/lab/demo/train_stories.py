@@ -20,7 +20,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by libgomp when torch loads it
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # libgomp reads it when torch is imported
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -310,7 +310,7 @@ def save_checkpoint(
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors creates files of mode 0600
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
 

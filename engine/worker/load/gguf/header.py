@@ -87,7 +87,7 @@ def _entry(blob: mmap, place: int) -> tuple[TensorEntry, int]:
 
 
 def _value(blob: mmap, place: int, kind: int, *, keeps_texts: bool) -> tuple[Any, int]:
-    """Return a value of the metadata, and the place behind it."""
+    """Return a value of the metadata and the offset of its end. ``kind`` is GGUF's type number."""
     if kind == TEXT:
         return _text(blob, place)
     if kind != LIST:
@@ -127,7 +127,7 @@ def _texts(blob: mmap, place: int, count: int) -> tuple[list[str], int]:
 
 
 def _behind(blob: mmap, place: int, count: int) -> int:
-    """Return where ``count`` texts that begin at ``place`` end."""
+    """Return the offset of the end of ``count`` texts that begin at the offset ``place``."""
     length_at, end = _LENGTH.unpack_from, len(blob)
     for _ in range(count):
         place += 8 + length_at(blob, place)[0]

@@ -72,7 +72,7 @@ class Vocabulary:
 
     ``tokens`` are texts as they are stored, and ``kinds`` GGUF's kinds of them, corrected.
     ``scores`` are the tokens' scores in a sentencepiece vocabulary. ``merges`` is None for a file
-    without merges. ``ids`` are special tokens' ids by their fields' names. ``ends`` are the ids at
+    without merges. ``ids`` maps metadata fields to ids of special tokens. ``ends`` are the ids at
     which an answer ends. A flag is None if the file does not set it.
     """
 
