@@ -81,7 +81,7 @@ class Recorder:
     """A profiler of one thread (`sys.setprofile`) that keeps the way of each token."""
 
     ways: list[Way] = field(default_factory=list)
-    _hops: list[Hop] | None = None  # of the current token; None before a commit
+    _hops: list[Hop] | None = None  # the current token's hops; None before a commit
     _beside: Counter[str] = field(default_factory=Counter)
     _task: object = None
 

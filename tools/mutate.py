@@ -199,7 +199,7 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def run(mutant: Mutant, tree: Path) -> str:
-    """Return which command killed the mutant, or ""."""
+    """Return which command failed for the mutant and so killed it, or ""."""
     target = tree / mutant.path.relative_to(ROOT)
     before = target.read_text()
     target.write_text(mutant.source)

@@ -1,5 +1,5 @@
 // Attention of a row of several tokens (a chunk of a prompt), which packs its keys and values into
-// panels as matmul.h has them and multiplies with these.
+// the panels of matmul.h and multiplies queries and weights by them.
 #pragma once
 
 #include "paged_cache.h"
@@ -44,8 +44,8 @@ static inline void pack_values(const bf16 *first, const bf16 *second, long width
     }
 }
 
-// Returns a head's numbers in the type that they are computed with: they themselves, or what
-// ``room`` then has.
+// Returns a head's numbers in the type Q: the address of the ``numbers``, or of their conversion in
+// ``room``.
 template <class C, class Q>
 static inline const Q *as_computed(const C *numbers, const float *scale, long width, Q *room) {
     if constexpr (std::is_same_v<C, Q>) {

@@ -1,10 +1,10 @@
 // The paged cache of keys and values as the kernels see it, and what decodes and chunks of prompts
 // share: which positions a query sees, where a position's keys lie, how scores are scaled.
 //
-// A cache has numbers of type C. They are computed with as numbers of type Q (`Computed`), to which
-// queries and weights are rounded: bfloat16 for a cache of bfloat16 on a processor that multiplies
-// that, else float32. Sums are float32. In int8, the keys of a position and head are whole numbers,
-// at most 127, times one scale, and its values likewise.
+// A cache stores numbers of type C. Attention converts them to type Q (`Computed`) and rounds
+// queries and weights to Q: bfloat16 for a bfloat16 cache on a processor that multiplies bfloat16,
+// else float32. Sums are float32. In an int8 cache, the key of a position and head is integers of
+// -127 to 127 times one scale, and so is the value.
 #pragma once
 
 #include "matmul.h"
@@ -16,21 +16,21 @@ constexpr long QUERIES = 32;      // queries of a block: of one head of a chunk,
 constexpr long WIDTH_MOST = 256;  // numbers of a head
 
 // Mirrored by `engine.worker.forward.kernel_structs.Rows`.
-// A token sees positions before its own of
-// ``untils``; a row of one token sees those before the row's end, which is the same.
+// A token sees the positions before its entry in ``untils``. In a row of one token this entry is
+// the row's end.
 struct Rows {
     const int64_t *starts, *ends, *offsets, *tables, *slots, *untils;
     int64_t num_rows, table_width, block_size, num_tokens, num_blocks;
 };
 
-// The numbers of a cache. Mirrored by `engine.worker.forward.kernel_structs.CACHE_KINDS`.
+// The dtype of a cache. Mirrored by `engine.worker.forward.kernel_structs.CACHE_KINDS`.
 enum CacheKind { CACHE_FLOAT = 0, CACHE_BF16 = 1, CACHE_F16 = 2, CACHE_INT8 = 3 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Attention`.
 // A window or softcap of 0 means none.
 struct Attention {
     void *keys, *values;               // [num_blocks][block_size][kv_heads][width]
-    float *key_scales, *value_scales;  // [num_blocks][block_size][kv_heads] of int8, else null
+    float *key_scales, *value_scales;  // [num_blocks][block_size][kv_heads]; null without int8
     const float *sinks;  // [heads] the score of a key whose value is 0; null: there is none
     int64_t kind, heads, kv_heads, width, window;
     float scaling, softcap;
@@ -51,7 +51,7 @@ constexpr bool HAS_SCALES = std::is_same_v<C, int8_t>;
 template <class C>
 using Computed = std::conditional_t<std::is_same_v<C, bf16> && MULTIPLIES_PAIRS, bf16, float>;
 
-// Calls ``use`` with a null pointer of the type of the cache's numbers.
+// Calls ``use`` with a null pointer whose type is that of the cache's numbers.
 template <class Use>
 static inline auto with_cache(const Attention &call, Use use) {
     switch (call.kind) {
@@ -91,7 +91,7 @@ static inline void write_head(const From *from, long width, C *to, float *) {
     for (long i = 0; i < width; i += LANES) store(to + i, load(from + i));
 }
 
-// Rounds a head's numbers to int8 and one scale. If a number is not finite, all become NaN.
+// Rounds a head's numbers to int8 and one scale, which is NaN if a number is not finite.
 template <class From>
 static inline void write_head(const From *from, long width, int8_t *to, float *scale) {
     uint32_t bits = 0;

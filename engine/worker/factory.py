@@ -186,7 +186,7 @@ def _find_temporary_folder() -> None:
 
 
 def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> Capability:
-    """Refuse a model that generates text and is not served. Return its capability."""
+    """Return a text model's capability; refuse a model that is not served."""
     config = read_json(directory, "config.json")
     sees = has_vision(config)
     if sees and spec.tp > 1:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def load_failures(name: str, close: Callable[[], None], *, needs: str) -> Iterator[None]:
-    """Wrap the load of a model: on any exception call ``close`` and raise one sentence.
+    """Wrap the load of a model: on any exception call ``close`` and raise a SpawnFailed.
 
     ``name`` is the model's name for the log. ``needs`` says, for the message of a load without
     memory, what needs memory (`NEEDS` of the runners).

@@ -27,8 +27,8 @@ class FakeStates:
         return bool(self._slots)
 
     def begin(self, row: Row, slot: BlockId | None, digest: int) -> BlockId | None:
-        """Return the state slot that the row's sequence has from this step on; before, it was
-        ``slot``. ``digest`` is that of the tokens before the row.
+        """Return the sequence's state slot from this step on. ``slot`` is its slot before the step,
+        and ``digest`` the digest of the tokens before the row.
 
         Raises:
             AssertionError: The row begins from the state of another prefix.

@@ -115,7 +115,7 @@ class _FakeSequence:
     state_slot: BlockId | None = None
     text: str = ""
     sent: int = 0
-    scored: int = 1  # So many first tokens of the prompt have log-probabilities or need none.
+    scored: int = 1  # The number of first prompt tokens that need no log-probability now.
     replayed: str = ""  # The text of a continued choice's earlier tokens, until it is returned.
     ended: RowResult | None = None  # The end of a continued choice that had ended already.
     draft: list[int] = field(default_factory=list)  # The draft offered with the last result.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DEFAULT_KV_BYTES = 4 << 30  # At most so much, unless one sequence of full length needs more.
 MEMORY_PART = 16  # At least the memory limit divided by this.
 MEMORY_PART_MOST = 4  # At most the memory limit divided by this.
-# The numbers of a cache, by ``--kv-cache-dtype``.
+# The values of ``--kv-cache-dtype`` other than auto.
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -236,18 +236,18 @@ class KvCache:
 
 
 def _round_to_int8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whole numbers and their scales, of [num_tokens, num_kv_heads, head_dim]. The scale of
-    numbers that are not all finite is NaN, and so is then what is read."""
+    """Round [num_tokens, num_kv_heads, head_dim] to int8 with a scale for each token and head. If a
+    head's numbers are not all finite, its scale is NaN, and so are the numbers read from it."""
     numbers = numbers.float()
     most = numbers.abs().amax(-1)
     is_finite = most.isfinite()
-    whole = torch.full_like(most, INT8_MOST)  # a scalar would be multiplied by a reciprocal
+    whole = torch.full_like(most, INT8_MOST)  # scalar / tensor multiplies by a reciprocal
     factor = torch.where(is_finite & (most > 0), whole / most, 0.0)
     rounded = torch.where(is_finite[..., None], numbers * factor[..., None], 0.0).round()
     return rounded.to(torch.int8), torch.where(is_finite, most / INT8_MOST, torch.nan)
 
 
 def _round_to_float16(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the nearest numbers of float16; of a finite number that is too large, the largest."""
+    """Round to float16. A finite number beyond its range becomes its largest number."""
     most = torch.finfo(torch.float16).max
     return torch.where(numbers.isfinite(), numbers.clamp(-most, most), numbers)

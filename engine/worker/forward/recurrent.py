@@ -126,7 +126,7 @@ class RowsCache:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, **_keywords: object
     ) -> torch.Tensor:
-        """Set the recurrence's state and return it."""
+        """Replace the state's recurrent part by ``recurrent_states``, and return it."""
         self.state.recurrent = recurrent_states
         return recurrent_states
 

@@ -222,13 +222,13 @@ class _Compiled:
         self._lock = threading.Lock()  # guards the numbers; never taken in a step
 
     def begin(self, constraint: Constraint, number: int) -> None:
-        """Record that a compilation with this number begins."""
+        """Record that the compilation that is request ``number`` begins."""
         with self._lock:
             self._latest[constraint] = max(number, self._latest.get(constraint, 0))
 
     def try_forget(self, constraint: Constraint, number: int) -> bool:
-        """Return whether a request to forget with this number is to drop the constraint. If so,
-        drop the number of the constraint's compilation."""
+        """Return whether a request to forget, the ``number``-th request, is to drop the constraint:
+        no later compilation of it began. If so, drop the number of its last compilation."""
         with self._lock:
             if self._latest.get(constraint, 0) >= number:
                 return False

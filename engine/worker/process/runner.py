@@ -95,7 +95,7 @@ class ProcessRunner:
         self._process: WorkerProcess | GroupProcess | None = None
         self._channel: Channel | GroupChannel | None = None  # the main channel of the process
         self._loaded: Loaded | None = None
-        self._numbers = itertools.count(1)  # serial numbers of compilations and forgets
+        self._numbers = itertools.count(1)  # serial numbers of requests to compile or forget
         self._to_forget: list[tuple[Constraint, int]] = []
 
     # ---- methods of every runner

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
-# The bits of a token's noise, from which a uniform number (bits + 0.5) / 2**BITS is made. It must
-# be exact in float64: with 53 bits, the largest would round up to 1.0.
+# The bits of a token's noise, from which a uniform number (bits + 0.5) / 2**BITS is made. It has to
+# be exact in float64: with 53 bits, the largest number would round up to 1.0.
 BITS = 52
 
 _MIX_1 = 0xBF58476D1CE4E5B9

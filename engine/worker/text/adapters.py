@@ -78,7 +78,7 @@ class LoadedAdapters:
         """Read the adapter and bring it into the host's form.
 
         Raises:
-            SpawnFailed: It cannot be served with this model; one sentence says why.
+            SpawnFailed: The adapter cannot be served with this model; one sentence says why.
             ShuttingDown: The model was closed.
         """
         host, device = self._host, self._device

@@ -39,7 +39,7 @@ class ModelInfo(WorkerInfo):
     eos_token_ids: frozenset[int]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     images: Preprocessor | None = None  # Fits images; None: the model reads no images.
-    kv_dtype: str = ""  # The numbers of the KV pool, such as bfloat16.
+    kv_dtype: str = ""  # The KV pool's dtype, such as bfloat16.
     num_states: int = 0  # The number of state slots; 0: the model has no recurrent layers.
     pool_bytes: int = 0  # The size of one rank's KV pool.
 

@@ -201,10 +201,10 @@ class SequenceState:
         return len(self.admission.prompt) - known if self.is_scoring else 0
 
     def table_after(self, delta: BlockDelta | None) -> Ints:
-        """Return the block table after a delta. The sequence's own table is not changed.
+        """Return the sequence's block table, changed by ``delta``, as a new table.
 
         Raises:
-            EngineBug: The delta keeps more blocks than there are.
+            EngineBug: The delta keeps more blocks than the table has.
         """
         if delta is None:
             return self.blocks

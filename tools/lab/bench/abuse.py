@@ -106,7 +106,7 @@ class Seen:
 
 
 class Victim(threading.Thread):
-    """Reads streams until ``is_stopping`` is set."""
+    """A client that reads one stream after the other until ``is_stopping`` is set."""
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
@@ -116,7 +116,7 @@ class Victim(threading.Thread):
         self._address = address
 
     def run(self) -> None:
-        """Read one stream after the other."""
+        """Read the streams, and record when each delta arrives."""
         request = pb.GenerateRequest(
             text="Once upon a time",
             sampling={"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0},

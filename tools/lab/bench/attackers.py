@@ -32,8 +32,8 @@ REST_S = 0.02
 NEW_MAX = 40  # connections opened in a row
 GENERATE, TOKENIZE = b"/triolet.v1.Inference/Generate", b"/triolet.v1.Inference/Tokenize"
 EMBED = b"/triolet.v1.Inference/Embed"
-MESSAGE_BYTES = 4 * 2**20  # the server's limit
-IMAGE_BYTES = 16 * 2**20  # that of a request with images
+MESSAGE_BYTES = 4 * 2**20  # the server's limit of a request
+IMAGE_BYTES = 16 * 2**20  # the server's limit of a request with images
 
 
 def block_of(fields: list[tuple[bytes, bytes]]) -> bytes:

@@ -53,7 +53,7 @@ class Count:
 
 @contextmanager
 def counting() -> Iterator[Count]:
-    """Count the byte codes of this thread."""
+    """Count the byte codes that this thread runs in the context."""
     count = Count()
     sys.settrace(count.trace)
     try:

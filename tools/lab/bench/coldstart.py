@@ -1,8 +1,8 @@
 """Measures many waiters for one cold model of two replicas: loads, memory, and their extra wait.
 
-The model is a fake whose load fills `BYTES` of memory in its thread, and sleeps. A
-waiter's extra wait begins when the load returns in the loading thread, and ends when the waiter has
-a replica. The reference is a bare event that a thread sets for as many waiters.
+The model is a fake whose load fills `BYTES` of memory in its thread, and sleeps. A waiter's extra
+wait begins when the load returns in the loading thread, and ends when the waiter has a replica. The
+reference is an event, without an engine, that a thread sets for as many waiters.
 
 The memory is sampled every `SAMPLE_S` while the model loads: what the pool has reserved, and by how
 much the process grew. Both figures would be far higher if each waiter caused a load of its own.

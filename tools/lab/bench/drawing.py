@@ -69,7 +69,7 @@ def plans(
 
 
 def by_steps(runner: PipelineRunner, info: ImageGenerationInfo, count: int) -> float:
-    """Draw ``count`` images whose steps alternate; return the seconds."""
+    """Draw ``count`` images, one step of each in turn; return the seconds."""
     start = time.perf_counter()
     drawings = [replace(DRAWING, seed=DRAWING.seed + number) for number in range(count)]
     turns = [plans(info, drawing, number) for number, drawing in enumerate(drawings)]

@@ -3,7 +3,7 @@
 The servers are processes that write the same message, made and serialised anew, to every stream
 once per tick. The readers are another process.
 
-A tick is a runner's sleep in our server and a timer in the plain one. It is long enough that
+A tick is the fake runner's sleep in our server and a timer in the plain one. It is long enough that
 neither server falls behind; otherwise its messages would hold several tokens and be fewer. The size
 of the messages shows that each held one. The figure is the CPU time of the server's whole process
 (engine, planning and event loop included) per message read.

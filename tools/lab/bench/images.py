@@ -252,8 +252,8 @@ def _compared(
     beside: Sequence[list[Load]],
     figure: Callable[[Load], float],
 ) -> list[Row]:
-    """Return the rows of a figure of each window's first load: alone, beside images, and the ratio.
-    ``name`` has braces in the place of these words."""
+    """Return the rows of ``figure`` of the first load of each window: alone, beside images, and
+    their ratio. ``name`` has braces in place of " alone" and the like."""
     before, then = ([figure(loads[0]) for loads in one] for one in (alone, beside))
     ratios = [mine / other for mine, other in zip(then, before, strict=True)]
     return [

@@ -29,7 +29,7 @@ from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 MEASURES = ("engine/core", "engine/gc_tuning.py")
 
 STEPS = 200
-TURNS = 21  # 64 rows take 20 ms a turn; a busy host's disturbances last as long as one
+TURNS = 21  # a turn of 64 rows takes 20 ms, and a busy host may disturb all of it
 COUNTS = (1, 64, 256, 1024)
 SHORT, LONG = 32, 4096  # tokens of each prompt
 PYTHONS_THRESHOLDS = gc.get_threshold()

@@ -104,7 +104,7 @@ def place_positions(model: BertModel) -> None:
 
     Neighbouring positions then have similar embeddings, including late positions that training
     texts seldom reach (Source: Vaswani et al., arXiv:1706.03762). The embeddings are about as large
-    as BERT's random ones.
+    as those that BERT begins with, which are random.
     """
     weight = model.embeddings.position_embeddings.weight
     places, width = weight.shape

@@ -59,7 +59,7 @@ class _Wish:
     roles: Roles
 
     def is_met_by(self, meaning: Meaning) -> bool:
-        """Return whether a meaning is such a statement."""
+        """Return whether a meaning has the wish's frame and concepts."""
         return meaning.says(self.meaning.frame, self.roles)
 
     def compare(self, meaning: Meaning) -> dict[str, bool]:

@@ -163,8 +163,8 @@ class GgufFile(Checkpoint):
         """Register a tensor that begins at byte ``start`` of the file.
 
         Raises:
-            Refusal: Its type, name or shape is not supported, or the file ends before the tensor
-                does.
+            Refusal: The tensor's type, name or shape is not supported, or the file ends before the
+                tensor does.
         """
         if kind in FLOAT_TYPES:
             label, dtype = FLOAT_TYPES[kind]
