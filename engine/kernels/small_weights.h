@@ -24,6 +24,7 @@
 namespace triolet {
 
 constexpr long SMALL_DEPTH_PAD = 32;
+constexpr int64_t PACKED_LAYOUT = 1;  // raised when panels, scales or offsets are laid out anew
 constexpr float INT8_MAX_MAGNITUDE = 127.0f;
 
 // Mirrored by `engine.worker.forward.kernel_structs.Linear`.

@@ -3,6 +3,7 @@
 #include <new>
 
 #include "draws.h"
+#include "pack_blocks.h"
 #include "stock.h"
 
 using namespace triolet;
@@ -106,13 +107,49 @@ void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs
     });
 }
 
+// Packs the rows of ``count`` tensors in blocks as one layer of ``bits`` and ``group``, with offsets
+// unless ``offsets`` is null. Sizes and ``pair`` are as above. Returns 1, or 0 if a scale or an offset
+// is not finite in half precision.
+int triolet_pack_blocks(const BlockRows *sources, int64_t count, int64_t outputs, int64_t inputs,
+                        int64_t pair, int64_t bits, int64_t group, uint8_t *panels, uint16_t *scales,
+                        uint16_t *offsets) {
+    const PackedPanels to{panels, scales, offsets, bits, group, inputs};
+    int is_finite = 1;
+    const long number = (outputs + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(dynamic, 4) reduction(& : is_finite)
+    for (long panel = 0; panel < number; panel++) {
+        const long first = panel * PANEL, left = outputs - first;
+        is_finite &= pack_panel(sources, count, first, left < PANEL ? left : (long)PANEL, to,
+                                place_of(panel, number, pair));
+    }
+    return is_finite;
+}
+
+// Returns a number of ``count`` bytes that changes with them, except for 1 of 2^32 changes.
+uint64_t triolet_checksum(const uint8_t *from, int64_t count) {
+    const long parts = (count + CHECKED_AT_ONCE - 1) / CHECKED_AT_ONCE;
+    uint64_t total = (uint64_t)count;
+#pragma omp parallel for schedule(dynamic, 16) reduction(^ : total)
+    for (long part = 0; part < parts; part++) {
+        const long first = part * CHECKED_AT_ONCE, left = count - first;
+        const uint64_t own =
+            checksum_of(from + first, left < CHECKED_AT_ONCE ? left : CHECKED_AT_ONCE);
+        total ^= (own ^ (uint64_t)part * 0xff51afd7ed558ccdull) * 0xc4ceb9fe1a85ec53ull;
+    }
+    return total;
+}
+
+// Returns what a packed layer's bytes depend on beside its weights: the layout's version, and what
+// is added to numbers of 8 bits, which the processor decides.
+int64_t triolet_layout(void) { return PACKED_LAYOUT << 8 | ZERO; }
+
 // Writes the sizes of the structs that ctypes mirrors, in the order of
 // `engine.worker.forward.kernel_structs.MIRRORED`.
 void triolet_sizes(int64_t *sizes) {
     const int64_t own[] = {sizeof(Linear), sizeof(Rows),  sizeof(Attention), sizeof(Experts),
                            sizeof(Layer),  sizeof(Model), sizeof(Step), sizeof(Expansion),
                            sizeof(Adapted), sizeof(Group), sizeof(Convolution),
-                           sizeof(StateRows)};
+                           sizeof(StateRows), sizeof(BlockRows)};
     memcpy(sizes, own, sizeof own);
 }
 

@@ -33,6 +33,7 @@ HAS_AVX512 = bool(torch.cpu.get_capabilities().get("avx512_f"))
 MARCHES_RUN = ("native", "x86-64-v3") if IS_X86 and HAS_AVX512 else ("native",)
 TESTED = (
     "test_native_products.py",
+    "test_packed_blocks.py",
     "test_quantized_weights.py",
     "test_native_attention.py",
     "test_rewrites.py",

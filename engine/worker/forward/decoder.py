@@ -19,11 +19,13 @@ from torch.nn.functional import pad
 from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
+from engine.worker.forward.block_layer import BlockLayer
 from engine.worker.forward.image_rows import IMAGES
 from engine.worker.forward.native_attention import NativeStep, native_call
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
 from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.gguf_blocks import StoredBlocks
 from engine.worker.quantized.weight import QuantizedWeight, join, release, weight_of
 
 if TYPE_CHECKING:
@@ -66,10 +68,15 @@ class Packer:
         """Pack ``layers`` into one and free their own tensors. Their outputs follow one another;
         if ``is_paired``, the panels of gates and ups alternate."""
         bias = self._joined_bias(layers, is_paired)
-        weights = [_read(weight_of(layer)) for layer in layers]
+        stored = [weight_of(layer) for layer in layers]
         for layer in layers:
             release(layer)
             layer.register_parameter("bias", None)
+        blocks = [weight for weight in stored if isinstance(weight, StoredBlocks)]
+        if len(blocks) == len(stored):
+            return self.pack_blocks(blocks, bias, is_paired=is_paired)
+        weights = [_read(weight) for weight in stored]
+        del stored
         if is_paired:
             weights = [part for weight in weights for part in _whole_halves(weight, len(weights))]
         weight = _joined(weights)
@@ -93,6 +100,37 @@ class Packer:
         self.packed.append(panels)
         return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs)
 
+    def pack_blocks(
+        self, parts: Sequence[StoredBlocks], bias: torch.Tensor | None, *, is_paired: bool = False
+    ) -> structs.Linear:
+        """Pack tensors that are in GGUF's blocks into one layer, as `linear` says.
+
+        Raises:
+            Refusal: Half precision cannot hold a scale.
+        """
+        layer = BlockLayer(parts, is_paired=is_paired)
+        numbers, scales, offsets = (torch.empty(size, dtype=kind) for size, kind in
+                                    layer.sizes(self.library))  # fmt: skip
+        layer.pack(self.library, numbers, scales, offsets)
+        self.packed.append(numbers)
+        self.small += scales, offsets
+        return structs.Linear(
+            numbers.data_ptr(),
+            None if bias is None else self.keep(_whole_panels(bias.to(torch.float32))),
+            scales.data_ptr(),
+            offsets.data_ptr() if layer.form.has_offsets else None,
+            self._table(layer.table),
+            layer.outputs,
+            layer.inputs,
+            layer.form.group,
+        )
+
+    def _table(self, table: tuple[int, ...]) -> int | None:
+        if not table:
+            return None
+        self.small.append(torch.tensor(table, dtype=torch.int8))
+        return self.small[-1].data_ptr()
+
     def _pack_small(self, weight: QuantizedWeight, bias: int | None, pair: int) -> structs.Linear:
         outputs, inputs = weight.numbers.shape
         numbers = weight.numbers.contiguous()
@@ -106,10 +144,7 @@ class Packer:
             None if tensor is None else self._pack_scales(tensor, weight, pair)
             for tensor in (weight.scales, weight.offsets)
         )
-        table = None
-        if weight.table:
-            self.small.append(torch.tensor(weight.table, dtype=torch.int8))
-            table = self.small[-1].data_ptr()
+        table = self._table(weight.table)
         return structs.Linear(
             panels.data_ptr(), bias, scales, offsets, table, outputs, inputs, weight.group
         )
@@ -307,6 +342,8 @@ class NativeDecoder(torch.nn.Module):
         table = head
         if plain is not None:
             packer.packed.append(plain)
+        elif isinstance(shared, StoredBlocks):
+            table = head if is_tied else packer.pack_blocks([shared], None)
         elif not is_tied:
             table = packer.pack(_read(shared), None)
         return structs.Model(

@@ -186,9 +186,19 @@ class Group(Structure):
     )
 
 
+class BlockRows(Structure):
+    """The part of a packed layer that comes from one tensor in GGUF's blocks, from output ``first``
+    on. ``order`` is the address of its rows' indices, or None."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "order")),
+        *((name, c_int64) for name in ("row_bytes", "first", "count", "kind")),
+    )
+
+
 MIRRORED = (
     *(Linear, Rows, Attention, Experts, Layer, Model, Step, Expansion, Adapted, Group),
-    *(Convolution, StateRows),
+    *(Convolution, StateRows, BlockRows),
 )
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -208,6 +218,12 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         _RETURNS_NOTHING,
         (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     ),
+    "triolet_pack_blocks": (
+        c_int32,
+        (POINTER(BlockRows), *(c_int64,) * 6, *(c_void_p,) * 3),
+    ),
+    "triolet_checksum": (c_uint64, (c_void_p, c_int64)),
+    "triolet_layout": (c_int64, ()),
     "triolet_packed_scales": (c_int64, (c_int64, c_int64, c_int64)),
     "triolet_pack_scales": (
         _RETURNS_NOTHING,

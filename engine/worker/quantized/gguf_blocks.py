@@ -8,6 +8,7 @@ offsets equal ggml's in float32, bit for bit. Source: ggml-quants.c, and gguf's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from engine.worker.quantized.weight import CENTRED, Form, QuantizedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -42,6 +43,52 @@ def decode(
     rows = raw if order is None else raw[order]
     numbers, scales, offsets = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
     return QuantizedWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
+
+
+class StoredBlocks:
+    """Rows of blocks in a mapped file: of ``raw``, uint8 [rows, bytes], those that ``order`` lists,
+    or all. ``kind`` is GGUF's number of their type. A call decodes them."""
+
+    def __init__(self, raw: torch.Tensor, kind: int, order: torch.Tensor | None = None) -> None:
+        self.raw = raw
+        self.kind = kind
+        self.order = order
+
+    def __call__(self) -> QuantizedWeight:
+        """Return the decoded weight."""
+        return decode(self.raw, self.type, self.order)
+
+    def __len__(self) -> int:
+        return len(self.raw if self.order is None else self.order)
+
+    @property
+    def type(self) -> BlockType:
+        """The type of the blocks."""
+        return BLOCK_TYPES[self.kind][1]
+
+    @property
+    def inputs(self) -> int:
+        """The number of weights in a row."""
+        return self.raw.shape[1] // self.type.num_bytes * self.type.inputs
+
+    def halves(self) -> list[StoredBlocks]:
+        """Return the first half of the rows and the second."""
+        middle = len(self) // 2
+        return [self._rows(slice(middle)), self._rows(slice(middle, None))]
+
+    def _rows(self, chosen: slice) -> StoredBlocks:
+        if self.order is None:
+            return StoredBlocks(self.raw[chosen], self.kind)
+        return StoredBlocks(self.raw, self.kind, self.order[chosen])
+
+
+def joined_type(parts: Sequence[StoredBlocks]) -> tuple[Form, tuple[int, ...]]:
+    """Return the form and the table of a layer that is packed of all parts, as of the weights that
+    `engine.worker.quantized.weight.join` returns."""
+    types = {(part.type.form, part.type.table) for part in parts}
+    if len(types) == 1:
+        return types.pop()
+    return Form(8, gcd(*(form.group for form, _ in types)), has_offsets=True), ()
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:

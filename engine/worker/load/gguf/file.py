@@ -7,7 +7,6 @@ tensor in blocks stays in the mapped file until it is decoded.
 from __future__ import annotations
 
 import json
-from functools import partial
 from math import prod
 from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from engine.worker.load.gguf.models import (
 from engine.worker.load.gguf.vocabulary import STRING_LISTS, read_vocabulary
 from engine.worker.load.reading import check_readable
 from engine.worker.load.refusal import Refusal
-from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, decode
+from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, StoredBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +146,7 @@ class GgufFile(Checkpoint):
         outputs, inputs = self.tensors[name].shape
         width = inputs // block.inputs * block.num_bytes
         raw = self._bytes[start : start + outputs * width].view(outputs, width)
-        return partial(decode, raw, block, row_order(self._model, self.metadata, own))
+        return StoredBlocks(raw, kind, row_order(self._model, self.metadata, own))
 
     @property
     def _model(self) -> GgufModel:

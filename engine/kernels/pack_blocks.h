@@ -1,0 +1,280 @@
+// Packs GGUF's blocks into the panels of small_weights.h, without numbers in between.
+//
+// Rule: panels, scales and offsets are bit for bit those that `triolet_pack_small` and
+// `triolet_pack_scales` make of `engine.worker.quantized.gguf_blocks.decode`, which describes the
+// blocks (tests/conformance/test_packed_blocks.py). Scales are multiplied in float32 and rounded to
+// half precision.
+#pragma once
+
+#include <cmath>
+
+#include "small_weights.h"
+
+namespace triolet {
+
+// The part of a packed layer that comes from one tensor. Its outputs begin at output ``first``; their
+// rows are ``data`` of ``row_bytes`` each, in the order of ``order`` unless that is null. Mirrored by
+// `engine.worker.forward.kernel_structs.BlockRows`.
+struct BlockRows {
+    const uint8_t *data;
+    const int64_t *order;
+    int64_t row_bytes, first, count, kind;  // GGUF's number of the type
+};
+
+constexpr int BLOCK_MOST = 256;   // inputs of a block
+constexpr int GROUPS_MOST = 16;   // of a block
+
+// A decoded block. If ``is_codes``, numbers are codes of 4 bits, and number = code - ``zero``.
+struct Block {
+    uint8_t numbers[BLOCK_MOST];
+    float scales[GROUPS_MOST], offsets[GROUPS_MOST];
+};
+
+// The kinds of blocks by GGUF's numbers.
+enum BlockKind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+
+struct BlockForm {
+    int inputs, bytes, group;
+    bool is_codes;
+    int zero;  // of codes: what is subtracted in 8 bits
+};
+
+static inline bool find_form(int64_t kind, BlockForm *form) {
+    switch (kind) {
+        case Q4_0: *form = {32, 18, 32, true, 8}; return true;
+        case Q4_1: *form = {32, 20, 32, true, 0}; return true;
+        case Q5_0: *form = {32, 22, 32, false, 0}; return true;
+        case Q5_1: *form = {32, 24, 32, false, 0}; return true;
+        case Q8_0: *form = {32, 34, 32, false, 0}; return true;
+        case Q4_K: *form = {256, 144, 32, true, 0}; return true;
+        case Q5_K: *form = {256, 176, 32, false, 0}; return true;
+        case Q6_K: *form = {256, 210, 16, false, 0}; return true;
+    }
+    return false;
+}
+
+static inline float half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, sizeof half);
+    return to_float_of_half(half);
+}
+
+// Rounds to half precision, to nearest, ties to even. What is too large becomes infinity.
+static inline uint16_t to_half(float value) {
+#if defined(__F16C__)
+    return (uint16_t)_cvtss_sh(value, 0);
+#else
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint16_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits >= 0x7f800000) return sign | (bits > 0x7f800000 ? 0x7e00 : 0x7c00);
+    if (bits >= 0x477ff000) return sign | 0x7c00;
+    if (bits < 0x38800000) {  // below the normal numbers: 2^-24 is the step
+        float magnitude;
+        memcpy(&magnitude, &bits, sizeof magnitude);
+        return sign | (uint16_t)std::nearbyintf(magnitude * 0x1p24f);
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return sign | (uint16_t)((bits - 0x38000000) >> 13);
+#endif
+}
+
+static inline bool is_finite_half(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+// ``count`` bytes become twice as many codes: the low nibbles, then the high ones.
+static inline void nibbles(const uint8_t *from, int count, uint8_t *to) {
+    for (int i = 0; i < count; i++) {
+        to[i] = from[i] & 15;
+        to[count + i] = from[i] >> 4;
+    }
+}
+
+static inline void fifth_bits(const uint8_t *from, uint8_t *numbers) {
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    for (int i = 0; i < 32; i++) numbers[i] |= (bits >> i & 1) << 4;
+}
+
+// The scales and offsets of the eight groups of Q4_K and Q5_K.
+static inline void k_scales(const uint8_t *from, Block &to) {
+    const float scale = half_at(from), minimum = half_at(from + 2);
+    const uint8_t *low = from + 4, *middle = from + 8, *high = from + 12;
+    for (int i = 0; i < 4; i++) {
+        to.scales[i] = scale * (float)(low[i] & 63);
+        to.scales[4 + i] = scale * (float)((high[i] & 15) | (low[i] >> 6) << 4);
+        to.offsets[i] = -(minimum * (float)(middle[i] & 63));
+        to.offsets[4 + i] = -(minimum * (float)(high[i] >> 4 | (middle[i] >> 6) << 4));
+    }
+}
+
+static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
+    switch (kind) {
+        case Q4_0:
+            to.scales[0] = half_at(from);
+            nibbles(from + 2, 16, to.numbers);
+            return;
+        case Q4_1:
+            to.scales[0] = half_at(from), to.offsets[0] = half_at(from + 2);
+            nibbles(from + 4, 16, to.numbers);
+            return;
+        case Q5_0:
+            to.scales[0] = half_at(from);
+            nibbles(from + 6, 16, to.numbers);
+            fifth_bits(from + 2, to.numbers);
+            for (int i = 0; i < 32; i++) to.numbers[i] -= 16;
+            return;
+        case Q5_1:
+            to.scales[0] = half_at(from), to.offsets[0] = half_at(from + 2);
+            nibbles(from + 8, 16, to.numbers);
+            fifth_bits(from + 4, to.numbers);
+            return;
+        case Q8_0:
+            to.scales[0] = half_at(from);
+            memcpy(to.numbers, from + 2, 32);
+            return;
+        case Q4_K:
+            k_scales(from, to);
+            for (int pair = 0; pair < 4; pair++)
+                nibbles(from + 16 + 32 * pair, 32, to.numbers + 64 * pair);
+            return;
+        case Q5_K:
+            k_scales(from, to);
+            for (int pair = 0; pair < 4; pair++)
+                nibbles(from + 48 + 32 * pair, 32, to.numbers + 64 * pair);
+            for (int group = 0; group < 8; group++)
+                for (int i = 0; i < 32; i++)
+                    to.numbers[32 * group + i] |= (from[16 + i] >> group & 1) << 4;
+            return;
+        case Q6_K:
+            for (int part = 0; part < 2; part++) {
+                uint8_t *numbers = to.numbers + 128 * part;
+                nibbles(from + 64 * part, 64, numbers);
+                const uint8_t *high = from + 128 + 32 * part;
+                for (int quarter = 0; quarter < 4; quarter++)
+                    for (int i = 0; i < 32; i++)
+                        numbers[32 * quarter + i] =
+                            (numbers[32 * quarter + i] | (high[i] >> 2 * quarter & 3) << 4) - 32;
+            }
+            const float scale = half_at(from + 208);
+            for (int group = 0; group < 16; group++)
+                to.scales[group] = scale * (float)(int8_t)from[192 + group];
+    }
+}
+
+// Where the panels of a layer go, and their form. ``offsets`` is null without offsets.
+struct PackedPanels {
+    uint8_t *numbers;
+    uint16_t *scales, *offsets;
+    int64_t bits, group, inputs;
+
+    long stride() const { return small_depth(inputs) * PANEL * bits / 8; }
+    long groups() const { return num_groups(inputs, group); }
+};
+
+// Packs the numbers of a block of one output, from input ``first`` on, into its lane of a panel.
+static inline void pack_numbers(const uint8_t *numbers, int count, long first, int lane, int bits,
+                                uint8_t *panel) {
+    if (bits == 8) {
+        uint8_t *to = panel + first * PANEL + lane * 4;
+        for (int k = 0; k < count; k += 4, to += 4 * PANEL) {
+            uint32_t four;
+            memcpy(&four, numbers + k, sizeof four);
+            four ^= ZERO * 0x01010101u;
+            memcpy(to, &four, sizeof four);
+        }
+    } else {
+        uint8_t *to = panel + first * PANEL / 2 + lane * 4;
+        for (int k = 0; k < count; k += 8, to += 4 * PANEL) {
+            uint32_t low, high;
+            memcpy(&low, numbers + k, sizeof low);
+            memcpy(&high, numbers + k + 4, sizeof high);
+            low |= high << 4;
+            memcpy(to, &low, sizeof low);
+        }
+    }
+}
+
+// Packs one output's row of blocks into its lane. Returns whether its scales are finite.
+static inline bool pack_row(const BlockRows &source, int64_t output, const BlockForm &form, int lane,
+                            const PackedPanels &to, long place) {
+    const int64_t at = output - source.first, row = source.order ? source.order[at] : at;
+    const uint8_t *from = source.data + row * source.row_bytes;
+    uint8_t *panel = to.numbers + place * to.stride();
+    uint16_t *scales = to.scales + place * to.groups() * PANEL + lane;
+    uint16_t *offsets = to.offsets ? to.offsets + place * to.groups() * PANEL + lane : nullptr;
+    const bool is_widened = form.is_codes && to.bits == 8;
+    const int own_groups = form.inputs / form.group, repeats = (int)(form.group / to.group);
+    bool is_finite = true;
+    Block block = {};
+    for (long first = 0; first < to.inputs; first += form.inputs, from += form.bytes) {
+        read_block(source.kind, from, block);
+        if (is_widened)
+            for (int i = 0; i < form.inputs; i++) block.numbers[i] -= form.zero;
+        pack_numbers(block.numbers, form.inputs, first, lane, (int)to.bits, panel);
+        for (int group = 0; group < own_groups; group++) {
+            const uint16_t scale = to_half(block.scales[group]);
+            is_finite &= is_finite_half(scale);
+            for (int i = 0; i < repeats; i++, scales += PANEL) *scales = scale;
+            if (!offsets) continue;
+            const uint16_t offset = to_half(block.offsets[group]);
+            is_finite &= is_finite_half(offset);
+            for (int i = 0; i < repeats; i++, offsets += PANEL) *offsets = offset;
+        }
+    }
+    return is_finite;
+}
+
+// Packs the outputs ``first`` to ``first`` + ``count`` - 1 as the panel at ``place``.
+static bool pack_panel(const BlockRows *sources, long num_sources, long first, long count,
+                       const PackedPanels &to, long place) {
+    const long room = to.groups() * PANEL;
+    memset(to.numbers + place * to.stride(), to.bits == 8 ? ZERO : 0, to.stride());
+    memset(to.scales + place * room, 0, room * sizeof *to.scales);
+    if (to.offsets) memset(to.offsets + place * room, 0, room * sizeof *to.offsets);
+    bool is_finite = true;
+    for (long output = first; output < first + count; output++)
+        for (long i = 0; i < num_sources; i++) {
+            const BlockRows &source = sources[i];
+            BlockForm form;
+            if (output < source.first || output >= source.first + source.count) continue;
+            if (find_form(source.kind, &form))
+                is_finite &= pack_row(source, output, form, (int)(output - first), to, place);
+        }
+    return is_finite;
+}
+
+// --- checksums ----------------------------------------------------------------------------------
+
+constexpr long CHECKED_AT_ONCE = 1 << 18;  // bytes; a part of a core's cache
+constexpr int CHECK_LANES = 64;
+
+// Mixes bytes into one number. A change of one word, or of bytes of one, always changes the result.
+static uint64_t checksum_of(const uint8_t *from, long count) {
+    uint32_t lanes[CHECK_LANES];
+    for (int i = 0; i < CHECK_LANES; i++) lanes[i] = 0x9e3779b9u * (i + 1);
+    auto add = [&](const uint8_t *bytes) {
+        uint32_t words[CHECK_LANES];
+        memcpy(words, bytes, sizeof words);
+        for (int i = 0; i < CHECK_LANES; i++) {
+            lanes[i] = (lanes[i] ^ words[i]) * 0x85ebca6bu;
+            lanes[i] ^= lanes[i] >> 15;
+        }
+    };
+    constexpr long STEP = sizeof lanes;
+    long at = 0;
+    for (; count - at >= STEP; at += STEP) add(from + at);
+    if (at < count) {
+        uint8_t rest[STEP] = {};
+        memcpy(rest, from + at, count - at);
+        add(rest);
+    }
+    uint64_t total = (uint64_t)count;
+    for (int i = 0; i < CHECK_LANES; i++) {
+        total = (total ^ lanes[i]) * 0x9e3779b97f4a7c15ull;
+        total ^= total >> 32;
+    }
+    return total;
+}
+
+}  // namespace triolet

@@ -1,0 +1,162 @@
+"""GGUF's blocks are packed to the same bytes as the weights that they are decoded to."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.worker.forward import native
+from engine.worker.forward.block_layer import BlockLayer
+from engine.worker.forward.decoder import Packer
+from engine.worker.load.refusal import Refusal
+from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, StoredBlocks
+from engine.worker.quantized.weight import defer
+from engine.worker.skeleton.modules import Linear
+
+HALVES = {2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 12: (0, 2), 13: (0, 2), 14: (208,)}
+Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = 2, 3, 6, 8, 12, 13, 14
+LAYERS = {
+    **{name: [(kind, 40)] for kind, (name, _) in BLOCK_TYPES.items()},
+    "of three types": [(Q4_K, 48), (Q5_K, 20), (Q6_K, 7)],
+    "of two groups": [(Q8_0, 16), (Q6_K, 33)],
+    "of codes and numbers": [(Q4_0, 33), (Q5_0, 16)],
+    "of two kinds of codes": [(Q4_0, 5), (Q4_1, 5)],
+}
+PAIRS = {
+    "two": [(Q4_K, 40), (Q4_K, 40)],
+    "two types": [(Q4_0, 48), (Q6_K, 48)],
+    "joined": [(Q4_K, 72)],
+    "joined, whole panels": [(Q5_0, 64)],
+}
+
+
+@pytest.fixture(scope="module")
+def library():
+    return native.load()
+
+
+def blocks(kind, rows, inputs, seed, *, is_ordered=False):
+    """Return rows of random blocks whose scales are normal, subnormal, negative and zero."""
+    draw = np.random.default_rng(seed)
+    block = BLOCK_TYPES[kind][1]
+    raw = draw.integers(0, 256, (rows, inputs // block.inputs, block.num_bytes), dtype=np.uint8)
+    for place in HALVES[kind]:
+        own = draw.normal(0, 1, raw.shape[:2]) * draw.choice([1, 1e-3, 1e-6, 0], raw.shape[:2])
+        raw[..., place : place + 2] = own.astype("<f2")[..., None].view(np.uint8)
+    order = torch.from_numpy(draw.permutation(rows)) if is_ordered else None
+    return StoredBlocks(torch.from_numpy(raw.reshape(rows, -1)), kind, order)
+
+
+def packed(library, stored, *, is_paired):
+    """Return what a packer makes of layers: the struct, and the bytes of its tensors."""
+    layers = []
+    for one in stored:
+        layer = Linear(512, 8)
+        defer(layer, one, torch.float32)
+        layers.append(layer)
+    packer = Packer(library, torch.float32)
+    linear = packer.linear(layers, is_paired=is_paired)
+    tensors = [tensor for tensor in (*packer.packed, *packer.small) if tensor.numel()]
+    return linear, [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def check_alike(library, stored, *, is_paired=False):
+    mine, ours = packed(library, stored, is_paired=is_paired)
+    other, theirs = packed(library, [lambda one=one: one() for one in stored], is_paired=is_paired)
+    for name in ("outputs", "inputs", "group"):
+        assert getattr(mine, name) == getattr(other, name)
+    for name in ("scales", "offsets", "table"):
+        assert (getattr(mine, name) is None) == (getattr(other, name) is None)
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(own, their) for own, their in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_has_the_bytes_of_its_decoded_weights(library, name, is_ordered):
+    """Planted faults that this finds: a scale cut instead of rounded, a nibble too high, a row too
+    far, codes that are not centred when they are widened."""
+    stored = [
+        blocks(kind, rows, 512, seed, is_ordered=is_ordered)
+        for seed, (kind, rows) in enumerate(LAYERS[name])
+    ]
+    check_alike(library, stored)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_gates_and_ups_alternate(library, name, is_ordered):
+    stored = [
+        blocks(kind, rows, 512, seed, is_ordered=is_ordered)
+        for seed, (kind, rows) in enumerate(PAIRS[name])
+    ]
+    check_alike(library, stored, is_paired=True)
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q5_0, Q8_0])
+def test_rows_of_a_few_blocks_are_packed_alike(library, kind):
+    check_alike(library, [blocks(kind, 19, 96, seed=3)])
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
+def test_a_scale_that_is_not_finite_is_refused_wherever_it_is(library, kind, bits):
+    """The ends of a file's blocks, its first and its last row."""
+    whole = blocks(kind, 33, 512, seed=5)
+    for row, place in ((0, 0), (32, -1)):
+        stored = StoredBlocks(whole.raw.clone(), kind)
+        ends = stored.raw[row].view(-1, stored.type.num_bytes)[place]
+        at = HALVES[kind][-1]
+        ends[at : at + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+        if kind in (Q4_K, Q5_K):
+            ends[4:16] = 0x55  # the factor of a minimum that is not zero
+        with pytest.raises(Refusal, match="a scale that half precision cannot hold"):
+            packed(library, [stored], is_paired=False)
+
+
+def test_a_product_that_half_precision_cannot_hold_is_refused(library):
+    stored = blocks(Q6_K, 16, 256, seed=7)
+    stored.raw[:, 192:208] = 127
+    stored.raw[:, 208:210] = torch.from_numpy(np.array([600], "<f2").view(np.uint8))
+    with pytest.raises(Refusal, match="a scale that half precision cannot hold"):
+        packed(library, [stored], is_paired=False)
+
+
+def test_every_number_is_rounded_to_half_precision_as_torch_rounds_it(library):
+    """Scales of Q6_K are products of a half and eight bits, of every magnitude."""
+    halves = np.arange(1, 0x4000, 7, dtype=np.uint16)
+    stored = blocks(Q6_K, len(halves), 256, seed=9)
+    stored.raw[:, 208:210] = torch.from_numpy(halves[:, None].view(np.uint8).copy())
+    check_alike(library, [stored])
+
+
+def test_the_layouts_version_is_raised_with_the_bytes(library):
+    """A cache of packed weights is used for as long as the version is the same. If this fails,
+    raise PACKED_LAYOUT in engine/kernels/small_weights.h, and write the new number here."""
+    total = 0
+    for kind in (Q4_K, Q6_K):
+        layer = BlockLayer([blocks(kind, 40, 512, seed=11)])
+        tensors = [torch.empty(size, dtype=dtype) for size, dtype in layer.sizes(library)]
+        layer.pack(library, *tensors)
+        if layer.form.bits == 8:
+            tensors[0] ^= library.triolet_layout() & 255  # what this processor adds
+        for tensor in tensors:
+            total = total * 31 + library.triolet_checksum(tensor.data_ptr(), tensor.nbytes)
+    assert library.triolet_layout() >> 8 == 1
+    assert total % (1 << 64) == 0x6D29EADCDCD51516
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 255, 256, 257, 1 << 18, (1 << 18) + 1, 3 << 18])
+def test_a_checksum_changes_with_any_byte(library, count):
+    draw = np.random.default_rng(count)
+    data = torch.from_numpy(draw.integers(0, 256, count + 8, dtype=np.uint8))
+    whole = library.triolet_checksum(data.data_ptr(), count)
+    assert library.triolet_checksum(data.data_ptr(), count + 1) != whole
+    for place in {0, count // 2, count - 1} if count else ():
+        for bit in (1, 128):
+            data[place] ^= bit
+            assert library.triolet_checksum(data.data_ptr(), count) != whole
+            data[place] ^= bit
+    assert library.triolet_checksum(data.data_ptr(), count) == whole
+    if count > 1 << 18:  # the order of the parts counts, too
+        turned = torch.cat((data[1 << 18 : count], data[: 1 << 18]))
+        assert library.triolet_checksum(turned.data_ptr(), count) != whole
