@@ -21,10 +21,10 @@ struct BlockRows {
     int64_t row_bytes, first, count, kind;  // GGUF's number of the type
 };
 
-constexpr int BLOCK_MOST = 256;   // inputs of a block
-constexpr int GROUPS_MOST = 16;   // of a block
+constexpr int BLOCK_MOST = 256;  // inputs of a block
+constexpr int GROUPS_MOST = 16;  // of a block: LANES of simd.h
 
-// A decoded block. If ``is_codes``, numbers are codes of 4 bits, and number = code - ``zero``.
+// A decoded block.
 struct Block {
     uint8_t numbers[BLOCK_MOST];
     float scales[GROUPS_MOST], offsets[GROUPS_MOST];
@@ -33,10 +33,12 @@ struct Block {
 // The kinds of blocks by GGUF's numbers.
 enum BlockKind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
 
+// Sizes of a block. If ``is_codes``, its numbers are codes of 4 bits, of which ``zero`` is subtracted
+// to keep them in 8 bits.
 struct BlockForm {
     int inputs, bytes, group;
     bool is_codes;
-    int zero;  // of codes: what is subtracted in 8 bits
+    int zero;
 };
 
 static inline bool find_form(int64_t kind, BlockForm *form) {
@@ -54,33 +56,19 @@ static inline bool find_form(int64_t kind, BlockForm *form) {
 }
 
 static inline float half_at(const uint8_t *from) {
-    uint16_t half;
+    f16 half;
     memcpy(&half, from, sizeof half);
-    return to_float_of_half(half);
+    return to_float(half);
 }
 
-// Rounds to half precision, to nearest, ties to even. What is too large becomes infinity.
-static inline uint16_t to_half(float value) {
-#if defined(__F16C__)
-    return (uint16_t)_cvtss_sh(value, 0);
-#else
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint16_t sign = bits >> 16 & 0x8000;
-    bits &= 0x7fffffff;
-    if (bits >= 0x7f800000) return sign | (bits > 0x7f800000 ? 0x7e00 : 0x7c00);
-    if (bits >= 0x477ff000) return sign | 0x7c00;
-    if (bits < 0x38800000) {  // below the normal numbers: 2^-24 is the step
-        float magnitude;
-        memcpy(&magnitude, &bits, sizeof magnitude);
-        return sign | (uint16_t)std::nearbyintf(magnitude * 0x1p24f);
-    }
-    bits += 0xfff + (bits >> 13 & 1);
-    return sign | (uint16_t)((bits - 0x38000000) >> 13);
-#endif
+// Rounds 16 scales or offsets to half precision. Returns whether it can hold the first ``count``.
+static inline bool to_halves(const float *from, int count, f16 *to) {
+    constexpr float TOO_LARGE = 65520.0f;  // would be rounded to infinity
+    bool fits = true;
+    for (int i = 0; i < count; i++) fits &= std::fabs(from[i]) < TOO_LARGE;  // NaN does not, either
+    store(to, load(from));
+    return fits;
 }
-
-static inline bool is_finite_half(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
 // ``count`` bytes become twice as many codes: the low nibbles, then the high ones.
 static inline void nibbles(const uint8_t *from, int count, uint8_t *to) {
@@ -165,7 +153,7 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
 // Where the panels of a layer go, and their form. ``offsets`` is null without offsets.
 struct PackedPanels {
     uint8_t *numbers;
-    uint16_t *scales, *offsets;
+    f16 *scales, *offsets;
     int64_t bits, group, inputs;
 
     long stride() const { return small_depth(inputs) * PANEL * bits / 8; }
@@ -201,8 +189,8 @@ static inline bool pack_row(const BlockRows &source, int64_t output, const Block
     const int64_t at = output - source.first, row = source.order ? source.order[at] : at;
     const uint8_t *from = source.data + row * source.row_bytes;
     uint8_t *panel = to.numbers + place * to.stride();
-    uint16_t *scales = to.scales + place * to.groups() * PANEL + lane;
-    uint16_t *offsets = to.offsets ? to.offsets + place * to.groups() * PANEL + lane : nullptr;
+    f16 *scales = to.scales + place * to.groups() * PANEL + lane;
+    f16 *offsets = to.offsets ? to.offsets + place * to.groups() * PANEL + lane : nullptr;
     const bool is_widened = form.is_codes && to.bits == 8;
     const int own_groups = form.inputs / form.group, repeats = (int)(form.group / to.group);
     bool is_finite = true;
@@ -212,15 +200,14 @@ static inline bool pack_row(const BlockRows &source, int64_t output, const Block
         if (is_widened)
             for (int i = 0; i < form.inputs; i++) block.numbers[i] -= form.zero;
         pack_numbers(block.numbers, form.inputs, first, lane, (int)to.bits, panel);
-        for (int group = 0; group < own_groups; group++) {
-            const uint16_t scale = to_half(block.scales[group]);
-            is_finite &= is_finite_half(scale);
-            for (int i = 0; i < repeats; i++, scales += PANEL) *scales = scale;
-            if (!offsets) continue;
-            const uint16_t offset = to_half(block.offsets[group]);
-            is_finite &= is_finite_half(offset);
-            for (int i = 0; i < repeats; i++, offsets += PANEL) *offsets = offset;
-        }
+        f16 halves[GROUPS_MOST];
+        is_finite &= to_halves(block.scales, own_groups, halves);
+        for (int group = 0; group < own_groups; group++)
+            for (int i = 0; i < repeats; i++, scales += PANEL) *scales = halves[group];
+        if (!offsets) continue;
+        is_finite &= to_halves(block.offsets, own_groups, halves);
+        for (int group = 0; group < own_groups; group++)
+            for (int i = 0; i < repeats; i++, offsets += PANEL) *offsets = halves[group];
     }
     return is_finite;
 }

@@ -111,8 +111,8 @@ void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs
 // unless ``offsets`` is null. Sizes and ``pair`` are as above. Returns 1, or 0 if a scale or an offset
 // is not finite in half precision.
 int triolet_pack_blocks(const BlockRows *sources, int64_t count, int64_t outputs, int64_t inputs,
-                        int64_t pair, int64_t bits, int64_t group, uint8_t *panels, uint16_t *scales,
-                        uint16_t *offsets) {
+                        int64_t pair, int64_t bits, int64_t group, uint8_t *panels, f16 *scales,
+                        f16 *offsets) {
     const PackedPanels to{panels, scales, offsets, bits, group, inputs};
     int is_finite = 1;
     const long number = (outputs + PANEL - 1) / PANEL;
