@@ -1,4 +1,4 @@
-"""The access log: one line for each RPC, with its status, its duration and what it used.
+"""The access log: one line for each call, with its status, its duration and what it used.
 
 Rule: a line holds numbers and names, and nothing of a prompt or an answer. Calls that
 probes make every few seconds, such as health, are logged at DEBUG, all others at INFO.
@@ -10,19 +10,19 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine import logs
-from grpc_service.access.policy import USES
+from grpc_service.access.policy import HTTP_USES, USES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from grpc_service.access.rpc_record import Rpc
+    from grpc_service.access.rpc_record import CallRecord
 
 log = logging.getLogger("triolet.access")
 
 
-def write(rpc: Rpc, fields: Mapping[str, str | int | float]) -> None:
+def write(call: CallRecord, fields: Mapping[str, str | int | float]) -> None:
     """Log a call that has ended; ``fields`` are those of `fields_of`."""
-    level = logging.INFO if rpc.call.method.startswith(USES) else logging.DEBUG
+    level = logging.INFO if call.method.startswith((*USES, HTTP_USES)) else logging.DEBUG
     if not log.isEnabledFor(level):
         return
     shown = " ".join(
@@ -30,24 +30,24 @@ def write(rpc: Rpc, fields: Mapping[str, str | int | float]) -> None:
         for name, value in fields.items()
         if name not in ("method", "code")
     )
-    extra = {"request_id": logs.printable(rpc.logged_id), "fields": fields}
-    log.log(level, "%s %s %s", rpc.call.method, fields["code"], shown, extra=extra)
+    extra = {"request_id": logs.printable(call.logged_id), "fields": fields}
+    log.log(level, "%s %s %s", call.method, fields["code"], shown, extra=extra)
 
 
-def fields_of(rpc: Rpc, code: str, seconds: float) -> dict[str, str | int | float]:
-    """Return the fields of a call's log line, by name, with times in seconds.
+def fields_of(call: CallRecord, code: str, seconds: float) -> dict[str, str | int | float]:
+    """Return the fields of the line, by name, with times in seconds.
 
     A request that reached the engine has the times of its phases: of all phases if it finished, and
     otherwise how long it waited and how long it ran.
     """
     fields: dict[str, str | int | float] = {
-        "method": rpc.call.method,
+        "method": call.method,
         "code": code,
         "elapsed_s": seconds,
-        "peer": rpc.call.peer,
+        "peer": call.peer,
     }
-    if rpc.quota is not None:
-        fields["key"] = rpc.quota.name
-    if rpc.stream is not None:
-        fields |= rpc.stream.account(seconds)
+    if call.quota is not None:
+        fields["key"] = call.quota.name
+    if call.stream is not None:
+        fields |= call.stream.account(seconds)
     return fields

@@ -24,10 +24,9 @@ from grpc_service.rpc.fairness import FairLock
 from grpc_service.rpc.methods import take_request, wait_for_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Awaitable, Callable, Hashable
 
     from grpc_service.access.rpc_record import Rpc
-    from grpc_service.rpc.call import Call
     from grpc_service.rpc.methods import Method
 
 # The worst request of this size, five hundred empty messages of a chat, takes the loop 4 ms; a
@@ -61,12 +60,40 @@ class Decoding:
         num_bytes = call.request.next_bytes
         if num_bytes <= SMALL_BYTES:
             return decode(await take_request(method, call))
+
+        async def take() -> bytes:
+            return await take_request(method, call)
+
+        def answer_frees(free: Callable[[], None]) -> None:
+            call.on_answer = free
+
+        deadline = server_deadline(rpc.arrived_at, call.time_remaining())
+        owner = rpc.quota or rpc.address
+        return await self.in_thread(decode, take, num_bytes, owner, deadline, answer_frees)
+
+    async def in_thread(
+        self,
+        decode: Callable[[bytes], Any],
+        take: Callable[[], Awaitable[bytes]],
+        num_bytes: int,
+        owner: Hashable,
+        deadline: float,
+        answer_frees: Callable[[Callable[[], None]], None],
+    ) -> Any:
+        """Return ``decode`` of the bytes of a request that ``take`` returns, in a thread, in the
+        turn of its ``owner``. For a large one, ``answer_frees`` gets the function that is to be
+        called at the first answer (Rule 4).
+
+        Raises:
+            DeadlineExceeded: the deadline passed while the request waited for its turn.
+            Exception: as ``decode`` and ``take``.
+        Cancellation: safe, as in `request_of`.
+        """
         lane = self._medium if num_bytes <= LARGE_BYTES else self._large
-        owner = rpc.quota or call.connection.address
-        with trio.move_on_at(server_deadline(rpc.arrived_at, call.time_remaining())):
+        with trio.move_on_at(deadline):
             if num_bytes > LARGE_BYTES:
-                call.on_answer = await self._room.take(owner, num_bytes)
-            return await lane.decode(decode, method, call, owner)
+                answer_frees(await self._room.take(owner, num_bytes))
+            return await lane.decode(decode, take, owner)
         raise DeadlineExceeded(
             "the deadline passed in phase read, before the request was decoded",
             phase="read",
@@ -142,8 +169,11 @@ class _Lane:
         self._limiter = trio.CapacityLimiter(1)
 
     async def decode(
-        self, decode: Callable[[bytes], Any], method: Method, call: Call, owner: Hashable
+        self,
+        decode: Callable[[bytes], Any],
+        take: Callable[[], Awaitable[bytes]],
+        owner: Hashable,
     ) -> Any:
         async with self._turns.hold(owner):
-            job = partial(decode, await take_request(method, call))
+            job = partial(decode, await take())
             return await WorkerThreads().run(job, self._limiter)

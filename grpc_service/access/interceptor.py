@@ -46,6 +46,7 @@ class Interceptor(Dispatcher):
     returns the status for an error. ``record`` is called with the log's fields, the metadata and
     the id of each call to `policy.USES`. ``calls`` counts the calls that have ended, without those
     of reflection, by method and name of the status code; several interceptors may share it.
+    ``decoding`` decodes the requests; all that comes to a server should share it.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Interceptor(Dispatcher):
         status_of: Callable[[Exception], Status],
         record: Record | None = None,
         calls: Counter[tuple[str, str]] | None = None,
+        decoding: Decoding | None = None,
     ) -> None:
         super().__init__(methods, status_of)
         self._keys = keys
-        self._record = record
+        self.record = record
         self.calls: Counter[tuple[str, str]] = Counter() if calls is None else calls
-        self._decoding = Decoding()
+        self.decoding = Decoding() if decoding is None else decoding
 
     async def serve(self, call: Call) -> None:
         """Serve one call to its end, and log it. Raises nothing.
@@ -70,7 +72,7 @@ class Interceptor(Dispatcher):
         if not call.method.startswith(SUBMITTING):
             call.connection.note_taken(call)
         method = self.methods.get(call.method)
-        call.record = rpc = Rpc(call)
+        call.record = rpc = Rpc.of(call)
         # Reflection, whose requests are a stream, is neither limited nor logged.
         is_counted = method is not None and not method.takes_stream
         try:
@@ -95,8 +97,8 @@ class Interceptor(Dispatcher):
             self.calls[call.method, code] += 1
             fields = access_log.fields_of(rpc, code, time.monotonic() - started_at)
             access_log.write(rpc, fields)
-            if self._record is not None and call.method.startswith(policy.USES):
-                self._record(fields, call.metadata, rpc.logged_id)
+            if self.record is not None and call.method.startswith(policy.USES):
+                self.record(fields, call.metadata, rpc.logged_id)
 
     async def handle(self, method: Method, call: Call) -> Any:
         """Admit the call, read its request, and run the handler within the key's limits. The key's
@@ -109,7 +111,7 @@ class Interceptor(Dispatcher):
         if method.takes_stream:
             return await method.handler(None, rpc)
         rpc.quota = policy.admit(call.method, call.peer, call.metadata, self._keys)
-        return await _begin(method, await self._decoding.request_of(method, rpc), rpc)
+        return await _begin(method, await self.decoding.request_of(method, rpc), rpc)
 
 
 def _begin(method: Method, request: Any, rpc: Rpc) -> Awaitable[Any]:
@@ -117,9 +119,8 @@ def _begin(method: Method, request: Any, rpc: Rpc) -> Awaitable[Any]:
     keeps a reference to the request."""
     rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
     logs.request_id.set(logs.printable(rpc.request_id))
-    method_name = rpc.call.method
+    method_name = rpc.method
     is_limited = method_name.startswith(LIMITED) and method_name not in COUNTED_ALREADY
-    if is_limited and rpc.quota is not None:
-        rpc.quota.enter()
-        rpc.leave_quota = rpc.quota.leave
+    if is_limited:
+        rpc.enter_quota()
     return method.handler(request, rpc)

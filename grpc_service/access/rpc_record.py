@@ -1,7 +1,8 @@
-"""The record of one RPC: its caller's address and quota, and the values of its log line.
+"""The records of calls: the caller's address and quota, and the values of the call's log line.
 
-Rule: the interceptor (`grpc_service.access.interceptor`) makes one record for each call and passes
-it to the call's handler; nothing else keeps one.
+Rule: the code that admits a call makes one record for it and passes it to the call's handler;
+nothing else keeps one. gRPC's calls have an `Rpc` (`grpc_service.access.interceptor`), requests
+over HTTP have a record of their own kind (`grpc_service.openai`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ if TYPE_CHECKING:
     from grpc_service.rpc.call import Call
 
 
-@dataclass(eq=False, slots=True)
-class Rpc:
-    """One RPC, as its handler sees it.
+@dataclass(eq=False, slots=True, kw_only=True)
+class CallRecord:
+    """One call, whatever its protocol.
 
-    ``call`` is the gRPC call: what a handler reads and writes. ``request_id`` is the client's own
-    or one made for it. ``arrived_at`` is when the request's last byte had come, on Trio's clock.
-    ``quota`` is the key holder's, None for a call without a key; ``leave_quota`` is called when the
-    call has ended. ``stream`` is set by the code that submits a request to the engine for this RPC.
+    ``method`` is its name in the log, ``peer`` its client's address as grpc writes it, and
+    ``address`` the one by which use is counted. ``request_id`` is the client's own or one made for
+    it. ``arrived_at`` is when the request had come whole, on Trio's clock. ``quota`` is the key
+    holder's, None for a call without a key; ``leave_quota`` is called when the call has ended.
+    ``stream`` is set by the code that submits a request to the engine for this call.
     """
 
-    call: Call
+    method: str
+    peer: str
+    address: str
     request_id: str = ""
     arrived_at: float = 0.0
     quota: Quota | None = None
@@ -39,11 +43,35 @@ class Rpc:
     @property
     def origin(self) -> Origin:
         """The request's id, quota and address, as `Engine.submit` takes them."""
-        return Origin(self.request_id, self.quota, self.call.connection.address)
+        return Origin(self.request_id, self.quota, self.address)
 
     @property
     def logged_id(self) -> str:
-        """The request's id in the engine, or else the RPC's own; "-" for none."""
+        """The request's id in the engine, or else the call's own; "-" for none."""
         if self.stream is not None:
             return self.stream.request_id
         return self.request_id or "-"
+
+    def enter_quota(self) -> None:
+        """Count the request against the key's limits, if it has a key, until `leave_quota`.
+
+        Raises:
+            Overloaded: the holder runs as many requests as it may.
+        """
+        if self.quota is not None:
+            self.quota.enter()
+            self.leave_quota = self.quota.leave
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Rpc(CallRecord):
+    """One RPC, as its handler sees it. ``call`` is the gRPC call: what a handler reads and
+    writes."""
+
+    call: Call
+
+    @classmethod
+    def of(cls, call: Call) -> Rpc:
+        """Return the record of a call that has just come."""
+        address = call.connection.address
+        return cls(call=call, method=call.method, peer=call.peer, address=address)

@@ -8,22 +8,13 @@ stops asks its clients first to open no more calls.
 from __future__ import annotations
 
 import logging
-import math
-import ssl
 from typing import TYPE_CHECKING
 
 import trio
 
-from grpc_service.rpc.accounts import (
-    BROKEN_CONNECTION,
-    CONNECTION,
-    LEFT_CONNECTION,
-    OPENING,
-    POINT_S,
-    Addresses,
-)
+from grpc_service.rpc.accounts import Addresses
 from grpc_service.rpc.connection import Connection, Flusher, Shared
-from grpc_service.rpc.entrance import Entrance, Pass
+from grpc_service.rpc.entrance import Pass
 from grpc_service.rpc.fairness import (
     FairLock,
     FairShareLimiter,
@@ -32,7 +23,7 @@ from grpc_service.rpc.fairness import (
 )
 from grpc_service.rpc.held_bytes import LOOK_S, HeldBytes
 from grpc_service.rpc.limits import Limits
-from grpc_service.rpc.sockets import address_of
+from grpc_service.rpc.reception import Reception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,8 +32,6 @@ if TYPE_CHECKING:
     from grpc_service.rpc.sockets import PlainTransport, SocketListener
 
 log = logging.getLogger(__name__)
-
-WARNING_PAUSE_S = 10.0  # between warnings of refused connections
 
 
 class RpcServer:
@@ -60,7 +49,7 @@ class RpcServer:
         flusher: Flusher | None = None,
     ) -> None:
         self.limits = limits or Limits()
-        self._shared = Shared(
+        self.shared = Shared(
             limits=self.limits,
             flusher=flusher or Flusher(),
             start_limiter=StartLimiter(self.limits.starts_per_turn),
@@ -73,9 +62,7 @@ class RpcServer:
             addresses=Addresses(self.limits, trio.current_time),
         )
         self._connections: dict[Connection, None] = {}
-        self._entrance = Entrance(self.limits)
-        self._warned_at = -math.inf  # when refused connections were last logged
-        self._reported: set[str] = set()  # reasons of failed handshakes that were logged
+        self._reception = Reception(self.shared)
         self._listeners: Sequence[SocketListener] = ()
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
@@ -96,13 +83,15 @@ class RpcServer:
         self._listeners = listeners
         with self._serving:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._shared.overhead.run)
+                nursery.start_soon(self.shared.overhead.run)
                 nursery.start_soon(self._make_room)
                 try:
                     with self._listening:
                         async with trio.open_nursery() as accepting:
                             for listener in listeners:
-                                accepting.start_soon(self._accept, listener, nursery)
+                                accepting.start_soon(
+                                    self._reception.take, listener, nursery, self._serve
+                                )
                 finally:
                     for listener in listeners:
                         listener.close()
@@ -154,116 +143,25 @@ class RpcServer:
         while True:
             await self._is_short.wait()
             self._is_short = trio.Event()
-            while self._shared.held.is_short:
+            while self.shared.held.is_short:
                 await trio.sleep(LOOK_S)
-                self._shared.held.make_room()
+                self.shared.held.make_room()
 
     def _on_progress(self) -> None:
         self._progress.set()
 
-    async def _accept(self, listener: SocketListener, nursery: trio.Nursery) -> None:
-        while True:
-            for transport, peer in await listener.accept():
-                given = self._entrance.admit(address_of(peer))
-                if given is Pass.REFUSED:
-                    await self._refuse(transport, peer)
-                else:
-                    nursery.start_soon(self._serve, transport, peer, given)
-
-    async def _refuse(self, transport: PlainTransport, peer: str) -> None:
-        """Close a connection before it is opened; warn once in `WARNING_PAUSE_S` at most."""
-        now = trio.current_time()
-        if now >= self._warned_at + WARNING_PAUSE_S:
-            self._warned_at = now
-            count = self._entrance.num_refused
-            log.warning("%s: refused, as there are too many connections (%d so far)", peer, count)
-        with trio.CancelScope(shield=True):  # never waits; the other accepted clients are served
-            await transport.close()
-
     async def _serve(self, transport: PlainTransport, peer: str, given: Pass) -> None:
-        """Serve a client that `Entrance.admit` has ``given`` a pass."""
-        address = address_of(peer)
-        with self._entrance.staying(address, given):
-            try:
-                if not await self._open(transport, address):
-                    return
-            except OSError as error:
-                log.log(self._level_of(error), "%s: %s", peer, error)
-                return
-            connection = Connection(self._shared, transport, peer)
-            connection.http2.is_reserved = given is Pass.RESERVED
-            self._connections[connection] = None
-            if self._listening.cancel_called:  # the client was accepted just before `leave`
-                connection.drain()
-                connection.http2.send_goaway(knows=False)  # at once, as it has no calls yet
-            try:
-                await connection.run()
-            except Exception:
-                log.exception("a connection met a bug")
-            finally:
-                del self._connections[connection]
-                self._on_progress()
-
-    def _level_of(self, error: OSError) -> int:
-        """Return WARNING for the first failed handshake of each reason, and DEBUG otherwise. There
-        are few reasons. A client that has left is never a WARNING."""
-        is_tls = isinstance(error, ssl.SSLError)
-        has_left = isinstance(error, ssl.SSLEOFError) or not (is_tls or error.errno is None)
-        reason = getattr(error, "reason", None) or str(error)
-        if has_left or reason in self._reported:
-            return logging.DEBUG
-        self._reported.add(reason)
-        return logging.WARNING
-
-    async def _open(self, transport: PlainTransport, address: str) -> bool:
-        """Open a transport within `Limits.handshake_timeout_s`; close it if that fails, or if the
-        client has left already. A client whose address owes time waits first. Return whether it is
-        open.
-
-        Raises:
-            OSError: the transport cannot be opened; the address owes for the attempt.
-        Cancellation: the transport is closed; the address owes for an opening that had begun.
-        """
-        shared, is_open, broken_s = self._shared, False, 0.0
+        """Serve a client whose transport is open, and which was given a pass."""
+        connection = Connection(self.shared, transport, peer)
+        connection.http2.is_reserved = given is Pass.RESERVED
+        self._connections[connection] = None
+        if self._listening.cancel_called:  # the client was accepted just before `leave`
+            connection.drain()
+            connection.http2.send_goaway(knows=False)  # at once, as it has no calls yet
         try:
-            if not await self._pay(transport, address):
-                return False
-            await shared.share.enter(address)
-            shared.share.spend(CONNECTION * POINT_S + transport.opening_s)
-            broken_s = BROKEN_CONNECTION * POINT_S
-            with trio.move_on_after(self.limits.handshake_timeout_s) as scope:
-                await transport.open()
-            if scope.cancelled_caught:
-                raise OSError("the TLS handshake took too long")
-            is_open = True
-            return True
+            await connection.run()
+        except Exception:
+            log.exception("a connection met a bug")
         finally:
-            self._entrance.note_opened(address)
-            if not is_open:
-                shared.addresses.add_debt_s(address, broken_s)
-                await transport.close()
-
-    async def _pay(self, transport: PlainTransport, address: str) -> bool:
-        """Wait until the address's owed time is paid. Return whether the client is still there:
-        clients that have left take little time, so that one behind them is served soon.
-
-        Cancellation: safe; the address owes what it owed.
-        """
-        addresses, overhead = self._shared.addresses, self._shared.overhead
-        debt_s = addresses.take_debt_s(address)
-        if debt_s or self._entrance.is_paying(address):
-            is_paid = False
-            try:
-                with self._entrance.paying(address):
-                    await overhead.enter(address, LEFT_CONNECTION * POINT_S)
-                    if not transport.has_left:
-                        await overhead.enter(address, max(debt_s, OPENING * POINT_S))
-                        is_paid = True
-            finally:
-                if not is_paid:
-                    addresses.add_debt_s(address, debt_s)
-            return is_paid
-        if transport.has_left:
-            addresses.add_debt_s(address, LEFT_CONNECTION * POINT_S)
-            return False
-        return True
+            del self._connections[connection]
+            self._on_progress()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECORD_BYTES = 2**14  # of a TLS record, at most; OpenSSL sends one by one. RFC 8446, section 5.1.
+H2, HTTP1 = "h2", "http/1.1"  # names of TLS's application protocols
+RECORD_BYTES = 2**14  # of TLS, at most. OpenSSL sends records one by one. RFC 8446, section 5.1.
 RECEIVE_BYTES = 2**16  # upper bound of one read. Guess.
 # Connections that wait to be accepted: as many as Linux allows by default. Beyond them, clients try
 # again after a second and more.
@@ -33,7 +34,8 @@ BACKLOG = 4096
 BUSY_PAUSE_S = 0.01  # reading pauses while a writer waits for room in the socket. Guess.
 HANDSHAKE_S = 1.2e-3  # processor time of a TLS handshake, with RSA and 2048 bits, on an AMD EPYC
 ACCEPTS_MAX = 64  # connections that are taken in one turn of the loop: some 2 ms
-ACCEPT_PAUSE_S = 0.1  # seconds until a file descriptor may be free again. Guess.
+ACCEPT_PAUSE_S = 0.1  # until a file descriptor may be free again. Guess.
+_LINGER = Struct("ii")  # on, and for no second: what was not sent is dropped
 _CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client
 HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux has it
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -44,11 +46,15 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 class SocketListener:
     """A listening socket, whose clients speak TLS if ``tls`` is given. ``port`` is 0 for a Unix
-    socket."""
+    socket. ``alpn`` is the protocol that TLS clients must offer; one that offers none speaks
+    HTTP/1.1."""
 
-    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, tls: ssl.SSLContext | None = None, alpn: str = H2
+    ) -> None:
         self._socket = sock
         self._tls = tls
+        self._alpn = alpn
         address = sock.getsockname()
         self.port = int(address[1]) if isinstance(address, tuple) else 0
 
@@ -87,21 +93,23 @@ class SocketListener:
         peer = _peer_of(client, address)
         if self._tls is None:
             return PlainTransport(client), peer
-        return TlsTransport(client, self._tls), peer
+        return TlsTransport(client, self._tls, self._alpn), peer
 
     def close(self) -> None:
         """Accept no more. Idempotent."""
         self._socket.close()
 
 
-def listen_tcp(host: str, port: int, tls: ssl.SSLContext | None = None) -> list[SocketListener]:
+def listen_tcp(
+    host: str, port: int, tls: ssl.SSLContext | None = None, alpn: str = H2
+) -> list[SocketListener]:
     """Listen on every address of ``host`` that this machine has; ``port`` 0 takes any free one,
-    the same for all addresses.
+    the same for all addresses. ``tls`` and ``alpn`` are those of `SocketListener`.
 
     Raises:
         OSError: another program has the port on one of the addresses, or none could be bound.
     """
-    return [SocketListener(sock, tls) for sock in _bind_tcp(host.strip("[]"), port)]
+    return [SocketListener(sock, tls, alpn) for sock in _bind_tcp(host.strip("[]"), port)]
 
 
 def _bind_tcp(host: str, port: int) -> list[socket.socket]:
@@ -271,11 +279,29 @@ class PlainTransport:
         """
         await trio.lowlevel.wait_writable(self._socket)
 
+    @property
+    def raw(self) -> socket.socket:
+        """The socket itself, to ask it for its addresses."""
+        return self._socket
+
+    def limit_unsent(self, num_bytes: int) -> None:
+        """Let the system keep about ``num_bytes`` that it cannot send yet, where it can be told."""
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+
     def end(self) -> None:
         """Announce that nothing more will be sent. Never waits or raises; bytes that
         `send_now` has not taken are lost."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> None:
+        """Break the connection, so that both sides notice: the client by a reset, when the socket
+        is closed, and `receive` at once. Never waits or raises."""
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+            socket.socket.shutdown(self._socket, socket.SHUT_RD)
 
     async def close(self) -> None:
         """Close the socket. Never waits. Idempotent."""
@@ -290,9 +316,10 @@ class TlsTransport(PlainTransport):
 
     opening_s = HANDSHAKE_S
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, alpn: str = H2) -> None:
         super().__init__(sock)
         self._context = context
+        self._alpn = alpn
         self._tls: ssl.SSLSocket  # the socket, from `open` on
         self._has_ended = False
 
@@ -300,7 +327,7 @@ class TlsTransport(PlainTransport):
         """Do the handshake.
 
         Raises:
-            OSError: client and server do not agree, or the client does not offer HTTP/2.
+            OSError: client and server do not agree, or the client does not offer the protocol.
         Cancellation: the transport can only be closed then.
         """
         await super().open()
@@ -318,8 +345,9 @@ class TlsTransport(PlainTransport):
             except ssl.SSLError:
                 self._drop_received()
                 raise
-        if self._tls.selected_alpn_protocol() != "h2":
-            raise OSError("the client does not offer h2 in TLS's application protocols")
+        chosen = self._tls.selected_alpn_protocol()
+        if chosen != self._alpn and not (self._alpn == HTTP1 and chosen is None):
+            raise OSError(f"the client does not offer {self._alpn} in TLS's application protocols")
 
     def _drop_received(self) -> None:
         """Read what has come: a socket that is closed with bytes unread is reset, and its client

@@ -1,4 +1,4 @@
-"""Writes the events of one engine request to its gRPC call.
+"""Writes the events of one engine request to its call: one of gRPC, or a request over HTTP.
 
 The engine pushes an event while it delivers a step. While the call's task waits for events, the
 engine's delivery writes a short event, and the task sleeps on: waking it for each token would cost
@@ -17,7 +17,7 @@ the failure. Then the events that it has not taken are dropped, and the status i
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
@@ -29,16 +29,14 @@ from grpc_service.services.error_status import status_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from google.protobuf.message import Message
-
     from engine.api.engine import Engine
     from engine.errors import TrioletError
     from engine.requests.kind import ClientRequest
+    from engine.requests.quota import Origin
     from engine.requests.stream import RequestStream
-    from grpc_service.access.rpc_record import Rpc
     from grpc_service.access.unread_calls import UnreadCalls
 
-    Encode = Callable[[Sequence[Any]], Sequence[Message]]
+    Encode = Callable[[Sequence[Any]], Sequence[Any]]
     EncodeShort = Callable[[Any], bytes | None]
 
 log = logging.getLogger(__name__)
@@ -57,6 +55,49 @@ async def encode_in_thread(job: Callable[[], T]) -> T:
     return await WorkerThreads().run(job, _limiter)
 
 
+class WrittenCall(Protocol):
+    """A call as its writer sees it: `grpc_service.rpc.call.Call`, or one over HTTP."""
+
+    scope: trio.CancelScope
+    is_lost: bool
+
+    @property
+    def connection(self) -> Any:
+        """The connection, which has ``is_being_read`` and ``note_taken``."""
+
+    @property
+    def code(self) -> object:
+        """What the call was ended with; None while it runs."""
+
+    def try_write(self, data: bytes) -> bool:
+        """Write a message now, or return False."""
+
+    async def write(self, message: Any) -> None:
+        """Write a message, and wait until the client's side has room for it. Raises
+        Disconnected."""
+
+    async def wait_received(self) -> None:
+        """Wait until the client has every message."""
+
+    def evict(self) -> None:
+        """Reset the call."""
+
+
+class WrittenRecord(Protocol):
+    """The record of such a call (`grpc_service.access.rpc_record`)."""
+
+    arrived_at: float
+    stream: RequestStream[Any] | None
+
+    @property
+    def call(self) -> Any:
+        """The call, a `WrittenCall`."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where the request comes from."""
+
+
 class CallWriter:
     """The `Reader` of one request's stream: writes events in `push`, or else in the call's task.
 
@@ -69,7 +110,7 @@ class CallWriter:
 
     def __init__(
         self,
-        rpc: Rpc,
+        rpc: WrittenRecord,
         unread_calls: UnreadCalls,
         encode: Encode,
         encode_short: EncodeShort = lambda event: None,
@@ -78,7 +119,7 @@ class CallWriter:
         is_kept: bool = False,
     ) -> None:
         self._rpc = rpc
-        self._call = rpc.call
+        self._call: WrittenCall = rpc.call
         self._unread_calls = unread_calls
         self._encode = encode
         self._encode_short = encode_short
@@ -97,7 +138,7 @@ class CallWriter:
     @property
     def is_being_read(self) -> bool:
         """Whether the client still reads from the call's connection, if only slowly."""
-        return self._call.connection.is_being_read
+        return bool(self._call.connection.is_being_read)
 
     # ---- the engine's side, in the delivery of a step
 
@@ -186,7 +227,7 @@ class CallWriter:
         except Exception as error:
             self._is_done = True
             self._cancel()
-            await self._call.end(*status_of(error))
+            await self._fail(error)
         finally:
             self._leave()
 
@@ -228,7 +269,11 @@ class CallWriter:
             finally:
                 self._waiter = None
 
-    async def _messages_of(self, events: Sequence[Any]) -> Sequence[Message]:
+    async def _fail(self, error: Exception) -> None:
+        """End the call with the status of ``error``."""
+        await self._rpc.call.end(*status_of(error))
+
+    async def _messages_of(self, events: Sequence[Any]) -> Sequence[Any]:
         if not self._is_large:
             return self._encode(events)
         self._is_large = False

@@ -106,18 +106,26 @@ def status_of(error: BaseException) -> Status:
     get."""
     if isinstance(error, RpcError) and type(error) not in TRANSLATED:
         return error.status
+    known, code, retry_s = explain(error)
+    row = TABLE[type(known)]
+    status = status_pb2.Status(code=code, message=_cut(str(known), TEXT_BYTES_MAX))
+    status.details.extend(_packed(_details(known, row)))
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    if retry_s is not None and code in PUSHED_BACK:
+        metadata.append((PUSHBACK_KEY, str(round(1000 * retry_s))))
+    return Status(code, status.message, tuple(metadata))
+
+
+def explain(error: BaseException) -> tuple[errors.TrioletError, StatusCode, float | None]:
+    """Return what a client of any protocol is told of ``error``: the engine's error, its code, and
+    how many seconds to wait before another try (None: no advice). Log what the client does not
+    get."""
     known = _known(error)
     row = TABLE[type(known)]
     code = row.code
     if isinstance(error, RpcError) and not isinstance(error, InvalidMessage):
         code = error.status.code
-    status = status_pb2.Status(code=code, message=_cut(str(known), TEXT_BYTES_MAX))
-    status.details.extend(_packed(_details(known, row)))
-    metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
-    retry_s = _retry_s(known, row)
-    if retry_s is not None and code in PUSHED_BACK:
-        metadata.append((PUSHBACK_KEY, str(round(1000 * retry_s))))
-    return Status(code, status.message, tuple(metadata))
+    return known, code, _retry_s(known, row)
 
 
 def _retry_s(error: errors.TrioletError, row: Row) -> float | None:

@@ -180,14 +180,15 @@ def _decode_message(message: inference_pb2.Message) -> dict[str, Any]:
 
 
 def _decode_tool(message: inference_pb2.Tool) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"type": "object", "properties": {}}
-    if message.HasField("parameters"):
-        parameters = _decode_struct(message.parameters)
-    function = {
-        "name": message.name,
-        "description": message.description,
-        "parameters": parameters,
-    }
+    parameters = _decode_struct(message.parameters) if message.HasField("parameters") else None
+    return function_tool(message.name, message.description, parameters)
+
+
+def function_tool(name: str, description: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a tool as templates read it. A function without parameters has no arguments."""
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 

@@ -77,7 +77,7 @@ class Server(MemoryServer):
             assert not connection.http2.blocked_by_connection
             assert not connection.http2.blocked_by_stream
             assert not connection.http2.h2.streams
-        start_limiter = self.server._shared.start_limiter
+        start_limiter = self.server.shared.start_limiter
         assert start_limiter._num_passed == len(start_limiter._waiting) == 0
 
 

@@ -91,7 +91,7 @@ class Served:
 
     def __init__(self, unread_calls, call, error=None):
         self.call = call
-        self.rpc = Rpc(call)
+        self.rpc = Rpc(call=call, method="", peer="", address="")
         self.writer = CallWriter(self.rpc, unread_calls, call.encode, call.encode_short)
         options = StreamOptions("r", RequestId("r"), BUFFER, self.writer)
         self.stream = TextStream(REQUEST, options)

@@ -32,6 +32,7 @@ OTHER = {
     "max_num_batched_tokens": "512",
     "speculation": "off",
     "vllm_engine_port": "demo-stories=7001",
+    "openai_origin": "https://chat.example",
 }
 
 

@@ -84,7 +84,7 @@ async def test_a_deadline_that_passes_in_the_queue_for_decoding_names_its_phase(
     async with serving(interceptor.serve) as server:
         client = await server.connect()
         data = pb.GenerateRequest(text="a" * SMALL_BYTES).SerializeToString()
-        async with interceptor._decoding._medium._turns.hold("another"):
+        async with interceptor.decoding._medium._turns.hold("another"):
             answer = await client.request(
                 "triolet.v1.Inference/Generate", data, headers={"grpc-timeout": "1S"}
             )

@@ -140,7 +140,7 @@ async def test_a_handshake_that_brought_no_call_costs_its_address_time(autojump_
         await client.settle()
         client.leave()
         await client.settle()
-        debt_s = running.server._shared.addresses.take_debt_s(address_of(PEER))
+        debt_s = running.server.shared.addresses.take_debt_s(address_of(PEER))
     assert debt_s == 0 if num_calls else debt_s > TlsTransport.opening_s > 0
 
 
@@ -182,7 +182,7 @@ async def test_a_connection_that_was_ended_costs_its_address_time(autojump_clock
             await trio.sleep(0.1)
         bad.leave()
         await bad.settle()
-        debt_s = running.server._shared.addresses.take_debt_s(address_of(PEER))
+        debt_s = running.server.shared.addresses.take_debt_s(address_of(PEER))
         least = accounts.BROKEN_CONNECTION + num_calls * accounts.EVICTED_CALL
         assert debt_s > 0.9 * least * accounts.POINT_S
 

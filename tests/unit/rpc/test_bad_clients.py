@@ -220,5 +220,5 @@ async def test_what_follows_a_calls_one_request_is_dropped(autojump_clock):
         for _ in range(30):
             client.send(call, framed(bytes(1000)))
             await client.settle()
-        assert running.server._shared.held.num_bytes == 0
+        assert running.server.shared.held.num_bytes == 0
         assert client.h2.local_flow_control_window(call) < 40_000, "it gets no larger window"

@@ -167,9 +167,9 @@ async def test_an_address_that_connects_over_and_over_delays_no_other(autojump_c
         assert share < 1.5 * limits.overhead_share
         assert slowest_s < 0.5
         await trio.sleep(MINUTE)
-        assert running.server._shared.addresses.take_debt_s(address_of(NOISY)) == 0
-        assert not running.server._entrance._opening
-        assert not running.server._entrance._open
+        assert running.server.shared.addresses.take_debt_s(address_of(NOISY)) == 0
+        assert not running.server._reception._entrance._opening
+        assert not running.server._reception._entrance._open
 
 
 async def test_a_connection_leaves_a_debt_of_what_it_took(autojump_clock):
@@ -177,7 +177,7 @@ async def test_a_connection_leaves_a_debt_of_what_it_took(autojump_clock):
         client = await running.connect(peer=NOISY)
         client.leave()
         await trio.testing.wait_all_tasks_blocked()
-        debt_s = running.server._shared.addresses.take_debt_s(address_of(NOISY))
+        debt_s = running.server.shared.addresses.take_debt_s(address_of(NOISY))
         assert debt_s >= CONNECTION * POINT_S
 
 
@@ -186,7 +186,7 @@ async def test_who_loses_its_place_while_it_is_opened_still_owes(begins, autojum
     """Red if an address loses its debt when its connections come into the reserve again and
     again."""
     async with serving(echo, Limits(connections_max=0, reserved_max=1)) as running:
-        addresses, owed_s = running.server._shared.addresses, BROKEN_CONNECTION * POINT_S
+        addresses, owed_s = running.server.shared.addresses, BROKEN_CONNECTION * POINT_S
         if not begins:
             addresses.add_debt_s(address_of(NOISY), owed_s)
         first = Client(Wire(NOISY))

@@ -258,7 +258,7 @@ async def test_half_requests_are_bounded_and_whole_ones_are_served(autojump_cloc
                     pieces[call] = pieces[call][size:]
             await bad.settle()
             await trio.sleep(0.2)
-            peak = max(peak, running.server._shared.held.num_bytes)
+            peak = max(peak, running.server.shared.held.num_bytes)
             if bad.wire.is_closed:
                 break
         assert peak <= 2 * limits.held_bytes
@@ -287,7 +287,7 @@ async def test_a_whole_request_that_waits_for_the_server_has_not_stalled(autojum
         half = other.call(is_last=False)
         other.send(half, framed(bytes(REQUEST_BYTES))[: len(body)])
         await other.settle()
-        assert running.server._shared.held.is_short
+        assert running.server.shared.held.is_short
         await trio.sleep(limits.held_stall_s / 2)
         turn.set()
         await waiting.settle()
@@ -307,7 +307,7 @@ async def test_whole_requests_beyond_twice_the_limit_end_and_say_why(autojump_cl
         client.open_window(2**20)
         calls = [client.call(body) for _ in range(8)]
         await client.settle()
-        assert running.server._shared.held.num_bytes <= 100_000
+        assert running.server.shared.held.num_bytes <= 100_000
         turn.set()
         await client.settle()
         refused = [call for call in calls if client.ends[call] != "0"]
@@ -334,7 +334,7 @@ async def test_answers_that_are_not_read_are_bounded_and_say_why(autojump_clock,
         good.open_window(2**20)
         calls = [bad.call() for _ in range(20)]
         await bad.settle()
-        held = running.server._shared.held
+        held = running.server.shared.held
         assert held.num_bytes <= 2 * limits.held_bytes
         await trio.sleep(limits.held_stall_s + 2 * LOOK_S)
         bad.call()
@@ -420,12 +420,12 @@ async def test_an_answer_that_stops_being_read_is_reset(autojump_clock, window):
         calls.append(client.call())
         await client.settle()
         assert ErrorCodes.ENHANCE_YOUR_CALM in client.ends.values()
-        assert running.server._shared.held.num_bytes <= 2_000_000
+        assert running.server.shared.held.num_bytes <= 2_000_000
         for call in calls:
             if call not in client.ends:
                 client.reset(call)
         await client.settle()
-        assert running.server._shared.held.num_bytes == 0
+        assert running.server.shared.held.num_bytes == 0
         running.check_idle()
 
 
@@ -449,7 +449,7 @@ async def test_calls_that_wait_for_their_requests_are_bounded(autojump_clock):
             bad.send(call, framed(b"b"), is_last=True)
         await bad.settle()
         assert {bad.ends[call] for call in left} == {"0"}
-        assert running.server._shared.held.num_bytes == 0
+        assert running.server.shared.held.num_bytes == 0
 
 
 async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
@@ -472,7 +472,7 @@ async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
             if call not in bad.ends:
                 bad.send(call, b"", is_last=True)
         await bad.settle()
-        assert running.server._shared.held.num_bytes == 0
+        assert running.server.shared.held.num_bytes == 0
 
 
 async def test_a_call_whose_request_is_not_complete_counts_itself_and_its_bytes(autojump_clock):
@@ -483,11 +483,11 @@ async def test_a_call_whose_request_is_not_complete_counts_itself_and_its_bytes(
         call = client.call(is_last=False)
         client.send(call, framed(bytes(20_000))[:10_000])
         await client.settle()
-        assert running.server._shared.held.num_bytes == CALL_BYTES + 10_000
+        assert running.server.shared.held.num_bytes == CALL_BYTES + 10_000
         client.send(call, framed(bytes(20_000))[10_000:], is_last=True)
         await client.settle()
         assert client.ends[call] == "0"
-        assert running.server._shared.held.num_bytes == 0
+        assert running.server.shared.held.num_bytes == 0
 
 
 def gzipped(data):
@@ -525,7 +525,7 @@ async def test_nothing_is_counted_for_a_call_that_ended_before_its_message_was_d
 ):
     async with serving(echo) as running:
         client = await running.connect()
-        shared = running.server._shared
+        shared = running.server.shared
         other = shared.decompressing.hold("another address")
         await other.__aenter__()  # another client's message is being unpacked
         call = client.call(is_last=False, headers={"grpc-encoding": "gzip"})
@@ -568,7 +568,7 @@ def test_the_first_request_goes_on_until_it_is_whole():
 async def test_a_waiting_compressed_message_is_counted(autojump_clock):
     async with serving(echo, Limits(stream_window_bytes=2**20)) as running:
         client = await running.connect()
-        shared = running.server._shared
+        shared = running.server.shared
         other = shared.decompressing.hold("another address")
         await other.__aenter__()
         call = client.call(is_last=False, headers={"grpc-encoding": "gzip"})
@@ -605,7 +605,7 @@ async def test_output_that_a_client_does_not_take_counts_and_ends_its_connection
             client.wire.room = 0
             client.call(b"")
         await trio.testing.wait_all_tasks_blocked()
-        held = running.server._shared.held
+        held = running.server.shared.held
         assert 290_000 < held.num_bytes <= 320_000
         await trio.sleep(2 * limits.held_stall_s)
         assert held.num_bytes <= limits.held_bytes

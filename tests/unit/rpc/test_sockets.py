@@ -20,7 +20,9 @@ from tests.support.rpc_calls import MINUTE, wait
 
 async def serve_one(server, transport, peer="unix:"):
     """Serve one client as if it had just been accepted."""
-    await server._serve(transport, peer, server._entrance.admit(address_of(peer)))
+    reception = server._reception
+    given = reception._entrance.admit(address_of(peer))
+    await reception._serve(transport, peer, given, server._serve)
 
 
 @contextlib.contextmanager
@@ -90,7 +92,7 @@ FAILED_HANDSHAKES = {
 
 @pytest.mark.parametrize(("client", "why"), FAILED_HANDSHAKES.values(), ids=FAILED_HANDSHAKES)
 async def test_why_a_handshake_failed_is_told_at_warning_once(serving_tls, caplog, client, why):
-    caplog.set_level("DEBUG", "grpc_service.rpc.server")
+    caplog.set_level("DEBUG", "grpc_service.rpc.reception")
     for _ in range(3):
         await serving_tls(**client)
     told = [(one.levelname, one.getMessage()) for one in caplog.records]
@@ -111,7 +113,7 @@ async def test_a_client_that_leaves_during_its_handshake_is_no_warning(caplog, e
         async def open(self):
             raise error
 
-    caplog.set_level("DEBUG", "grpc_service.rpc.server")
+    caplog.set_level("DEBUG", "grpc_service.rpc.reception")
     theirs, ours = socket.socketpair()
     with theirs, ours:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
