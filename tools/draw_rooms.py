@@ -43,6 +43,7 @@ BOXES = {
             ("grpc_service", "grpc_service.cli", "grpc_service.app", "grpc_service.ray"),
         ),
         "client": Box("a client without the engine", ("grpc_service.client",)),
+        "openai": Box("OpenAI's API over HTTP", ("grpc_service.openai",)),
         "services, access, vllm_engine": Box(
             "the RPCs, codecs, keys and limits",
             ("grpc_service.services", "grpc_service.access", "grpc_service.vllm_engine"),

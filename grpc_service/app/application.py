@@ -42,6 +42,7 @@ from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.app.health import HealthServicer, apply_states, health_methods
 from grpc_service.app.listening import check_free, listen, num_connections
 from grpc_service.app.metrics import serving_metrics
+from grpc_service.app.openai_port import OpenAIPort, check_openai
 from grpc_service.app.startup import awaited, reasons_held_back, show_loading, show_ready
 from grpc_service.app.statistics import log_statistics
 from grpc_service.app.tls import certificate_warnings, server_context
@@ -96,6 +97,7 @@ class _Ending:
     backend: Backend | None = None  # None while the engine is being opened
     server: RpcServer | None = None  # None before it listens
     gateways: GatewayPorts | None = None  # None before it listens
+    openai: OpenAIPort | None = None  # None before it listens
     is_serving: bool = False
     was_ready: bool = False
     first: trio.Event = field(default_factory=trio.Event)
@@ -137,10 +139,12 @@ class _Ending:
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running server, for programs that embed it. ``port`` is the port that it listens on;
-    ``vllm_engine_ports`` has those for gateways, by the model's name."""
+    ``openai_port`` is that of OpenAI's API, if there is one; ``vllm_engine_ports`` has those for
+    gateways, by the model's name."""
 
     engine: Engine
     port: int
+    openai_port: int | None = None
     vllm_engine_ports: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -167,6 +171,7 @@ async def serve(
     Cancellation: running requests are cut at once, and the threads are joined.
     """
     check_gateways(engine_config, server_config)
+    check_openai(server_config)
     check_free(server_config)
     server_context(server_config)  # so that a broken file is reported before models load
     for sentence in certificate_warnings(server_config, time.time()):
@@ -209,11 +214,11 @@ async def _serve(
                 ending.server.leave()
 
     async def take_leave() -> None:
-        """Wait until handlers have all calls sent before `on_change` asked clients to leave."""
-        if ending.server is not None and ending.gateways is not None:
+        """Wait until no call is on its way any more, as `on_change` has asked clients to leave."""
+        if ending.server is not None and ending.gateways is not None and ending.openai is not None:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(ending.server.settle)
-                nursery.start_soon(ending.gateways.settle)
+                for part in (ending.server, ending.gateways, ending.openai):
+                    nursery.start_soon(part.settle)
 
     flusher = Flusher()
     with reasons_held_back(engine_config) as reasons:
@@ -240,7 +245,8 @@ async def _serve(
 
                 ending.is_serving = True
                 assert ending.gateways is not None
-                task_status.started(Server(engine, port, ending.gateways.ports))
+                assert ending.openai is not None
+                task_status.started(Server(engine, port, ending.openai.port, ending.gateways.ports))
                 async with trio.open_nursery() as watched:
                     if shows_progress:
                         watched.start_soon(show_loading, engine)
@@ -275,15 +281,17 @@ async def _serving_calls(
 
     def serve_gateways(methods: Iterable[Method]) -> RpcServer:
         """Return the server of a port for gateways, which send no keys."""
-        own = Interceptor(methods, None, status_of, record, interceptor.calls)
+        own = Interceptor(methods, None, status_of, record, interceptor.calls, interceptor.decoding)
         return RpcServer(own.serve, limits, flusher)
 
     gateways = ending.gateways = GatewayPorts(config, backend, serve_gateways)
+    openai = ending.openai = OpenAIPort(config, backend, interceptor, ending.keys)
     # Metrics start first and end last, so that they show a drain to its end.
     async with serving_metrics(config, backend, interceptor), trio.open_nursery() as nursery:
         listeners = listen(config, server_context(config))
         nursery.start_soon(server.run, listeners)
         gateways.start(nursery)
+        openai.start(nursery, server.shared)
         try:
             yield listeners[0].port
         finally:
@@ -291,6 +299,7 @@ async def _serving_calls(
                 async with trio.open_nursery() as stopping:
                     stopping.start_soon(server.stop, STOP_GRACE_S)
                     stopping.start_soon(gateways.stop, STOP_GRACE_S)
+                    stopping.start_soon(openai.stop, STOP_GRACE_S)
             ending.leave()
     if tracing is not None:
         await WorkerThreads().run(tracing.flush, trio.CapacityLimiter(1))
@@ -302,7 +311,10 @@ def _limits_of(config: ServerConfig) -> Limits:
         extra_bytes_by_method=dict.fromkeys(TAKING_IMAGES, config.max_image_bytes),
         keepalive_time_s=config.keepalive_time_s,
         keepalive_timeout_s=config.keepalive_timeout_s,
-        connections_max=num_connections(config.max_connections, 1 + len(config.vllm_engine_ports)),
+        connections_max=num_connections(
+            config.max_connections,
+            1 + len(config.vllm_engine_ports) + (config.openai_port is not None),
+        ),
         connections_per_address_max=config.max_connections_per_address,
         connection_age_s=config.max_connection_age_s or math.inf,
         connection_idle_s=config.max_connection_idle_s,

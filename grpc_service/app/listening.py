@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from grpc_service.rpc.sockets import check_unix, listen_tcp, listen_unix
+from grpc_service.rpc.sockets import HTTP1, check_unix, listen_tcp, listen_unix
 
 if TYPE_CHECKING:
     import ssl
@@ -57,6 +57,9 @@ def check_free(config: ServerConfig) -> None:
     for _, port in config.vllm_engine_ports:
         for listener in listen_for_gateway(config, port):
             listener.close()
+    if config.openai_port is not None:
+        for listener in listen_for_openai(config, config.openai_port):
+            listener.close()
     if not config.uds:
         for listener in listen(config):
             listener.close()
@@ -88,6 +91,20 @@ def listen_for_gateway(config: ServerConfig, port: int) -> list[SocketListener]:
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     with _named(shown, "--host", "--vllm-engine-port"):
         return listen_tcp(host, port)
+
+
+def listen_for_openai(
+    config: ServerConfig, port: int, tls: ssl.SSLContext | None = None
+) -> list[SocketListener]:
+    """Listen at the port for OpenAI's API.
+
+    Raises:
+        ConfigError: an address cannot be bound, as in `listen`.
+    """
+    host = config.openai_host.strip("[]")
+    shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with _named(shown, "--host", "--openai-port"):
+        return listen_tcp(host, port, tls, HTTP1)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 PREFIX = "triolet:"
 SCRAPE_TIMEOUT_S = 5.0  # the end waits so long for a scrape. Guess: half of Prometheus' limit
 REPLICA = ("model_name", "replica")
+_scrapes = trio.CapacityLimiter(1)  # over the port of OpenAI's API
 
 
 class Metric(NamedTuple):
@@ -302,19 +303,17 @@ async def serving_metrics(
     if config.metrics_port is None:
         yield
         return
-    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+    from prometheus_client import start_http_server
 
     token = trio.lowlevel.current_trio_token()
 
     def answer() -> list[tuple[Metric, tuple[str, ...], Any]]:
-        return list(samples_of(backend.telemetry(), interceptor.calls.items()))
+        return _samples(backend, interceptor)
 
     def ask() -> list[tuple[Metric, tuple[str, ...], Any]]:
         return trio.from_thread.run_sync(answer, trio_token=token)
 
-    registry = CollectorRegistry()
-    registry.register(Collector(ask))
-    ProcessCollector(registry=registry)  # memory, processor time, files: process_…
+    registry = _registry(ask)
     host = config.metrics_host.strip("[]")
     try:
         server, thread = start_http_server(config.metrics_port, host, registry)
@@ -331,6 +330,30 @@ async def serving_metrics(
     finally:
         with trio.CancelScope(shield=True):  # a scrape that has begun is answered
             await WorkerThreads().run(partial(_stop, server, thread), trio.CapacityLimiter(1))
+
+
+async def text_of(backend: Backend, interceptor: Interceptor) -> bytes:
+    """Return every metric in Prometheus' plain text. Cancellation: waits for the thread's end."""
+    from prometheus_client import generate_latest
+
+    samples = _samples(backend, interceptor)
+    job = partial(lambda: generate_latest(_registry(lambda: samples)))
+    return await WorkerThreads().run(job, _scrapes)
+
+
+def _samples(
+    backend: Backend, interceptor: Interceptor
+) -> list[tuple[Metric, tuple[str, ...], Any]]:
+    return list(samples_of(backend.telemetry(), interceptor.calls.items()))
+
+
+def _registry(ask: Callable[[], Iterable[tuple[Metric, tuple[str, ...], Any]]]) -> Any:
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    registry = CollectorRegistry()
+    registry.register(Collector(ask))
+    ProcessCollector(registry=registry)  # memory, processor time, files: process_…
+    return registry
 
 
 def _answer_in_plain_text(app: Any, environ: dict[str, Any], start_response: Any) -> Any:

@@ -58,6 +58,19 @@ class ServerConfig:
         flag="vllm-engine-port",
         section="gateways, metrics and the log",
     )
+    openai_port: int | None = setting(
+        None,
+        "port for OpenAI's API over HTTP, on the address of --host; 0 takes a free one",
+        unset="none",
+        low=0,
+        high=PORT_MAX,
+    )
+    openai_origins: tuple[str, ...] = setting(
+        (),
+        "web page whose scripts may use that port, such as https://chat.example; once for each",
+        unit="ORIGIN",
+        flag="openai-origin",
+    )
     metrics_port: int | None = setting(
         None, "port for Prometheus; 0 takes a free one", unset="none", low=0, high=PORT_MAX
     )
@@ -145,12 +158,23 @@ class ServerConfig:
             if not 0 <= port <= PORT_MAX:
                 raise ConfigError(f"--{flag} is {port}, outside [0, {PORT_MAX}]")
         taken = [port for _, port in own]
-        others = (0 if self.uds else self.port, self.metrics_port)
+        others = (0 if self.uds else self.port, self.metrics_port, self.openai_port)
         if double := [port for port in taken if port and (port in others or taken.count(port) > 1)]:
             raise ConfigError(
-                f"--vllm-engine-port {double[0]} is taken by --port, --metrics-port or another "
-                "--vllm-engine-port; choose another"
+                f"--vllm-engine-port {double[0]} is taken by --port, --metrics-port, --openai-port "
+                "or another --vllm-engine-port; choose another"
             )
+        if self.openai_port and self.openai_port in others[:2]:
+            raise ConfigError(
+                f"--openai-port {self.openai_port} is taken by --port or --metrics-port; choose "
+                "another"
+            )
+        for origin in self.openai_origins:
+            scheme, _, rest = origin.partition("://")
+            if scheme not in ("http", "https") or not rest or "/" in rest:
+                raise ConfigError(
+                    f"--openai-origin is {origin!r}, which is not of the form https://chat.example"
+                )
         self._check_security()
         largest = self.max_message_bytes + self.max_image_bytes
         if self.max_held_bytes < largest:
@@ -181,6 +205,11 @@ class ServerConfig:
     def vllm_engine_host(self) -> str:
         """The address of the ports for gateways."""
         return self.host if self.insecure or is_loopback(self.host) else DEFAULT_HOST
+
+    @property
+    def openai_host(self) -> str:
+        """The address of the port for OpenAI's API."""
+        return DEFAULT_HOST if self.uds else self.host
 
     @property
     def address(self) -> str:

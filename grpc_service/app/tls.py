@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from grpc_service.pem import PemError, read_authority, read_pair, validity_of
+from grpc_service.rpc.sockets import H2
 
 if TYPE_CHECKING:
     from grpc_service.app.server_config import ServerConfig
 
 
-def server_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the context of the server's connections, None for a server without TLS.
+def server_context(config: ServerConfig, alpn: str = H2) -> ssl.SSLContext | None:
+    """Return the context of the server's connections, which speak ``alpn``; None for a server
+    without TLS.
 
     Raises:
         ConfigError: a file cannot be read, is not PEM, or key and certificate do not match.
@@ -33,7 +35,7 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
         raise ConfigError(f"{flag} {error}") from None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(config.tls_cert, config.tls_key, password="")
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([alpn])
     if config.client_ca:
         try:
             read_authority(config.client_ca)

@@ -88,13 +88,14 @@ class Tracing:
         started = ended - _ns(fields["elapsed_s"])
         code = str(fields["code"])
         service, _, method = str(fields["method"]).rpartition("/")
+        system = "http" if service.startswith("/") else "grpc"
         span = self._tracer.start_span(
             str(fields["method"]),
             context=self._propagator.extract(carrier),
             kind=SpanKind.SERVER,
             start_time=started,
             attributes={
-                "rpc.system": "grpc",
+                "rpc.system": system,
                 "rpc.service": service,
                 "rpc.method": method,
                 "rpc.grpc.status": code,

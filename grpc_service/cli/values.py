@@ -94,6 +94,13 @@ def read_ports(given: object) -> tuple[tuple[str, int], ...]:
     return ((name, int(number)),)
 
 
+def read_texts(given: object) -> tuple[str, ...]:
+    """Return texts that are not empty, from one or from a list."""
+    if isinstance(given, list):
+        return tuple(read_text(one) for one in given)
+    return (read_text(given),)
+
+
 def read_adapter(given: object) -> tuple[str, str, str]:
     """Return the base, the name and the directory of a text such as ``llama:sql=adapters/sql``."""
     if not isinstance(given, str):
@@ -122,8 +129,9 @@ TEXT = text("TEXT")
 SWITCH = Kind("true or false", "", read_switch, is_switch=True)
 ADAPTER = Kind("BASE:NAME=DIR", "BASE:NAME=DIR", read_adapter)
 PORTS = Kind("a port, or MODEL=PORT", "[MODEL=]PORT", read_ports, is_repeated=True)
+ORIGINS = Kind("an origin, or a list of them", "ORIGIN", read_texts, is_repeated=True)
 BY_TYPE = {"int": COUNT, "float": SECONDS, "bool": SWITCH, "str": TEXT, "Capability": TEXT}
-BY_UNIT = {kind.metavar: kind for kind in (BYTES, PORTS)}
+BY_UNIT = {kind.metavar: kind for kind in (BYTES, PORTS, ORIGINS)}
 
 
 def kind_of(field: Field[Any]) -> Kind | None:

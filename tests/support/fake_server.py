@@ -512,7 +512,11 @@ def start(
         async with trio.open_nursery() as nursery:
             bound = await nursery.start(run)
             counter.watch(bound.engine)
-            ports = {"port": bound.port, "vllm_engine_ports": dict(bound.vllm_engine_ports)}
+            ports = {
+                "port": bound.port,
+                "openai_port": bound.openai_port,
+                "vllm_engine_ports": dict(bound.vllm_engine_ports),
+            }
             print(json.dumps(ports), flush=True)
         return codes[0]
 

@@ -215,6 +215,7 @@ def fake(*, may_log=None, **settings):
             line = server.wait_for_output(lambda out: "\n" in out and out, START_LIMIT_S)
             bound = json.loads(line)
             server.address = f"127.0.0.1:{bound['port']}"
+            server.openai_port = bound["openai_port"]
             server.vllm_engine_ports = bound["vllm_engine_ports"]
         with connect(server.address) as server.channel:
             yield server

@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP: the same engine, limits and log as gRPC's, by another door."""

@@ -1,0 +1,280 @@
+"""One HTTP request and its answer, as `grpc_service.services.call_writer` writes to it.
+
+Rule 1: the connection's end cancels ``scope``, whatever the call waits for. Rule 2: an answer that
+has begun ends whole or with its connection, so that no client takes a cut answer for a whole one;
+a stream of events that fails ends with an event that has the error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.errors import DeadlineExceeded, InvalidRequest
+from grpc_service.access.rpc_record import CallRecord
+from grpc_service.openai.errors import HttpError, answer_of
+from grpc_service.openai.json_text import encode_json
+from grpc_service.rpc.errors import Disconnected, TooManyHeld
+from grpc_service.rpc.held_bytes import Holding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from grpc_service.openai.connection import HttpConnection
+
+    Headers = Sequence[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+TIMEOUT_HEADER, ID_HEADER = b"x-request-timeout", b"x-request-id"
+LOOK_S = 1.0  # between looks whether a client has left that sent more than its request
+GROW_BYTES = 2**16  # larger bodies wait for room before they are read. Guess.
+
+
+class HttpCall:
+    """One request. Only the task that serves it may use it, except for `try_write` and `evict`.
+
+    ``method`` is the path, as the log shows it, and ``verb`` GET, POST and so on. ``headers`` has
+    the request's headers by lower-case name. ``deadline`` is the client's, on Trio's clock.
+    ``status`` is the answer's; None before it. ``scope`` is cancelled when the client has left.
+    ``name`` is what the path names beyond that. ``request_id`` is sent with the answer.
+    ``on_answer`` is called when the answer begins, and when the call has ended. ``extra_headers``
+    are sent with the answer.
+    """
+
+    def __init__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[[], Any],
+        send: Callable[[Any], Any],
+        connection: HttpConnection,
+    ) -> None:
+        self.verb = str(scope["method"])
+        self.method = str(scope["path"])
+        self.name = ""  # of what the path ends with
+        self.request_id = ""
+        self.query = bytes(scope["query_string"])
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.connection = connection
+        self.peer = connection.peer
+        self.scope = trio.CancelScope()
+        self.status: int | None = None
+        self.code: int | None = None  # the status, once the answer was sent whole, or failed
+        self.is_lost = False
+        self.on_answer: Callable[[], None] = lambda: None
+        self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.is_closing = False  # no other request may follow on the connection
+        self._receive = receive
+        self._send = send
+        self._has_body = False  # the request's body has come whole
+        self._is_stream = False  # of events
+        self.arrived_at = trio.current_time()
+        self.deadline = math.inf
+
+    def read_timeout(self) -> None:
+        """Set the deadline from `TIMEOUT_HEADER`.
+
+        Raises:
+            InvalidRequest: it is no number of seconds above 0.
+        """
+        given = self.headers.get(TIMEOUT_HEADER)
+        if given is None:
+            return
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise InvalidRequest.of("X-Request-Timeout", "is no number of seconds above 0")
+        self.deadline = self.arrived_at + seconds
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the client's deadline; None without a deadline."""
+        return None if self.deadline == math.inf else self.deadline - trio.current_time()
+
+    # ---- the request
+
+    async def read_body(self, max_bytes: int) -> bytes:
+        """Return the request's body. Its bytes are counted for the client's address until then.
+
+        Raises:
+            HttpError: it has more than ``max_bytes``, or did not come within
+                `Limits.request_timeout_s`.
+            DeadlineExceeded: nor before the client's own deadline.
+            TooManyHeld: the server keeps too many bytes.
+            Disconnected: the client has left.
+        Cancellation: safe.
+        """
+        length = self.headers.get(b"content-length", b"")
+        num_missing = int(length) if length.isdigit() and len(length) < 20 else 0
+        if num_missing > max_bytes:
+            raise _too_large(num_missing, max_bytes)
+        limits, held = self.connection.shared.limits, self.connection.shared.held
+        may_read, evicted = trio.Event(), trio.CancelScope()
+        holding = Holding(self.connection.holder, evicted.cancel, may_read.set)
+        until = min(self.deadline, trio.current_time() + limits.request_timeout_s)
+        try:
+            with trio.move_on_at(until), evicted:
+                if num_missing > GROW_BYTES:
+                    held.ask_to_grow(holding, num_missing)
+                    await may_read.wait()
+                parts, size = [], 0
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self.is_lost = True
+                        raise Disconnected
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > max_bytes:
+                        raise _too_large(size, max_bytes)
+                    held.set_bytes(holding, size)
+                    if not message.get("more_body", False):
+                        self._has_body = True
+                        return b"".join(parts)
+        finally:
+            held.close(holding)
+        if evicted.cancelled_caught:
+            raise TooManyHeld("too many bytes of incomplete requests are kept")
+        if self.deadline <= until:
+            raise DeadlineExceeded(
+                "the deadline passed in phase read, before the request had come",
+                phase="read",
+            )
+        seconds = f"{limits.request_timeout_s:g} s"
+        raise HttpError(408, "REQUEST_TIMEOUT", f"the request did not come within {seconds}")
+
+    async def watch(self) -> None:
+        """Cancel ``scope`` when the client leaves, from the request's end on.
+
+        Cancellation: safe.
+        """
+        while True:
+            with trio.move_on_after(LOOK_S):
+                if (await self._receive())["type"] == "http.disconnect":
+                    break
+            if self.connection.stream.has_left:
+                break
+        self.is_lost = self.code is None
+        self.scope.cancel(reason="the client has left")
+
+    # ---- the answer
+
+    def begin_events(self) -> None:
+        """Let the next `write` begin a stream of events."""
+        self._is_stream = True
+
+    async def write(self, message: bytes) -> None:
+        """Write a part of a stream of events, or the whole answer, and wait until the socket has
+        taken it.
+
+        Raises:
+            Disconnected: the client has left.
+        Cancellation: part of it may have been sent, and the connection is cut.
+        """
+        if self._is_stream:
+            if self.status is None:
+                await self._start(200, EVENTS, [(b"x-accel-buffering", b"no")])
+            await self._send_part(message)
+        else:
+            await self.answer(200, message)
+
+    def try_write(self, data: bytes) -> bool:
+        """Write a part of a stream now; return False if the task has to do it."""
+        return self.status is not None and self.connection.write_now(data)
+
+    async def answer(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
+    ) -> None:
+        """Send a whole answer. Raises and cancellation: as `write`."""
+        length = [(b"content-length", b"%d" % len(body))]
+        await self._start(status, content_type, [*length, *headers])
+        if body and self.verb != "HEAD":
+            await self._send_part(body)
+        self.code = status
+
+    async def finish(self) -> None:
+        """End the answer, if it has begun. Raises Disconnected. Cancellation: as `write`."""
+        if self.status is not None:
+            self.code = self.code or self.status
+            await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: Exception) -> None:
+        """Answer with ``error``: with its status, or in a stream that has begun with an event.
+        Nothing is raised; a client that does not take the answer loses its connection.
+
+        Cancellation: the connection is cut.
+        """
+        status, headers, body = answer_of(error)
+        self.code = status
+        try:
+            if self.status is None:
+                self.is_closing |= not self._has_body
+                await self.answer(status, encode_json(body), headers=headers)
+            elif self._is_stream and self.connection.stream.is_clear:
+                await self._send_part(b"data: " + encode_json(body) + b"\n\n")
+            else:
+                self.connection.cut()
+        except Disconnected:
+            self.is_lost = True
+
+    async def wait_received(self) -> None:
+        """Do nothing: over HTTP, no request waits for a client that lost its connection."""
+
+    def evict(self) -> None:
+        """End the call and its connection, because its client does not read the answer."""
+        self.connection.cut()
+        self.scope.cancel(reason="the answer is not read")
+
+    async def _start(self, status: int, content_type: bytes, headers: Headers) -> None:
+        self.on_answer()
+        self.status = status
+        closing = [(b"connection", b"close")] if self.is_closing else []
+        common = [(b"content-type", content_type), (b"cache-control", b"no-store")]
+        if self.request_id:
+            common.append((ID_HEADER, _header_of(self.request_id)))
+        every = [*common, *headers, *self.extra_headers, *closing]
+        await self._put({"type": "http.response.start", "status": status, "headers": every})
+
+    async def _send_part(self, data: bytes) -> None:
+        await self._put({"type": "http.response.body", "body": data, "more_body": True})
+        stream = self.connection.stream
+        if stream.is_clear and not stream.is_broken:
+            return
+        try:
+            await stream.wait_sent()
+        except trio.Cancelled:
+            self.connection.cut()
+            raise
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        if self.connection.stream.is_broken:
+            raise Disconnected
+        await self._send(message)
+
+
+class HttpRecord(CallRecord):
+    """The record of an HTTP request; ``call`` is what its handler reads and writes."""
+
+    __slots__ = ("call",)
+    call: HttpCall | None
+
+    @classmethod
+    def of(cls, call: HttpCall) -> HttpRecord:
+        """Return the record of a request that has just come."""
+        record = cls(method=call.method, peer=call.peer, address=call.connection.address)
+        record.call = call
+        return record
+
+
+def _header_of(request_id: str) -> bytes:
+    """Return an id as a header's value, without what a header cannot have."""
+    return bytes([char for char in request_id.encode("ascii", "ignore") if 0x20 < char < 0x7F])
+
+
+def _too_large(size: int, max_bytes: int) -> HttpError:
+    limits = "--max-message-bytes; of images --max-image-bytes"
+    told = f"the request has {size} bytes or more, of at most {max_bytes} ({limits})"
+    return HttpError(413, "REQUEST_TOO_LARGE", told)

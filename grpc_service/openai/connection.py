@@ -1,0 +1,259 @@
+"""One HTTP connection: a transport of `grpc_service.rpc.sockets`, and anycorn's HTTP/1.1 over it.
+
+anycorn waits for a client that does not read in a shielded scope, so that neither a deadline nor
+the server's end reaches it. Rule 1: so no write of anycorn's waits here. What the socket does not
+take stays in `DoorStream`, whose own task sends it, and a call waits for that by `wait_sent`, where
+it can be cancelled. Rule 2: unsent bytes are counted for their client's address, like gRPC's
+(`grpc_service.rpc.held_bytes`). Rule 3: HTTP/1.1 alone is spoken: an upgrade, which would lead
+around these rules, is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import h11
+import trio
+from anycorn.events import Closed, Updated
+from anycorn.tcp_server import TCPServer
+from anyio.abc import SocketAttribute
+
+from grpc_service.rpc.errors import Disconnected
+from grpc_service.rpc.held_bytes import Holder, Holding
+from grpc_service.rpc.sockets import address_of
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from anycorn.events import Event
+
+    from grpc_service.openai.call import HttpCall
+    from grpc_service.rpc.connection import Shared
+    from grpc_service.rpc.sockets import PlainTransport
+
+# Of an answer that its client does not read, in the system's memory, which takes megabytes without
+# this: so a request is parked soon. Guess: as gRPC's window of a stream.
+UNSENT_BYTES = 2**16
+CLOSE_PATIENCE_S = 1.0  # for the last bytes of an answer that ends its connection. Guess.
+
+
+class DoorStream:
+    """A transport as anycorn's connection uses one, with Rule 1. Once it ``is_broken``, no byte can
+    be sent any more."""
+
+    def __init__(self, transport: PlainTransport, holding: Holding, shared: Shared) -> None:
+        self._transport = transport
+        self._shared = shared
+        self._holding = holding
+        self._unsent = b""
+        self._has_unsent = trio.Event()
+        self._is_empty = trio.Event()
+        self._is_empty.set()
+        self.is_broken = False
+        self._is_cut = False
+        self._is_closed = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the client has closed the connection, as far as the system tells."""
+        return self._is_closed or self.is_broken or self._transport.has_left
+
+    def extra(self, attribute: object) -> socket.socket:
+        """Return the socket; TLS, which is the transport's own matter, is hidden from anycorn."""
+        if attribute is SocketAttribute.raw_socket:
+            return self._transport.raw
+        raise anyio.TypedAttributeLookupError
+
+    async def receive(self, max_bytes: int = 0) -> bytes:
+        """Wait for bytes. Cancellation: safe; no byte is lost."""
+        if self._is_closed:
+            raise anyio.ClosedResourceError
+        try:
+            data = await self._transport.receive()
+        except (OSError, trio.ClosedResourceError):
+            raise anyio.BrokenResourceError from None
+        if not data:
+            raise anyio.EndOfStream
+        return data
+
+    async def send(self, data: bytes) -> None:
+        """Send what the socket takes now, and keep the rest. Never waits."""
+        self.send_now(data)
+        if self.is_broken:
+            raise anyio.BrokenResourceError
+
+    def send_now(self, data: bytes) -> None:
+        """Do the work of `send`, and raise nothing."""
+        if self.is_broken or self._is_closed:
+            return
+        if not self._unsent:
+            try:
+                data = data[self._transport.send_now(data) :]
+            except OSError:
+                self._break()
+                return
+            if not data:
+                return
+        self._unsent += data
+        self._is_empty = trio.Event() if self._is_empty.is_set() else self._is_empty
+        self._has_unsent.set()
+        self._shared.held.set_bytes(self._holding, len(self._unsent))
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return not self._unsent
+
+    async def wait_sent(self) -> None:
+        """Wait until the socket has taken everything.
+
+        Raises:
+            Disconnected: the connection is broken.
+        Cancellation: safe, but part of a message may have been sent.
+        """
+        await self._is_empty.wait()
+        if self.is_broken:
+            raise Disconnected
+
+    async def run(self) -> None:
+        """Send what `send` keeps, until cancelled."""
+        while True:
+            await self._has_unsent.wait()
+            try:
+                await self._transport.wait_writable()
+                num_sent = self._transport.send_now(self._unsent)
+            except (OSError, trio.ClosedResourceError):
+                self._break()
+                await trio.sleep_forever()
+            self._unsent = self._unsent[num_sent:]
+            self._shared.held.set_bytes(self._holding, len(self._unsent))
+            if not self._unsent:
+                self._has_unsent = trio.Event()
+                self._is_empty.set()
+
+    def _break(self) -> None:
+        self.is_broken = True
+        self._unsent = b""
+        self._shared.held.set_bytes(self._holding, 0)
+        self._is_empty.set()
+
+    def cut(self) -> None:
+        """Drop what was not sent, and end the connection, so that its client sees that the answer
+        is incomplete. Idempotent."""
+        self._break()
+        self._is_cut = True
+        if not self._is_closed:
+            self._transport.reset()
+
+    async def send_eof(self) -> None:
+        """Do nothing: `aclose` announces the end."""
+
+    async def aclose(self) -> None:
+        """Close the connection; what was not sent gets `CLOSE_PATIENCE_S`. Idempotent."""
+        if self._is_closed:
+            return
+        try:
+            with trio.move_on_after(CLOSE_PATIENCE_S):
+                await self._is_empty.wait()
+        finally:
+            self._is_closed = True
+            self._break()
+            if not self._is_cut:
+                self._transport.end()
+            with trio.CancelScope(shield=True):  # never waits
+                await self._transport.close()
+
+
+class HttpConnection:
+    """One client's connection, over an open ``transport``. Its calls count the bytes that they keep
+    for its ``holder``. ``arrivals`` has the calls whose requests the engine has not got yet;
+    ``on_change`` is called when one has reached it, or has ended."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        transport: PlainTransport,
+        peer: str,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.shared = shared
+        self._on_change = on_change
+        self.peer = peer
+        self.address = address_of(peer)
+        self.holder = Holder(self.address)
+        self._output = Holding(self.holder, self.cut)
+        transport.limit_unsent(UNSENT_BYTES)
+        self.stream = DoorStream(transport, self._output, shared)
+        self.arrivals: set[HttpCall] = set()
+        self.num_calls = 0  # that run now
+        self._server: TCPServer
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the client has read answers or sent requests within `Limits.held_stall_s`."""
+        idle_s = trio.current_time() - self.holder.progressed_at
+        return idle_s < self.shared.limits.held_stall_s
+
+    def note_taken(self, call: HttpCall) -> None:
+        """Take note that a call's request has been taken, or refused."""
+        self.arrivals.discard(call)
+        self._on_change()
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        self.stream.cut()
+
+    def write_now(self, data: bytes) -> bool:
+        """Send a part of an answer's body at once, framed by h11, without waking a task; return
+        False if that cannot be. The call of the connection has sent its headers."""
+        server = self._server
+        if not self.stream.is_clear or self.stream.is_broken or server.send_lock.locked():
+            return False
+        framing: Any = server.protocol.protocol.connection
+        framed = framing.send(h11.Data(data=data))
+        if framed:
+            self.stream.send_now(framed)
+        return not self.stream.is_broken
+
+    async def run(self, app: Any, config: Any, context: Any) -> None:
+        """Serve the connection until the client closes it, or it was idle for a while.
+
+        Cancellation: its calls are cancelled, and it is closed.
+        """
+        stream: Any = self.stream
+        self._server = _Http1(app, config, context, {}, stream)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.stream.run)
+                await self._server.run()
+                nursery.cancel_scope.cancel(reason="the connection has ended")
+        finally:
+            self.shared.held.close(self._output)
+            await self.stream.aclose()
+
+
+class _Http1(TCPServer):
+    """anycorn's connection, which ignores every wish for HTTP/2 (Rule 3), and ends as soon as its
+    client has left: anycorn's own task would wait for another request until it is idle too long."""
+
+    _has_left = False
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        self._has_left = True
+        await self.idle_task.stop()
+
+    async def protocol_send(self, event: Event) -> None:
+        is_idle = isinstance(event, Updated) and event.idle
+        await super().protocol_send(Closed() if is_idle and self._has_left else event)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "protocol":
+            value.protocol._check_protocol = _stay
+        super().__setattr__(name, value)
+
+
+async def _stay(event: object) -> None:
+    """Upgrade nothing."""

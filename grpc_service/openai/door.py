@@ -1,0 +1,454 @@
+"""The application of the HTTP port: which request goes where, and what precedes and follows it.
+
+Life of a request: its headers come → Host, Origin and key are checked → the body is read, within
+its limits → it is parsed and translated, in a thread if it is large → the engine has the request,
+and `grpc_service.services.call_writer` writes its events → one line in the log, whatever happened.
+
+Rule 1: admission is that of an RPC (`Route.rpc`), by the policy of gRPC's door. Rule 2: nothing of
+a request that is not admitted is parsed. Rule 3: what is raised becomes an answer here alone.
+Rule 4: a web page of another origin gets nothing, unless ``--openai-origin`` names it: neither by
+a form, since bodies are JSON by their type, nor by a name that it lets point to this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import trio
+
+from engine import logs
+from engine.errors import InvalidRequest, ModelNotFound, NotAllowed, ShuttingDown
+from engine.requests.stream import server_deadline
+from grpc_service.access import access_log, policy
+from grpc_service.addresses import is_loopback
+from grpc_service.openai import encode_codec, models, text_codec
+from grpc_service.openai.call import ID_HEADER, HttpCall, HttpRecord
+from grpc_service.openai.errors import CANCELLED, CODES, HttpError
+from grpc_service.openai.json_text import encode_json, parse_json
+from grpc_service.openai.work import Context
+from grpc_service.rpc.errors import Disconnected
+from grpc_service.rpc.status import StatusCode
+from grpc_service.services.call_writer import CallWriter, encode_in_thread
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from engine.requests.kind import ClientRequest
+    from grpc_service.access.decoding import Decoding
+    from grpc_service.access.interceptor import Record
+    from grpc_service.access.keys import KeyRing
+    from grpc_service.openai.connection import HttpConnection
+    from grpc_service.openai.work import Work
+    from grpc_service.rpc.connection import Shared
+    from grpc_service.services.backend import Backend
+
+    Decode = Callable[[dict[str, Any], Context], Work]
+
+log = logging.getLogger(__name__)
+
+# The worst body of this size takes the loop about 3 ms; a hop to a thread and back takes 0.2 ms.
+SMALL_BYTES = 2**14
+INFERENCE = "triolet.v1.Inference/"
+RESPONSES = "this server has no /v1/responses; send the conversation to /v1/chat/completions"
+
+
+class Answers(NamedTuple):
+    """What the door asks the application for: whether the server takes requests, its version, and
+    the metrics in Prometheus' text."""
+
+    is_healthy: Callable[[], bool]
+    version: str
+    metrics: Callable[[], Awaitable[bytes]]
+
+
+class Route(NamedTuple):
+    """A path's request. ``rpc`` is the RPC whose admission it has, "" for a probe. ``decode``
+    translates the body; a route without it answers by ``reply``. ``rename`` says what a field of
+    triolet.v1 is called in errors."""
+
+    verb: str
+    rpc: str
+    decode: Decode | None = None
+    reply: Callable[[HttpCall], Awaitable[None]] | None = None
+    rename: Callable[[str], str] = str
+    takes_images: bool = False
+
+
+class Access(NamedTuple):
+    """Who may call: the ``keys``, None without; the ``origins`` whose pages may; and whether the
+    port is this machine's alone, so that only this machine's names are Hosts."""
+
+    keys: KeyRing | None
+    origins: frozenset[str]
+    is_local: bool
+
+
+class Door:
+    """Serves HTTP requests. ``calls`` counts those that have ended, by path and name of the code;
+    ``record`` gets what the log gets of each. ``max_bytes`` bounds a body without its images,
+    ``max_image_bytes`` these."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        shared: Shared,
+        access: Access,
+        answers: Answers,
+        *,
+        decoding: Decoding,
+        calls: Counter[tuple[str, str]],
+        record: Record | None,
+        max_bytes: int,
+        max_image_bytes: int,
+    ) -> None:
+        self._backend = backend
+        self._shared = shared
+        self._access = access
+        self._answers = answers
+        self._decoding = decoding
+        self._calls = calls
+        self._record = record
+        self._max_bytes = max_bytes
+        self._max_image_bytes = max_image_bytes
+        self._routes = self._make_routes()
+
+    def _make_routes(self) -> dict[str, Route]:
+        chat = Route(
+            "POST",
+            f"{INFERENCE}Generate",
+            text_codec.decode_chat,
+            rename=text_codec.rename,
+            takes_images=True,
+        )
+        text = Route(
+            "POST",
+            f"{INFERENCE}Generate",
+            text_codec.decode_completion,
+            rename=text_codec.rename,
+        )
+        embed = Route(
+            "POST",
+            f"{INFERENCE}Embed",
+            encode_codec.decode_embeddings,
+            rename=encode_codec.rename_embeddings,
+        )
+        rerank = Route("POST", f"{INFERENCE}Rerank", encode_codec.decode_rerank)
+        draw = Route(
+            "POST",
+            f"{INFERENCE}GenerateImage",
+            encode_codec.decode_images,
+            rename=lambda path: encode_codec.IMAGE_NAMES.get(path, path),
+        )
+        return {
+            "/v1/chat/completions": chat,
+            "/v1/completions": text,
+            "/v1/embeddings": embed,
+            "/v1/rerank": rerank,
+            "/rerank": rerank,
+            "/v2/rerank": rerank,
+            "/v1/images/generations": draw,
+            "/v1/models": Route("GET", "triolet.v1.Models/ListModels", reply=self._list_models),
+            "/metrics": Route("GET", "triolet.v1.Models/ListModels", reply=self._show_metrics),
+            "/health": Route("GET", "", reply=self._show_health),
+            "/version": Route("GET", "", reply=self._show_version),
+        }
+
+    def _route_of(self, call: HttpCall) -> Route:
+        """Return the route of a request.
+
+        Raises:
+            HttpError: there is none, or the path has another verb.
+        """
+        route = self._routes.get(call.method)
+        if route is None and call.method.startswith(models.PREFIX):
+            route = Route("GET", "triolet.v1.Models/GetModel", reply=self._show_model)
+            call.name, call.method = call.method.removeprefix(models.PREFIX), models.PREFIX + "…"
+        if route is None:
+            known = call.method
+            call.method = "/…"  # else clients would make the names of the log and the metrics
+            is_responses = known.startswith("/v1/responses")
+            told = RESPONSES if is_responses else f"this server has no {known[:100]}"
+            raise HttpError(404, "NOT_FOUND", told)
+        if call.verb != route.verb and not (call.verb == "HEAD" and route.verb == "GET"):
+            allowed = [(b"allow", route.verb.encode())]
+            raise HttpError(
+                405, "METHOD_NOT_ALLOWED", f"{call.method} takes {route.verb} alone", allowed
+            )
+        return route
+
+    # ---- the application
+
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[[], Any],
+        send: Callable[[Any], Any],
+        connection: HttpConnection,
+    ) -> None:
+        """Serve one request to its end. Raises nothing but cancellation.
+
+        Cancellation: the connection's end, or the server's.
+        """
+        if scope["type"] != "http":  # a WebSocket, which nothing here has
+            await send({"type": "websocket.close"})
+            return
+        call = HttpCall(scope, receive, send, connection)
+        record = HttpRecord.of(call)
+        connection.arrivals.add(call)
+        connection.num_calls += 1
+        with self._accounting(record):
+            try:
+                async with trio.open_nursery() as nursery:
+                    with call.scope:
+                        try:
+                            await self._serve(call, record, nursery)
+                        except Disconnected:
+                            call.is_lost = call.code is None
+                    nursery.cancel_scope.cancel(reason="the call has ended")
+            finally:
+                record.call = None  # else call and record would wait for the collector
+
+    async def _serve(self, call: HttpCall, record: HttpRecord, nursery: trio.Nursery) -> None:
+        rename: Callable[[str], str] = str
+        try:
+            origin = self._check_origin(call)
+            if call.verb == "OPTIONS":
+                await self._answer_preflight(call, origin)
+                return
+            route = self._route_of(call)
+            rename = route.rename
+            metadata = _metadata_of(call)
+            record.quota = policy.admit(route.rpc, call.peer, metadata, self._access.keys)
+            call.is_closing |= self._backend.engine.is_draining
+            if route.reply is not None:
+                await route.reply(call)
+            else:
+                await self._shared.start_limiter.enter(call.connection.address)
+                await self._serve_body(call, record, route, nursery)
+            await call.finish()
+        except Disconnected:
+            raise
+        except Exception as error:
+            await call.fail(_renamed(error, rename))
+            await call.finish()
+
+    async def _serve_body(
+        self, call: HttpCall, record: HttpRecord, route: Route, nursery: trio.Nursery
+    ) -> None:
+        if self._backend.engine.is_draining:
+            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        kind = call.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            told = "the body's Content-Type must be application/json"
+            raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", told)
+        if b"content-encoding" in call.headers:
+            raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", "compressed bodies are not read")
+        call.request_id = record.request_id = _id_of(call)
+        call.read_timeout()
+        extra = 4 * (self._max_image_bytes // 3 + 1) if route.takes_images else 0
+        body = await call.read_body(self._max_bytes + extra)
+        nursery.start_soon(call.watch)
+        record.arrived_at = trio.current_time()
+        work = await self._work_of(call, record, route, body)
+        del body
+        record.request_id = work.request_id
+        logs.request_id.set(logs.printable(work.request_id))
+        call.request_id = work.request_id
+        record.enter_quota()
+        if work.is_stream:
+            call.begin_events()
+        await self._write(call, record, work)
+
+    async def _work_of(self, call: HttpCall, record: HttpRecord, route: Route, body: bytes) -> Work:
+        context = Context(
+            call.request_id,
+            call.time_remaining(),
+            int(time.time()),
+            self._max_image_bytes,
+        )
+
+        def decode(data: bytes) -> Work:
+            assert route.decode is not None
+            work = route.decode(parse_json(data), context)
+            if len(data) - work.num_chars > self._max_bytes:
+                size = len(data) - work.num_chars
+                told = f"the request has {size} bytes beside its images, of at most "
+                raise HttpError(413, "REQUEST_TOO_LARGE", f"{told}{self._max_bytes}")
+            return work
+
+        if len(body) <= SMALL_BYTES:
+            return decode(body)
+
+        async def take() -> bytes:
+            return body
+
+        def answer_frees(free: Callable[[], None]) -> None:
+            call.on_answer = free
+
+        deadline = server_deadline(record.arrived_at, call.time_remaining())
+        owner = record.quota or record.address
+        work: Work = await self._decoding.in_thread(
+            decode, take, len(body), owner, deadline, answer_frees
+        )
+        return work
+
+    async def _write(self, call: HttpCall, record: HttpRecord, work: Work) -> None:
+        """Have the requests computed, and write their events. The first one that fails ends the
+        others."""
+        if len(work.requests) == 1:
+            await self._writer(record, work, 0).serve(self._backend.engine, work.requests[0])
+            return
+        failed: list[Exception] = []
+        async with trio.open_nursery() as nursery:
+
+            async def serve(source: int, request: ClientRequest) -> None:
+                own = HttpRecord.of(call)
+                own.quota, own.arrived_at = record.quota, record.arrived_at
+                try:
+                    await self._writer(own, work, source).serve(self._backend.engine, request)
+                except Exception as error:
+                    failed.append(error)
+                    nursery.cancel_scope.cancel(reason="another prompt has failed")
+                finally:
+                    record.stream = record.stream or own.stream
+
+            for source, request in enumerate(work.requests):
+                nursery.start_soon(serve, source, request)
+        if failed:
+            raise failed[0]
+
+    def _writer(self, record: HttpRecord, work: Work, source: int) -> HttpWriter:
+        encoder = work.encoder
+        return HttpWriter(
+            record,
+            self._backend.unread_calls,
+            partial(encoder.encode, source),
+            partial(encoder.encode_short, source),
+            is_heavy=encoder.is_heavy,
+        )
+
+    @contextlib.contextmanager
+    def _accounting(self, record: HttpRecord) -> Iterator[None]:
+        """Count the request and write its line when it ends."""
+        started_at, call = time.monotonic(), record.call
+        assert call is not None
+        try:
+            yield
+        finally:
+            call.connection.num_calls -= 1
+            call.connection.note_taken(call)
+            call.on_answer()
+            record.leave_quota()
+            code = CODES.get(call.code or CANCELLED, StatusCode.UNKNOWN.name)
+            record.method = call.method
+            self._calls[record.method, code] += 1
+            fields = access_log.fields_of(record, code, time.monotonic() - started_at)
+            access_log.write(record, fields)
+            if self._record is not None and record.method.startswith(policy.HTTP_USES):
+                self._record(fields, _metadata_of(call), record.logged_id)
+
+    # ---- web pages
+
+    def _check_origin(self, call: HttpCall) -> str:
+        """Return the Origin of a page that may call, "" if the request comes from no other page.
+
+        Raises:
+            NotAllowed: the page is of another origin, or the request names another host.
+        """
+        host = call.headers.get(b"host", b"").decode("latin-1")
+        if self._access.is_local and not _is_this_machine(host):
+            raise NotAllowed(f"this server is not {host[:100]!r}; call it localhost or 127.0.0.1")
+        origin = call.headers.get(b"origin", b"").decode("latin-1")
+        if not origin or origin in self._access.origins:
+            if origin:
+                call.extra_headers += [
+                    (b"access-control-allow-origin", origin.encode("latin-1")),
+                    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                    (b"vary", b"origin"),
+                ]
+            return origin
+        if urlsplit(origin).netloc == host:
+            return ""
+        raise NotAllowed("pages of this origin may not call (--openai-origin)")
+
+    async def _answer_preflight(self, call: HttpCall, origin: str) -> None:
+        allowed = [
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-request-timeout"),
+            (b"access-control-max-age", b"600"),
+        ]
+        await call.answer(204 if origin else 403, b"", headers=allowed if origin else ())
+        await call.finish()
+
+    # ---- short answers
+
+    async def _list_models(self, call: HttpCall) -> None:
+        await call.answer(200, encode_json(models.encode_models(self._backend.engine)))
+
+    async def _show_model(self, call: HttpCall) -> None:
+        shown = models.encode_one(self._backend.engine, call.name)
+        if shown is None:
+            raise ModelNotFound(f"there is no model {call.name[:100]!r}")
+        await call.answer(200, encode_json(shown))
+
+    async def _show_health(self, call: HttpCall) -> None:
+        is_healthy = self._answers.is_healthy()
+        state = {"status": "serving" if is_healthy else "not serving"}
+        await call.answer(200 if is_healthy else 503, encode_json(state))
+
+    async def _show_version(self, call: HttpCall) -> None:
+        await call.answer(200, encode_json({"version": self._answers.version}))
+
+    async def _show_metrics(self, call: HttpCall) -> None:
+        text = await self._answers.metrics()
+        await call.answer(200, text, b"text/plain; version=0.0.4; charset=utf-8")
+
+
+class HttpWriter(CallWriter):
+    """Writes to an HTTP request. ``is_heavy`` says whether events take long to encode."""
+
+    def __init__(self, *given: Any, is_heavy: Callable[[Sequence[Any]], bool]) -> None:
+        super().__init__(*given)
+        self._is_heavy = is_heavy
+
+    async def _fail(self, error: Exception) -> None:
+        """Leave the answer to the door."""
+        raise error
+
+    async def _messages_of(self, events: Sequence[Any]) -> Sequence[Any]:
+        if not self._is_heavy(events):
+            return self._encode(events)
+        return await encode_in_thread(lambda: self._encode(events))
+
+
+def _renamed(error: Exception, rename: Callable[[str], str]) -> Exception:
+    if isinstance(error, InvalidRequest) and error.violations:
+        return error.renamed(rename)
+    return error
+
+
+def _metadata_of(call: HttpCall) -> list[tuple[str, str | bytes]]:
+    return [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in call.headers.items()
+    ]
+
+
+def _id_of(call: HttpCall) -> str:
+    """Return the id that the client gave its request, or a new one."""
+    return call.headers.get(ID_HEADER, b"").decode("latin-1") or uuid.uuid4().hex
+
+
+def _is_this_machine(host: str) -> bool:
+    """Return whether a Host names this machine, whatever its port."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name == "localhost" or name.endswith(".localhost") or is_loopback(name)

@@ -1,0 +1,60 @@
+"""What a request's body becomes: requests for the engine, and what makes the answer of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.requests.kind import ClientRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the body of a request is translated with: an id that it may replace by one of its own,
+    the seconds that the client's deadline leaves (None: no deadline), when it came, in seconds
+    since 1970, and the bytes that its images may have."""
+
+    request_id: str
+    timeout_s: float | None
+    created: int
+    max_image_bytes: int
+
+
+class Encoder(Protocol):
+    """Makes the answer of one call. ``source`` numbers the call's requests."""
+
+    def encode(self, source: int, events: Sequence[Any]) -> list[bytes]:
+        """Return what is to be written for events of a request, possibly nothing."""
+
+    def encode_short(self, source: int, event: Any) -> bytes | None:
+        """Return what is to be written for one event, None if `encode` has to do it."""
+
+    def is_heavy(self, events: Sequence[Any]) -> bool:
+        """Return whether `encode` takes long for these events, and belongs in a thread."""
+
+
+class WholeEncoder:
+    """An encoder of answers that are sent whole, when every request has ended."""
+
+    def encode_short(self, source: int, event: Any) -> bytes | None:
+        """Return None: `encode` keeps every event."""
+        return None
+
+    def is_heavy(self, events: Sequence[Any]) -> bool:
+        """Return False, as most answers are short."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A translated request. ``is_stream``: the answer is a stream of events. ``num_chars`` are
+    those of the body that were images."""
+
+    request_id: str
+    requests: tuple[ClientRequest, ...]
+    encoder: Encoder
+    is_stream: bool = False
+    num_chars: int = 0
