@@ -75,18 +75,18 @@ class Reception:
             await serve(transport, peer, given)
 
     async def _refuse(self, transport: PlainTransport, peer: str) -> None:
-        """Close a connection before it is opened; log that every `WARNING_PAUSE_S` at most."""
+        """Close a connection before it is opened; warn once in `WARNING_PAUSE_S` at most."""
         now = trio.current_time()
         if now >= self._warned_at + WARNING_PAUSE_S:
             self._warned_at = now
             count = self._entrance.num_refused
             log.warning("%s: refused, as there are too many connections (%d so far)", peer, count)
-        with trio.CancelScope(shield=True):  # never waits, and the rest of the batch is served
+        with trio.CancelScope(shield=True):  # never waits; the other accepted clients are served
             await transport.close()
 
     def _level_of(self, error: OSError) -> int:
         """Return WARNING for the first failed handshake of each reason, and DEBUG otherwise. There
-        are few reasons; that a client has left is none."""
+        are few reasons. A client that has left is never a WARNING."""
         is_tls = isinstance(error, ssl.SSLError)
         has_left = isinstance(error, ssl.SSLEOFError) or not (is_tls or error.errno is None)
         reason = getattr(error, "reason", None) or str(error)
