@@ -20,12 +20,16 @@ def pytest_itemcollected(item):
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """Yield the tiny models."""
     from tests.support.model_zoo import Zoo
 
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     yield zoo
     zoo.close()
+
+
+@pytest.fixture(scope="module")
+def llama(zoo):
+    return zoo.load("llama")
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,6 @@ LIMIT_S = 240
 
 @pytest.fixture(scope="module")
 def base(zoo):
-    """Return the directory of a tiny Llama model."""
     return zoo.directory("llama")
 
 
@@ -62,7 +61,6 @@ def wanted(base, written):
 
 
 def config_of(base, written, *, workers=(), **fields):
-    """Return the configuration of the tiny model with its adapters."""
     adapters = tuple(AdapterConfig(name, str(path)) for name, path in written.items())
     model = ModelConfig(
         str(base), name="base", dtype="float32", threads=1, adapters=adapters, workers=workers

@@ -40,7 +40,6 @@ RANKS = {"a": 4, "b": 16, "c": 33}
 
 @pytest.fixture(scope="module")
 def base(zoo):
-    """Return the directory of a tiny Llama model."""
     return zoo.directory("llama")
 
 
@@ -59,7 +58,6 @@ def prompts(count):
 
 
 def greedy(base, directory, asked):
-    """Return peft's greedy tokens after each prompt."""
     found = {}
     with peft_model(base, directory) as model:
         for prompt in asked:
@@ -84,7 +82,6 @@ def written_by_ranks(root, base, ranks):
 
 
 def request(name, prompt, n=1, **fields):
-    """Return a greedy request of `NEW` tokens."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     return GenerateRequest(token_ids=prompt, model=name, sampling=sampling, n=n, **fields)
 
@@ -102,7 +99,6 @@ async def answer(engine, asked):
 
 
 def config_of(base, written, **fields):
-    """Return the configuration of the tiny model with its adapters."""
     adapters = tuple(AdapterConfig(name, str(written[name]), (f"the {name}",)) for name in written)
     model = ModelConfig(str(base), name="base", dtype="float32", threads=1, adapters=adapters)
     return EngineConfig(models=(model,), check_level=2, **fields)

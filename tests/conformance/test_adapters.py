@@ -42,6 +42,7 @@ from tests.support.adapters import (
     write_by_hand,
     write_by_peft,
 )
+from tests.support.encoder_zoo import edit_json
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft warns
@@ -80,7 +81,7 @@ class Adapted:
 
     def logits(self, adapters, counts=COUNTS, keep=None):
         """Return the logits of every row, [count, vocab] float32 each. ``adapters`` has a placed
-        adapter or None for each row; equal ones follow one another."""
+        adapter or None for each row; equal adapters follow one another."""
         rng = np.random.default_rng(8)
         blocks = iter(rng.permutation(64))
         tables = [np.array([next(blocks) for _ in range(-(-c // 16))]) for c in counts]
@@ -232,12 +233,6 @@ def hidden_states(model):
 # ---- what is refused
 
 
-def changed(directory, **fields):
-    """Change fields of an adapter's config."""
-    path = directory / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -265,7 +260,7 @@ def test_what_is_not_computed_is_refused_by_name(zoo, tmp_path, fields, said):
     """Otherwise an adapter would be computed in part, or silently as the base model."""
     base = zoo.directory("llama")
     directory = write_by_hand(tmp_path, base)
-    changed(directory, **fields)
+    edit_json(directory / "adapter_config.json", **fields)
     host = Adapted(base).execution.adapters
     with pytest.raises(Refusal, match=re.escape(said)):
         read_adapter(str(directory), host.places, host.head)
@@ -308,7 +303,7 @@ def test_a_tensor_without_a_place_or_a_place_without_its_tensor_is_refused(zoo, 
 
 
 def test_only_regular_files_are_read(tmp_path):
-    """Reading a pipe or a device would never end. A config is small."""
+    """Reading a pipe or a device would never end. A large config is refused, too."""
     for file in (CONFIG, WEIGHTS):
         directory = files_in(tmp_path / file)
         (directory / file).unlink()
@@ -336,7 +331,7 @@ def test_a_header_names_no_more_numbers_than_the_file_has_bytes(tmp_path, shape)
 
 
 def test_what_python_cannot_parse_is_refused(tmp_path):
-    """Deep nesting, and numbers that no float holds."""
+    """Deeply nested JSON, and numbers too large for a float, are refused."""
     deep = b"[" * 200_000
     with pytest.raises(Refusal, match="cut short or is not"):
         measure_adapter(str(files_in(tmp_path, deep)))
@@ -349,7 +344,7 @@ def test_what_python_cannot_parse_is_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 33])
 def test_a_loaded_adapter_takes_at_most_what_was_measured(zoo, tmp_path, arch, dtype, rank):
-    """Small ranks are padded, which counts."""
+    """The padding of small ranks counts, too."""
     base = zoo.directory(arch)
     targets = {"phi3": ("qkv_proj", "gate_up_proj"), "starcoder2": ("q_proj", "c_fc")}
     directory = write_by_hand(
@@ -362,7 +357,7 @@ def test_a_loaded_adapter_takes_at_most_what_was_measured(zoo, tmp_path, arch, d
 
 
 def test_the_digest_is_that_of_the_content(zoo, tmp_path):
-    """Copies have one digest; another number or another scale has another one."""
+    """Copies have equal digests; another tensor or another scale gives another digest."""
     base = zoo.directory("llama")
     host = Adapted(base).execution.adapters
 

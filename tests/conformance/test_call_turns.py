@@ -63,7 +63,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
 def chat(content, arguments):
-    """Return a chat with one call."""
     function = {"name": "weather", "arguments": arguments}
     call = {"id": "abc123def", "type": "function", "function": function}
     turn = {"role": "assistant", **content, "tool_calls": [call]}

@@ -44,14 +44,7 @@ LONG_S = 100.0  # for waits that end earlier
 END = 0  # the token that ends a text of the tiny models
 
 
-@pytest.fixture(scope="module")
-def llama(zoo):
-    """Return the tiny Llama model."""
-    return zoo.load("llama")
-
-
 def config_of(llama, **fields):
-    """Return an engine's configuration for the tiny Llama model."""
     base = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "check_level": 2}
     return EngineConfig(models=(ModelConfig(str(llama.directory)),), **(base | fields))
 
@@ -124,7 +117,6 @@ async def queued(engine, count):
 
 
 def ask_one(llama, request):
-    """Return the answers to one request."""
     [found], _ = ask(config_of(llama), [request])
     return found
 
@@ -306,7 +298,6 @@ def test_a_stop_string_ends_a_form_before_it_is_complete(llama):
 
 
 def equivalence_requests():
-    """Return seeded requests with many kinds of constraint."""
     rng = random.Random(3)
     forms = [
         schema_constraint({"type": "array", "items": one, "minItems": 4, "maxItems": 6})
@@ -358,7 +349,6 @@ SCHEDULES = {
 
 @pytest.fixture(scope="module")
 def alone(llama):
-    """Return the requests' answers when each runs alone."""
     asked = equivalence_requests()
     found, _ = ask(config_of(llama, prefix_cache=False), asked, one_by_one=True)
     lengths = [certain_length(llama, r, a.tokens) for r, [a] in zip(asked, found, strict=True)]

@@ -1,7 +1,7 @@
 """The shipped model that embeds drawings, as the engine serves it by its id.
 
-It reaches its bars on a part of the held-out drawings. `python -m tools.lab.measure_demo clip`
-measures all of them.
+The model reaches its bars on a part of the held-out drawings. `python -m tools.lab.measure_demo
+clip` measures all of them.
 """
 
 import json
@@ -23,9 +23,9 @@ GROUPS = 5
 
 @pytest.fixture(scope="module")
 def eng():
-    """Return an engine whose model is ready. While it loads, nothing else of transformers may load
-    in this process: each `from_pretrained` replaces `tie_weights` in all models meanwhile, and of
-    two overlapping calls the last one may not restore it."""
+    """Return an engine whose model is ready. While the model loads, nothing else of transformers
+    may load in this process: each `from_pretrained` replaces `tie_weights` in all models meanwhile,
+    and of two overlapping calls the last one may not restore it."""
     config = engine.EngineConfig(models=(engine.ModelConfig("demo-clip"),))
     with engine.blocking.open_engine(config) as one:
         one.wait_ready()

@@ -1,7 +1,7 @@
 """The shipped embedding model and cross-encoder, loaded by sentence-transformers.
 
-They reach their bars on a part of the held-out texts. `python -m tools.lab.measure_demo embed`
-measures all of them.
+Both models reach their bars on a part of the held-out texts. `python -m tools.lab.measure_demo
+embed` measures all of them.
 """
 
 import json

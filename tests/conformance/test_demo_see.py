@@ -1,7 +1,7 @@
 """The shipped model that answers questions about drawings, as the engine serves it by its id.
 
-It reaches its bars on a part of the held-out drawings. `python -m tools.lab.measure_demo see`
-measures all of them.
+The model reaches its bars on a part of the held-out drawings. `python -m tools.lab.measure_demo
+see` measures all of them.
 """
 
 from random import Random
@@ -21,7 +21,6 @@ DRAWINGS = 25
 
 @pytest.fixture(scope="module")
 def eng():
-    """Return an engine with the model."""
     config = engine.EngineConfig(models=(engine.ModelConfig("demo-see"),))
     with engine.blocking.open_engine(config) as one:
         yield one
@@ -33,7 +32,6 @@ def test_the_engine_answers_questions_about_drawings():
 
 
 def answer(eng, messages):
-    """Return the model's answer to a chat."""
     request = engine.GenerateRequest(chat=engine.Chat(tuple(messages)), sampling=measure_see.GREEDY)
     events = list(eng.generate(request))
     return "".join(event.text for event in events if isinstance(event, engine.Tokens))

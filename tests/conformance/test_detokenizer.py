@@ -432,7 +432,7 @@ SPECIAL_STOPS = [
 def test_a_stop_string_with_a_special_token_stops_at_the_token(
     stop, written, before, whole, include
 ):
-    """vLLM#2123: special tokens are not part of the text, and still stop it."""
+    """vLLM#2123: special tokens are not part of the text, and still stop the answer."""
     ids = [
         id_
         for part in written

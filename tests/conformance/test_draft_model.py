@@ -45,20 +45,17 @@ def only_the_model():
 
 
 def with_model(zoo, **fields):
-    """Return the config of an engine whose model drafts for itself."""
     directory = zoo.directory("llama")
     return config_of(directory, "model", draft_model=directory, **fields)
 
 
 @pytest.fixture(scope="module")
 def drafting(zoo):
-    """Yield an engine whose model drafts for itself."""
     with open_engine(with_model(zoo)) as engine:
         yield engine
 
 
 def greedy(**fields):
-    """Return a greedy request."""
     sampling = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, **fields}
     return GenerateRequest(token_ids=PROMPT, sampling=SamplingParams(**sampling))
 
@@ -210,14 +207,9 @@ def test_a_long_prompt_is_read_in_parts(zoo, plain, monkeypatch):
 # ---- memory and loading
 
 
-def spec_of(zoo, **fields):
-    """Return the spec of a runner whose model drafts for itself."""
-    config = with_model(zoo, **fields)
-    return runner_spec(config.models[0], config)
-
-
 def test_the_draft_model_counts_in_the_estimate_and_in_what_is_loaded(zoo):
-    spec = spec_of(zoo)
+    config = with_model(zoo)
+    spec = runner_spec(config.models[0], config)
     config = config_of(zoo.directory("llama"), "off")
     plain_spec = runner_spec(config.models[0], config)
     found = {}

@@ -168,8 +168,8 @@ MUTANTS = (
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_planted_bug_is_found(plain, drafting, mutant):
-    """The comparison of the tests above finds each bug in eight requests. They may sample only
-    eight different tokens, so that drafted tokens occur again soon and penalties matter."""
+    """The comparison of the tests above finds each bug in eight requests. The requests may sample
+    only eight different tokens, so that drafted tokens occur again soon and penalties matter."""
 
     def compare_all():
         for seed in range(8):
@@ -289,7 +289,7 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
 
 def test_drafts_that_nobody_takes_are_looked_up_at_each_fourth_token(monkeypatch):
     """Red if a draft that is not used or not accepted keeps the drafter from resting. After an
-    accepted draft, it looks up each token again."""
+    accepted draft, the drafter looks up each token again."""
     lookups, real = [], NgramDrafter._lookup
     monkeypatch.setattr(NgramDrafter, "_lookup", lambda *args: lookups.append(1) or real(*args))
     one, tokens = NgramDrafter(), [*range(10)]

@@ -17,6 +17,7 @@ from engine.status import Capability
 from engine.worker.encode.runner import groups
 from engine.worker.factory import make_runner
 from tests.checkpoints.encode import make_embedder, make_reranker
+from tests.support.adapters import change_tensors
 
 TEXTS = [
     "the dog",
@@ -44,7 +45,6 @@ MODELS = {
 
 
 def load(directory, **fields):
-    """Return a loaded encoder runner and its info."""
     model = ModelConfig(str(directory), **fields)
     runner = make_runner(model, EngineConfig(models=(model,)))
     return runner, runner.load(lambda progress: None)
@@ -219,7 +219,6 @@ def test_a_text_that_is_no_unicode_is_named_by_its_index(tmp_path):
 
 
 def edit_json(path, change):
-    """Change a JSON file."""
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -227,19 +226,10 @@ def edit_json(path, change):
 
 def edit_tensors(edit, file="model.safetensors"):
     """Return a change of a model's folder that edits its tensors."""
-
-    def change(directory):
-        from safetensors.torch import load_file, save_file
-
-        weights = load_file(directory / file)
-        edit(weights)
-        save_file(weights, directory / file, metadata={"format": "pt"})
-
-    return change
+    return lambda directory: change_tensors(directory / file, edit)
 
 
 def drop_tensor(name):
-    """Return a change of a model's folder that removes one tensor."""
     return edit_tensors(lambda weights: weights.pop(name))
 
 

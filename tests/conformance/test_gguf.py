@@ -116,7 +116,6 @@ def test_without_a_writable_temporary_folder_the_sentence_says_so(
 
 
 def greedy(runner, info, length=8):
-    """Return the tokens that follow a prompt."""
     from tests.support.mini_planner import MiniPlanner
 
     planner = MiniPlanner(runner, info, seed=1, chunks=500)
@@ -159,8 +158,8 @@ def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path,
 
 @pytest.mark.parametrize("name", ["llama", "lfm2", "qwen3moe"])
 def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name):
-    """Planted faults that this finds: sizes not turned round, a list's type ignored, the places of
-    tensors counted from another one."""
+    """Red if sizes are not reversed, a list's type is ignored, or tensors' offsets count from
+    another place."""
     more = {"a.flag": True, "a.text": "größer", "a.half": 0.5, "a.flags": [1, 2, 3]}
     path = write_model(checkpoints(name), tmp_path / "model.gguf", Q8_0, metadata=more)
     theirs, names = reader.read_gguf_metadata(str(path), STRING_LISTS)
@@ -179,7 +178,7 @@ def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name):
 
 
 def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(checkpoints, tmp_path):
-    """No byte of a header makes the reader raise what is no refusal, or take long."""
+    """No changed byte of a header makes the reader raise anything but a refusal, or take long."""
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q8_0)
     whole = path.read_bytes()
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
@@ -243,7 +242,7 @@ def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundin
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["the story model's", "random"])
 def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights):
-    """Compared by the KL divergence over text that the model was not trained on."""
+    """The KL divergence is compared over text that the model was not trained on."""
     shape = Shape(layers=4, hidden=256, mlp=512)
     source = STORIES if weights != "random" else make(tmp_path / "random", "llama", shape)
     found = {}
@@ -287,7 +286,7 @@ def test_without_kernels_a_file_of_blocks_gives_the_tokens_of_the_expanded_model
 
 
 def test_a_file_is_served_by_its_path_alone(checkpoints, tmp_path):
-    """Its tokenizer, template and end tokens are used. A directory with the file works, too."""
+    """The file's tokenizer, template and end tokens are used. Its directory works, too."""
     checkpoint = checkpoints("llama")
     template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     path = write_model(

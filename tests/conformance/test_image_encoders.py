@@ -79,7 +79,7 @@ def model(request, tmp_path_factory):
     """Return a model's architecture, its runner and info, and the library's own model.
 
     SigLIP's texts are padded to the model's length, as in training. The library does so only with
-    this option; without it, a text's vector depends on the other texts of its batch.
+    ``max_length``; without it, a text's vector depends on the other texts of its batch.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -114,7 +114,6 @@ def execute(runner, inputs, **options):
 
 
 def cosines(one, other):
-    """Return the cosine of each pair of rows."""
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     return (one * other).sum(axis=1) / lengths
 
@@ -270,13 +269,7 @@ def test_a_model_in_bfloat16_is_close_to_float32(tmp_path, arch):
 # ---- which models are taken
 
 
-def edit(path, **fields):
-    """Change fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def edit_processor(directory, **fields):
-    """Change fields of a model's image processor."""
     path = directory / "processor_config.json"
     data = json.loads(path.read_text())
     data["image_processor"] |= fields

@@ -21,6 +21,7 @@ from engine.worker.image_generation.runner import PipelineRunner
 from engine.worker.interface import RunnerSpec
 from engine.worker.load.capability import capability_of
 from tests.checkpoints.image_generation import make
+from tests.support.encoder_zoo import edit_json
 from tests.support.estimates import check_estimate
 
 UNET, VAE, CLIP = (
@@ -45,11 +46,6 @@ def sd(made, tmp_path):
 @pytest.fixture
 def sdxl(made, tmp_path):
     return Path(shutil.copytree(made["sdxl"], tmp_path / "sdxl"))
-
-
-def edit(path, **fields):
-    """Change fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def rewrite(path, change):
@@ -127,20 +123,20 @@ CONFIGS = {
 @pytest.mark.parametrize("case", INDEX)
 def test_an_index_that_is_not_served_is_refused(sd, case):
     fields, said = INDEX[case]
-    edit(sd / "model_index.json", **fields)
+    edit_json(sd / "model_index.json", **fields)
     assert said in refusal(sd)
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_config_that_is_not_served_is_refused(sd, case):
     name, fields, said = CONFIGS[case]
-    edit(sd / name, **fields)
+    edit_json(sd / name, **fields)
     assert said in refusal(sd)
 
 
 def test_a_refused_class_is_not_imported(sd):
     """No class is imported because a checkpoint names it."""
-    edit(sd / "model_index.json", unet=["antigravity", "UNet2DConditionModel"])
+    edit_json(sd / "model_index.json", unet=["antigravity", "UNet2DConditionModel"])
     loaded(sd)
     assert "antigravity" not in sys.modules
 
@@ -310,13 +306,13 @@ def test_a_variant_of_16_bits_is_read_where_there_is_no_other(sd):
 
 def test_a_model_of_few_steps_takes_few_unless_a_request_says_more(sd):
     assert loaded(sd)[0].default_steps == 50
-    edit(sd / "model_index.json", scheduler=["diffusers", "LCMScheduler"])
-    edit(sd / "scheduler" / "scheduler_config.json", _class_name="LCMScheduler")
+    edit_json(sd / "model_index.json", scheduler=["diffusers", "LCMScheduler"])
+    edit_json(sd / "scheduler" / "scheduler_config.json", _class_name="LCMScheduler")
     assert loaded(sd)[0].default_steps == 4
 
 
 def test_an_autoencoder_that_overflows_in_16_bits_stays_in_32(sd):
-    edit(sd / "vae" / "config.json", force_upcast=True)
+    edit_json(sd / "vae" / "config.json", force_upcast=True)
     _, found = loaded(sd, dtype="bfloat16")
     kinds = {key.partition(".")[0]: one.dtype for key, one in found.items()}
     assert (kinds["unet"], kinds["vae"]) == (torch.bfloat16, torch.float32)

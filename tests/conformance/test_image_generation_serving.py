@@ -56,7 +56,6 @@ def loaded(directory):
 
 
 def plans(info, drawing=DRAWING):
-    """Yield the plans of one drawing."""
     yield ImageGenerationPlan(PlanId(1), SEQUENCE, Verb.ENCODE, drawing=drawing)
     for index in range(info.num_steps(drawing)):
         yield ImageGenerationPlan(PlanId(1), SEQUENCE, Verb.DENOISE, index, preview=index == 1)

@@ -73,7 +73,6 @@ def cases(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    """Return the driver, compiled for this machine."""
     to = tmp_path_factory.mktemp("driver") / "driver"
     return kernel_cases.build_driver(native.find_compiler(), to)
 

@@ -22,7 +22,8 @@ LIMIT_S = 600
 FLAGS = ("-std=c++17", "-fopenmp", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
 IS_X86 = os.uname().machine == "x86_64"
 # Targets that together compile every branch of the `#if`s in simd.h and matmul.h: no feature,
-# AVX-512 with products of bfloat16, and AMX; in the long run also those between. Nothing runs.
+# AVX-512 with products of bfloat16, and AMX; in the long run also those between. The code is not
+# run.
 MARCHES = ("x86-64", "cooperlake", "sapphirerapids") if IS_X86 else ("native",)
 OTHER_MARCHES = ("x86-64-v3", "x86-64-v4") if IS_X86 else ()
 # ARM: no feature beyond NEON, with products of bytes, and with products of bfloat16.

@@ -25,7 +25,7 @@ def build(to, *flags, sources=native.SOURCES):
 
 
 def drive(driver, seed, steps, callers):
-    """Run the driver's steps. Return its output and its exit code, None if it hangs."""
+    """Run the driver's steps. Return the driver's output and exit code, None if it hangs."""
     command = [str(driver), str(seed), str(steps), str(callers)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

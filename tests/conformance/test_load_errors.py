@@ -19,6 +19,7 @@ from engine.worker.text import placed_model as runner_module
 from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import make
 from tests.support.adapters import change_tensors
+from tests.support.encoder_zoo import edit_config
 from tests.support.mini_planner import MiniPlanner
 from tests.support.model_zoo import REFERENCE, WAYS, load_runner
 
@@ -35,41 +36,29 @@ def sharded(tmp_path_factory):
     return make(tmp_path_factory.mktemp("sharded") / "good", max_shard_size="200KB")
 
 
-def edit_config(directory, **fields):
-    """Change fields of a checkpoint's config."""
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def edit_weights(directory, change):
-    """Change a checkpoint's tensors."""
     change_tensors(directory / "model.safetensors", change)
 
 
 def empty(directory):
-    """Remove all files of a checkpoint."""
     for path in directory.iterdir():
         path.unlink()
 
 
 def truncate(directory):
-    """Cut the weights' file off."""
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
 def garble(directory):
-    """Overwrite the weights' file with garbage."""
     (directory / "model.safetensors").write_bytes(b"not a header" * 40)
 
 
 def pickle_only(directory):
-    """Leave only pickled weights."""
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
 def unlink(name):
-    """Return a change that removes a file."""
     return lambda directory: (directory / name).unlink()
 
 
@@ -79,12 +68,10 @@ def write(name, text):
 
 
 def config(**fields):
-    """Return a change of the config's fields."""
     return lambda directory: edit_config(directory, **fields)
 
 
 def weights(change):
-    """Return a change of the tensors."""
     return lambda directory: edit_weights(directory, change)
 
 

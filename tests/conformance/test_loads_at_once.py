@@ -69,7 +69,6 @@ KINDS = {
 
 
 def make_gguf(path):
-    """Return a GGUF file of random weights."""
     return write_model(text.make(path), path / "model.gguf")
 
 

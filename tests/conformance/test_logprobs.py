@@ -26,12 +26,6 @@ from tests.support.model_zoo import seeded_prompt
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
-def llama(zoo):
-    """Return the tiny Llama model."""
-    return zoo.load("llama")
-
-
 def text_of(token):
     return f"<{token}>"
 
@@ -125,7 +119,7 @@ ASKED = [
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "gpt2", "granite", "phi3"])
 def test_log_probabilities_are_transformers_log_softmax(zoo, name):
-    """In one batch, with prompts in chunks of any size, preempted within prompt and output."""
+    """The prompts are in one batch, in chunks of any size, preempted in prompt and output."""
     loaded = zoo.load(name)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=5, chunks=9)
     done = [

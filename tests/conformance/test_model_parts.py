@@ -26,7 +26,6 @@ SHAPES = (LayerShape(2, 8), LayerShape(1, 16))
 
 
 def make_cache(num_blocks=6, block_size=4, dtype=torch.float32):
-    """Return a small cache on the CPU."""
     return KvCache(SHAPES, num_blocks, block_size, dtype=dtype, device=torch.device("cpu"))
 
 
@@ -82,7 +81,7 @@ DEFAULTS = {  # the memory limit, the weights, the context, the most sequences, 
 
 @pytest.mark.parametrize("case", DEFAULTS.values(), ids=DEFAULTS)
 def test_the_default_pool_depends_on_the_weights_the_context_and_the_memory(case):
-    """A token takes 128 bytes of it."""
+    """A token takes 128 bytes of the pool."""
     limit, weights, context, seqs, budget = case
     spec = RunnerSpec("m", memory_limit=limit, max_num_seqs=seqs)
     pool = size_pool(spec, SHAPES, torch.bfloat16, context, weight_bytes=weights)
@@ -102,7 +101,7 @@ def test_the_default_pool_of_a_rank_is_its_part():
 
 
 def test_the_default_pool_holds_one_context_beside_states():
-    """Of which up to half is for states."""
+    """Up to half of the pool's bytes are for recurrent states."""
     spec = RunnerSpec("m", memory_limit=1 << 20, max_num_seqs=64)
     pool = size_pool(spec, SHAPES, torch.bfloat16, 1024, 600, 1)
     assert pool.max_model_len == 1024

@@ -24,6 +24,7 @@ from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import Shape, make
 from tests.conformance.test_parity import ALONE_LENGTHS, assert_red, run_alone, run_packed
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs
+from tests.support.adapters import change_tensors
 from tests.support.model_zoo import REFERENCE, Loaded, load_runner
 from tests.support.parity import Oracle, Tally
 
@@ -67,7 +68,6 @@ def write_packed(plain, directory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Return a tiny checkpoint with experts in MXFP4."""
     root = tmp_path_factory.mktemp("mxfp4")
     return write_packed(make(root / "plain", "gpt_oss"), root / "packed")
 
@@ -235,9 +235,8 @@ def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, 
 def changed(checkpoint, directory, change):
     """Write the checkpoint with other tensors, and return the message of its refusal."""
     shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors, "model.layers.1.mlp.experts.down_proj")
-    save_file(tensors, directory / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    change_tensors(directory / "model.safetensors", lambda tensors: change(tensors, name))
     with pytest.raises(SpawnFailed) as refused:
         load_runner(directory)
     return str(refused.value)

@@ -47,7 +47,6 @@ def quick(monkeypatch):
 
 
 def count_compilations(monkeypatch):
-    """Return a list that gets an entry for each compilation."""
     seen, stock = [], native._compile
     monkeypatch.setattr(
         native, "_compile", lambda *arguments: (seen.append(1), stock(*arguments))[1]
@@ -100,13 +99,11 @@ def test_the_librarys_name_depends_on_what_it_is_built_from(fresh, monkeypatch, 
 
 
 def no_compiler(monkeypatch, tmp_path):
-    """Hide every compiler."""
     monkeypatch.setattr(native.shutil, "which", lambda _name: None)
     return "there is no C\\+\\+ compiler"
 
 
 def a_compiler_that_fails(monkeypatch, tmp_path):
-    """Use a compiler that fails."""
     path = tmp_path / "cxx"
     path.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
     path.chmod(0o755)
@@ -150,7 +147,6 @@ def no_room_in_the_cache(monkeypatch, tmp_path):
 
 
 def switched_off(monkeypatch, tmp_path):
-    """Switch the kernels off."""
     monkeypatch.setenv(native.SWITCH, "off")
     return "ENGINE_KERNELS is off"
 

@@ -1,7 +1,7 @@
 """The compiled attention equals the reference (D12).
 
-Compared for every head width and grouping, windows, soft caps, contexts of several parts, and
-chunks beside decodes, in float32 and bfloat16, over caches of every dtype.
+The comparison covers every head width and grouping, windows, soft caps, contexts of several parts,
+and chunks beside decodes, in float32 and bfloat16, over caches of every dtype.
 """
 
 import random
@@ -93,7 +93,6 @@ def copied(cache):
 
 
 def attend(backend, case, call):
-    """Return a backend's attention for a case."""
     return backend.prepare(case.rows, case.cache).attend(call, case.query, case.key, case.value)
 
 
@@ -110,7 +109,6 @@ def in_float64(case, call):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one thread", "two threads"])
 def backend(request):
-    """Yield the kernels' backend, with one thread or several."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield NativeBackend(native.load())

@@ -17,12 +17,10 @@ SHAPES = [(16, 32), (40, 64), (100, 17), (257, 200), (512, 1100)]  # outputs, in
 
 @pytest.fixture(scope="module")
 def backend():
-    """Return the kernels' backend."""
     return NativeBackend(native.load())
 
 
 def make_linear(outputs, inputs, dtype, *, bias=False):
-    """Return torch's layer with random weights."""
     torch.manual_seed(outputs * inputs)
     layer = torch.nn.Linear(inputs, outputs, bias=bias).to(dtype)
     return layer.requires_grad_(False)

@@ -130,7 +130,6 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Return a tiny float checkpoint with biases."""
     return make(tmp_path_factory.mktemp("plain"), "qwen2")
 
 
@@ -156,7 +155,6 @@ def write_packed(checkpoint, directory, name):
 
 
 def open_packed(directory):
-    """Return the checkpoint of a directory."""
     return PackedCheckpoint(
         directory, read_layout(json.loads((directory / "config.json").read_text()))
     )
@@ -273,7 +271,7 @@ def test_scales_of_another_shape_are_refused(checkpoint, tmp_path, name, change)
     tensors = load_file(path)
     end = "scales" if name in ("GPTQ", "AWQ") else "weight_scale"
     key = f"model.layers.1.mlp.down_proj.{end}"
-    is_turned = end == "scales"  # [groups, outputs]
+    is_turned = end == "scales"  # GPTQ and AWQ have [groups, outputs]
     axis = int(is_turned == (change == "fewer outputs"))
     tensors[key] = tensors[key].narrow(axis, 0, tensors[key].shape[axis] // 2).contiguous()
     save_file(tensors, path)

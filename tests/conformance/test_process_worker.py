@@ -27,7 +27,6 @@ FORM = Constraint("regex", "[a-z ]{1,40}")
 
 
 def load(runner):
-    """Load a runner and return its info."""
     return runner.load(lambda progress: None)
 
 
@@ -143,7 +142,7 @@ def use_and_kill_a_worker():
 
 
 def load_and_step(runner, caught):
-    """Load and step until that raises."""
+    """Load the runner and run steps until an error is raised."""
     try:
         load(runner)
         while True:

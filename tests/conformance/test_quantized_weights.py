@@ -25,7 +25,7 @@ from engine.worker.quantized.weight import (
     weight_of,
 )
 
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # not a range
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # 4-bit floats, doubled
 TABLES = ((), CENTRED, MXFP4)
 UP_TO_8 = tuple(range(-7, 9))  # the sums of `NarrowSum` allow numbers up to 8
 DTYPES = (torch.float32, torch.bfloat16)
@@ -35,7 +35,6 @@ ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130)
 
 @pytest.fixture(scope="module")
 def backend():
-    """Return the kernels' backend."""
     return NativeBackend(native.load())
 
 

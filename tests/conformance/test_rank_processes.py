@@ -26,7 +26,6 @@ PATIENCE_S = 10.0  # how long a stopped rank is waited for, in place of --step-t
 
 
 def load(runner):
-    """Load a runner and return its info."""
     return runner.load(lambda progress: None)
 
 

@@ -319,9 +319,9 @@ def check_rounded_alike(small, exact):
     """Compare compiled quantized weights with a stock model, both in float32, whose weights and
     inputs of layers are rounded in the same way.
 
-    Sums whose last bits differ may round an activation to two different numbers. Then its row, and
-    the rows that attend to it, differ by part of a rounding step. So most rows of one token are
-    equal, and long rows are close.
+    Sums whose last bits differ may round an activation to two different numbers. Then the
+    activation's row, and rows that attend to it, differ by part of a rounding step. So most rows of
+    one token are equal, and long rows are close.
     """
     assert isinstance(small.execution.model.module, NativeDecoder)
     ours, theirs = (one.logits(counts=(1,) * 48) for one in (small, exact))

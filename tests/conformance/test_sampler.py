@@ -32,7 +32,6 @@ inf = math.inf
 
 
 def generator(seed: int = 0):
-    """Return a generator with a seed."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -92,7 +91,7 @@ def kept_by_batch(scores, limits):
 
 
 def warped_ids(scores, sampling):
-    """Return the ids that transformers keeps of one row. Its scores have their temperature."""
+    """Return the ids that transformers keeps of a row of scores, temperature applied."""
     kept = warped(scores, replace(sampling, temperature=1.0)) > -inf
     return set(kept.nonzero()[:, 0].tolist())
 
@@ -100,7 +99,7 @@ def warped_ids(scores, sampling):
 def distance_to_boundary(scores, sampling):
     """Return by how little probability top_p or min_p misses keeping another set of ids.
 
-    If it is very little, float32 may keep another set than exact arithmetic.
+    If the probability is very small, float32 may keep another set than exact arithmetic.
     """
     weights = [math.exp(s - max(scores)) for s in scores]
     if sampling.top_k:

@@ -16,7 +16,7 @@ from tests.support.gguf_files import write_model
 from tests.support.model_zoo import Zoo
 
 pytestmark = [
-    # by transformers
+    # transformers leaves files open
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -1,6 +1,6 @@
 """The scheduler's decisions, in text files: every script of commands prints what it printed before.
 
-`pytest tests/golden --rewrite` writes the new output. `tests.support.golden` has their language.
+`pytest tests/golden --rewrite` writes the new output. `tests.support.golden` describes it.
 """
 
 from pathlib import Path

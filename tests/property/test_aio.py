@@ -30,8 +30,8 @@ complaints = []  # messages of the event loops' exception handlers, of all examp
 class Reader:
     """What the task that reads one stream does.
 
-    It reads ``num_read`` events, with pauses before some, and then ends as ``end`` says. A reader
-    that stalls is closed when all other readers have ended.
+    The task reads ``num_read`` events, with pauses before some, and then ends as ``end`` says. A
+    reader that stalls is closed when all other readers have ended.
     """
 
     end: str
@@ -53,8 +53,6 @@ readers = st.builds(
 
 @pytest.fixture(scope="module")
 def eng():
-    """Yield an engine with one fake model."""
-
     async def open_one():
         return await open_fake(
             aio, in_process_buffer=BUFFER, script=FakeScript(), stall_timeout_s=1e6

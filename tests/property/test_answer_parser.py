@@ -108,7 +108,7 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
 @settings(max_examples=examples(300))
 @given(text=texts, tools=st.sampled_from(INSIDE))
 def test_what_calls_no_tool_that_was_offered_is_text(text, tools):
-    """Nor is JSON with a key "name" that the model writes as data a call."""
+    """JSON with a key "name", which a model may write as data, is no call either."""
     said, reasoning, calls = parse(AnswerFormat(tools, frozenset({"other"})), text)
     assert (said, reasoning, calls) == (text, "", [])
 

@@ -112,7 +112,7 @@ free = st.text("xyz. 1?", max_size=12).map(lambda words: f"?{words}?")
 @settings(max_examples=examples(300), deadline=None)
 @given(parts=st.lists(st.tuples(headers, free), min_size=1, max_size=4), form=formats)
 def test_malformed_headers_leave_their_free_text_and_nothing_else(parts, form):
-    """As gpt-oss writes them in about one answer of twenty-five (llama.cpp's issue 27720)."""
+    """gpt-oss writes such headers in about one answer of twenty-five (llama.cpp's issue 27720)."""
     text = "".join(f"{CHANNEL}{header}{words}{END}" for header, words in parts)
     said, reasoning, calls = parse(replace(form, opened=ASSISTANT), text)
     assert calls == []

@@ -109,7 +109,6 @@ class Call:
         self.num_blocked = 0  # messages that had to wait for a window
 
     def take(self, data):
-        """Take bytes of the body, and split them into messages."""
         self.frames.append(len(data))
         self.reader.feed(data)
         while self.reader.messages:
@@ -174,8 +173,8 @@ class Schedule(RuleBasedStateMachine):
     def watching(self, act):
         """Call ``act``, and check that listeners learn that their messages were sent.
 
-        A listener hears so exactly if its message was blocked before and is not any more, and was
-        neither dropped nor reset.
+        `on_sent` is called exactly if the stream's message was blocked before and is not any more,
+        and was neither dropped nor reset.
         """
         blocked = self.waiting
         before = {one: self.listeners[one].num_sent for one in self.listeners}
@@ -193,7 +192,6 @@ class Schedule(RuleBasedStateMachine):
                 assert num_calls <= (stream_id in blocked)
 
     def hear(self, event):
-        """Take an event of the client."""
         if isinstance(event, DataReceived):
             self.calls[event.stream_id].take(event.data)
             # The client opens no window by itself: only the rule `open_window` does.
@@ -227,7 +225,6 @@ class Schedule(RuleBasedStateMachine):
         return [one for one in self.calls.values() if not (one.is_reset or one.is_closed)]
 
     def stream(self, call):
-        """Return the server's stream of a call."""
         return self.listeners[call.id].stream
 
     def one_of(self, calls, which):
@@ -289,7 +286,6 @@ class Schedule(RuleBasedStateMachine):
         self.open_window(size, None)
 
     def open_window(self, size, stream_id):
-        """Let the client open a window."""
         self.client.increment_flow_control_window(size, stream_id)
 
     @rule(window=windows, frame=st.sampled_from([16_384, 16_385, 60_000]), table=windows)
@@ -412,7 +408,6 @@ class Schedule(RuleBasedStateMachine):
         assert not stream.is_blocked
 
     def end(self, call):
-        """End a call with trailers."""
         trailers = [(b"grpc-status", b"0"), (b"x-id", b"%d" % call.id)]
         headers = trailers if call.has_begun else RESPONSE_HEADERS + trailers
         self.stream(call).send_headers(headers, is_last=True)
@@ -509,7 +504,7 @@ class Pair:
         return listener
 
     def exchange(self):
-        """Let both receive all that the other has sent; return the client's events."""
+        """Let client and server receive everything; return the client's events."""
         self.server.receive(self.client.data_to_send())
         events = self.client.receive_data(self.server.output.take())
         self.server.receive(self.client.data_to_send())

@@ -64,7 +64,6 @@ def test_equals_are_ordered_by_deadline_then_arrival_then_number(one, other):
 
 
 def sequences(ranks, guests=frozenset()):
-    """Return sequences with these ranks."""
     return [
         SimpleNamespace(rank=rank, live=SimpleNamespace(is_guest=rank in guests))
         for rank in sorted(ranks)

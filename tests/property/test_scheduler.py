@@ -46,7 +46,6 @@ class Machine(RuleBasedStateMachine):
     count = 0
 
     def new_name(self):
-        """Return the name of a new request."""
         self.count += 1
         return f"r{self.count}"
 

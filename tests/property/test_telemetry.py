@@ -32,14 +32,12 @@ STEPS = st.lists(
 
 
 def submit(number):
-    """Return the Submit of a request."""
     name = RequestId(f"r{number}")
     request = Request(name, (1, 2), Sampling(), Stops(max_tokens=9), arrival=0.0, n=NUM_CHOICES)
     return Submit(request, Credit(9))
 
 
 def finish(number, choice, reason=EndReason.LENGTH, parked_s=0.0):
-    """Return the end of a choice."""
     timings = Timings(queue_s=1.0, prefill_s=2.0, decode_s=3.0, parked_s=parked_s)
     return Finished(RequestId(f"r{number}"), choice, reason, Usage(2, 0, 5), timings)
 

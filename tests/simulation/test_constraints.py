@@ -33,12 +33,10 @@ COSTLY = 1.0
 
 
 def form(name):
-    """Return a constraint with this name."""
     return Constraint("regex", name)
 
 
 def request_for(name, **fields):
-    """Return a request with the constraint of this name."""
     sampling = SamplingParams(max_tokens=fields.pop("max_tokens", 3))
     constraint = form(name) if name else None
     return GenerateRequest(token_ids=(1, 2), sampling=sampling, constraint=constraint, **fields)

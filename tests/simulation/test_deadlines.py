@@ -134,7 +134,6 @@ def asked(timeout_s):
 
 
 def error_info_of(answer):
-    """Return the ErrorInfo of an answer's status."""
     packed = answer.headers["grpc-status-details-bin"]
     status = Status.FromString(base64.b64decode(packed + "=" * (-len(packed) % 4)))
     info = error_details_pb2.ErrorInfo()

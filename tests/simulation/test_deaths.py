@@ -62,7 +62,6 @@ async def drained(stream):
 
 
 def asked(**fields):
-    """Return a request of 20 tokens."""
     return GenerateRequest(
         **{"token_ids": (3, 4)} | fields, sampling=SamplingParams(max_tokens=20, ignore_eos=True)
     )

@@ -42,7 +42,6 @@ in_engine = partial(run_by, run)
 
 
 def ask(engine, name, *, text="x", max_tokens=5, buffer=4096, **fields):
-    """Submit a request."""
     request = GenerateRequest(
         text=text, request_id=name, sampling=SamplingParams(max_tokens=max_tokens), **fields
     )
@@ -256,7 +255,6 @@ def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
 
 
 async def timings_of(generation):
-    """Return the timings of a request's end."""
     [end] = [event for event in await read_all(generation) if isinstance(event, Finished)]
     return end.timings
 

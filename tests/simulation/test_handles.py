@@ -208,7 +208,7 @@ async def test_a_dropped_answer_is_ended_and_the_chat_goes_on(engine, *, seed):
 @seeds
 @in_engine()
 async def test_a_reset_while_an_answer_runs_forgets_it(engine, *, seed):
-    """The answer's task may run between a reset and the end of its stream."""
+    """Red if the answer's task adds its message to the chat after the reset."""
     async with Chat(engine, system="a", sampling=ENDLESS) as chat:
         answer = chat.ask("one")
         await trio.sleep(LOAD_S + 5 * STEP_S)

@@ -24,7 +24,7 @@ from tests.simulator.determinism import run_deterministically
 from tests.simulator.encode_oracle import image_file
 from tests.simulator.mutants import Mutant, planted
 from tests.support.bodies import run_by
-from tests.support.virtual_engine import fake_engine
+from tests.support.virtual_engine import SilentReader, fake_engine
 
 DECODE_S, STEP_S = 0.1, 0.01
 PIXELS = [bytes([number, 7] * 24) for number in range(200)]
@@ -133,20 +133,13 @@ async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*,
         sampling = {"max_tokens": max_tokens, "ignore_eos": True}
         return GenerateRequest(chat=chat, sampling=sampling, **fields)
 
-    class Reader:
-        def push(self, event):
-            pass
-
-        def end(self, error):
-            pass
-
     async with fake_engine(script, lambda script: runner) as engine:
         memory = engine._supervisor._servings[GenerateRequest].preparer.image_memory
         memory._max_bytes = runner.info.images.max_bytes
         async with engine.generate(asking(2000, image=None)) as busy:
             await anext(busy)
             hoarder = asking(2000, resume_window_s=3600.0)
-            lost = engine.submit(hoarder, buffer=4, reader=(reader := Reader()))
+            lost = engine.submit(hoarder, buffer=4, reader=(reader := SilentReader()))
             await trio.sleep(3 * DECODE_S)
             lost.leave(reader, trio.current_time(), is_lost=True)
             assert memory.num_bytes

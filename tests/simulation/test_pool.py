@@ -164,7 +164,7 @@ async def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on(world):
     ids=repr,
 )
 def test_a_failed_load_raises_an_own_error_for_each_waiter_at_once(cause):
-    """After 1 s, when the load fails, and not after 30 s."""
+    """Waiters get the error after 1 s, when the load fails, and not after 30 s."""
     world = World(Model("a", load_s=1.0, load_errors=[cause]))
 
     async def body(world):

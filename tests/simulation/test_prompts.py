@@ -215,7 +215,6 @@ async def test_a_request_that_tokenises_when_its_loop_dies_gets_an_error():
 
 
 async def error_of(stream):
-    """Return the error with which a stream ends."""
     with pytest.raises(TrioletError) as caught:
         async for _event in stream:
             pass

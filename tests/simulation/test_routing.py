@@ -11,7 +11,7 @@ from engine.core.common.types import SequenceId
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import run_deterministically
-from tests.support.virtual_engine import fake_engine
+from tests.support.virtual_engine import SilentReader, fake_engine
 
 REPLICAS = 3
 FAMILIES = 4  # one more than replicas, as otherwise round-robin would find every prefix, too
@@ -85,16 +85,6 @@ def test_many_requests_of_one_family_are_spread():
     assert min(counts) >= 5
 
 
-class Silent:
-    """A reader that takes nothing."""
-
-    def push(self, event):
-        pass
-
-    def end(self, error):
-        pass
-
-
 @pytest.mark.parametrize("leaves_after_s", [0.0, 2 * STEP_S])
 def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s):
     """Red if it counts as work until its resume window ends: its replica would get too little."""
@@ -108,7 +98,7 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
                 return sorted(replica.work.tokens for replica in replicas)
 
             ask = replace(request(9, 9, max_tokens=900), resume_window_s=60.0)
-            lost = engine.submit(ask, buffer=4, reader=(reader := Silent()))
+            lost = engine.submit(ask, buffer=4, reader=(reader := SilentReader()))
             await trio.sleep(leaves_after_s)
             lost.leave(reader, trio.current_time(), is_lost=True)
             await trio.sleep(1.0)
@@ -119,7 +109,7 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
             for stream in streams:
                 await stream.wait_closed()
             assert [replica.processed for replica in replicas] == [3, 3]
-            engine.detached.attach(lost, again := Silent(), [])
+            engine.detached.attach(lost, again := SilentReader(), [])
             assert tokens() == [0, 65 + 900]
             lost.leave(again, trio.current_time(), is_lost=True)
             assert tokens() == [0, 0]

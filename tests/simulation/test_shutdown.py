@@ -88,7 +88,7 @@ async def test_shutdown_with_work_pending(engine, *, seed, timeout_s, num_whole,
 @seeds
 @pytest.mark.parametrize("how", ["cancel", "raise", "drain"])
 def test_the_step_in_flight_is_waited_for_and_no_other_begins(seed, how):
-    """However the engine ends, and although two more requests wait."""
+    """This holds however the engine ends, although two more requests wait."""
 
     root = trio.CancelScope()
 

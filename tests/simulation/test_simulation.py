@@ -124,6 +124,6 @@ def test_another_seed_gives_another_journal():
 
 
 def test_trio_still_has_what_determinism_needs():
-    # pytest-trio sets the flag if Hypothesis is installed. Trio must still read it.
+    # pytest-trio sets this flag of Trio if Hypothesis is installed. Trio must still have it.
     assert isinstance(trio_run._ALLOW_DETERMINISTIC_SCHEDULING, bool)
     assert hasattr(trio_run._r, "random")

@@ -115,7 +115,6 @@ in_engine = partial(run_by, run)
 
 
 def asked(max_tokens=20, **fields):
-    """Return a request with this many tokens."""
     sampling = SamplingParams(max_tokens=max_tokens)
     return GenerateRequest(token_ids=(1, 2), sampling=sampling, **fields)
 

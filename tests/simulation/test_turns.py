@@ -28,7 +28,6 @@ class CountedThreads(VirtualThreads):
 
 
 def request(name, max_tokens=20):
-    """Return a request with this id."""
     sampling = SamplingParams(max_tokens=max_tokens)
     return GenerateRequest(token_ids=(5, 6), request_id=name, sampling=sampling)
 

@@ -100,4 +100,4 @@ def change_tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> No
 
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -30,6 +30,16 @@ async def fake_engine(
         yield engine
 
 
+class SilentReader:
+    """A reader that takes nothing."""
+
+    def push(self, event):
+        pass
+
+    def end(self, error):
+        pass
+
+
 async def read_all(stream):
     """Return the events of a request that has been submitted."""
     events = []

@@ -46,7 +46,6 @@ def file(tmp_path):
 
 @pytest.fixture
 def ring(file):
-    """Return the keys of the file."""
     return KeyRing(str(file))
 
 

@@ -36,7 +36,7 @@ def registry_of(*adapters):
 
 
 def put(registry, name, aliases=()):
-    """Give an adapter its names, as a load does. Return it and its base."""
+    """Give an adapter its names, as a load does. Return its base's entry and its version."""
     entry, config = registry.adapter_config(name, "d", aliases)
     registry.require_names(entry, config)
     version = AdapterVersion("m", config)
@@ -233,7 +233,7 @@ async def test_the_log_says_why_an_adapter_did_not_load(
 
 
 def test_deep_json_is_refused():
-    """Python's parser raises RecursionError."""
+    """Python's parser raises RecursionError for deep JSON."""
     with pytest.raises(Refusal, match="is not JSON"):
         read_form(b"[" * 200_000)
 
@@ -294,7 +294,7 @@ def form_of(tmp_path, **fields):
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
 def test_a_pattern_that_takes_too_long_is_refused_and_holds_nobody_up(tmp_path, field):
-    """Other threads run while it is matched."""
+    """Other threads run while the pattern is matched."""
     slow = "([a-z_.0-9]|[a-z_.0-9][a-z_.0-9])*[!-+]"
     form = form_of(tmp_path, **{field: {slow: 3} if field == "rank_pattern" else slow})
     with pytest.raises(Refusal, match="takes too long"):
@@ -335,7 +335,8 @@ directory = "/srv/tales"
 
 
 def test_a_file_and_flags_give_a_model_its_adapters(tmp_path):
-    """Flags add to those of the file. A base's name may have colons, an adapter's may not."""
+    """Adapters of flags are added to those of the file. A base's name may have colons, an adapter's
+    may not."""
     path = tmp_path / "triolet.toml"
     path.write_text(TWO)
     engine, server = configs("--config", str(path), "--adapter", "base:v2:more=/srv/more=1")

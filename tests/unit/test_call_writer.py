@@ -113,7 +113,6 @@ class Served:
 
 
 def token(number):
-    """Return the event of one token."""
     return Tokens(RequestId("r"), 0, (number,), str(number))
 
 

@@ -53,16 +53,12 @@ def test_an_empty_request_leaves_everything_unset():
     assert decode() == GenerateRequest(text="a")
 
 
-def scalars(section):
-    """Return the fields of a section of GenerateRequest that have presence."""
-    message = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[section].message_type
-    return [field for field in message.fields if field.has_presence]
-
-
+SECTIONS = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 SET_SCALARS = [
     pytest.param(section, field, id=f"{section}.{field.name}")
     for section in ("sampling", "prompt", "output")
-    for field in scalars(section)
+    for field in SECTIONS[section].message_type.fields
+    if field.has_presence
 ]
 NON_ZERO = {
     FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
@@ -274,12 +270,10 @@ def test_empty_and_oversized_constraints_are_refused_by_name(fields, field):
 
 
 def tokens(text="a", *, choice=0, ids=(1,), **kwargs):
-    """Return the event of tokens."""
     return Tokens("r", choice, ids, text, **kwargs)
 
 
 def ended(choice=0, reason=EndReason.STOP, matched=None):
-    """Return the end of a choice."""
     timings = Timings(queue_s=1.25, load_s=0.0, prefill_s=1e-9, decode_s=61.0, parked_s=-1e-12)
     return Finished("r", choice, reason, Usage(5, 4, 3, 2), timings, matched)
 

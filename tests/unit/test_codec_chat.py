@@ -54,7 +54,7 @@ def test_a_chat_comes_in_the_form_of_chat_templates():
 
 
 def test_the_fields_of_an_object_come_by_their_names():
-    """Red if the order is protobuf's, which differs in each process, and so in prompts."""
+    """Red if the fields keep protobuf's order, which differs in each process."""
     names = [f"p{number:02}" for number in range(40)]
     inner = dict.fromkeys(reversed(names), 1.5)
     chat = pb.Chat(

@@ -24,7 +24,6 @@ SEEDS = range(150)
 
 
 def concept(name: str):
-    """Return a concept of the lexicon by its name."""
     [found] = [c for c in lexicon().concepts[name.split("/")[0]] if c.name == name]
     return found
 

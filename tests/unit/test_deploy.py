@@ -23,20 +23,17 @@ MANIFESTS = ("kubernetes.yaml", "kubernetes-gateway.yaml")
 
 
 def documents(name="kubernetes.yaml"):
-    """Return the documents of a Kubernetes file."""
     return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 @pytest.fixture
 def pod():
-    """Return the pod's specification."""
     [deployment] = [one for one in documents() if one["kind"] == "Deployment"]
     return deployment["spec"]["template"]["spec"]
 
 
 @pytest.fixture
 def container(pod):
-    """Return the pod's one container."""
     [one] = pod["containers"]
     return one
 

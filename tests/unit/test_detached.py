@@ -38,7 +38,6 @@ def tokens(choice, *ids, **fields):
 
 
 def end(choice):
-    """Return the end of a choice."""
     usage, timings = Usage(1, 0, 1), Timings(*[0.0] * 5)
     return Finished(RequestId("r"), choice, EndReason.STOP, usage, timings)
 
@@ -242,8 +241,8 @@ async def test_who_keeps_the_most_bytes_loses_a_stream_if_bytes_are_short(
 
 
 async def test_a_stream_that_cannot_be_attached_to_any_more_waits_no_longer(autojump_clock):
-    """Then the client sends a continuation under the same id. Red if that is refused because the id
-    is in use until the resume window ends."""
+    """When a stream cannot be attached to any more, its client sends a continuation with the same
+    id. Red if that id is in use until the resume window ends."""
     streams, ann = DetachedStreams(Tasks()), Quota("ann")
     stream = lost(streams, "a", ann)
     stream._kept._dropped[0] = 5

@@ -45,7 +45,6 @@ def prose(page: Path) -> str:
 
 
 def name_of(page: Path) -> str:
-    """Return a page's path in the repository."""
     return page.relative_to(ROOT).as_posix()
 
 

@@ -39,7 +39,6 @@ def always_right(tokens, seed, choice):
 
 
 def drafting(draft=always_right, *, script=None, **config):
-    """Return a driver whose worker offers drafts."""
     config = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, **config}
     runner = FakeRunner(
         num_blocks=config["num_blocks"],
@@ -599,7 +598,6 @@ def test_a_model_that_pays_keeps_its_budget_open():
 
 
 def with_model(draft, *, draft_s=0.0, **config):
-    """Return a driver whose worker has a draft model."""
     script = FakeScript(draft_model=draft, draft_s=draft_s, sleep=lambda _: None)
     return drafting(script=script, **config)
 
@@ -626,7 +624,7 @@ def test_a_draft_model_may_draft_fewer_tokens_than_are_wanted(most):
 
 @pytest.mark.parametrize("drafted", [0, 1])
 def test_the_time_of_a_draft_model_counts_where_it_has_drafted(drafted):
-    """Otherwise it has only computed tokens that its cache lacked."""
+    """A model that has not drafted has only computed tokens that its cache lacked."""
     driver = with_model(always_right, draft_s=0.001)
     driver.submit(make_request("a", range(1, 6), max_tokens=40))
     for _ in range(1 + PLAIN_FIRST):

@@ -20,7 +20,6 @@ from tests.support.encode_driver import EncodeDriver, Picture
 
 
 def lengths(plan):
-    """Return the lengths of a plan's inputs."""
     return [row.input.num_tokens for row in plan.rows]
 
 
@@ -351,7 +350,7 @@ def test_timings_add_up():
     assert driver.scheduler.is_live("a")
     driver.step(read=False)
     assert driver.scheduler.has_begun("a")
-    assert driver.begin_step() is None  # parked now
+    assert driver.begin_step() is None  # the request is parked now
     driver.now = 3.0
     driver.read("a")
     driver.step()

@@ -15,12 +15,6 @@ from engine.requests.text.values import validate_tokenize
 USER = {"role": "user", "content": "hi"}
 
 
-def fields_of(made, **given):
-    """Return these fields of an object of the class ``made``, made from them."""
-    one = made(**given)
-    return {name: getattr(one, name) for name in given}
-
-
 @pytest.mark.parametrize(
     ("made", "given", "becomes"),
     [
@@ -42,7 +36,8 @@ def fields_of(made, **given):
     ids=lambda value: str(value)[:40],
 )
 def test_a_value_that_can_mean_only_one_thing_is_taken_so(made, given, becomes):
-    assert fields_of(made, **given) == becomes
+    one = made(**given)
+    assert {name: getattr(one, name) for name in given} == becomes
 
 
 def test_options_may_be_mappings_of_their_fields():

@@ -51,7 +51,6 @@ class Line(Driver):
             super().read(name, count)
 
     def state_of(self, name):
-        """Return the state of a request's first choice."""
         return self.scheduler._ledger.requests[RequestId(name)].parent.state
 
     def held_by_guests(self):
@@ -355,7 +354,7 @@ def test_a_guest_loses_its_blocks_before_a_reader_that_is_slow():
 
 def test_a_queue_of_guests_refuses_nobody():
     """When a connection with many requests is lost, its client may send one of them again at once.
-    Red if that is refused because the lost requests still fill the queue until the next plan."""
+    Red if that request is refused because the lost ones fill the queue until the next plan."""
     line = Line(max_queued_requests=2, max_queued_tokens=2 * PROMPT, max_num_seqs=1)
     line.send("other", max_tokens=40, first=50)
     line.step()

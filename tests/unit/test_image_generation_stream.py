@@ -33,14 +33,12 @@ LIMIT_S = 20
 
 
 def config(**fields):
-    """Return the configuration of an engine with one image model."""
     artist = ModelConfig("artist", capability=Capability.TEXT_TO_IMAGE)
     return EngineConfig(models=(artist,), check_level=2, **fields)
 
 
 @asynccontextmanager
 async def opened(runner=None, limit_s=LIMIT_S, **fields):
-    """Open an engine with a fake image model."""
     runner = runner or FakeImageGenerationRunner()
     with trio.fail_after(limit_s):
         async with open_engine(config(**fields), make_runner=lambda *_: runner) as engine:
@@ -48,7 +46,6 @@ async def opened(runner=None, limit_s=LIMIT_S, **fields):
 
 
 async def drawn(engine, asked):
-    """Return the events of a drawing."""
     async with engine.draw(asked) as stream:
         return [event async for event in stream]
 

@@ -28,7 +28,6 @@ def driver():
 
 
 def ledger(driver):
-    """Return the scheduler's ledger."""
     return driver.scheduler._ledger
 
 

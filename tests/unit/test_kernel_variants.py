@@ -7,7 +7,7 @@ from engine.worker.forward.variants import VARIANTS, best_variant, features_of, 
 V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm", "sse4_2"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 CPUINFO = "processor\t: 0\nflags\t\t: {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
-# Features as Linux lists them, and the variant.
+# A processor's features as Linux lists them, and the best variant for it.
 PROCESSORS = {
     "Sandy Bridge": ({"avx", "sse4_2"}, None),
     "Haswell, Zen 2": (V3, "x86-64-v3"),

@@ -72,7 +72,7 @@ async def test_nothing_but_the_engine_keeps_a_request_that_runs(autojump_clock, 
     ],
 )
 def test_a_client_is_told_of_few_violations_of_a_large_chat(message):
-    """Red if all are listed: ten thousand violations kept the event loop busy for 17 ms."""
+    """Red if all violations are listed: ten thousand kept the event loop busy for 17 ms."""
     with pytest.raises(InvalidRequest) as caught:
         decode_generate(pb.GenerateRequest(chat={"messages": [message]})).validate()
     assert len(caught.value.violations) == VIOLATIONS_MAX

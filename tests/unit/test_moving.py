@@ -12,13 +12,7 @@ from engine.requests.text.chat_values import Chat
 from engine.requests.text.prepare import PreparedText
 from engine.requests.text.stream import TextStream
 from engine.requests.text.values import GenerateRequest
-
-
-class Seen(list):
-    push = list.append
-
-    def end(self, error):
-        pass
+from tests.unit.test_detached import Seen
 
 
 class DyingLoop:

@@ -187,7 +187,6 @@ def _files() -> frozenset[str]:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Yield what a file has for people to read."""
     text = path.read_text()
     if path.suffix == ".md":
         yield FENCE.sub("", text)

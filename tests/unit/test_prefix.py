@@ -7,7 +7,6 @@ from engine.core.text.memory.prefix import PrefixCache, extend_keys, root_key
 
 
 def keys_of(tokens, *, size=4, salt=""):
-    """Return the keys of a sequence's full blocks."""
     keys = []
     extend_keys(keys, root_key("model", salt), tokens, size)
     return keys
@@ -15,7 +14,6 @@ def keys_of(tokens, *, size=4, salt=""):
 
 @pytest.fixture
 def pool():
-    """Return a pool of four blocks."""
     return BlockPool(4)
 
 

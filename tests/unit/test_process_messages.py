@@ -48,7 +48,6 @@ NAN = float("nan")
 
 @contextlib.contextmanager
 def channels():
-    """Yield both ends of a channel."""
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
     with contextlib.closing(ours), contextlib.closing(theirs):
         yield ours, theirs

@@ -14,7 +14,6 @@ TOKENS = [7] * 20
 
 
 def image(start=6, count=5, digest=b"a", cost=10, *, is_whole=False):
-    """Return an image's span."""
     return PromptImage(start, count, cost, digest, is_whole)
 
 

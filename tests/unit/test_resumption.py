@@ -12,7 +12,6 @@ REQUEST = pb.GenerateRequest(text="a", n=2, request_id="mine")
 
 
 def unavailable(retry_after_s=None, reason=""):
-    """Return the error of a server that cannot be reached."""
     code = grpc.StatusCode.UNAVAILABLE
     return errors.Unavailable(code, "gone", reason=reason, retry_after_s=retry_after_s)
 
@@ -29,12 +28,10 @@ def started(**fields):
 
 
 def delta(choice, ids, text="x"):
-    """Return a Delta."""
     return pb.GenerateResponse(delta={"choice": choice, "token_ids": ids, "text": text})
 
 
 def finished(choice):
-    """Return the end of a choice."""
     return pb.GenerateResponse(finished={"choice": choice})
 
 

@@ -273,7 +273,6 @@ def crowded(num_blocks, **config):
 
 
 def preempted(driver):
-    """Return the preempted requests."""
     return [event.request_id for event in driver.log if isinstance(event, Preempted)]
 
 
@@ -479,7 +478,7 @@ def test_the_phase_of_a_request_is_where_its_first_choice_is(driver):
     assert phase_of("r") is None
     driver.submit(make_request("r", range(1, 25), max_tokens=3, n=2), buffer=2)
     assert phase_of("r") is Phase.QUEUED
-    driver.step(read=False)  # 16 of its 24 tokens
+    driver.step(read=False)  # 16 of the prompt's 24 tokens
     assert phase_of("r") is Phase.PREFILL
     driver.step(read=False)
     assert phase_of("r") is Phase.DECODE

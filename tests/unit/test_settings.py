@@ -70,7 +70,6 @@ def repeated(sources):
 
 
 def product():
-    """Return the sources of the product by path."""
     return {
         str(path.relative_to(ROOT)): path.read_text()
         for folder in ("engine", "grpc_service")

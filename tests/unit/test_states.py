@@ -1,4 +1,4 @@
-"""State slots, snapshots, and where a chunk ends so that its last state can be one."""
+"""State slots, snapshots, and where a chunk ends so that its last state can be a snapshot."""
 
 import pytest
 

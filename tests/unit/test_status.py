@@ -53,7 +53,6 @@ GRPC_HARD_LIMIT = 8192  # bytes of metadata that every grpc peer takes
 
 
 def make(name):
-    """Return an error of a class."""
     cls = getattr(errors, name)
     if issubclass(cls, errors.InvalidRequest):
         return cls.of("sampling.top_p", "is 2, outside (0, 1]")

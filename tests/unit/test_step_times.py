@@ -1,5 +1,5 @@
 """The estimate of step times: how many prompt tokens a step has (D4), and which prompts are refused
-because they cannot be computed in time (D18). `test_drafts` has what drafts cost."""
+because they cannot be computed in time (D18). `test_drafts` tests the cost of drafts."""
 
 import pytest
 

@@ -45,12 +45,10 @@ def threads(request, monkeypatch):
 
 @pytest.fixture
 def limiter():
-    """Return a limiter of one thread."""
     return trio.CapacityLimiter(1)
 
 
 def count_files():
-    """Return the number of open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -148,7 +148,7 @@ def test_the_levels_of_a_tree_have_a_limit(field, kind):
 
 @pytest.mark.parametrize("tag", [b"\x30\x01", b"\xf8\x7f\x01", b"\x5a\x00", b"\x93\x40\x94\x40"])
 def test_a_request_of_many_fields_is_refused_whatever_they_are(tag):
-    """Such fields may be set again and again, unknown, empty messages, or groups."""
+    """The fields are set again and again, or are unknown, empty messages, or groups."""
     judge = judges_of(INFERENCE, COUNT_LIMITS)["Generate"]
     judge(tag * 1000)
     with pytest.raises(InvalidRequest, match="the request has more than 327680 values"):

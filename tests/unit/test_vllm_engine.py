@@ -28,13 +28,11 @@ TOKENS = pb.TokenizedInput(original_text="not read", input_ids=[1, 2, 3])
 
 
 def asked(**fields):
-    """Return the engine's request for a message."""
     fields = {"request_id": "r1", "tokenized": TOKENS} | fields
     return decode_generate(pb.GenerateRequest(**fields), "stories", 100, 30.0)
 
 
 def sampled(**params):
-    """Return the engine's request for sampling parameters."""
     return asked(sampling_params=pb.SamplingParams(**params))
 
 
@@ -96,9 +94,9 @@ def test_every_option_reaches_the_engine():
 
 
 def test_numbers_that_have_another_meaning_there_are_translated():
-    assert sampled(truncate_prompt_tokens=-1).prompt.truncate_to == 99  # of a context of 100
+    assert sampled(truncate_prompt_tokens=-1).prompt.truncate_to == 99  # the context is 100 tokens
     assert sampled(seed=-1).sampling.seed == 2**64 - 1
-    assert sampled(max_tokens=0).sampling.max_tokens == 0  # the engine refuses it
+    assert sampled(max_tokens=0).sampling.max_tokens == 0  # the engine refuses the value
 
 
 @pytest.mark.parametrize(
@@ -192,7 +190,6 @@ def scored(token, *others):
 
 
 def tokens(*ids, choice=0, logprobs=()):
-    """Return the event of a step."""
     return Tokens(ID, choice, ids, "not sent", tuple(logprobs))
 
 

@@ -2,7 +2,7 @@
 
 h2spec (https://github.com/summerwind/h2spec) checks a server by some 150 cases, each a few frames
 and what has to come back. The facts are h2spec's, with its numbers; the words and the code are
-ours. It asks a web server for a page. Here a request is a gRPC call of one of these methods:
+ours. h2spec asks a web server for a page. Here a request is a gRPC call of one of these methods:
 
 | method | what it does |
 |---|---|
@@ -61,7 +61,6 @@ FILLER = (b"x-filler", b"x" * 4000)  # repeated, this header makes a block longe
 
 
 def framed(text: str) -> bytes:
-    """Return a request of `ECHO` as it stands in a body."""
     message = StringValue(value=text).SerializeToString()
     return b"\0" + len(message).to_bytes(4, "big") + message
 

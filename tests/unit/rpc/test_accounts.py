@@ -374,7 +374,6 @@ async def test_others_are_served_while_a_large_message_is_decompressed(autojump_
 
 
 def send(client, body, *, headers=None, is_last=True):
-    """Make a call with this body."""
     call = client.call(headers=headers, is_last=False)
     client.send(call, body, is_last=is_last)
 

@@ -244,7 +244,7 @@ async def test_a_drain_beside_a_client_that_broke_the_protocol(autojump_clock):
         bad.say(b"\0\0\0\x09\x04\0\0\0\x01")  # CONTINUATION
         await trio.testing.wait_all_tasks_blocked()
         assert len(running.connections) == 2, "it lingers"
-        running.server.leave()  # ProtocolError: SEND_PING in state CLOSED
+        running.server.leave()  # h2 would refuse a ping: SEND_PING in state CLOSED
         await good.settle()
         assert good.has_goaway
 

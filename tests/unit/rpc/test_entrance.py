@@ -200,7 +200,6 @@ async def test_who_loses_its_place_while_it_is_opened_still_owes(begins, autojum
 
 @pytest.fixture
 async def listener():
-    """Yield a listening socket."""
     [listener] = listen_tcp("127.0.0.1", 0)
     yield listener
     listener.close()

@@ -43,7 +43,6 @@ async def pass_all(start_limiter, count, turns, *, cancelled=(), owner_of=lambda
 
 @pytest.fixture
 def turns():
-    """Return a counter of turns."""
     return Turns()
 
 

@@ -28,7 +28,6 @@ PACKERS = {b"gzip": gzip.compress, b"deflate": zlib.compress}
 
 
 def framed(data, *, flag=0):
-    """Return one framed message."""
     return bytes([flag]) + len(data).to_bytes(4, "big") + data
 
 

@@ -77,7 +77,6 @@ def exchange(client, server):
 
 @pytest.fixture
 def client():
-    """Return h2's client."""
     return Client()
 
 

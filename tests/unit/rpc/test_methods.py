@@ -15,7 +15,6 @@ NAME = "demo.Greeter/Greet"
 
 
 def packed(text):
-    """Return a message's bytes."""
     return StringValue(value=text).SerializeToString()
 
 
@@ -32,7 +31,6 @@ async def ask(handler, *messages, method=NAME, limits=None, headers=None, **opti
 
 
 async def upper(request, call):
-    """Answer in capitals."""
     return StringValue(value=request.value.upper())
 
 

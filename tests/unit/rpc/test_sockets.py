@@ -194,7 +194,6 @@ class TlsClient:
 
 @pytest.fixture(scope="module")
 def authority():
-    """Return a certificate authority."""
     return trustme.CA()
 
 
