@@ -1,6 +1,6 @@
 """Fits images to models that read them at about their own size, in whole patches: Qwen's.
 
-The pixels and the text are transformers' (rules 1 and 2 of `engine.images.preprocessor`).
+Pixels and text equal those of transformers (rules 1 and 2 of `engine.images.preprocessor`).
 """
 
 from __future__ import annotations

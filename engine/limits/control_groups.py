@@ -22,7 +22,7 @@ V1, V2 = "cgroup", "cgroup2"  # the types of the file systems of cgroups 1 and 2
 def folders_of(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]]:
     """Yield the folder of the process's group in each version of cgroups, and the folders of all
     groups above it, each with its version, `V1` or `V2`. ``controller`` is the resource that the
-    groups limit: "memory" or "cpu". Tests pass another ``root`` of the files."""
+    groups limit: "memory" or "cpu". /proc is read below ``root``."""
     groups = _groups(controller, root)
     for version, top, folder in _mounts(controller, root):
         group = groups.get(version, top)

@@ -45,8 +45,8 @@ class CpuLimit:
 
 
 def cpu_limit(root: Path = Path("/"), processors: Collection[int] | None = None) -> CpuLimit:
-    """Return the limit of this process. Tests pass another ``root`` of the files, and the
-    ``processors`` that the process may run on."""
+    """Return the limit of this process, read from files below ``root``. The process may run on
+    ``processors``; None: the system is asked."""
     allowed = os.sched_getaffinity(0) if processors is None else processors
     cores = {_siblings(root, core) for core in allowed}
     return CpuLimit(len(cores), len(allowed), min(_quotas(root), default=None))

@@ -17,7 +17,7 @@ LIMIT_FILES = {V2: "memory.max", V1: "memory.limit_in_bytes"}  # the file with a
 
 def usable_bytes(root: Path = Path("/")) -> int:
     """Return how many bytes this process may use: the machine's memory, or the smallest limit of
-    the process's control groups if that is lower. Tests pass another ``root`` of the files.
+    the process's control groups if that is lower. Both are read from files below ``root``.
 
     Raises:
         OSError: The machine's memory is not known.

@@ -87,7 +87,7 @@ class ImageMemory:
         self.num_bytes = 0
         self.holders: set[RequestId] = set()
         self._max_bytes = max_bytes
-        self._leaving: RequestId | None = None  # the holder that ``on_short`` returned last
+        self._leaving: RequestId | None = None  # the holder that was cancelled last for others
         self._waiting: deque[_Waiter] = deque()
 
     @property

@@ -215,7 +215,8 @@ class MessageReader:
         self._buffer.clear()
 
     def _take_part(self, parts: Iterator[bytes]) -> int:
-        """Take the next part, or the message's end; return the part's size."""
+        """Append the next decompressed part to the message, and return its size in bytes. After
+        the last part, keep the whole message and return 0."""
         part = next(parts, None)
         if part is None:
             self._parts = None

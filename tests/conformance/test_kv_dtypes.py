@@ -65,14 +65,14 @@ def test_a_pool_of_16_bits_holds_twice_as_many_blocks_and_one_of_int8_nearly_fou
         counts[name] = info.num_blocks
         assert info.kv_dtype == name
     assert counts["bfloat16"] == counts["float16"] == 2 * counts["float32"]
-    # Heads of 16 numbers, and a scale of four bytes: 20 of 64 bytes.
+    # A head of 16 numbers takes 20 bytes in int8, with a scale of 4 bytes, and 64 in float32.
     assert counts["int8"] == pytest.approx(counts["float32"] * 64 / 20, abs=2)
 
 
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss", "gpt2", "lfm2", "qwen3_5"])
 def test_tokens_are_the_same_alone_and_batched(zoo, arch, name):
-    """Compiled, stock, and with recurrent layers, whose states keep their own dtype."""
+    """The models are compiled, stock, or have recurrent layers, whose states keep their dtype."""
     runner, info = load_runner(zoo.directory(arch), kv_cache_dtype=name)
     prompts = [seeded_prompt(length) for length in LENGTHS]
     together = outputs(runner, info, prompts)

@@ -243,8 +243,8 @@ def test_a_number_that_is_not_finite_makes_its_row_alone_not_finite(backend, whi
 
 @pytest.mark.parametrize("dtypes", TOLERANCE, ids=named)
 def test_keys_and_values_are_written_where_the_slots_say(backend, dtypes):
-    """And rounded as the cache itself rounds them: ties to even, the largest number of float16 for
-    those that are larger, zeros without a scale."""
+    """The kernels round them as `KvCache.write` does: ties to even, numbers beyond float16 to its
+    largest one, zeros without a scale."""
     case = make_case(5, (4, 2, 64), dtypes, [(3, 5), (31, 1)])
     case.key[0, 0, :6] = torch.tensor([1e5, -7e4, 65519.0, 1e-7, -6e-8, 2049.0])
     case.key[1] = 0.0

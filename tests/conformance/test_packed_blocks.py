@@ -100,7 +100,7 @@ def test_rows_of_a_few_blocks_are_packed_alike(library, kind):
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
 def test_a_scale_that_is_not_finite_is_refused_wherever_it_is(library, kind, bits):
-    """The ends of a file's blocks, its first and its last row."""
+    """The scale is in the first block of the first row, or in the last block of the last row."""
     whole = blocks(kind, 33, 512, seed=5)
     for row, place in ((0, 0), (32, -1)):
         stored = StoredBlocks(whole.raw.clone(), kind)

@@ -166,7 +166,7 @@ def joined_parts(stock):
 
 
 def alternating_parts(stock):
-    """Yield the same of GPT-OSS' experts, whose gates and ups alternate."""
+    """Yield each expert's projections, as `joined_parts`; GPT-OSS' gates and ups alternate."""
     joined = (stock.gate_up_proj, stock.gate_up_proj_bias, stock.down_proj, stock.down_proj_bias)
     for gate_up, bias, down, down_bias in zip(*joined, strict=True):
         pair = [linear_of(gate_up.T[first::2], bias[first::2]) for first in (0, 1)]
@@ -429,7 +429,7 @@ def test_the_reported_memory_covers_short_rows(zoo):
         )
 
     def told(num_tokens, num_rows, num_blocks):
-        """Return the reported bytes for the parts of contexts alone."""
+        """Return the reported bytes of activations that attention in parts of contexts adds."""
         pool = PoolSize(num_blocks, 16, info.max_model_len, 0)
         whole, chunks = (decoder.activation_bytes(num_tokens, 7, n, pool) for n in (num_rows, 0))
         return whole - chunks

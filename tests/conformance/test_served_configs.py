@@ -105,7 +105,7 @@ def test_a_saved_checkpoint_gives_transformers_log_probabilities(tmp_path, kind,
 
 @pytest.mark.parametrize("width", [44, 41])
 def test_experts_of_rows_that_torch_cannot_group_run_in_bfloat16(tmp_path, width):
-    """Torch groups rows of multiples of 16 bytes: 44 numbers are so in float32, not in bfloat16."""
+    """Torch groups rows of whole multiples of 16 bytes; 44 or 41 numbers of bfloat16 are none."""
     make(tmp_path, "qwen2_moe", TINY, extra={"moe_intermediate_size": width})
     ours, wanted = log_probabilities(tmp_path, dtype="bfloat16")
     assert (ours - wanted).abs().median() < 0.3  # a wrong model differs by 3 and more

@@ -98,7 +98,7 @@ class FakeStream:
                     return
                 await trio.sleep(0.001)
             if not any(isinstance(event, self.credited) for event in batch):
-                await trio.sleep(0.02)  # for the task to write what gives no credit back
+                await trio.sleep(0.02)  # time to write events that give no credit back
         if not self.hangs and not self._has_left:
             self.error, self.is_closed = self._outcome, True
             self._reader.end(self.error)

@@ -255,8 +255,8 @@ def test_json_is_one_event_per_line(chat):
 # ---- on a terminal
 
 
-# The new process itself sets its terminal, and the signal, which a background shell's children
-# ignore. Between fork and exec, locks of other threads could block it.
+# Sets the terminal in the new process, because code between fork and exec could wait for a lock of
+# another thread; and the effect of SIGINT, which children of a background shell ignore.
 ON_ITS_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)

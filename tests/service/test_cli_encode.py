@@ -33,7 +33,7 @@ FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
 
 
 def angle_of(text):
-    """Return the angle of an input's vector, in radians. An image's bytes are read as a text."""
+    """Return the angle of an input's vector in radians; an image's bytes are taken for its text."""
     text = text.decode() if isinstance(text, bytes) else text
     return math.radians(float(text) if text.replace(".", "").isdigit() else len(text))
 

@@ -87,7 +87,7 @@ class Place:
     server: object
     cold: object  # names of models that are not loaded yet
     is_holding: bool = False
-    looks: list = field(default_factory=list)  # the figures so far, until a request is parked
+    looks: list = field(default_factory=list)  # (is a request parked, number of steps) by each look
 
     @property
     def is_held(self):
@@ -218,8 +218,8 @@ def place(request):
 
 @dataclass
 class Asked:
-    """A request in its phase: its call, its channel ``own``, which goes through the proxy
-    ``between``; and the server's ``ends`` by reason and its ``steps`` until then."""
+    """A request in its phase: its call, and its channel ``own`` through the proxy ``between``.
+    ``ends`` are the server's counts of ends before it, ``steps`` those of steps once it came."""
 
     call: object
     own: grpc.Channel
@@ -231,11 +231,9 @@ class Asked:
 
 @contextlib.contextmanager
 def holding(place, *, spares_others=True):
-    """Let the server hold requests in the place's phase until the end of the block.
-
-    In the phase "queued", other requests have all seats. They get right answers to the end, unless
-    the test ends every request.
-    """
+    """Let the server hold requests in the place's phase until the end of the block. In the phase
+    "queued", other requests have all seats. They get right answers to the end, unless the test ends
+    every request (``spares_others`` False)."""
     kind = place.kind
     own = {"model": kind.model}
     others = [own | fields for fields in kind.blockers]

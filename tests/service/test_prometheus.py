@@ -35,7 +35,7 @@ pytestmark = pytest.mark.full
 ALERTS_FILE = ROOT / "deploy" / "alerts.yaml"
 FIRES_S = 90.0
 KEY = "a-key-of-sixteen-characters"
-# Smaller ones for thresholds that would need a gigabyte or a hundred clients.
+# Thresholds that take a gigabyte or a hundred clients to exceed, and what replaces them here.
 SMALLER = {"> 1e9": "> 1e6", "unread_calls > 100": "unread_calls > 1"}
 
 

@@ -54,7 +54,7 @@ def text_model(tmp_path_factory):
 def engine_of(*models, **fields):
     """Return an engine with a small pool and a small step."""
     sizes = {"kv_cache_memory": 8 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    sizes |= {"spawn_timeout_s": 600.0}  # a busy machine takes longer than the default
+    sizes |= {"spawn_timeout_s": 600.0}  # the default is too short for a load on a busy machine
     return open_engine(EngineConfig(models=models, **sizes | fields))
 
 

@@ -1,7 +1,4 @@
-"""The built wheel, unpacked into an empty folder, serves the demo model.
-
-The tests of the repository so hold for an installed wheel.
-"""
+"""The built wheel, unpacked into an empty folder, serves the demo model."""
 
 import json
 import os

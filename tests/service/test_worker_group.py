@@ -148,7 +148,7 @@ def test_a_step_that_fails_on_all_ranks_alike_fails_alone(tmp_path):
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("moment", ["alone", "late"])
 def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path, rank, moment):
-    """If it fails before the collective, the other waits there; if after it, the other is done."""
+    """One rank fails before a collective, in which the other waits, or when the other is done."""
     with closing(group_runner(tmp_path, ranks={rank: {moment: "error", "at": 1}})) as runner:
         load(runner)
         runner.execute(a_plan(0))

@@ -112,7 +112,7 @@ async def test_concurrent_load_of_a_hundred_requests_on_four_workers():
 
 
 class RecordedLock:
-    """A lock that reports when it is taken; a Condition also finds its other methods."""
+    """A lock that calls ``report`` when it is taken. Its other attributes are those of ``lock``."""
 
     def __init__(self, lock, report):
         self._lock = lock
@@ -153,8 +153,8 @@ def our_caller():
 def taken(monkeypatch):
     """Return a list of the places in the engine that take a lock while a step is in flight.
 
-    The lock of the event that wakes the watchdog is left out: it is inside Python's own Event, and
-    steps that follow one another do not set that.
+    The watchdog's locks are left out: they belong to Python's Event, which wakes the watchdog and
+    is not set where one step follows another.
     """
     places, in_flight, step = [], [], EngineLoop._step
 

@@ -189,7 +189,7 @@ def test_a_template_may_have_opened_the_reasoning():
 
 
 def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasoning():
-    """The form cannot close the reasoning. Red if all of the answer is then reasoning."""
+    """An answer with a constraint closes no reasoning. Red if all of it counts as reasoning."""
 
     async def body(engine):
         request = GenerateRequest(chat=Messages(ASK), constraint=Constraint("json_object", ""))

@@ -58,7 +58,8 @@ def ends_of(arrivals, *, timeout_s, seed):
 
 
 def ends_of_leavers(leavers, *, timeout_s):
-    """Return the counts (cancelled, deadline) of readers, each as (left at, server knew at)."""
+    """Return how many requests counted as cancelled and as ended by the deadline. ``leavers`` has
+    for each request when its client left, and when the server learnt of that, in seconds."""
 
     async def main():
         async with fake_engine(FakeScript(step_s=STEP_S)) as engine:

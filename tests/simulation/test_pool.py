@@ -312,7 +312,7 @@ async def test_a_load_is_over_even_if_a_dead_replica_still_looks_for_room(world)
     """Red if each check of the operator's watch begins another load (found by the simulator)."""
     await world.hold("a")
     world.crash("a")
-    await world.hold("b")  # "b" takes the dead replica's memory
+    await world.hold("b")  # loads "b" into the memory of the replica that crashed
     with trio.fail_after(5.0):
         assert (await load(world, "a", 2))[-1].state is ModelState.READY
     assert len(world.pool.registry.entries["a"].ready) == 1

@@ -21,7 +21,7 @@ from tools.simulate import RARE, Table, listed_transitions, main
 
 SEEDS_PER_CHUNK = 5
 NUM_CHUNKS = 4
-# Worlds with transitions that the chunks' worlds lack; `--table` names a seed for each.
+# Seeds of worlds with transitions that no world of `CHUNKS` has; `simulate --table` prints them.
 BESIDE = (30, 33, 36, 262, 1000)
 
 

@@ -99,5 +99,5 @@ def operations(seed: int, duration: float) -> tuple[Operation, ...]:
 
 
 def scripted() -> dict[str, str]:
-    """Return the content of each directory."""
+    """Return `FakeScript.adapters`: the content of each adapter's directory, by its name."""
     return {name: name for name in CONTENTS}

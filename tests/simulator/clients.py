@@ -70,7 +70,7 @@ def draw_client(
     step_s: float,
     stream_buffer: int,
 ) -> Client:
-    """Draw a client of a world with the faults ``active``; ``stream_buffer`` is for the wire."""
+    """Draw a client with the faults ``active``. Streams over gRPC have ``stream_buffer`` slots."""
     arrival = 0.0 if "bursts" in active and rng.random() < 0.5 else rng.uniform(0, duration)
     request = _draw_request(rng, index, active, families, step_s)
     buffer = rng.choice([2, 5, 256])
@@ -96,8 +96,8 @@ def draw_beside(
     ask: Callable[[random.Random, int, float | None], Any],
     bad: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Client, ...]:
-    """Draw clients of another kind of work, by a generator of their own. ``ask`` makes a request
-    from an index and a timeout; some have fields of ``bad``, and are refused for its reason."""
+    """Draw clients of another kind of work, whose requests ``ask`` makes. Some requests get the
+    fields of an entry of ``bad``, and must be refused for the reason that the entry names."""
     rng = random.Random(f"drawers {seed}")
     own = active - {"odd_requests", "bad_requests", "model_trouble"}
     found = []
@@ -289,7 +289,7 @@ def _ask_elsewhere(rng: random.Random, client: Client) -> Client:
     """Use a model that does not load, or that loads for longer than requests wait."""
     if client.request.model:
         return client
-    change = partial(replace, client.request, check=False)  # unchecked, as it may be a spoilt one
+    change = partial(replace, client.request, check=False)  # unchecked: it may be invalid
     if rng.random() < 0.5:
         return replace(
             client,

@@ -1,4 +1,4 @@
-"""A kind of work that no part of the product knows: count down to 1, a number in each step."""
+"""A kind of work that the product does not have: to count down to 1, one number in each step."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from tests.simulator.watch import WATCHES
 from tests.support.step_driver import OneChoiceDriver
 
 FAULT = MODEL = "counter"
-[COUNTING] = ImageGenerationKind.capabilities  # no other kind of its engine has this capability
+[COUNTING] = ImageGenerationKind.capabilities  # worlds that count have no image model
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,9 @@ class EncodeWatch(KindWatch[LiveInputs]):
         """Check that nobody starves.
 
         A step takes inputs of one kind, from requests whose readers have room, in the queue's
-        order, to which aging is applied late: a request that could have got more rows comes after
-        all that got some. The longest inputs of a request go first. No kind of input has two steps
-        in turn while another one waits. After a failure, each row of that step is run alone.
+        order by priority after aging: a request that could have got more rows comes after all that
+        got some. The longest inputs of a request go first. No kind of input has two steps in turn
+        while another one waits. After a failed step, each of its rows is run alone.
         """
         last = self.kind
         self.kind = self.step[0][2].input.kind if self.step else last
@@ -157,7 +157,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         return live
 
     def number(self, output: Encoded) -> int:
-        """Return a message's number, as one step may give its request several."""
+        """Return the index of the message's input, by which a step's messages are told apart."""
         return output.index
 
     def is_whole(self, live: LiveInputs) -> bool:

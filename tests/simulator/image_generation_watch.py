@@ -127,7 +127,7 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
         return self._judge_infeasible(live, now) if is_for_time else ""
 
     def fits_tick(self, live: LiveDrawing, reason: EndReason, now: float) -> bool:
-        """Return whether time alone may end a request for this reason."""
+        """Return whether a Tick may end a request for this reason."""
         if reason is EndReason.DEADLINE:
             return live.sequence is None and not self._judge_infeasible(live, now)
         return super().fits_tick(live, reason, now)

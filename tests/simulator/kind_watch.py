@@ -1,4 +1,4 @@
-"""Shared by the watchers of kinds of work with one choice: turns, answers, ends, pauses, deadlines.
+"""The base classes of watchers for kinds of work whose requests have one choice.
 
 Rule: nothing here knows how a scheduler decides. A watcher judges by a scheduler's inputs, plans
 and outputs, and by each request's credit.
@@ -204,7 +204,7 @@ class KindWatch(Generic[LiveT]):
         return [live for live, _, _ in step if len(step) == 1 and not live.has_ended]
 
     def number(self, output: Any) -> int:
-        """Return a message's number, as one step may give its request several."""
+        """Return the message's number among those that one step gives its request."""
         return 0
 
     def is_whole(self, live: LiveT) -> bool:
@@ -219,7 +219,7 @@ class KindWatch(Generic[LiveT]):
         return ""
 
     def fits_tick(self, live: LiveT, reason: EndReason, now: float) -> bool:
-        """Return whether time alone may end a request for this reason."""
+        """Return whether a Tick may end a request for this reason."""
         return reason is EndReason.STALLED
 
 

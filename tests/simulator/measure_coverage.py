@@ -30,7 +30,7 @@ BARRED = ("core", "loop", "supervisor", "writer")
 EXCLUDED = (
     "if TYPE_CHECKING:",  # never runs
     r"\.\.\.$",  # a Protocol's methods have no body
-    "def __repr__",  # for people; without violations nothing is printed
+    "def __repr__",  # only the messages of violations call it
     "if log.isEnabledFor",  # the simulation logs nothing
     r"raise (EngineBug|IllegalTransition|ValueError)\(",  # a bug, with which the run fails
 )
@@ -46,7 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def files_of(group: str) -> list[str]:
-    """Return a group's patterns for the coverage library."""
+    """Return the glob patterns of the files in a group of `GROUPS`."""
     return [str(ROOT / pattern) for pattern in GROUPS[group]]
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     for pattern in EXCLUDED:
         watch.exclude(pattern)
     watch.start()
-    from tests.simulator.run import simulate  # after the start, so that definitions count
+    from tests.simulator.run import simulate  # now, so that the lines run by imports count
 
     for seed in range(args.seed, args.seed + args.seeds):
         simulate(seed, num_requests=args.requests)

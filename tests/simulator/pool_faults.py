@@ -15,7 +15,7 @@ SPARE = "spare"
 SHARE = 0.3  # of worlds
 HANG_SHARE = 0.3  # share of deaths in a step that begin as hangs
 GROUP_SHARE = 0.4  # share of the worlds with these faults whose text models are divided
-RANK_FAILURE_SHARE = 2.0  # times `death_share`: share of steps in which ranks fail by themselves
+RANK_FAILURE_SHARE = 2.0  # steps in which single ranks fail, for each step in which a worker dies
 SPARE_SHARE = 0.2  # share of the requests, which use the spare model
 MAY_END = {
     "WORKER_LOST",
@@ -60,7 +60,7 @@ def crowd(
     ``model_bytes`` is what a replica of a text model needs.
     """
     rng = _rng(seed)
-    rng.random()  # the number that `is_drawn` took
+    rng.random()  # skip the number that `is_drawn` draws from this generator
     models = tuple(
         replace(model, workers=(WorkerConfig(count=rng.choice([1, 1, 2, 3])),))
         if model.name == MODEL

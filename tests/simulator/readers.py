@@ -59,7 +59,7 @@ class Reader:
 
 @dataclass
 class ListReader(Reader):
-    """The reader of a request that knows its events beforehand."""
+    """The reader of a request whose ``expected()`` lists the events that must come."""
 
     events: list[Any] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class ListReader(Reader):
 
 @dataclass
 class TextReader(Reader):
-    """The reader of a Generate request, by choice."""
+    """The reader of a Generate request. Tokens, text and end are kept by choice."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class EncodeReader(Reader):
         return list(event.values)
 
     def check_whole(self) -> None:
-        """Check that every result has come once; of the best alone, in their order."""
+        """Check that all results have come or, of a Rerank with top_n, the best ones in order."""
         name, top_n = self._request.request_id, getattr(self._request, "top_n", None)
         if self.finished is None or self.finished.usage.prompt_tokens != self.prompt_tokens:
             raise Violation(f"{name}: succeeded, and ended by {self.finished}")
@@ -346,7 +346,7 @@ class SimulatedCall:
         try:
             await trio.sleep(client.linger_s - UNREAD_AGE_S - SLACK_S)
             self._unread_calls.count()
-            await trio.sleep(SLACK_S)  # calls that `count` has reset leave, this one, too
+            await trio.sleep(SLACK_S)  # `count` may have reset calls, which now end
             if not self._unread_calls.count():
                 raise Violation(f"{name} is no unread call")
             connection.check(name)
@@ -356,7 +356,7 @@ class SimulatedCall:
             connection.num_unread -= 1
 
     def check(self) -> None:
-        """Raise the violation that a write found: the writer took it for a bug of the call."""
+        """Raise the violation that a write has found, which the writer treated as a call's bug."""
         if self._violation is not None:
             raise self._violation
 

@@ -341,7 +341,7 @@ def _tokens(answers: Sequence[bytes]) -> list[int]:
 
 
 def simulate(seed: int, *, num_clients: int = 6, num_restarts: int = 4) -> Counter[str]:
-    """Draw and run one world; return how often what happened.
+    """Draw and run one world; return the number of its events by kind, such as "looked at".
 
     Raises:
         Violation, or whatever a server raised.

@@ -92,7 +92,7 @@ LOAD_ERRORS: dict[str, type[BaseException]] = {
     "raised": RuntimeError,
     "exited": SystemExit,
 }
-BOUNDS_OF_UNREAD = (  # unread calls of one connection, and of all; small, as worlds have few
+BOUNDS_OF_UNREAD = (  # most calls with unread answers, of a connection and in all; mostly small
     *((0, UNREAD_CALLS_MAX), (1, UNREAD_CALLS_MAX)),
     *((64, 0), (64, 1), (64, UNREAD_CALLS_MAX)),
 )
@@ -142,7 +142,7 @@ class Simulation:
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._holder = Quota("clients over the wire")
         self._aborted_at: dict[str, float] = {}
-        self._has_been_full = False  # then a stream waiting for its client may have been given up
+        self._has_been_full = False  # a full engine may end streams that wait for clients
         self._num_continued = 0  # requests that continue a cut stream
         self._load_failures = Counter(dict(world.pool.load_failures))
         self._adapter_names = adapters.Names()
@@ -697,7 +697,7 @@ class Simulation:
             outcome = engine.abort(client.request.request_id)
             if (outcome is AbortOutcome.ABORTED) == was_closed:
                 raise Violation(f"{generation}: an abort found it {outcome}")
-        else:  # an abort by id would end others, too
+        else:  # requests share this id, and an abort by id would end all of them
             generation.cancel(EndReason.ABORTED)
         if not was_closed:
             asked = trio.current_time()
@@ -854,7 +854,7 @@ class Simulation:
         if any(live):
             raise Violation(f"not idle at the end: {totals}")
         has_lost_steps = self.world.broken_at_step is not None or self._watch.num_deaths > 0
-        for generation in self._generations:  # a lost step's stream keeps slots
+        for generation in self._generations:  # slots promised to a lost step are not given back
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
         for serving in engine._supervisor._servings.values():

@@ -193,8 +193,8 @@ class GroupWorker(WorkerProcess):
         if failures:
             self._runner.script.step_faults[self._runner.steps] = RuntimeError("drawn")
         result, error = self._execute_whole(plan)
-        # If a rank fails before the collective, the others wait there, and never answer. If all
-        # ranks fail, none waits: a device computes behind its rank.
+        # If some ranks fail before the collective, the others wait in it, and never answer. If all
+        # ranks fail, none waits: a device computes after its process has gone on.
         waits = len(failures) < len(ranks) and any(failures.values())
         for number, rank in enumerate(ranks):
             is_before = failures.get(number, False)

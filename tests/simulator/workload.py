@@ -48,7 +48,7 @@ FAULTS = (
     states.FAULT,
     counting.FAULT,
 )
-SHARES = {  # of worlds with a fault that ends a world early, or keeps it from much
+SHARES = {  # share of worlds with each of these faults, which end a world early or hide others
     "drain": 0.3,
     "model_trouble": 0.3,
     "encoders": 0.4,

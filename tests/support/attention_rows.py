@@ -11,7 +11,7 @@ from engine.worker.load.architectures import LayerShape
 
 
 def lay_out(layout, rng):
-    """Return packed rows over shuffled blocks, and the number of blocks."""
+    """Return packed rows whose block tables are in random order, and the number of blocks."""
     block_size, prefixes, rows = layout
     starts = [(0 if p is None else prefixes[p] * block_size) + known for p, known, _ in rows]
     counts = [count for _, _, count in rows]

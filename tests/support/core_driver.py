@@ -48,7 +48,7 @@ class Driver(StepDriver):
     """Drives a `Scheduler` with a fake text model. Ends are kept by request and choice."""
 
     fault = "plan_fault"
-    ticks_do_all = False  # after a Tick a guest may be due, which only a plan acts on
+    ticks_do_all = False  # a guest's stall timeout has no effect before the next plan
 
     def __init__(self, *, runner=None, **config):
         self.config = SchedulerConfig(

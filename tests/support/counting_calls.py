@@ -1,4 +1,4 @@
-"""The service and the codec of `tests.simulator.counting`, and its requests over gRPC."""
+"""The gRPC service, the codec and the test requests of the toy kind `tests.simulator.counting`."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def translate(call):
 
 
 def register():
-    """Add the kind of work and its RPC to those that the server serves."""
+    """Have this process's server also serve counting and its RPC."""
     application.open_engine = partial(open_engine, kinds=(*KINDS, CountKind()))
     application.methods = lambda backend, *given, listed=application.methods, **more: [
         *listed(backend, *given, **more),

@@ -108,7 +108,7 @@ def config_of(directory, speculation, *, draft_model="", runner="thread", **fiel
         runner=runner,
     )
     known = {"max_model_len": 128, "kv_cache_memory": 1 << 22, "check_level": 2}
-    known |= {"spawn_timeout_s": 250.0}  # a busy machine takes longer than the default
+    known |= {"spawn_timeout_s": 250.0}  # the default is too short for a load on a busy machine
     return EngineConfig(models=(model,), **known | fields)
 
 

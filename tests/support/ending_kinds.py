@@ -1,8 +1,8 @@
 """The kinds of work for tests/service/test_endings.py: the phases of their requests, and the checks
 of what a request has given.
 
-In a phase with a ``script``, the fake waits at the gate of its server (`tests.support.fake_server`)
-where the script says that work costs time, from the time after the first ``passes`` on.
+In a phase with a ``script``, the fake waits at the gate (`tests.support.gate`) each time that it
+would sleep for a cost of the script, except for the first ``passes`` times.
 """
 
 import os
@@ -56,9 +56,9 @@ def running(fields, passes=0, *, cost="step_s", state="RUNNING", **more):
 
 
 def phases(*, short, queued, blocked, parked, long_text=None, images=None, **more):
-    """Return the phases of a kind of work by name: those of all kinds, ``more``, and those before
-    the queue that ``long_text`` and ``images`` take. With the settings ``blocked``, ``queued``
-    waits in the queue; ``parked`` is a request, and settings with a few message slots."""
+    """Return the phases of a kind of work by name. Tokenising and decoding are among them with
+    ``long_text`` or ``images``, the fields of a request that takes them. The request ``queued``
+    waits in the queue of an engine ``blocked``; ``parked`` is (fields, settings with few slots)."""
     if images is not None:
         more = {"decode image": Phase(images, "images", holds_decoder=True), **more}
     if long_text is not None:

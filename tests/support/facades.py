@@ -126,7 +126,7 @@ class InThreads:
         if name == "stop" or (name == "close" and isinstance(one, blocking.Stream)):
             return value
         if name in self.AT_ONCE and not isinstance(one, blocking.Encoder | blocking.CrossEncoder):
-            if not isinstance(one, blocking.Engine | blocking.Chat):  # a `_caller` that tests ask
+            if not isinstance(one, blocking.Engine | blocking.Chat):  # the `_caller` of a handle
                 return lambda *args: asyncio.to_thread(value, *args)
             return lambda *args, **fields: InThreads(value(*args, **fields))
         return lambda *args, **fields: asyncio.to_thread(value, *args, **fields)
@@ -168,7 +168,7 @@ async def until(condition):
 
 
 async def has(is_true):
-    """Return ``is_true``: a condition for `until` of a state that any thread may read."""
+    """Return ``is_true``. This makes an awaitable condition for `until` of a plain value."""
     return is_true
 
 
@@ -246,7 +246,7 @@ async def fake_rank(model, query, documents):
 
 
 def inner(one):
-    """Return the façade's own object."""
+    """Return the engine, handle or stream that an `InThreads` wraps, or ``one`` if none does."""
     return one._one if isinstance(one, InThreads) else one
 
 

@@ -81,7 +81,7 @@ CLOCK = Clock()
 
 
 class Poison:
-    """Make the steps of poisoned prompts fail, whatever other rows they have."""
+    """Make steps with a poisoned prompt fail or hang, by its first token (`POISONED_STEP` …)."""
 
     def __init__(self, script):
         self._script = script
@@ -112,7 +112,7 @@ class Poison:
 
 
 class EncodePoison(Poison):
-    """Do the same for poisoned inputs in the steps of an encoder."""
+    """Make the steps of an encoder fail as `Poison` does, by the first token of each input."""
 
     def __call__(self, plan):
         for row in plan.rows:
@@ -272,7 +272,7 @@ def make_script(
 ):
     """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k. With an
     ``acceptance``, the fake drafts tokens, of which this share is right. ``verb_s`` has the seconds
-    of an image model's steps by their verbs. With ``passes`` it waits at the gate."""
+    of an image model's steps by their verbs. ``passes`` makes `SleepAtGate` the script's sleep."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     if passes is not None:
         fields["sleep"] = SleepAtGate(passes)

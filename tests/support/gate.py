@@ -42,7 +42,7 @@ class Gate:
             self._changed.notify_all()
 
     def wait(self, sleep):
-        """Wait for `let_go` or `let_one_go`, unless ``sleep`` has not used up its ``passes``."""
+        """Wait for `let_go` or `let_one_go`, but not in ``sleep``'s first ``passes`` calls."""
         with self._changed:
             if not self._is_held:
                 return

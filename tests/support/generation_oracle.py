@@ -48,7 +48,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class End:
-    """How a choice must end: after how many tokens, why, by what, with which text."""
+    """How a choice must end: number of tokens, reason, matched stop string or id, and text."""
 
     count: int
     reason: str
@@ -256,7 +256,7 @@ def whole(text: str) -> str:
 
 
 def _first_stop(stops: tuple[str, ...], before: str, text: str) -> tuple[int, str] | None:
-    """Return where a stop string ends first beyond ``before``, and the longest that ends there."""
+    """Return where a stop string first ends behind ``before``, and the longest one ending there."""
     hits = [
         (end, stop)
         for stop in stops

@@ -148,7 +148,7 @@ def quantise_q6_k(rows: np.ndarray) -> bytes:
 QUANTISE = {
     Q4_0: quantise_q4_0, Q8_0: quantise_q8_0, Q4_K: quantise_q4_k, Q6_K: quantise_q6_k,
 }  # fmt: skip
-ENDS = {Q4_K: Q6_K}  # by a file's type: the type of embedding and head; for others Q8_0
+ENDS = {Q4_K: Q6_K}  # type of a file: type of its embedding and head; Q8_0 for files not listed
 FINER = ("attn_v.weight", "ffn_down.weight")  # tensors that are Q6_K in a file of Q4_K
 
 

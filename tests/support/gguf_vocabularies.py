@@ -208,8 +208,8 @@ def pieces(texts: Sequence[str], **fields: Any) -> dict[str, Any]:
 
 
 def metadata(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a file that has a vocabulary alone. A field of general.… keeps its
-    name."""
+    """Return the metadata of a file without weights. Names of ``fields`` get the prefix
+    "tokenizer.ggml." unless they begin with "general."."""
     named = {
         name if name.startswith("general.") else f"tokenizer.ggml.{name}": value
         for name, value in fields.items()
@@ -243,7 +243,7 @@ def draw_ends(seed: int) -> dict[str, Any]:
     rng = Random(seed)
     letters = byte_letters()
     drawn = [text for text in ENDS_AND_OTHERS if rng.random() < 0.3]
-    for alike in FILL:  # one marker of each row, as llama.cpp takes any one
+    for alike in FILL:  # at most one marker of each row: of several, llama.cpp takes any one
         drawn += [alike[int(rng.random() * len(alike))]] if rng.random() < 0.3 else []
     tokens = [*letters, "ab", *drawn]
     fields = {

@@ -30,12 +30,12 @@ class Peak(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Look every millisecond."""
+        """Measure the memory every millisecond, until `end`."""
         while not self._ended.wait(0.001):
             self._most = max(self._most, own_bytes())
 
     def end(self) -> int:
-        """Stop, and return the most that was seen."""
+        """Stop measuring, and return the largest measurement in bytes."""
         self._ended.set()
         self.join()
         return self._most
@@ -51,7 +51,7 @@ def drawings(max_pixels: int) -> list[Drawing]:
 
 
 def main() -> None:
-    """Draw, and print both numbers."""
+    """Draw, and print the estimate and the memory taken."""
     directory = sys.argv[1]
     runner = PipelineRunner(RunnerSpec(directory, threads=1, max_drawings=2))
     estimate = runner.estimate().num_bytes

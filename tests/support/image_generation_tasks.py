@@ -1,4 +1,4 @@
-"""Tasks of tests for the process that decodes images, which imports only small modules."""
+"""Tasks that tests run in the process that decodes images; that process imports this module."""
 
 import os
 import time
@@ -8,7 +8,7 @@ LONG_S = 20.0
 
 
 def end_by(number: int, data: bytes) -> bytes:
-    """Kill this process by a signal; data that is a file's path does so only once."""
+    """Kill this process by a signal: if data is a path, only if its file exists, and delete it."""
     path = Path(os.fsdecode(data))
     if path.exists() or not path.is_absolute():
         path.unlink(missing_ok=True)

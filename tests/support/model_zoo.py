@@ -35,7 +35,7 @@ def seeded_prompt(length: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the parity table: transformers' model type, and further fields of its config."""
+    """A model of `ZOO`: its model type in transformers, further fields of its config, its shape."""
 
     arch: str
     extra: dict[str, Any] = field(default_factory=dict)
@@ -174,7 +174,7 @@ def load_runner(
 
 
 class Zoo:
-    """Make and load each entry at its first use."""
+    """Makes the checkpoint of an `Entry`, and loads it, when a test first uses the entry."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -17,8 +17,8 @@ from tests.support.wire import wait_until
 
 INTERVAL_S = 0.5  # seconds between two scrapes, and between two evaluations
 START_S = 20.0
-# The durations that replace those of our rules, in the same order: each has several scrapes, and
-# the one for a day is longer than the test's preparations.
+# The durations that replace those of our rules. Each is long enough for several scrapes; that for a
+# day is longer than what a test does before it causes its alert.
 WINDOWS = {"1m": "4s", "2m": "4s", "5m": "5s", "10m": "5s", "15m": "5s", "1h": "20s", "1d": "30s"}
 FOR = "1s"
 

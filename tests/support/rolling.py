@@ -30,7 +30,7 @@ class Servers:
 
     def restart(self, number, num_clients):
         """End one server in order, and start it anew. Then wait until it has served ``num_clients``
-        clients, so that these need no other server, and all other clients would try it again."""
+        clients, and until a client that it refused while it was down would try it again."""
         back_at = time.monotonic() + BACKOFF_S
         assert self._servers[number].stop() == 0
         self._places[number].close()

@@ -295,5 +295,5 @@ class Client:
 
 
 def framed(message):
-    """Return a message as it stands in a body."""
+    """Return a message with gRPC's prefix of five bytes."""
     return b"\0" + len(message).to_bytes(4, "big") + message

@@ -34,7 +34,7 @@ class StepDriver:
     """
 
     fault = ""
-    ticks_do_all = True  # after a Tick, no deadline is due that only a plan acts on
+    ticks_do_all = True  # a Tick leaves nothing due for which a plan must be made
 
     def __init__(self, scheduler, runner, watch):
         self.scheduler = scheduler
@@ -226,8 +226,8 @@ class StepDriver:
 class OneChoiceDriver(StepDriver):
     """The driver of a kind of work whose requests have one choice.
 
-    A kind defines ``request``, which makes a core's request. It may define `check_result`, which
-    judges a message by what its reader has ``got`` before, and `num_messages`.
+    The subclass of a kind defines ``request``, which makes a core's request. It may override
+    `check_result` and `num_messages`. ``got`` has each reader's messages so far.
     """
 
     request = None

@@ -43,7 +43,7 @@ def import_modules(directory: Path) -> None:
 
 
 def main() -> None:
-    """Load the model and read images, and print both numbers."""
+    """Load the model and read images; print the estimate and the memory taken."""
     model = ModelConfig(sys.argv[1], dtype="float32")
     sizes = {"kv_cache_memory": 32 << 20, "max_num_seqs": 4, "max_num_batched_tokens": BUDGET}
     config = EngineConfig(models=(model,), max_image_pixels=MAX_PIXELS, **sizes)

@@ -288,7 +288,7 @@ NAME = "model.layers.12.self_attn.q_proj"
 
 
 def form_of(tmp_path, **fields):
-    """Return how a config with these fields is read."""
+    """Return what the engine reads from an adapter's config with these fields."""
     return read_form((files_in(tmp_path, **fields) / CONFIG).read_bytes())
 
 
@@ -302,7 +302,7 @@ def test_a_pattern_that_takes_too_long_is_refused_and_holds_nobody_up(tmp_path, 
 
 
 def test_a_group_in_a_pattern_is_not_the_layers_number(tmp_path):
-    """peft reads the number from a named group; ours, too."""
+    """As in peft, a layer's number comes from a named group alone."""
     form = form_of(tmp_path, layers_to_transform=[12], layers_pattern="(layers|h)")
     assert form.has(NAME, "lm_head")
     assert not form.has(NAME.replace("12", "1"), "lm_head")

@@ -24,7 +24,7 @@ from grpc_service.client import messages
 CHOICES = re.compile(r"\{(.*)\}")
 PROTO = Path(__file__).resolve().parents[2] / "proto"
 
-# Other values for flags of whose kind most values are refused, or equal the default.
+# Values that differ from the default, for flags that refuse what `other_value` gives their kind.
 OTHER = {
     "host": "::1",
     "metrics_host": "::1",

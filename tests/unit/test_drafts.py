@@ -445,7 +445,7 @@ def test_a_draft_is_as_long_as_its_tokens_are_right():
 
 def test_of_two_drafts_that_pay_alike_the_shorter_is_taken():
     times = step_times()
-    times._ratios[:2] = [1.0, 2.0]  # of a step with one draft, and with two or three
+    times._ratios[:2] = [1.0, 2.0]  # times of steps with 1 draft, and with 2 or 3, against without
     assert Lengths(1.0).best(3, times) == (1, 2.0)
 
 

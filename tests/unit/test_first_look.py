@@ -113,7 +113,7 @@ print(json.dumps(said))
 
 
 def write(path, files):
-    """Write ``content``: a file, or a directory's files as a dict; None writes nothing."""
+    """Write a file with the text ``files``, or a directory with a dict of files; None: nothing."""
     if files is None:
         return
     if isinstance(files, str):
@@ -126,7 +126,8 @@ def write(path, files):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """Return each directory's error in a fresh interpreter, and the libraries it imported."""
+    """Return, by directory, the error of loading a model from it in a new process, and which of
+    torch and transformers were imported before the error."""
     root = tmp_path_factory.mktemp("models")
     for name, (files, _) in DIRECTORIES.items():
         write(root / name, files)

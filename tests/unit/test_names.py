@@ -2,8 +2,8 @@
 
 A dotted name of ours, such as ``engine.replica.loop.EngineLoop``, is looked up in its module, a
 file among the files, a flag among the flags. Any other word must be defined or used by some code,
-or occur in the protos, the kernels or the deployment files. Names of other projects that no code of
-ours uses are in `FOREIGN`.
+or occur in the protos, the kernels or the deployment files. `FOREIGN` has the names of other
+projects that our pages and comments mention and our code does not use.
 """
 
 import argparse
@@ -44,7 +44,7 @@ FILE = re.compile(r"[\w-]+\.(?:py|pyi|md|sh|toml|txt|proto|json|cpp|h|png|yaml|g
 COMMAND = re.compile(r"triolet (\w+)")
 FLAG = re.compile(r"--[a-z][\w-]*")
 
-# Names of other projects that no code of ours uses, by their origin.
+# Names that our pages and comments mention and our code does not use, by the project they are from.
 FOREIGN = {
     "pip's environment": {"PIP_EXTRA_INDEX_URL"},
     "transformers": {

@@ -241,10 +241,8 @@ def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads):
 
 @pytest.fixture(params=[0.0, 0.02], ids=["prompt", "late"])
 def write(request, monkeypatch):
-    """Replace `os.eventfd_write` by itself, and by one whose thread then loses the processor.
-
-    Then the task is awake while the thread still has the descriptor.
-    """
+    """Let `os.eventfd_write` return at once or, in the second run, late: as if its thread lost the
+    processor, so that the task that it woke runs while the thread still has the descriptor."""
 
     def write(fd, value):
         eventfd_write(fd, value)

@@ -1,4 +1,4 @@
-"""The few decisions that the core's values make themselves."""
+"""Methods of the core's value classes: end reasons, sampling parameters and requests."""
 
 import pytest
 

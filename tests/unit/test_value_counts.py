@@ -159,7 +159,7 @@ def test_the_ids_of_all_fields_count_together():
     """Red if each field may reach its limit: freeing 1.1 million ids stops streams for 45 ms."""
     judge = judges_of(INFERENCE, COUNT_LIMITS)["Generate"]
     most = COUNT_LIMITS["triolet.v1.TokenIds.ids"][0]
-    tags = 5  # two messages and three lists count one value each
+    tags = 5  # what the request counts beside ids: one for each of its 2 messages and 3 lists
     for more, refuses in ((0, False), (1, True)):
         rest = value_counts.VALUES_MAX - most - tags - 1000 + more
         message = pb.GenerateRequest(

@@ -82,9 +82,9 @@ class Chat(_Looked):
         convert_fields(self, CHAT_TYPES)
 
     def look_through(self) -> None:
-        """Compute once the values that take time for every message: the first `VIOLATIONS_MAX`
-        violations, images and size. To be called in the thread that made the chat; the messages
-        must not change from then on."""
+        """Compute and keep what reads every message: the chat's first `VIOLATIONS_MAX` violations,
+        its images and its size. To be called in the thread that made the chat; the messages must
+        not change from then on."""
         violations = tuple(islice(self.violations(), VIOLATIONS_MAX))
         seen = _Seen(violations, tuple(self.images), self.num_bytes)
         object.__setattr__(self, "_kept", seen)

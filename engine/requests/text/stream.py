@@ -88,7 +88,8 @@ class TextStream(RequestStream[StreamEvent]):
         return self._kept.num_bytes + self.request.num_bytes + self._prompt_bytes
 
     def leave(self, reader: Reader[StreamEvent], left_at: float, *, is_lost: bool = False) -> None:
-        """Let the stream wait for a client that lost its connection; otherwise end the request."""
+        """Note that ``reader``'s client has gone. The stream waits for the client if it lost its
+        connection and may come back; otherwise the request ends."""
         kept = self._kept
         if kept is not None:
             if not kept.is_read_by(reader):
@@ -182,7 +183,8 @@ class TextStream(RequestStream[StreamEvent]):
     # ---- the loop's side
 
     def push(self, event: OutputEvent) -> None:
-        """Take an event of the core; pass tokens on, with the client's own id and parsed."""
+        """Take an event of the core. Tokens go to the reader with the client's request id, and in a
+        chat as the parser of the model's answers splits them."""
         if event.__class__ is not Tokens:
             if isinstance(event, Replayed):
                 self._replay(event)

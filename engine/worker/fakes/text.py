@@ -57,7 +57,7 @@ class FakeScript:
     Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
     ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
     of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s`` of
-    decoding an image, ``image_s`` of each token in the cost of encoding an image for a text model.
+    decoding an image; encoding one for a text model costs ``image_s`` for each token of its cost.
 
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to the number of tokens that it samples before

@@ -126,7 +126,7 @@ class RowsCache:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, **_keywords: object
     ) -> torch.Tensor:
-        """Replace the state's recurrent part by ``recurrent_states``, and return it."""
+        """Keep ``recurrent_states`` as the layer's new recurrence, and return them unchanged."""
         self.state.recurrent = recurrent_states
         return recurrent_states
 

@@ -128,8 +128,8 @@ def joined_form(forms: Sequence[Form | None]) -> Form | None:
 
 
 def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the outputs of all. If their forms differ, all are widened to 8 bits
-    and the finest groups."""
+    """Return one weight with the outputs (rows) of all these weights, in their order. If they
+    differ in bits, groups or offsets, all get 8 bits, offsets, and groups that fit all of them."""
     if len(weights) == 1:
         return weights[0]
     forms = {(weight.table, weight.group, weight.offsets is None) for weight in weights}

@@ -133,7 +133,7 @@ async def test_a_call_that_has_ended_is_freed_without_the_collector(way, autojum
         await trio.sleep(2)
         await client.settle()
         assert len(client.ends) == 1
-        assert alive(*OF_CALLS) == ["Holding"]  # the holding of the connection's output
+        assert alive(*OF_CALLS) == ["Holding"]  # that of the connection's own output
         assert len(alive(*OF_CONNECTIONS)) == len(OF_CONNECTIONS)
 
 

@@ -329,7 +329,7 @@ def totals(address: str) -> pb.Totals:
 
 
 def asked(address: str) -> int:
-    """Return how many sequences the server has."""
+    """Return how many sequences run, wait or are parked at the server."""
     now = totals(address)
     return now.running + now.waiting + now.parked
 

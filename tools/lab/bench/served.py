@@ -70,7 +70,7 @@ def serving(models: Sequence[tuple[str, str]], *flags: str, root: Path = ROOT) -
 
 
 def _wait_serving(address: str, names: Sequence[str]) -> None:
-    """Watch each model's health until it is SERVING; encoders are loaded after text models."""
+    """Wait until the health service says SERVING for each of these models."""
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in names:

@@ -107,7 +107,7 @@ def draw_concept(rng: Random, sources: tuple[str, ...]) -> Concept:
 
 
 def may_fill(concept: Concept, sources: tuple[str, ...]) -> bool:
-    """Return whether a concept may fill a role that takes these lists."""
+    """Return whether one of these lists of the grammar has the concept."""
     return concept.name.split("/")[0] in sources
 
 

@@ -75,7 +75,7 @@ class _Wish:
 
     @property
     def kin(self) -> str:
-        """The kind of the wished frame."""
+        """The group of similar frames to which the wished frame belongs."""
         return lexicon().frames[self.meaning.frame].kin
 
 

@@ -41,7 +41,7 @@ class Stamped(TorchRunner):
 
 
 def run(target: Target) -> None:
-    """Measure both ways, one engine after the other."""
+    """Measure one engine with prepared plans and one without, one after the other."""
     readers, tokens = (64, 128) if target.is_cuda else (4, 16)
     model = REAL[0] if target.is_cuda else TINY
     if not target.wants(f"gap, {model.name}"):

@@ -22,7 +22,7 @@ from tools.lab.peers.asked import answer
 TOKENS_AT_ONCE = 2048
 CONTEXT_STEP = 256  # llama.cpp pads a context to a multiple of it
 ROOM = 256
-ERROR_LEVEL = 4  # ggml's: none, debug, info, warn, error, continued
+ERROR_LEVEL = 4  # of ggml's log levels: none, debug, info, warn, error, continued
 
 
 @llama_cpp.llama_log_callback

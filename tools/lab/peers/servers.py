@@ -1,7 +1,7 @@
 """Runs whole servers with their clients, for the benches that compare them.
 
-Rule: between its turns a server is stopped with all its processes, like an engine
-(`tools.lab.peers.process`).
+Rule: servers are measured in turn, and all processes of a server that is not measured are suspended
+(SIGSTOP), as engines are (`tools.lab.peers.process`).
 """
 
 from __future__ import annotations
