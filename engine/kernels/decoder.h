@@ -45,7 +45,7 @@ struct Model {
     float gate_alpha, gate_limit;  // of CLAMPED_SWIGLU
     int32_t is_packed;
     const void *embedding;  // [embedding_rows][hidden], or null if is_packed
-    Linear table;           // the embedding in panels if is_packed, such as the head
+    Linear table;  // the embedding in panels if is_packed, such as the head; else only its kind
     const float *final_norm;
     Linear head;
     SumFunction add_up;  // of the branches of a divided model; null if the model is whole
@@ -229,20 +229,23 @@ static void embed(const Model &model, const Step &step, float *residual) {
             for (long d = 0; d < model.hidden; d++) to[d] = NAN;
             return;
         }
-        if (!model.is_packed) {
-            const T *from = (const T *)model.embedding + id * model.hidden;
-            for (long d = 0; d < model.hidden; d++)
-                to[d] = to_float(from[d]) * model.embedding_scale;
-            return;
-        }
-        if (model.table.scales) {
+        if (model.is_packed && model.table.scales) {
             for (long d = 0; d < model.hidden; d++)
                 to[d] = small_weight(model.table, id, d) * model.embedding_scale;
             return;
         }
-        const T *from = (const T *)model.table.weight + id / PANEL * PANEL * depth;
-        for (long d = 0; d < model.hidden; d++)
-            to[d] = to_float(from[panel_index<T>(d, id % PANEL)]) * model.embedding_scale;
+        with_weights<T>(model.is_packed ? model.table.weight : model.embedding, model.table.kind,
+                        [&](auto *weights) {
+            if (!model.is_packed) {
+                const auto *from = weights + id * model.hidden;
+                for (long d = 0; d < model.hidden; d++)
+                    to[d] = to_float(from[d]) * model.embedding_scale;
+                return;
+            }
+            const auto *from = weights + id / PANEL * PANEL * depth;
+            for (long d = 0; d < model.hidden; d++)
+                to[d] = to_float(from[panel_index<T>(d, id % PANEL)]) * model.embedding_scale;
+        });
     });
 }
 

@@ -65,14 +65,16 @@ static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long
                      Scratch &scratch) {
     const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
     const long step = rows <= ROW_PAD ? depth : even_step(depth);
-    const T *weight = (const T *)linear.weight + panel * stride;
-    // As threads take tasks in turn, this thread's next task probably begins at panel ``behind``.
+    // The threads take tasks in turn, so that a thread's next one is probably so far behind this.
     const long behind = panel + panels * num_members();
     const bool is_last = (behind + 1) * PANEL >= linear.outputs;
-    const T *next = is_last ? nullptr : (const T *)linear.weight + behind * stride;
-    for (long k = 0; k < depth; k += step)
-        multiply(x, ldx, rows, weight, stride, panels, k, k + step < depth ? k + step : depth,
-                 scratch.sums, panels * PANEL, k > 0, next);
+    with_weights<T>(linear.weight, linear.kind, [&](auto *weights) {
+        const auto *own = weights + panel * stride;
+        const auto *next = is_last ? nullptr : weights + behind * stride;
+        for (long k = 0; k < depth; k += step)
+            multiply(x, ldx, rows, own, stride, panels, k, k + step < depth ? k + step : depth,
+                     scratch.sums, panels * PANEL, k > 0, next);
+    });
 }
 
 // Computes the sums of a task with weights of 4 bits and many rows: unpacks as much of a pair of

@@ -1,10 +1,12 @@
 // Products of rows with packed weights.
 //
-// Weights [outputs, inputs] are stored in panels of 16 outputs:
-//   float32   [inputs][16]
-//   bfloat16  [inputs / 2][16][2], with the inputs padded with 0 to a multiple of 32
-// Weights of 8 and 4 bits are in small_weights.h.
-// AVX512-BF16 and AMX multiply this layout as it is, and a core reads it in order.
+// Weights [outputs, inputs] are stored in panels of 16 outputs, which a core reads in order. The
+// layout depends on the type T of the rows, the model's:
+//   float32   [inputs][16], of float32, bfloat16 or half precision, which is widened in registers
+//   bfloat16  [inputs / 2][16][2], of bfloat16, with the inputs padded with 0 to a multiple of 32,
+//             as AVX512-BF16 and AMX multiply it
+// Weights of 8 and 4 bits are in small_weights.h. Widening is exact: a product with 16-bit weights
+// has the same bits as one with the same numbers in float32.
 //
 // Rule 1: the product of a row does not depend on the other rows. Every kernel adds up the terms of
 // a number in the same order, whatever block it computes.
@@ -23,7 +25,7 @@ constexpr long padded_depth(long depth) {
     return sizeof(T) == 4 ? depth : (depth + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
 }
 
-// Returns the index of number ``input`` of output ``lane`` in its panel.
+// Returns the index of number ``input`` of output ``lane`` in its panel, for rows of type T.
 template <class T>
 static inline long panel_index(long input, long lane) {
     return sizeof(T) == 4 ? input * PANEL + lane : (input / 2 * PANEL + lane) * 2 + input % 2;
@@ -70,9 +72,9 @@ static inline void fetch(const T *panels, long stride, long at) {
 
 // Computes a block. In each step of its loop it also fetches a line of each of FETCHED panels from
 // ``next`` on, which are as far apart as its own.
-template <int ROWS, int PANELS, int FETCHED = 0>
-TRIOLET_APART static void block(const float *x, long ldx, const float *w, long stride, long begin, long end,
-                  float *out, long ldo, bool is_more, const float *next = nullptr) {
+template <int ROWS, int PANELS, int FETCHED = 0, class W>
+TRIOLET_APART static void block(const float *x, long ldx, const W *w, long stride, long begin, long end,
+                  float *out, long ldo, bool is_more, const W *next = nullptr) {
     Sums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     for (long k = begin; k < end; k++) {
@@ -110,8 +112,8 @@ TRIOLET_APART static void block(const bf16 *x, long ldx, const bf16 *w, long str
 }
 
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
-template <int ROWS, int PANELS, class T>
-static long blocks_of(long m, const T *x, long ldx, long rows, const T *w, long stride, long begin,
+template <int ROWS, int PANELS, class T, class W>
+static long blocks_of(long m, const T *x, long ldx, long rows, const W *w, long stride, long begin,
                       long end, float *out, long ldo, bool is_more) {
     for (; rows - m >= ROWS; m += ROWS)
         block<ROWS, PANELS>(x + m * ldx, ldx, w, stride, begin, end, out + m * ldo, ldo, is_more);
@@ -121,11 +123,11 @@ static long blocks_of(long m, const T *x, long ldx, long rows, const T *w, long 
 // Computes the first blocks of 16 to FETCHING_ROWS rows and a pair of panels, and returns the first
 // row left. The first block waits for memory; those after it find its weights in the cache, and
 // fetch the pair of panels at ``next`` meanwhile.
-template <class T>
-static long fetching_blocks(const T *x, long ldx, long rows, const T *w, long stride, long begin,
-                            long end, float *out, long ldo, bool is_more, const T *next) {
+template <class T, class W>
+static long fetching_blocks(const T *x, long ldx, long rows, const W *w, long stride, long begin,
+                            long end, float *out, long ldo, bool is_more, const W *next) {
     long m = 0;
-    auto add = [&](auto size, auto fetched, const T *from) {
+    auto add = [&](auto size, auto fetched, const W *from) {
         block<size.value, 2, fetched.value>(x + m * ldx, ldx, w, stride, begin, end, out + m * ldo,
                                             ldo, is_more, from);
         m += size.value;
@@ -155,9 +157,9 @@ static long fetching_blocks(const T *x, long ldx, long rows, const T *w, long st
     return m;
 }
 
-template <int PANELS, class T>
-static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stride, long begin,
-                          long end, float *out, long ldo, bool is_more, const T *next) {
+template <int PANELS, class T, class W>
+static void rows_of_block(const T *x, long ldx, long rows, const W *w, long stride, long begin,
+                          long end, float *out, long ldo, bool is_more, const W *next) {
     long m = 0;
     if constexpr (PANELS == 2 && FETCHING_ROWS) {
         if (next && rows >= 16 && rows <= FETCHING_ROWS)
@@ -175,9 +177,9 @@ static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stri
     blocks_of<1, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
 }
 
-template <class T>
-static void vector_block(const T *x, long ldx, long rows, const T *w, long stride, long panels,
-                         long begin, long end, float *out, long ldo, bool is_more, const T *next) {
+template <class T, class W>
+static void vector_block(const T *x, long ldx, long rows, const W *w, long stride, long panels,
+                         long begin, long end, float *out, long ldo, bool is_more, const W *next) {
     long n = 0;
     constexpr int PAIR = MOST_ROWS > 4 ? 2 : 1;
     if (rows <= FEW_ROWS)
@@ -193,12 +195,13 @@ static void vector_block(const T *x, long ldx, long rows, const T *w, long strid
 }
 
 // Computes out[rows][panels x 16] = (if ``is_more``: out +) x[rows][begin … end - 1] · the same
-// inputs of ``panels`` panels, which begin ``stride`` numbers apart. In bfloat16, ``begin`` and
-// ``end`` are multiples of DEPTH_PAD. ``next`` are panels that the thread will probably need next,
+// inputs of ``panels`` panels, which begin ``stride`` numbers apart. Of rows in bfloat16, ``begin``
+// and ``end`` are multiples of DEPTH_PAD. ``next`` are panels that the thread will probably need next,
 // or null.
-static inline void multiply(const float *x, long ldx, long rows, const float *w, long stride,
+template <class W>
+static inline void multiply(const float *x, long ldx, long rows, const W *w, long stride,
                             long panels, long begin, long end, float *out, long ldo, bool is_more,
-                            const float *next = nullptr) {
+                            const W *next = nullptr) {
     vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more, next);
 }
 

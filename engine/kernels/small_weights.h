@@ -27,6 +27,10 @@ constexpr long SMALL_DEPTH_PAD = 32;
 constexpr int64_t PACKED_LAYOUT = 1;  // raised when panels, scales or offsets are laid out anew
 constexpr float INT8_MAX_MAGNITUDE = 127.0f;
 
+// The numbers of a weight that has no scales: of the rows' type, or narrower than rows in float32.
+// Mirrored by `engine.worker.forward.kernel_structs.WEIGHT_KINDS`.
+enum WeightKind { WEIGHTS_OF_ROWS = 0, WEIGHTS_BF16 = 1, WEIGHTS_F16 = 2 };
+
 // Mirrored by `engine.worker.forward.kernel_structs.Linear`.
 struct Linear {
     const void *weight;       // in panels, see the top of this file and of matmul.h
@@ -35,7 +39,18 @@ struct Linear {
     const uint16_t *offsets;  // likewise, or null
     const int8_t *table;      // 16 numbers of weights of 4 bits, else null
     int64_t outputs, inputs, group;
+    int64_t kind;  // a `WeightKind`
 };
+
+// Calls ``use`` with the weights as numbers of their type. Weights of 8 or 4 bits are not among them.
+template <class T, class Use>
+static inline void with_weights(const void *weights, int64_t kind, Use use) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (kind == WEIGHTS_BF16) return use((const bf16 *)weights);
+        if (kind == WEIGHTS_F16) return use((const f16 *)weights);
+    }
+    use((const T *)weights);
+}
 
 static inline long small_depth(long inputs) {
     return (inputs + SMALL_DEPTH_PAD - 1) / SMALL_DEPTH_PAD * SMALL_DEPTH_PAD;

@@ -24,14 +24,15 @@ static void each_panel(long outputs, long pair, Put put) {
     }
 }
 
-template <class T>
-static void pack(const T *weight, long outputs, long inputs, long pair, T *panels) {
+// Packs weights of type W for rows of type T.
+template <class T, class W>
+static void pack(const W *weight, long outputs, long inputs, long pair, W *panels) {
     const long depth = padded_depth<T>(inputs);
     each_panel(outputs, pair, [&](long place, long first, long count) {
-        T *to = panels + place * depth * PANEL;
+        W *to = panels + place * depth * PANEL;
         memset(to, 0, depth * PANEL * sizeof *to);
         for (long lane = 0; lane < count; lane++) {
-            const T *from = weight + (first + lane) * inputs;
+            const W *from = weight + (first + lane) * inputs;
             for (long k = 0; k < inputs; k++) to[panel_index<T>(k, lane)] = from[k];
         }
     });
@@ -53,13 +54,15 @@ int64_t triolet_packed_numbers(int64_t kind, int64_t outputs, int64_t inputs) {
     return panels * PANEL * (kind ? padded_depth<bf16>(inputs) : padded_depth<float>(inputs));
 }
 
-// Packs ``weight`` [outputs][inputs] into panels (see matmul.h). With a ``pair`` of 2, the first
-// half of the outputs are gates and the second half ups, each a multiple of 16; otherwise ``pair``
-// is 0.
-void triolet_pack(int64_t kind, const void *weight, int64_t outputs, int64_t inputs, int64_t pair,
-                  void *panels) {
+// Packs ``weight`` [outputs][inputs] into panels (see matmul.h) for rows of a ``kind``; its numbers
+// are of a `WeightKind`. With a ``pair`` of 2, the first half of the outputs are gates and the
+// second half ups, each a multiple of 16; otherwise ``pair`` is 0.
+void triolet_pack(int64_t kind, int64_t weight_kind, const void *weight, int64_t outputs,
+                  int64_t inputs, int64_t pair, void *panels) {
     if (kind)
         pack<bf16>((const bf16 *)weight, outputs, inputs, pair, (bf16 *)panels);
+    else if (weight_kind)
+        pack<float>((const bf16 *)weight, outputs, inputs, pair, (bf16 *)panels);
     else
         pack<float>((const float *)weight, outputs, inputs, pair, (float *)panels);
 }

@@ -19,46 +19,60 @@ ARM = {
     "armv8.2-a+dotprod": ("cortex-a76", "NEON, NEON-DOTPROD"),
     "armv8.6-a+i8mm+bf16": ("max", "NEON-BF16, NEON-I8MM"),
 }
-FAULTS = {  # a file, one of its lines, and the fault that replaces the line
+FAULTS = {  # part of the names of cases that fail, a file, its line, and what replaces it
     "the codes of 4 bits are in the other order": (
+        " bits, ",
         "triolet.cpp",
         "(uint8_t)(k % 8 < 4 ? from[k] : from[k] << 4)",
         "(uint8_t)(k % 8 < 4 ? from[k] << 4 : from[k])",
     ),
     "the last lane of a panel is dropped": (
+        " bits, ",
         "small_weights.h",
         "to_floats(whole.total(m, n, start(m)))",
         "to_floats((i16v)((u16v)whole.total(m, n, start(m)) & (u16v)(lane_numbers() < 15)))",
     ),
     "what was added to centred numbers is not taken off": (
+        " bits, ",
         "small_weights.h",
         "constexpr int ADDED = IS_CENTRED ? CENTRE : ZERO;",
         "constexpr int ADDED = ZERO;",
     ),
     "the codes of any table are taken for centred numbers": (
+        " bits, ",
         "small_weights.h",
         "if (linear.table[i] != i - CENTRE) return false;",
         "if (false) return false;",
     ),
     "values have the scales of keys": (
+        "attention, ",
         "attention_decode.h",
         "scales_at[length + j] = call.value_scales + place;",
         "scales_at[length + j] = call.key_scales + place;",
     ),
     "a chunk's keys have the scales of their position's first head": (
+        "attention, ",
         "attention_prefill.h",
         "scale_at(call.key_scales, place)",
         "scale_at(call.key_scales, place - kv_head)",
     ),
     "int8 is rounded to even numbers only": (
+        "attention, ",
         "paged_cache.h",
         "store_bytes(to + i, to_integers(number));",
         "store_bytes(to + i, (i16v)((u16v)to_integers(number) & 0xfffffffeu));",
     ),
     "numbers are written a thousandth too large": (
+        "attention, ",
         "paged_cache.h",
         "for (long i = 0; i < width; i += LANES) store(to + i, load(from + i));",
         "for (long i = 0; i < width; i += LANES) store(to + i, load(from + i) * 1.001f);",
+    ),
+    "half precision is read as bfloat16": (
+        "torch.float16 weights, ",
+        "small_weights.h",
+        "if (kind == WEIGHTS_F16) return use((const f16 *)weights);",
+        "if (kind == WEIGHTS_F16) return use((const bf16 *)weights);",
     ),
 }
 
@@ -119,7 +133,7 @@ def test_arms_code_gives_what_was_recorded(cases, tmp_path, target):
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(cases, driver, tmp_path, fault):
-    name, line, planted = FAULTS[fault]
+    wanted, name, line, planted = FAULTS[fault]
     copy = tmp_path / "kernels"
     shutil.copytree(native.SOURCES, copy)
     text = Path(copy / name).read_text()
@@ -129,5 +143,4 @@ def test_a_planted_fault_is_found(cases, driver, tmp_path, fault):
     library = kernel_cases.build_library(native.find_compiler(), flags, tmp_path / "k.so", copy)
     done = kernel_cases.replay(driver, library, cases)
     assert done.returncode == 1, done.stdout
-    wanted = " bits, " if name in ("triolet.cpp", "small_weights.h") else "attention, "
     assert wanted in done.stdout

@@ -317,9 +317,15 @@ def test_a_wheels_variant_gets_the_same_numbers(fresh, monkeypatch, variant):
 
 def check_numbers(backend):
     """Compare a library's attention and products with torch's."""
-    for dtype in attention.TOLERANCE:
+    for dtypes in attention.TOLERANCE:
         for shape in ((9, 3, 64), (2, 1, 80)):
-            attention.test_the_result_is_the_references_in_float64(backend, shape, 24, 1.5, dtype)
+            attention.test_the_result_is_the_references_in_float64(backend, shape, 24, 1.5, dtypes)
+        attention.test_keys_and_values_are_written_where_the_slots_say(backend, dtypes)
+    for dtype in products.NARROW:
+        products.test_weights_of_16_bits_give_the_bits_of_the_same_weights_in_float32(
+            backend, dtype, products.SHAPES[2]
+        )
+    for dtype in products.DTYPES:
         for shape in products.SHAPES[:3]:
             products.test_a_packed_layer_is_the_stock_one(backend, dtype, shape, True)
         products.test_a_rows_product_is_the_same_beside_any_others(backend, dtype)

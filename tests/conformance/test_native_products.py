@@ -11,6 +11,8 @@ from engine.worker.forward.decoder import PackedLinear
 from engine.worker.forward.native_attention import NativeBackend
 
 DTYPES = [torch.float32, torch.bfloat16]
+NARROW = [torch.bfloat16, torch.float16]
+FORMS = [*((dtype, dtype) for dtype in DTYPES), *((torch.float32, dtype) for dtype in NARROW)]
 ROWS = [1, 2, 3, 7, 8, 12, 13, 16, 17, 20, 24, 31, 32, 33, 36, 64, 65, 100, 129, 300]
 SHAPES = [(16, 32), (40, 64), (100, 17), (257, 200), (512, 1100)]  # outputs, inputs
 
@@ -51,6 +53,22 @@ def test_a_rows_product_is_the_same_beside_any_others(backend, dtype):
     together = packed(x)
     for low, high in ((0, 1), (5, 7), (17, 48), (60, 80), (100, 124), (130, 194), (40, 290)):
         assert torch.equal(packed(x[low:high]), together[low:high])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_weights_of_16_bits_give_the_bits_of_the_same_weights_in_float32(backend, dtype, shape):
+    """They are widened exactly, also below the normal numbers, and take half of the memory."""
+    narrow = make_linear(*shape, dtype, bias=True)
+    narrow.weight.view(-1)[:4] = torch.tensor([6e-8, -3e-5, 2.5, -0.0])
+    wide = make_linear(*shape, torch.float32, bias=True)
+    wide.load_state_dict({k: v.float() for k, v in narrow.state_dict().items()})
+    x = torch.randn(max(ROWS), shape[1])
+    small, large = (PackedLinear(one, backend, torch.float32) for one in (narrow, wide))
+    assert small.packed.dtype == dtype
+    assert 2 * small.packed.nbytes == large.packed.nbytes
+    for rows in ROWS:
+        assert torch.equal(small(x[:rows]), large(x[:rows]))
 
 
 def test_packing_frees_the_stock_layer(backend):

@@ -62,7 +62,7 @@ def small_cases(count: int) -> Iterator[bytes]:
         yield b"".join(
             (
                 array(name.encode()),
-                wholes(0, structs.KINDS[dtype], weight.bits, rows, *shape, weight.group),
+                wholes(0, structs.KINDS[dtype], weight.bits, rows, 0, *shape, weight.group),
                 *map(array, (raw(own.numbers), *halves, bytes(n & 255 for n in own.table))),
                 *map(array, (b"" if bias is None else raw(bias), raw(x), raw(wanted), b"")),
                 struct.pack("<d", 0.0),
@@ -71,22 +71,25 @@ def small_cases(count: int) -> Iterator[bytes]:
 
 
 def float_cases(count: int) -> Iterator[bytes]:
-    """Yield products with weights in float32 and bfloat16."""
+    """Yield products with weights in float32, bfloat16 and, for rows in float32, float16."""
     for seed in range(count):
         rng = random.Random(seed)
-        dtype, rows = products.DTYPES[seed % 2], rng.choice(ROWS)
+        dtype, of_weight = products.FORMS[seed % len(products.FORMS)]
+        rows = rng.choice(ROWS)
         shape = (rng.choice((1, 16, 40, 129)), rng.choice(WIDTHS))
-        layer = products.make_linear(*shape, dtype, bias=rng.random() < 0.5)
+        layer = products.make_linear(*shape, of_weight, bias=rng.random() < 0.5)
         x = torch.randn(rows, shape[1]).to(dtype)
         wanted = x.double() @ layer.weight.double().T
         wanted += 0.0 if layer.bias is None else layer.bias.double()
-        error = float((layer(x).double() - wanted).norm() / wanted.norm())
+        error = float((layer.to(dtype)(x).double() - wanted).norm() / wanted.norm())
         bias = b"" if layer.bias is None else raw(layer.bias.float())
+        weight = layer.weight.to(of_weight)
+        kind = 0 if dtype == of_weight else structs.WEIGHT_KINDS[of_weight]
         yield b"".join(
             (
-                array(f"{dtype}, {shape}, {rows} rows".encode()),
-                wholes(0, structs.KINDS[dtype], 0, rows, *shape, 0),
-                *map(array, (raw(layer.weight), b"", b"", b"", bias, raw(x), b"", raw(wanted))),
+                array(f"{dtype}, {of_weight} weights, {shape}, {rows} rows".encode()),
+                wholes(0, structs.KINDS[dtype], 0, rows, kind, *shape, 0),
+                *map(array, (raw(weight), b"", b"", b"", bias, raw(x), b"", raw(wanted))),
                 struct.pack("<d", max(1.5 * error, 1e-6 if dtype == torch.float32 else 3e-3)),
             )
         )

@@ -18,7 +18,7 @@ extern "C" {
 const char *triolet_kind(void);
 const char *triolet_integer_kind(void);
 int64_t triolet_packed_numbers(int64_t, int64_t, int64_t);
-void triolet_pack(int64_t, const void *, int64_t, int64_t, int64_t, void *);
+void triolet_pack(int64_t, int64_t, const void *, int64_t, int64_t, int64_t, void *);
 int64_t triolet_small_bytes(int64_t, int64_t, int64_t);
 void triolet_pack_small(int64_t, const uint8_t *, int64_t, int64_t, int64_t, uint8_t *);
 int64_t triolet_packed_scales(int64_t, int64_t, int64_t);
@@ -115,6 +115,7 @@ static std::string compare_bits(const Raw &out, const Raw &wanted) {
 static std::string replay_linear(Reader &from, void *arena) {
     Linear linear{};
     const int64_t kind = from.whole(), bits = from.whole(), rows = from.whole();
+    linear.kind = from.whole();
     linear.outputs = from.whole();
     linear.inputs = from.whole();
     linear.group = from.whole();
@@ -146,9 +147,10 @@ static std::string replay_linear(Reader &from, void *arena) {
         pack(offsets, packed_offsets);
     } else {
         panels.resize(find<decltype(&triolet_packed_numbers)>("triolet_packed_numbers")(
-                          kind, linear.outputs, linear.inputs) * size_of(kind));
-        find<decltype(&triolet_pack)>("triolet_pack")(kind, weight.data(), linear.outputs,
-                                                      linear.inputs, 0, panels.data());
+                          kind, linear.outputs, linear.inputs) * size_of(kind || linear.kind));
+        find<decltype(&triolet_pack)>("triolet_pack")(kind, linear.kind, weight.data(),
+                                                      linear.outputs, linear.inputs, 0,
+                                                      panels.data());
     }
     bias.resize(bias.empty() ? 0 : (linear.outputs + PANEL - 1) / PANEL * PANEL);
     linear.weight = panels.data();

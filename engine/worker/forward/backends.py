@@ -194,7 +194,9 @@ def prepare(
     places = linear_places(model.module)
     module = NativeDecoder(library, parts, cache, model.dtype)
     what = str(model.dtype).removeprefix("torch.")
-    if model.quantization:
+    if model.is_narrow:
+        what += f", {model.quantization} weights"
+    elif model.quantization:
         what = f"{model.quantization} weights by {native.integer_kind(library)}"
     compiled = CompiledAdapters(module, model.dtype, places, packed, head)
     why = f"{name} runs compiled ({kind}, {what})"

@@ -59,7 +59,7 @@ class Packer:
         self.library = library
         self.dtype = dtype
         self.kind = structs.KINDS[dtype]
-        self.packed: list[torch.Tensor] = []  # Weights: numbers of the model's dtype, or bytes.
+        self.packed: list[torch.Tensor] = []  # Weights: floats, or bytes.
         self.small: list[torch.Tensor] = []  # Norms and biases in float32, scales in float16.
 
     def linear(
@@ -79,7 +79,7 @@ class Packer:
         del stored
         if is_paired:
             weights = [part for weight in weights for part in _whole_halves(weight, len(weights))]
-        weight = _joined(weights)
+        weight = _joined(weights, self.dtype)
         del weights
         return self.pack(weight, bias, pair=2 if is_paired else 0)
 
@@ -91,14 +91,19 @@ class Packer:
         if isinstance(weight, QuantizedWeight):
             return self._pack_small(weight.in_halves(), kept, pair)
         outputs, inputs = weight.shape
-        weight = weight.to(self.dtype).contiguous()
+        kind = self.kind_of(weight.dtype)
+        weight = (weight if kind else weight.to(self.dtype)).contiguous()
         count = self.library.triolet_packed_numbers(self.kind, outputs, inputs)
         panels = torch.empty(count, dtype=weight.dtype)
         self.library.triolet_pack(
-            self.kind, weight.data_ptr(), outputs, inputs, pair, panels.data_ptr()
+            self.kind, kind, weight.data_ptr(), outputs, inputs, pair, panels.data_ptr()
         )
         self.packed.append(panels)
-        return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs)
+        return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs, kind=kind)
+
+    def kind_of(self, dtype: torch.dtype) -> int:
+        """Return the kind of weights of a dtype (`kernel_structs.Linear`)."""
+        return structs.WEIGHT_KINDS.get(dtype, 0) if self.dtype is torch.float32 else 0
 
     def pack_blocks(
         self, parts: Sequence[StoredBlocks], bias: torch.Tensor | None, *, is_paired: bool = False
@@ -188,17 +193,19 @@ def _read(weight: Any) -> torch.Tensor | QuantizedWeight:
     return weight.detach() if isinstance(weight, torch.Tensor) else weight()
 
 
-def _joined(weights: list[torch.Tensor | QuantizedWeight]) -> torch.Tensor | QuantizedWeight:
-    """Join ``weights`` by outputs. If only some of them are quantized, these are expanded."""
+def _joined(
+    weights: list[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+) -> torch.Tensor | QuantizedWeight:
+    """Join ``weights`` by outputs. If only some of them are quantized, these are expanded to
+    ``dtype``."""
     if len(weights) == 1:
         return weights[0]
     small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if len(small) == len(weights):
         return join(small)
-    plain = next(weight for weight in weights if isinstance(weight, torch.Tensor))
     return torch.cat(
         [
-            weight.expand().to(plain.dtype) if isinstance(weight, QuantizedWeight) else weight
+            weight.expand().to(dtype) if isinstance(weight, QuantizedWeight) else weight
             for weight in weights
         ]
     )
@@ -342,6 +349,7 @@ class NativeDecoder(torch.nn.Module):
         table = head
         if plain is not None:
             packer.packed.append(plain)
+            table = structs.Linear(kind=packer.kind_of(plain.dtype))
         elif isinstance(shared, StoredBlocks):
             table = head if is_tied else packer.pack_blocks([shared], None)
         elif not is_tied:

@@ -25,11 +25,12 @@ PARTS_MOST = 3  # adapted parts of a packed product; PARTS_MOST in engine/kernel
 
 class Linear(Structure):
     """A packed linear layer: its panels, bias and size. Only weights of 8 or 4 bits have scales,
-    offsets, a table and a size of groups."""
+    offsets, a table and a size of groups. The ``kind`` of others is 0 if their dtype is the
+    model's, else one of `WEIGHT_KINDS`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias", "scales", "offsets", "table")),
-        *((name, c_int64) for name in ("outputs", "inputs", "group")),
+        *((name, c_int64) for name in ("outputs", "inputs", "group", "kind")),
     )
 
 
@@ -201,6 +202,7 @@ MIRRORED = (
     *(Convolution, StateRows, BlockRows),
 )
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
+WEIGHT_KINDS = {torch.bfloat16: 1, torch.float16: 2}  # in a model that computes in float32
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _RETURNS_NOTHING = None
 _SCORES = (c_void_p, c_int64, c_float, c_float, c_float)  # Scores in engine/kernels/draws.h
@@ -211,7 +213,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "triolet_packed_numbers": (c_int64, (c_int64, c_int64, c_int64)),
     "triolet_pack": (
         _RETURNS_NOTHING,
-        (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     ),
     "triolet_small_bytes": (c_int64, (c_int64, c_int64, c_int64)),
     "triolet_pack_small": (

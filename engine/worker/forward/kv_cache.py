@@ -67,10 +67,14 @@ class PoolSize:
         return self.num_states * self.bytes_per_state
 
 
-def pick_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a cache for ``name``, a value of ``--kv-cache-dtype``, and a model that
-    computes in ``dtype``. The choice of ``auto`` is explained in docs/decisions.md (D12)."""
-    return dtype if name == "auto" else DTYPES[name]
+def pick_kv_dtype(spec: RunnerSpec, dtype: torch.dtype, stored: str) -> torch.dtype:
+    """Return the dtype of the cache of a model that computes in ``dtype``. ``stored`` is the name
+    that safetensors has for its checkpoint's dtype. ``auto`` is the model's own dtype; but float16
+    if the model computes in float32 only because the processor has nothing narrower (D12)."""
+    if spec.kv_cache_dtype != "auto":
+        return DTYPES[spec.kv_cache_dtype]
+    is_makeshift = spec.dtype == "auto" and dtype is torch.float32 and stored != "F32"
+    return torch.float16 if is_makeshift else dtype
 
 
 def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -62,6 +62,7 @@ NOT_READ = {
 HEAD = "lm_head.weight"
 # The layers whose weights are packed into one: queries, keys and values; gates and ups.
 PACKED_TOGETHER = re.compile(r"(?<=\.)([qkv]_proj|(gate|up)_proj|w[13])(?=\.weight$)")
+NARROW = ("bfloat16", "float16")
 GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm takes rows of a multiple of so many bytes
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
 # and layers that only draft. Source: `_keys_to_ignore_on_load_unexpected` in transformers.
@@ -79,6 +80,11 @@ class LoadedModel:
     device: torch.device
     num_bytes: int
     quantization: str = ""  # the form of the linear layers' weights; "": floats of the dtype
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the weights are floats of 16 bits, and the dtype is float32."""
+        return self.quantization in NARROW
 
 
 def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
@@ -142,12 +148,13 @@ def weight_bytes(
     *,
     is_compiled: bool = True,
 ) -> int:
-    """Return the memory for a checkpoint's weights by the headers, without padding. Weights of 8 or
-    4 bits are expanded in a model that does not run compiled, and in the joined experts of a stock
-    module; those that are packed into one weight get one form (`joined_form`). A head that the
-    config ties counts once, because such a copy is the embedding's in all but damaged files."""
+    """Return the memory for a checkpoint's weights by the headers, without padding. Weights of 16
+    bits stay so in a compiled model (`stays_narrow`). Weights of 8 or 4 bits are expanded in a
+    model that does not run compiled, and in the joined experts of a stock module; those that are
+    packed into one weight get one form (`joined_form`). A head that the config ties counts once,
+    because such a copy is the embedding's in all but damaged files."""
     is_skeleton = isinstance(config, SkeletonConfig)
-    sizes: dict[str, list[tuple[Form | None, tuple[int, ...]]]] = {}
+    sizes: dict[str, list[tuple[Form | None, StoredTensor]]] = {}
     for tensor in checkpoint.tensors.values():
         if UNREAD.search(tensor.name) or _is_tied_copy(tensor, checkpoint, config):
             continue
@@ -157,13 +164,22 @@ def weight_bytes(
             is_end = tensor.shape[0] == config.vocab_size
             form = Form(8 if is_end else ROUNDED[quantization], GROUP)
         whole = PACKED_TOGETHER.sub("joined", tensor.name)
-        sizes.setdefault(whole, []).append((form, tensor.shape))
+        sizes.setdefault(whole, []).append((form, tensor))
     total = 0
     for parts in sizes.values():
         form = joined_form([form for form, _ in parts])
-        total += sum(form.num_bytes(shape) if form else prod(shape) * dtype.itemsize
-                     for _, shape in parts)  # fmt: skip
+        for _, tensor in parts:
+            is_narrow = is_compiled and is_skeleton and stays_narrow(tensor, dtype)
+            size = torch.float16.itemsize if is_narrow else dtype.itemsize
+            total += form.num_bytes(tensor.shape) if form else prod(tensor.shape) * size
     return total
+
+
+def stays_narrow(tensor: StoredTensor, dtype: torch.dtype) -> bool:
+    """Return whether a compiled model that computes in ``dtype`` keeps a weight in its own 16 bits:
+    kernels widen it to float32 exactly, in registers."""
+    is_narrow = FLOAT_SIZES.get(tensor.dtype) == torch.float16.itemsize
+    return is_narrow and len(tensor.shape) == 2 and dtype is torch.float32
 
 
 def _is_tied_copy(tensor: StoredTensor, checkpoint: Checkpoint, config: Any) -> bool:
@@ -204,6 +220,9 @@ def load_model(
     )
     if has_small_experts and not isinstance(module, Skeleton):
         form += " (experts expanded)"
+    narrow = [p for p in module.parameters() if p.dtype is not dtype]
+    if narrow and not form:
+        form = _name_of(max(narrow, key=torch.Tensor.numel).dtype)
     return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
 
@@ -314,7 +333,11 @@ def _assign_weights(
             # changed in place would change or crash a running server. And its tensors begin 8 bytes
             # after a cache line, which slows products of 8 rows down by up to a quarter (4096 ×
             # 2048, both dtypes, measured).
-            whole = checkpoint.read(parts[0].name).to(device, dtype, copy=True)
+            read = checkpoint.read(parts[0].name)
+            own = dtype
+            if isinstance(module, Skeleton) and stays_narrow(parts[0], dtype):
+                own = read.dtype
+            whole = read.to(device, own, copy=True)
         else:
             pieces = [checkpoint.read(part.name).to(dtype) for part in parts]
             whole = joining_of(expected).join(pieces, expected[name].shape).to(device)

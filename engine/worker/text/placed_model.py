@@ -181,7 +181,7 @@ def _sizes(
         checkpoint, config, dtype, spec.quantization, is_compiled=not objection
     )
     limit = context_limit(config, spec.max_model_len)
-    kv_dtype = pick_kv_dtype(spec.kv_cache_dtype, dtype)
+    kv_dtype = pick_kv_dtype(spec, dtype, checkpoint.main_dtype)
     pool = sizing(spec, shapes, kv_dtype, limit, state_bytes(states, dtype), num_bytes)
     sizes = Sizes(
         device,
