@@ -73,62 +73,96 @@ struct Stream {
     }
 };
 
-// Adds the products of a query's numbers with those of a key: 32 in bfloat16, else 16.
-template <class C>
-static inline v16 add_products(v16 acc, const float *query, const C *key) {
-    return acc + load(query) * load(key);
+// Loads a key's numbers to be multiplied with queries of type Q: 32 in bfloat16, else 16.
+template <class Q, class C>
+TRIOLET_INLINE auto key_numbers(const C *key) {
+    if constexpr (std::is_same_v<Q, bf16>)
+        return load_as<u16v>(key);
+    else
+        return load(key);
 }
 
-static inline v16 add_products(v16 acc, const bf16 *query, const bf16 *key) {
-    return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(key));
+TRIOLET_INLINE v16 add_products(v16 acc, const float *query, v16 key) {
+    return acc + load(query) * key;
 }
 
-// Does the same for a key's last 16 numbers, padded with 0 as those of the query are: the numbers
-// behind them in the cache belong to another head or to no sequence.
-static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
-    bf16 own[2 * LANES] = {};
-    memcpy(own, key, LANES * sizeof *key);
-    return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(own));
+TRIOLET_INLINE v16 add_products(v16 acc, const bf16 *query, u16v key) {
+    return add_pairs(acc, load_as<u16v>(query), key);
 }
 
-// Adds up the products of a query with KEYS_AT_ONCE keys: a vector for each key, whose sum is the
-// score.
-template <class C, class Q>
+// Adds up the products of HEADS queries, which are ``depth`` numbers apart, with KEYS keys: a vector
+// for each query and key, whose sum is the score, in products[HEADS][TILE].
+template <int HEADS, int KEYS, class C, class Q>
 static inline void multiply_keys(const Attention &call, const C *const *keys, long offset,
-                                 const Q *query, v16 *products) {
+                                 const Q *query, long depth, v16 *products) {
     constexpr long STEP = 64 / sizeof(Q);
     const long whole = call.width / STEP * STEP;
-    v16 acc[KEYS_AT_ONCE];
+    v16 acc[HEADS][KEYS];
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
 #pragma GCC unroll 16
-    for (int j = 0; j < KEYS_AT_ONCE; j++) acc[j] = splat(0.0f);
+        for (int j = 0; j < KEYS; j++) acc[h][j] = splat(0.0f);
     for (long d = 0; d < whole; d += STEP)
 #pragma GCC unroll 16
-        for (int j = 0; j < KEYS_AT_ONCE; j++)
-            acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
+        for (int j = 0; j < KEYS; j++) {
+            const auto key = key_numbers<Q>(keys[j] + offset + d);
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++)
+                acc[h][j] = add_products(acc[h][j], query + h * depth + d, key);
+        }
     if constexpr (sizeof(Q) == 2) {
         if (whole < call.width)
 #pragma GCC unroll 16
-            for (int j = 0; j < KEYS_AT_ONCE; j++)
-                acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
+            for (int j = 0; j < KEYS; j++) {
+                bf16 own[2 * LANES] = {};
+                memcpy(own, keys[j] + offset + whole, LANES * sizeof *own);
+                const u16v key = key_numbers<Q>(own);
+#pragma GCC unroll 4
+                for (int h = 0; h < HEADS; h++)
+                    acc[h][j] = add_products(acc[h][j], query + h * depth + whole, key);
+            }
     }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
 #pragma GCC unroll 16
-    for (int j = 0; j < KEYS_AT_ONCE; j++) store_as(products + j, acc[j]);
+        for (int j = 0; j < KEYS; j++) store_as(products + h * TILE + j, acc[h][j]);
 }
 
-// Computes the scores of a tile's keys, of one key head, for ``heads`` queries, which are ``depth``
-// numbers apart.
+// Computes the scores of a tile's keys, of one key head, for HEADS queries.
+template <int HEADS, class C, class Q>
+static inline void score_heads(const Attention &call, const C *const *keys, long offset,
+                               const Q *query, long depth, v16 scales, float *scores) {
+    constexpr int KEYS = KEYS_AT_ONCE / (HEADS == 3 ? 4 : HEADS);
+    v16 products[HEADS][TILE];
+    for (int j = 0; j < TILE; j += KEYS)
+        multiply_keys<HEADS, KEYS>(call, keys + j, offset, query, depth, products[0] + j);
+    for (int h = 0; h < HEADS; h++) {
+        v16 own = sums(products[h]);
+        if constexpr (HAS_SCALES<C>) own *= scales;
+        store(scores + h * PART, shape_scores(call, own));
+    }
+}
+
+// Does so for ``heads`` queries. Keys that are widened are widened once for several queries.
 template <class C, class Q>
 static void score_keys(const Attention &call, const Stream<C> &stream, long tile, long key_head,
                        const Q *query, long heads, long depth, float *scores) {
     const C *const *keys = stream.keys() + tile;
-    for (long head = 0; head < heads; head++, query += depth, scores += PART) {
-        v16 products[TILE];
-        for (int j = 0; j < TILE; j += KEYS_AT_ONCE)
-            multiply_keys(call, keys + j, key_head * call.width, query, products + j);
-        v16 own = sums(products);
-        if constexpr (HAS_SCALES<C>) own *= stream.scales(tile, key_head);
-        store(scores, shape_scores(call, own));
+    const long offset = key_head * call.width;
+    v16 scales = splat(0.0f);
+    if constexpr (HAS_SCALES<C>) scales = stream.scales(tile, key_head);
+    auto score = [&](auto count) {
+        score_heads<count.value>(call, keys, offset, query, depth, scales, scores);
+        heads -= count.value;
+        query += count.value * depth;
+        scores += count.value * PART;
+    };
+    if constexpr (!std::is_same_v<C, Q>) {
+        while (heads >= 4) score(std::integral_constant<int, 4>{});
+        if (heads == 3) score(std::integral_constant<int, 3>{});
+        if (heads == 2) score(std::integral_constant<int, 2>{});
     }
+    while (heads >= 1) score(std::integral_constant<int, 1>{});
 }
 
 // Turns scores [count] into ``weights``. The weights that pad the last tile become 0.
