@@ -1,4 +1,4 @@
-"""Measures what a dtype or weights of 8 or 4 bits cost a text model's accuracy.
+"""Measures what a dtype, weights of 8 or 4 bits or a narrow KV pool cost a text model's accuracy.
 
     python -m tools.lab.measure_quantization                   the shipped story model
     python -m tools.lab.measure_quantization DIR --text FILE   another model, over a text
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 STORIES = Path(__file__).parents[2] / "engine" / "demo" / "stories"
-WAYS = tuple(
-    (dtype, quantization)
-    for dtype in ("float32", "bfloat16")
-    for quantization in ("none", "int8", "int4")
+WAYS = (  # the dtype, the weights' quantization, and the KV pool's dtype
+    *(
+        (dtype, quantization, dtype)
+        for dtype in ("float32", "bfloat16")
+        for quantization in ("none", "int8", "int4")
+    ),
+    *(("float32", "none", pool) for pool in ("float16", "bfloat16", "int8")),
+    *(("bfloat16", "none", pool) for pool in ("float32", "int8")),
 )
 PIECE = 256  # tokens
 PIECES = 16
@@ -149,22 +153,28 @@ def accepted_sentences(quantization: str) -> float:
     return accepted_share(writer.generate_stories(prompts, seeds))
 
 
-def measure(directory: str, text: str) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield each combination's dtype, quantization and figures, as soon as they are measured."""
+def measure(directory: str, text: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield each combination's name and figures, as soon as they are measured."""
     stock = Model(directory, "float32", "none", is_stock=True)
     tokens = stock.tokens_of(text)[: PIECE * PIECES]
     pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens), PIECE)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     exact = [stock.logits(piece) for piece in pieces]
     stock.close()
-    for dtype, quantization in WAYS:
-        model = Model(directory, dtype, quantization, is_stock=False)
+    for dtype, quantization, pool in WAYS:
+        model = Model(directory, dtype, quantization, is_stock=False, kv_cache_dtype=pool)
         found = compare([model.logits(piece) for piece in pieces], exact, pieces)
         found["weight_bytes"] = model.num_bytes
         model.close()
-        if _is_story(directory) and dtype == "float32":
+        if _is_story(directory) and dtype == pool == "float32":
             found["sentences_accepted"] = accepted_sentences(quantization)
-        yield dtype, quantization, found
+        yield way_name(dtype, quantization, pool), found
+
+
+def way_name(dtype: str, quantization: str, pool: str) -> str:
+    """Return the name of a combination: the dtype, and what differs from it."""
+    parts = [dtype, "" if quantization == "none" else quantization]
+    return " ".join(filter(None, [*parts, "" if pool == dtype else f"with a KV pool of {pool}"]))
 
 
 def _is_story(directory: str) -> bool:
@@ -183,10 +193,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--text is needed for a model other than the shipped one")
     text = args.text.read_text(encoding="utf-8") if args.text else story_text()
     figures: dict[str, dict[str, float]] = {}
-    for dtype, quantization, found in measure(args.model, text):
-        figures[f"{dtype}, {quantization}"] = found
-        line = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
-        print(f"{dtype:<9} {quantization:<5}{line}", flush=True)
+    for name, found in measure(args.model, text):
+        figures[name] = found
+        line = "  ".join(f"{figure} {value:.6g}" for figure, value in found.items())
+        print(f"{name:<32}  {line}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -9,10 +9,13 @@ has the shape of LFM2-350M: six of its 16 layers have attention, the others shor
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints.text import PRESETS, Shape, make
 from tools.lab.bench.wire import ROOT
@@ -74,6 +77,23 @@ def checkpoint(name: str) -> Path:
         make(model.directory, model.arch, model.shape, dtype="bfloat16", extra=model.extra)
         (model.directory / "complete").touch()
     return model.directory
+
+
+def in_float32(name: str) -> Path:
+    """Return the directory of the checkpoint with the same numbers in float32, and write it if it
+    is missing."""
+    source = checkpoint(name)
+    directory = source.with_name(source.name.replace("bf16", "f32"))
+    if not (directory / "complete").exists():
+        shutil.copytree(
+            source, directory, ignore=shutil.ignore_patterns("*.gguf", "complete"),
+            dirs_exist_ok=True,
+        )  # fmt: skip
+        for file in directory.glob("*.safetensors"):
+            wide = {key: tensor.float() for key, tensor in load_file(file).items()}
+            save_file(wide, file, {"format": "pt"})
+        (directory / "complete").touch()
+    return directory
 
 
 def gguf(name: str, kind: str = "") -> Path | None:

@@ -1,5 +1,5 @@
-"""Measures what a dtype and weights of 8 or 4 bits cost the story model in accuracy, against the
-stock model in float32, and the bytes of its weights.
+"""Measures what a dtype, weights of 8 or 4 bits and narrow KV pools cost the story model in
+accuracy, against the stock model in float32, and the bytes of its weights.
 
 `tools.lab.measure_quantization` says what each figure is, and measures other models. The figures do
 not depend on the machine's speed, so they are measured once.
@@ -30,10 +30,7 @@ def run() -> list[Row]:
     """Return the bench's rows."""
     text = measure_quantization.story_text()
     rows = []
-    for dtype, quantization, found in measure_quantization.measure(
-        str(measure_quantization.STORIES), text
-    ):
-        way = dtype if quantization == "none" else f"{dtype} {quantization}"
+    for way, found in measure_quantization.measure(str(measure_quantization.STORIES), text):
         for figure, value in found.items():
             name, unit, factor = SHOWN[figure]
             rows.append(Row(f"{name}: {way}", factor * value, unit, n=1))

@@ -42,6 +42,7 @@ class TrioletEngine:
             dtype=settings["dtype"],
             threads=settings["threads"],
             quantization=settings.get("quantization", "none"),
+            kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
             tp=settings.get("tp", 1),
             runner=settings.get("runner", "thread"),
             speculation="off",  # a step is one token of each sequence, as in the other engines
