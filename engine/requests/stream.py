@@ -52,7 +52,7 @@ EventT = TypeVar("EventT")
 log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_S = 0.020  # D18: with 0.010 s, some clients got a reset instead of a status
-DEADLINE_MARGIN_SHARE = 0.10  # of a short timeout, this share is the margin
+DEADLINE_MARGIN_SHARE = 0.10  # the margin is at most this share of the timeout
 # A reader on another thread frees message slots when it has taken 1 / RELEASE_SHARE of the buffer:
 # waking the Trio thread for every token would cost more than the token.
 RELEASE_SHARE = 4

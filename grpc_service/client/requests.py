@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_service.client import messages
 
 MessageT = TypeVar("MessageT", bound=Message)
-Given: TypeAlias = MessageT | Mapping[str, Any]  # the forms of a message in arguments
+Given: TypeAlias = MessageT | Mapping[str, Any]  # what programs may pass for a message
 Conversation: TypeAlias = str | Iterable[messages.Message | Mapping[str, Any]]
 
 SHOWN_CHARS_MAX = 60  # characters of a wrong value in an error message

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.connection import Shared
     from grpc_service.rpc.sockets import PlainTransport
 
-# Of an answer that its client does not read, in the system's memory, which takes megabytes without
-# this: so a request is parked soon. Guess: as gRPC's window of a stream.
+# The most bytes of an answer in the socket's buffer. Without this limit the buffer takes megabytes,
+# and a request whose client does not read is parked late. Guess: as gRPC's window of a stream.
 UNSENT_BYTES = 2**16
 CLOSE_PATIENCE_S = 1.0  # for the last bytes of an answer that ends its connection. Guess.
 

@@ -312,7 +312,7 @@ def _sampling_of(fields: Fields) -> SamplingParams:
         top_k=_top_k_of(fields),
         max_tokens=next(iter(found), None),
         min_tokens=fields.whole("min_tokens"),
-        seed=None if seed is None else seed % 2**64,  # a negative one has the same bits
+        seed=None if seed is None else seed % 2**64,  # negative seeds by their bits
         ignore_eos=fields.switch("ignore_eos"),
         stop=fields.texts("stop", most_of("SamplingParams.stop"), one=True),
         stop_token_ids=fields.ids("stop_token_ids", most_of("SamplingParams.stop_token_ids")),

@@ -257,7 +257,7 @@ def hidden_states(model):
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(zoo, tmp_path, fields, said):
-    """Otherwise an adapter would be computed in part, or silently as the base model."""
+    """Red if a field is ignored: a part of the adapter would be missing from each answer."""
     base = zoo.directory("llama")
     directory = write_by_hand(tmp_path, base)
     edit_json(directory / "adapter_config.json", **fields)
@@ -267,7 +267,7 @@ def test_what_is_not_computed_is_refused_by_name(zoo, tmp_path, fields, said):
 
 
 def test_a_tensor_without_a_place_or_a_place_without_its_tensor_is_refused(zoo, tmp_path):
-    """So are tensors of another shape or with infinite numbers, and pickled or truncated files."""
+    """Tensors of another shape or with infinite numbers, and damaged files, are refused, too."""
     base = zoo.directory("llama")
     host = Adapted(base).execution.adapters
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
@@ -324,7 +324,7 @@ def test_a_shape_has_sizes_only(tmp_path, shape):
 
 @pytest.mark.parametrize("shape", [[1 << 40, 1], [10**400, 10**400], [1 << 20, 1 << 20]])
 def test_a_header_names_no_more_numbers_than_the_file_has_bytes(tmp_path, shape):
-    """Otherwise a damaged file would reserve so much memory that its base model cannot load."""
+    """Red if a damaged file can reserve so much memory that its base model cannot load."""
     header = {"x.lora_A.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
     with pytest.raises(Refusal, match="cut short or is not a safetensors file"):
         measure_adapter(str(files_in(tmp_path, json.dumps(header).encode() + b" " * 4)))

@@ -20,7 +20,8 @@ CALLS = "{% for c in m.tool_calls %}[{{ c.function.name }} "
 AS_JSON, AS_TEXT = "{{ c.function.arguments | tojson }}]", "{{ '' + c.function.arguments }}]"
 MISSING, EMPTY, NULL = {}, {"content": ""}, {"content": None}
 
-# Each template, with the content and the arguments with which transformers renders the call by it.
+# Chat templates. Each has the forms of a call's content and arguments with which transformers
+# renders the call by this template.
 TEMPLATES = {
     "the common kind": (
         f"{LOOP}{{{{ m.content }}}}{CALLS}{AS_JSON}{{% endfor %}}{END}", MISSING, ARGUMENTS),

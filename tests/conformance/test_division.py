@@ -395,8 +395,8 @@ def test_followers_learn_that_the_first_rank_could_not_sample(divided, monkeypat
 
 
 def test_a_continued_choice_that_cannot_go_on_does_not_part_the_ranks(divided):
-    """Only the first rank knows constraints, and so that a continued answer does not fit its
-    constraint. All ranks compute forwards of the same shapes nevertheless."""
+    """Only the first rank has constraints, and finds that a continued answer breaks one. All ranks
+    compute forwards of the same shapes nevertheless."""
     loaded = divided("llama")
     runner, info = loaded.runner, loaded.info
     form = Constraint("choice", "yes\0no")

@@ -328,7 +328,7 @@ FORMS = {
 
 @pytest.mark.parametrize("answer", FORMS)
 def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
-    """So a model that writes as it was trained accepts forced tokens at every place."""
+    """Models are trained on the tokens that the tokenizer makes of a text, and so accept these."""
     runner, _ = load_runner("demo-stories")
     with closing(runner):
         constraint = Constraint("json_schema", FORMS[answer])

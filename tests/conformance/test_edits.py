@@ -270,7 +270,7 @@ def test_typical_p_keeps_what_transformers_keeps(seed, spread, sampling):
 
 
 def test_typical_p_drops_the_likeliest_where_it_is_not_typical():
-    """So typical_p does not keep a prefix of the sorted tokens: here it drops the likeliest one."""
+    """typical_p does not keep a prefix of the tokens sorted by probability."""
     scores = torch.tensor([4.0, *[1.0] * 40])
     sampling = Sampling(typical_p=0.4)
     for way in ("rows", "batch"):

@@ -146,7 +146,7 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(checkpoints, t
 
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path, monkeypatch, name):
-    """This planted fault would turn the test above red."""
+    """The test above fails if queries' rows are left in llama.cpp's order."""
     path = write_model(checkpoints(name), tmp_path / "model.gguf")
     with GgufFile(path) as file:
         file.write_config(tmp_path)

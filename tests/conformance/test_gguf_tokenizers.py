@@ -112,7 +112,7 @@ def test_where_llama_cpp_differs_from_training_text_is_split_as_in_training(
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "deepseek-llm", ""])
 def test_a_marker_is_one_id_of_the_file_and_comes_back_as_it_is(load, pre):
-    """Even a marker with a space, or with letters that stand for no byte, such as DeepSeek's."""
+    """Markers may have a space, or letters that stand for no byte, such as DeepSeek's."""
     texts = draw_texts(1)
     fields = byte_level(pre, texts)
     tokens = fields["tokenizer.ggml.tokens"]

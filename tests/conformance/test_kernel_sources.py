@@ -93,8 +93,7 @@ def test_only_the_files_of_the_processor_know_it():
 
 @pytest.mark.parametrize("name", sorted(path.name for path in native.SOURCES.glob("*.h")))
 def test_each_header_compiles_alone_without_a_warning(name, tmp_path):
-    """So each header includes what it uses. Its functions may be unused, as other files call
-    them."""
+    """Each header includes what it uses. Its functions may be unused, as other files call them."""
     alone = tmp_path / "alone.cpp"
     alone.write_text(f'#include "{native.SOURCES / name}"\n')
     assert compile_source(alone, "-Wno-unused-function", "-fsyntax-only") == ""

@@ -156,7 +156,7 @@ def test_scales_of_other_heads_are_seen(zoo, exact, way):
 
 
 def test_replicas_of_different_dtypes_share_no_prefix():
-    """Their blocks' keys differ, so that no router takes one's cached prefix for another's."""
+    """Blocks of different dtypes have different keys, by which routers know cached prefixes."""
     limits = {"num_blocks": 64, "block_size": 16, "max_model_len": 64, "num_states": 0}
     config = EngineConfig(models=("demo-stories",))
     roots = {

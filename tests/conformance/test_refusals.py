@@ -291,7 +291,7 @@ def test_the_probe_refuses_a_model_that_drops_keywords(monkeypatch, tmp_path, na
 
 
 def test_hunyuans_rotary_is_called_dynamic_and_is_not():
-    """Its alpha fixes the frequencies; a "dynamic" rotary without alpha is refused."""
+    """Hunyuan's alpha fixes the frequencies; a "dynamic" rotary embedding without it is refused."""
     fixed = {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0}
     hunyuan = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
     assert find(hunyuan | {"rope_scaling": fixed}).module == "hunyuan_v1_dense"

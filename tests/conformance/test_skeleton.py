@@ -406,6 +406,6 @@ for quantization in ("none", "int4"):
 
 @pytest.mark.slow
 def test_a_compiled_model_is_served_without_transformers():
-    """Nor is torch's compiler imported, which takes as long as importing torch itself."""
+    """Torch's compiler, whose import takes as long as torch's own, is not imported either."""
     heavy = {"transformers", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
     assert not heavy & imported_by(SERVES_THE_DEMO)

@@ -141,7 +141,7 @@ def test_pieces_have_the_tokens_of_the_text(kind):
 
 @pytest.mark.parametrize("kind", ["llama_legacy", "wide tokens", "a greedy mask", "byte_level"])
 def test_places_that_are_not_compared_give_other_tokens(kind, monkeypatch):
-    """Without Rule 2 of `text_pieces`, which compares tokens, some text has others in pieces."""
+    """Without Rule 2 of `text_pieces`, some text has other tokens in pieces than as a whole."""
     tokenizer = HfTokenizer(KINDS[kind]())
     monkeypatch.setattr(TextDivider, "_is_place", lambda *_, **__: True)
     monkeypatch.setattr(text_pieces, "_starts_within", lambda *_: set())  # switches off Rule 1, too

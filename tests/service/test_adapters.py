@@ -77,7 +77,7 @@ async def test_replicas_that_read_different_files_serve_neither():
 
 
 async def test_a_load_without_memory_for_every_replica_leaves_none_with_it():
-    """Loading takes twice what an adapter keeps. The second replica's share does not fit."""
+    """A load takes twice an adapter's memory; that of the second replica does not fit."""
     world = World(2, adapters=[sql()])
     async with world.open() as engine:
         await engine.load_model("fake")
@@ -94,7 +94,7 @@ async def test_a_load_without_memory_for_every_replica_leaves_none_with_it():
 
 
 async def test_an_adapter_that_takes_more_than_was_measured_is_given_back():
-    """Its files grew between measuring and loading; the difference was not reserved."""
+    """The files grew between measuring and loading, and the difference was not reserved."""
     world = World(1, adapters=[sql()])
     async with world.open() as engine:
         await engine.wait_ready()

@@ -492,7 +492,7 @@ def test_a_drain_cuts_a_request_whatever_its_phase(how, code, case):
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
-    """New requests are refused meanwhile."""
+    """New requests are refused during the drain."""
     with in_drain(case, 0) as (place, asked):
         kind = place.kind
         fields = {"model": kind.model} | kind.after

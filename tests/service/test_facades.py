@@ -199,7 +199,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_request_that_nobody_reads_any_more_ends(facade, way):
-    """Such a request ends at once, and its blocks are free."""
+    """The request ends at once, and its blocks are free."""
     run(way, facade, in_process_buffer=4)
 
 

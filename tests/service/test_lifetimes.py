@@ -368,7 +368,7 @@ def silent_calls(own, stack, count):
 
 @pytest.mark.slow
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
-    """Such calls hold no blocks, others are served, and a connection may have 64."""
+    """Unread calls hold no blocks, others are served, and a connection may have 64 of them."""
     engine = {"stream_buffer": UNREAD_TOKENS}
     with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel

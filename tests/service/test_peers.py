@@ -73,7 +73,7 @@ def test_a_stopped_process_that_goes_on_in_time_gets_every_token():
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [LONG, 10**6])
 def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):
-    """Its request is parked or in mid-stream; its kernel takes bytes, but answers no pings."""
+    """A stopped process is a half-dead client: its kernel takes bytes, and no ping is answered."""
     script, engine = {}, {"stream_buffer": BUFFER}
     if max_tokens > LONG:
         script, engine = {"step_s": 0.1}, {}

@@ -260,7 +260,7 @@ def test_promtool_takes_the_rules():
 
 
 def test_every_panel_of_the_dashboard_shows_something(tmp_path):
-    """Except the panel of worker processes, which this server has not."""
+    """The panel of worker processes is left out, as this server has none."""
     board = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]

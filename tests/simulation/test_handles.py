@@ -474,7 +474,7 @@ async def test_a_closed_chat_refuses(engine, *, seed):
 
 @in_engine(0)
 async def test_a_handle_holds_no_stop_state_of_its_own(engine):
-    """Only the class `Handle` has such state; the supervisor has the generations' scopes."""
+    """Only the base class `Handle` has flags and events; scopes belong to the supervisor."""
     shared = vars(Handle("handle"))
     for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):
         held = [type(value) for name, value in vars(handle).items() if name not in shared]

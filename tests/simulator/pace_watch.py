@@ -48,7 +48,7 @@ class PaceWatch:
 
     def _alone(self) -> float:
         target_s, budget = self._config.step_time_target_s, self._config.max_num_batched_tokens
-        if not (target_s and any(self._times._prompts[:4])):  # a step with an eighth of the budget
+        if not (target_s and any(self._times._prompts[:4])):  # no step was that large
             return math.inf
         in_time = self._times.tokens_in(max(target_s, 4 * self._fewest_s), doubles=False)
         return max(in_time, -(-budget // 8))

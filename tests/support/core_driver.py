@@ -139,7 +139,7 @@ class Driver(StepDriver):
         return list(outputs[choice]) if outputs else []
 
     def check_counts(self):
-        """Check also every token that came out."""
+        """Check the statistics, and every token that came out."""
         super().check_counts()
         self.check_tokens()
 

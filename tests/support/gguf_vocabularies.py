@@ -70,9 +70,8 @@ SPACES = (
 # four spaces, which Phi-3 lacks.
 STRIPPED = ("\u00a0", "\u3000", " \u00a0", "\x85", "\u2009", "    ")
 # By pre-tokenizer: words and spaces that llama.cpp splits otherwise than the models were trained
-# with, so that no text has them. By its own comments, in some expressions every letter beside A to
-# Z is small and capital at once and a mark is no letter, and a space beside ASCII's lies in no
-# range.
+# with, so that no text has them. As its comments say, in some regular expressions it takes letters
+# other than A to Z for both cases and marks for no letters, and ranges have only ASCII's spaces.
 WITHOUT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), CASED),
     "deepseek-llm": ("\u3000",),

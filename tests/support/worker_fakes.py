@@ -36,8 +36,8 @@ class CannotPickle(Exception):
 
 
 def make(spec, capability):
-    """Make a fake, in the worker process. A rank of a group also behaves as ``ranks`` says, and the
-    names of its files end with its number."""
+    """Make a fake, in the worker process. A rank of a group also does what ``ranks`` says of it;
+    the names of the files that it makes end with its number."""
     asked = json.loads(spec.model)
     if spec.tp > 1:
         own = asked.get("ranks", {}).get(str(spec.rank), {})

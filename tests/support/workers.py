@@ -37,7 +37,7 @@ class Files:
         self._front, self._end = context.RawValue("i", 0), context.RawValue("i", count)
 
     def take(self, at_front):
-        """Return the number of the first or the last file; None if none is left."""
+        """Return the number of the first or the last untaken file; None if there is none."""
         with self._lock:
             if self._front.value == self._end.value:
                 return None
@@ -89,7 +89,7 @@ class Workers:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         if session.testsfailed:
-            return None  # the collection failed, which pytest's own loop says
+            return None  # pytest's own loop reports the failed collection
         files = [list(items) for _, items in groupby(session.items, lambda one: one.path)]
         self._files = in_order(files, read_seconds(self._config.rootpath))
         self._config._tmp_path_factory.getbasetemp()  # makes the directory that all workers use

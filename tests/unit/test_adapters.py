@@ -48,7 +48,7 @@ def put(registry, name, aliases=()):
 
 
 def test_an_alias_that_is_given_twice_counts_once():
-    """Such an adapter can be replaced and unloaded like any other."""
+    """An adapter that names an alias twice can be replaced and unloaded like any other."""
     registry = registry_of()
     put(registry, "m:x", ("a", "a"))
     entry, version = put(registry, "m:x", ("a", "b", "a"))
@@ -173,7 +173,7 @@ async def test_two_loads_at_once_never_share_an_alias(autojump_clock, monkeypatc
 
 
 async def test_a_replica_that_is_loaded_drops_what_is_unloaded_meanwhile(autojump_clock):
-    """So the memory of a forgotten adapter is free once the replica serves."""
+    """The memory of an adapter that is unloaded during the load is free once the replica serves."""
     registry = registry_of(AdapterConfig("x", "x"), AdapterConfig("y", "y"))
     entry, store, found = registry.entries["m"], Store(), {}
     async with adapters_of(registry) as adapters, trio.open_nursery() as nursery:

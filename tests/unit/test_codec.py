@@ -468,7 +468,7 @@ def test_an_event_that_cannot_be_split_is_sent_whole():
 
 
 def test_a_text_that_does_not_fit_in_a_message_is_too_large():
-    """As many tokens as a request may have make such a text if each has more than 16 bytes."""
+    """The most tokens that a request may have make such a text if each has more than 16 bytes."""
     assert len(text_encoder.encode_text("x" * 4_000_000).text) == 4_000_000
     with pytest.raises(RequestTooLarge) as caught:
         text_encoder.encode_text("x" * 4 * 2**20)

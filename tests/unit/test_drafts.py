@@ -767,7 +767,7 @@ def _for_the_first(tokens, seed, choice):
 
 
 def test_a_draft_model_does_not_count_in_the_rates_of_steps():
-    """Otherwise the engine would believe that prompts beside a draft model are slow."""
+    """Red if the engine believes that prompts beside a draft model are slow."""
     driver = with_model(always_right, draft_s=0.5)
     driver.submit(make_request("a", range(1, 6), max_tokens=60))
     while (plan := driver.begin_step()) is not None:
@@ -812,7 +812,7 @@ def test_preempted_sequences_with_a_draft_model_keep_their_tokens(num_blocks):
 
 
 def test_the_pace_of_decodes_is_that_without_drafts():
-    """Otherwise a step would get more prompt tokens the longer its drafts take, and fewer if every
+    """Else a step would get more prompt tokens the longer its drafts take, and fewer if every
     step that was measured had drafts."""
     driver = drafting(inter_token_target_s=0.1)
     driver.submit(make_request("a", range(1, 6), max_tokens=40))

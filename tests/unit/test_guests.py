@@ -315,7 +315,7 @@ def test_guests_that_are_not_parked_yet_go_on_up_to_their_share_of_the_seats():
 
 
 def test_guests_that_hold_no_block_are_not_looked_at():
-    """So a step of other requests takes no longer the more guests there are."""
+    """A step of other requests takes the same time, however many guests there are."""
     line = Line(max_queued_requests=200)
     line.send("other", max_tokens=40, first=50)
     line.step()

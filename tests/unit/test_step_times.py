@@ -144,7 +144,7 @@ def test_a_size_that_was_never_measured_bounds_no_step(decodes):
 
 
 def test_before_a_step_of_decodes_alone_the_shortest_step_with_prompts_is_the_shortest():
-    """Otherwise steps with a high fixed cost would be made small, and hardly become faster."""
+    """Red if steps with a high fixed cost are made small, which hardly makes them faster."""
     times = step_times(800, step_s=0.2)
     for seconds, prompt in ((0.5, 800), (0.4, 400), (0.6, 800)):
         note(times, seconds, prompt=prompt)

@@ -35,7 +35,7 @@ class Credit:
         self.capacity = capacity
         self.free = capacity  # slots that neither hold a message nor are promised to a plan
         self.reserved = 0  # slots promised to plans in flight
-        self.again = 0  # messages sent again without slots; released first
+        self.again = 0  # messages without slots, sent again to a new reader
         self.starved = False
         self.waits_until = -math.inf  # until when a reader that has left may come back
 

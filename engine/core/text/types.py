@@ -286,8 +286,8 @@ class PrefixObserver(Protocol):
         ``parent``; None stands for the beginning of a prompt."""
 
     def removed(self, key: bytes) -> None:
-        """Take note that the block cannot be matched any more. The key may be one of a salt, which
-        was never `stored`."""
+        """Take note that the block cannot be matched any more. `stored` was not called for the key
+        if the block's request had a ``cache_salt``."""
 
     def cleared(self) -> None:
         """Take note that the prefix cache was emptied: no prompt finds a block in it."""

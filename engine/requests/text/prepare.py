@@ -325,7 +325,7 @@ def _outputs(
 
 
 def _bound_of(options: PromptOptions, info: ModelInfo) -> TokenBound:
-    """Return how many tokens of a prompt's text are wanted."""
+    """Return the bound up to which a prompt's text is tokenised: the truncation, or the context."""
     if options.truncate_to is None:
         return TokenBound(info.max_model_len - 1)
     return TokenBound(

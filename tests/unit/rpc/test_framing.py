@@ -183,7 +183,7 @@ def test_another_compression_is_unsupported(encoding):
 
 
 def test_messages_that_nobody_takes_are_bounded():
-    """Otherwise a client could fill the memory by messages to a method that reads one request."""
+    """Red if a client can fill the memory by messages to a method that reads one request."""
     reader = MessageReader(LIMIT)
     for _ in range(10_000):
         reader.feed(framed(b""))

@@ -33,7 +33,7 @@ FIRST_WEIGHT = 2.0  # estimate: the expected share counts as this many tokens of
 LEAST_WEIGHT = 0.1  # estimate: a sequence's share is that of about its last ten tokens
 LEAST_WEIGHT_OF_ALL = 0.01  # estimate: the share of all sequences is that of about 100 tokens
 TRY_EVERY, TRY_EVERY_MAX = 16, 256  # declined offers before a try, at first and at most; estimates
-EARNED = 0.01  # estimate: what a step without the draft model adds to its budget, in steps
+EARNED = 0.01  # estimate: steps that each step without the draft model adds to the model's budget
 EARNED_LEAST = EARNED / 4  # estimate
 BUDGET_STEPS = 20.0  # estimate: a draft model reads a prompt of some thousand tokens in that time
 

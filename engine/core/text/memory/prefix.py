@@ -112,7 +112,7 @@ class PrefixCache:
             self.observer.cleared()
 
     def check(self) -> None:
-        """Check that keys and blocks map to each other, and that the pool marks as many as cached.
+        """Check that keys and blocks map to each other, and that the pool counts as many blocks.
 
         Raises:
             AssertionError: One of these does not hold.
