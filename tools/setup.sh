@@ -22,7 +22,8 @@ find_python() {
     return 1
 }
 
-# setup EXTRAS: install the project with EXTRAS ("" or "[dev]") in the versions of constraints.txt.
+# setup EXTRAS: install the project with EXTRAS ("[openai]" or "[dev]", which has all that the other
+# has) in the versions of constraints.txt.
 setup() {
     local extras=$1 venv="$root/.venv" python stamp
     stamp=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
@@ -30,7 +31,7 @@ setup() {
     if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.triolet-dev" 2>/dev/null)" = "$stamp" ]; then
         return
     fi
-    if [ -z "$extras" ] && [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.triolet-serve" 2>/dev/null)" = "$stamp" ]; then
+    if [ "$extras" != "[dev]" ] && [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.triolet-serve" 2>/dev/null)" = "$stamp" ]; then
         return
     fi
     python=$(find_python) || return 1
@@ -42,5 +43,5 @@ setup() {
     # torch comes first and alone, in its exact version, so that no other package decides its build
     "${install[@]}" "$(grep '^torch==' "$root/constraints.txt")" || return 1
     "${install[@]}" -c "$root/constraints.txt" -e "$root$extras" || return 1
-    if [ -n "$extras" ]; then echo "$stamp" >"$venv/.triolet-dev"; else echo "$stamp" >"$venv/.triolet-serve"; fi
+    if [ "$extras" = "[dev]" ]; then echo "$stamp" >"$venv/.triolet-dev"; else echo "$stamp" >"$venv/.triolet-serve"; fi
 }

@@ -258,7 +258,7 @@ class TextStream(_Stream):
         made: dict[str, Any] = {"index": choice, "text": text, "logprobs": None}
         at = self._offsets.setdefault(choice, 0)
         if self._with_logprobs:
-            made["logprobs"] = _text_logprobs(logprobs, at)
+            made["logprobs"] = _text_logprobs(logprobs, text, at)
         self._offsets[choice] = at + len(text)
         if self._with_ids:
             made["token_ids"] = [one for event in tokens for one in event.token_ids]
@@ -362,11 +362,11 @@ class TextWhole(_Whole):
     kind = "text_completion"
 
     def _content(self, index: int, kept: _Kept) -> dict[str, Any]:
-        logprobs = None
+        text, logprobs = "".join(kept.text), None
         if self._with_logprobs:
             entries = [*self._prompt_logprobs[index // self._num_choices], *kept.logprobs]
-            logprobs = _text_logprobs(entries, 0)
-        return {"text": "".join(kept.text), "logprobs": logprobs}
+            logprobs = _text_logprobs(entries, text, 0)
+        return {"text": text, "logprobs": logprobs}
 
 
 # ---- parts
@@ -388,11 +388,14 @@ def _token(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
 
-def _text_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    offsets = []
+def _text_logprobs(entries: Sequence[TokenLogprob], text: str, offset: int) -> dict[str, Any]:
+    """Return the log-probabilities of tokens, whose ``text`` begins at ``offset``. A special token
+    that the text leaves out takes no place in it."""
+    offsets, at = [], 0
     for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.text)
+        offsets.append(offset + at)
+        if text.startswith(entry.text, at):
+            at += len(entry.text)
     return {
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],

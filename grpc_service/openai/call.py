@@ -7,6 +7,7 @@ a stream of events that fails ends with an event that has the error.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from grpc_service.access.rpc_record import CallRecord
 from grpc_service.openai.errors import HttpError, answer_of
 from grpc_service.openai.json_text import encode_json
 from grpc_service.rpc.errors import Disconnected, TooManyHeld
-from grpc_service.rpc.held_bytes import Holding
+from grpc_service.rpc.held_bytes import CALL_BYTES, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ class HttpCall:
         self.is_lost = False
         self.on_answer: Callable[[], None] = lambda: None
         self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.turns: trio.Lock | None = None  # of several writers
         self.is_closing = False  # no other request may follow on the connection
         self._receive = receive
         self._send = send
@@ -115,11 +117,13 @@ class HttpCall:
         may_read, evicted = trio.Event(), trio.CancelScope()
         holding = Holding(self.connection.holder, evicted.cancel, may_read.set)
         until = min(self.deadline, trio.current_time() + limits.request_timeout_s)
+        held.set_bytes(holding, CALL_BYTES)  # else closing it would not end its wait for room
         try:
             with trio.move_on_at(until), evicted:
                 if num_missing > GROW_BYTES:
                     held.ask_to_grow(holding, num_missing)
-                    await may_read.wait()
+                    await self._wait_here(may_read)
+                    held.set_bytes(holding, CALL_BYTES + 1)  # the wait was no stall of the client
                 parts, size = [], 0
                 while True:
                     message = await self._receive()
@@ -130,7 +134,7 @@ class HttpCall:
                     size += len(parts[-1])
                     if size > max_bytes:
                         raise _too_large(size, max_bytes)
-                    held.set_bytes(holding, size)
+                    held.set_bytes(holding, CALL_BYTES + size)
                     if not message.get("more_body", False):
                         self._has_body = True
                         return b"".join(parts)
@@ -145,6 +149,15 @@ class HttpCall:
             )
         seconds = f"{limits.request_timeout_s:g} s"
         raise HttpError(408, "REQUEST_TIMEOUT", f"the request did not come within {seconds}")
+
+    async def _wait_here(self, event: trio.Event) -> None:
+        """Wait for ``event`` while nothing is read. Raises Disconnected if the client leaves."""
+        while not event.is_set():
+            with trio.move_on_after(LOOK_S):
+                await event.wait()
+            if self.connection.stream.has_left:
+                self.is_lost = True
+                raise Disconnected
 
     async def watch(self) -> None:
         """Cancel ``scope`` when the client leaves, from the request's end on.
@@ -174,12 +187,13 @@ class HttpCall:
             Disconnected: the client has left.
         Cancellation: part of it may have been sent, and the connection is cut.
         """
-        if self._is_stream:
+        async with self.turns or contextlib.nullcontext():
+            if not self._is_stream:
+                await self.answer(200, message)
+                return
             if self.status is None:
                 await self._start(200, EVENTS, [(b"x-accel-buffering", b"no")])
             await self._send_part(message)
-        else:
-            await self.answer(200, message)
 
     def try_write(self, data: bytes) -> bool:
         """Write a part of a stream now; return False if the task has to do it."""

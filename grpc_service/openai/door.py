@@ -306,6 +306,7 @@ class Door:
             await self._writer(record, work, 0).serve(self._backend.engine, work.requests[0])
             return
         failed: list[Exception] = []
+        call.turns = trio.Lock()
         async with trio.open_nursery() as nursery:
 
             async def serve(source: int, request: ClientRequest) -> None:

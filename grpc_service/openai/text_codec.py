@@ -73,7 +73,7 @@ def rename(path: str) -> str:
     if path in RENAMED:
         return RENAMED[path]
     path = re.sub(r"^(sampling|prompt|output|chat)\.", "", path)
-    path = path.replace(".parts[", ".content[").replace("].image", "].image_url.url")
+    path = re.sub(r"\]\.image$", "].image_url.url", path.replace(".parts[", ".content["))
     path = re.sub(r"(tool_calls\[\d+\])\.name", r"\1.function.name", path)
     path = re.sub(r"^(tools\[\d+\])\.", r"\1.function.", path)
     return path.replace(".arguments_json", ".function.arguments")

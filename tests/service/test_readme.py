@@ -25,11 +25,12 @@ import pytest
 from engine.config import DEMO_MODELS
 from tests.support import prestarted, toolchains
 from tests.support.programs import ROOT
-from tests.support.server import SERVING_IMPORTS, real
+from tests.support.server import SERVING_IMPORTS, openai_port_of, real
 from tests.support.wire import SERVING, health, wait_until
 from tools.lab.demo.drawings import held_out_drawing, png_of
 
 ADDRESS = "127.0.0.1:50051"
+OPENAI_ADDRESS = "127.0.0.1:8000"
 SECOND_ADDRESS = "127.0.0.1:50052"  # the address of a server with models that take images
 LIMIT_S = 120
 BLOCK = re.compile(
@@ -132,7 +133,7 @@ def test_every_block_of_code_runs_or_says_why_not():
 @pytest.fixture(scope="module")
 def server():
     """Run `triolet serve` as in the README, until all three models are ready."""
-    with real(model=None) as one:
+    with real("--openai-port", "0", model=None) as one:
         for name in DEMO_MODELS:
             wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
         yield one
@@ -164,8 +165,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("snippet", RUNNING)
 def test_a_snippet_runs(request, folder, snippet):
     is_second = SECOND_ADDRESS in snippet.text
-    address = request.getfixturevalue("second_server" if is_second else "server").address
+    server = request.getfixturevalue("second_server" if is_second else "server")
+    address = server.address
     text = snippet.text.replace(SECOND_ADDRESS if is_second else ADDRESS, address)
+    if OPENAI_ADDRESS in text:
+        text = text.replace(OPENAI_ADDRESS, f"127.0.0.1:{openai_port_of(server)}")
     env = os.environ | {
         "ADDRESS": address,
         "PYTHON": sys.executable,

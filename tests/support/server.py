@@ -36,6 +36,7 @@ DEMO = ROOT / "engine" / "demo" / "stories"
 START_LIMIT_S = 30.0
 MODEL_START_LIMIT_S = 120.0  # the server imports torch and transformers, perhaps from a cold disk
 END_LIMIT_S = 20.0
+OPENAI_PORT = re.compile(r"OpenAI's API is served on https?://\S+:(\d+)/v1")
 READY = re.compile(r"Triolet is ready on (\S+) after")
 TROUBLE = re.compile(
     r"^(?=.*(Traceback|\b(ERROR|CRITICAL)\b|Exception ignored|never awaited|Warning:)).*$",
@@ -266,6 +267,11 @@ def real(*args, model=DEMO, uds=None):
         server.address = found[1]
         with connect(server.address) as server.channel:
             yield server
+
+
+def openai_port_of(server):
+    """Return the port on which `triolet serve` answers OpenAI's API."""
+    return int(server.wait_for_output(lambda _: OPENAI_PORT.search(server.log), 20)[1])
 
 
 def listen_until_ready(server):

@@ -1,0 +1,617 @@
+"""OpenAI's API by raw HTTP: what an answer has, what is refused and how, and who may call."""
+
+import base64
+import json
+import re
+import ssl
+import struct
+
+import pytest
+import trustme
+
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
+from tests.support.openai_calls import (
+    CHAT,
+    DRAW,
+    EMBED,
+    RERANK,
+    TEXT,
+    Connection,
+    ask,
+    ids_of,
+    request,
+)
+from tests.support.server import fake, openai_port_of, real
+from tests.support.tool_model import make_tool_model
+from tests.support.wire import generate, stats, wait_idle, wait_serving, wait_until
+
+TURNS = [{"role": "user", "content": "Tell me a story."}]
+SEEDED = {"model": "stories", "seed": 7, "max_tokens": 8}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {
+            "additionalProperties": False,
+            "properties": {"word": {"maxLength": 8, "type": "string"}},
+            "required": ["word"],
+            "type": "object",
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "look_up"}}
+KEY = "a-key-that-is-long-enough"
+BODY = {"model": "fake", "prompt": [1, 2], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Serve the three small models of this repository; the story model takes tools."""
+    models = [make_tool_model(tmp_path_factory.mktemp("model")), "demo-embed", "demo-rerank"]
+    flags = [arg for model in models[1:] for arg in ("--model", model)]
+    flags += ["--served-model-name", "stories", "--openai-port", "0"]
+    with real(*flags, model=models[0]) as one:
+        one.openai_port = openai_port_of(one)
+        wait_until(lambda: num_ready(one) == len(models), 120, "models")
+        yield one
+
+
+def num_ready(server):
+    """Return how many models are ready."""
+    models = ask(server.openai_port, "/v1/models", verb="GET").json["data"]
+    return sum(model["state"] == "ready" for model in models)
+
+
+@pytest.fixture(scope="module")
+def faked():
+    """Serve fakes of every kind."""
+    models = [
+        {"name": "fake"},
+        {"name": "seeing", "capability": "vision"},
+        {"name": "embedder", "capability": "text-embedding"},
+        {"name": "ranker", "capability": "rerank"},
+        {"name": "painter", "capability": "text-to-image"},
+    ]
+    limits = {"openai_port": 0, "max_message_bytes": 100_000, "max_image_bytes": 50_000}
+    with fake(models=models, server=limits) as server:
+        wait_serving(server.channel)
+        yield server
+
+
+# ---- answers
+
+
+@pytest.mark.model
+def test_a_demanded_call_comes_in_openais_form_whole_and_streamed(demo):
+    body = {**SEEDED, "messages": TURNS, "tools": [TOOL], "tool_choice": NAMED, "max_tokens": 90}
+    whole = ask(demo.openai_port, CHAT, body).json["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    [call] = whole["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"]
+    assert call["function"]["name"] == "look_up"
+    assert set(json.loads(call["function"]["arguments"])) == {"word"}
+    events = ask(demo.openai_port, CHAT, body | {"stream": True}).events
+    parts = [
+        part for event in events[:-1] for part in event["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    assert parts[0]["function"]["name"] == "look_up"
+    assert {part["index"] for part in parts} == {0}
+    joined = "".join([part["function"].get("arguments", "") for part in parts])
+    assert joined == call["function"]["arguments"]
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.model
+def test_a_call_is_that_of_triolet_v1_and_its_answer_goes_on_in_a_second_turn(demo):
+    body = {**SEEDED, "messages": TURNS, "tools": [TOOL], "tool_choice": NAMED, "max_tokens": 90}
+    message = ask(demo.openai_port, CHAT, body).json["choices"][0]["message"]
+    function = TOOL["function"]
+    chat = pb.Chat(tool_choice="look_up")
+    chat.messages.add(role="user", content=TURNS[0]["content"])
+    tool = chat.tools.add(name=function["name"], description=function["description"])
+    tool.parameters.update(function["parameters"])
+    heard = generate(demo.channel, chat=chat, model="stories", seed=7, max_tokens=90)
+    calls = [call for delta in heard.deltas for call in delta.tool_calls]
+    assert (
+        "".join(call.arguments_json for call in calls)
+        == (message["tool_calls"][0]["function"]["arguments"])
+    )
+    found = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a boat"}
+    second = {**SEEDED, "messages": [*TURNS, message, found], "tools": [TOOL]}
+    answer = ask(demo.openai_port, CHAT, second)
+    assert answer.status == 200, answer.body
+    chat.tool_choice = ""
+    turn = chat.messages.add(role="assistant")
+    call = message["tool_calls"][0]
+    turn.tool_calls.add(
+        id=call["id"],
+        name="look_up",
+        arguments_json=call["function"]["arguments"],
+    )
+    chat.messages.add(role="tool", tool_call_id=call["id"], content="a boat")
+    wanted = generate(demo.channel, chat=chat, model="stories", seed=7, max_tokens=8)
+    assert answer.json["choices"][0]["message"]["content"] == wanted.text()
+
+
+@pytest.mark.model
+def test_log_probabilities_are_those_of_triolet_v1(demo):
+    body = {**SEEDED, "messages": TURNS, "logprobs": True, "top_logprobs": 2}
+    entries = ask(demo.openai_port, CHAT, body).json["choices"][0]["logprobs"]["content"]
+    wanted = generate(
+        demo.channel,
+        model="stories",
+        chat={"messages": TURNS},
+        seed=7,
+        max_tokens=8,
+        output={"logprobs": 2},
+    )
+    ours = [entry for delta in wanted.deltas for entry in delta.logprobs]
+    assert [entry["token"] for entry in entries] == [entry.text for entry in ours]
+    assert [entry["logprob"] for entry in entries] == [entry.logprob for entry in ours]
+    for entry, our in zip(entries, ours, strict=True):
+        assert [one["logprob"] for one in entry["top_logprobs"]] == [
+            one.logprob for one in our.alternatives
+        ]
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+
+
+@pytest.mark.model
+def test_an_echo_with_log_probabilities_scores_the_prompt(demo):
+    body = {**SEEDED, "prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 2}
+    whole = ask(demo.openai_port, TEXT, body).json["choices"][0]
+    scores = whole["logprobs"]
+    assert whole["text"].startswith("Once upon a time")
+    assert scores["token_logprobs"][0] is None
+    special, *tokens = scores["tokens"]
+    assert special == "<|bos|>"  # which the text leaves out
+    assert "".join(tokens) == whole["text"]
+    starts = [len("".join(tokens[:index])) for index in range(len(tokens))]
+    assert scores["text_offset"] == [0, *starts]
+    events = ask(demo.openai_port, TEXT, body | {"stream": True}).events[:-1]
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    assert [token for one in streamed if one for token in one["tokens"]] == scores["tokens"]
+
+
+@pytest.mark.model
+def test_several_prompts_and_choices_are_numbered_through(demo):
+    prompts = ["Once upon a time", "The dog"]
+    body = {**SEEDED, "prompt": prompts, "n": 2, "return_token_ids": True}
+    alone = [ask(demo.openai_port, TEXT, body | {"prompt": prompt}).json for prompt in prompts]
+    for stream in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        answer = ask(demo.openai_port, TEXT, body | stream)
+        wanted = [choice["token_ids"] for one in alone for choice in one["choices"]]
+        assert [ids_of(answer, index) for index in range(4)] == wanted
+        usage = answer.events[-2]["usage"] if stream else answer.json["usage"]
+        assert usage["total_tokens"] == sum(one["usage"]["total_tokens"] for one in alone)
+
+
+@pytest.mark.model
+def test_vectors_of_a_list_are_those_of_triolet_v1_bit_for_bit(demo):
+    texts = ["The dog sleeps by the fire.", "A ship left at dawn.", ""]
+    body = {"model": "demo-embed", "input": texts}
+    floats = ask(demo.openai_port, EMBED, body).json
+    packed = ask(demo.openai_port, EMBED, body | {"encoding_format": "base64"}).json
+    asked = pb.EmbedRequest(model="demo-embed", inputs=[{"text": text} for text in texts])
+    ours = {one.index: one for one in stubs.InferenceStub(demo.channel).Embed(asked)}
+    for index, (one, other) in enumerate(zip(floats["data"], packed["data"], strict=True)):
+        wanted = struct.pack(f"<{len(ours[index].values)}f", *ours[index].values)
+        assert struct.pack(f"<{len(one['embedding'])}f", *one["embedding"]) == wanted
+        assert base64.b64decode(other["embedding"]) == wanted
+    assert floats["usage"]["prompt_tokens"] == sum(one.tokens for one in ours.values())
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("fields", [{"dimensions": 8}, {"normalize": False}])
+def test_options_of_vectors_are_those_of_triolet_v1(demo, fields):
+    answer = ask(demo.openai_port, EMBED, {"model": "demo-embed", "input": "a dog", **fields})
+    asked = pb.EmbedRequest(model="demo-embed", inputs=[{"text": "a dog"}], **fields)
+    [ours] = stubs.InferenceStub(demo.channel).Embed(asked)
+    assert answer.json["data"][0]["embedding"] == list(ours.values)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("path", [RERANK, "/v2/rerank", "/rerank"])
+def test_a_ranking_is_that_of_triolet_v1(demo, path):
+    documents = ["The ship left.", "A hound naps near the hearth.", "Bread is baked."]
+    body = {"model": "demo-rerank", "query": "Where is the dog?", "documents": documents}
+    answer = ask(demo.openai_port, path, body | {"return_documents": True, "top_n": 2}).json
+    asked = pb.RerankRequest(**body)
+    ours = {one.index: one.score for one in stubs.InferenceStub(demo.channel).Rerank(asked)}
+    best = sorted(ours, key=lambda index: -ours[index])[:2]
+    assert [one["index"] for one in answer["results"]] == best
+    for one in answer["results"]:
+        assert one["relevance_score"] == pytest.approx(ours[one["index"]], rel=1e-6)
+        assert one["document"] == {"text": documents[one["index"]]}
+
+
+def test_a_drawing_comes_in_base64(faked):
+    body = {"model": "painter", "prompt": "a red circle", "n": 2, "size": "16x8", "seed": 3}
+    answer = ask(faked.openai_port, DRAW, body)
+    assert answer.status == 200, answer.body
+    files = [base64.b64decode(one["b64_json"]) for one in answer.json["data"]]
+    assert len(files) == 2
+    assert all(file.startswith(b"\x89PNG") for file in files)
+    assert answer.json["size"] == "16x8"
+    asked = pb.GenerateImageRequest(
+        model="painter", prompt="a red circle", n=2, width=16, height=8, seed=3
+    )
+    parts = [
+        one.part.data
+        for one in stubs.InferenceStub(faked.channel).GenerateImage(asked)
+        if one.HasField("part")
+    ]
+    assert files == parts
+
+
+def test_an_image_of_a_chat_goes_as_a_data_url(faked):
+    drawn = ask(faked.openai_port, DRAW, {"model": "painter", "prompt": "x", "size": "16x16"})
+    data = drawn.json["data"][0]["b64_json"]
+    parts = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+    ]
+    body = {
+        "model": "seeing",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 3,
+        "return_token_ids": True,
+    }
+    answer = ask(faked.openai_port, CHAT, body)
+    assert answer.status == 200, answer.body
+    chat = pb.Chat()
+    turn = chat.messages.add(role="user")
+    turn.parts.add(text="What is it?")
+    turn.parts.add(image=base64.b64decode(data))
+    ours = generate(
+        faked.channel, model="seeing", chat=chat, max_tokens=3, output={"token_ids": True}
+    )
+    assert ids_of(answer) == ours.ids()
+
+
+# ---- what is refused
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def with_part(part):
+    """Return the body of a chat whose message has a part."""
+    return {"model": "seeing", "messages": [{"role": "user", "content": [part]}]}
+
+
+WRONG = {
+    "a field that is none": (TEXT, BODY | {"colour": "red"}, "colour"),
+    "a field inside": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a", "mood": "glad"}]},
+        "messages[0].mood",
+    ),
+    "a text for a number": (TEXT, BODY | {"temperature": "hot"}, "temperature"),
+    "a switch for a number": (TEXT, BODY | {"temperature": True}, "temperature"),
+    "a number that is too large": (TEXT, BODY | {"temperature": 10**400}, "temperature"),
+    "a number outside": (TEXT, BODY | {"top_p": 2}, "top_p"),
+    "a huge seed": (TEXT, BODY | {"seed": 2**64}, "seed"),
+    "a fraction": (TEXT, BODY | {"max_tokens": 1.5}, "max_tokens"),
+    "two limits": (TEXT, BODY | {"max_completion_tokens": 3}, "max_tokens"),
+    "no messages": (CHAT, {"model": "fake"}, "messages"),
+    "no prompt": (TEXT, {"model": "fake"}, "prompt"),
+    "prompts of two kinds": (TEXT, BODY | {"prompt": ["a", 3]}, "prompt[1]"),
+    "a token id below 0": (TEXT, BODY | {"prompt": [1, -1]}, "prompt[1]"),
+    "too many prompts": (TEXT, BODY | {"prompt": ["a"] * 65}, "prompt"),
+    "too many choices": (TEXT, BODY | {"n": 99}, "n"),
+    "a bias of no token": (TEXT, BODY | {"logit_bias": {"a": 1}}, "logit_bias"),
+    "two forms": (
+        TEXT,
+        BODY | {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    "options without a stream": (TEXT, BODY | {"stream_options": {}}, "stream_options"),
+    "alternatives alone": (CHAT, {"messages": TURNS, "top_logprobs": 2}, "top_logprobs"),
+    "an address of an image": (
+        CHAT,
+        with_part({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}),
+        "messages[0].content[0].image_url.url",
+    ),
+    "no base64": (
+        CHAT,
+        with_part({"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}),
+        "messages[0].content[0].image_url.url",
+    ),
+    "no image": (CHAT, with_part(IMAGE), "messages[0].content[0].image_url.url"),
+    "sound": (CHAT, with_part({"type": "input_audio"}), "messages[0].content[0].type"),
+    "a choice that is none": (CHAT, {"messages": TURNS, "tool_choice": "any"}, "tool_choice"),
+    "two answers": (TEXT, BODY | {"best_of": 2}, "best_of"),
+    "a vector's form": (EMBED, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    "no documents": (RERANK, {"query": "a"}, "documents"),
+    "a size": (DRAW, {"prompt": "a", "size": "large"}, "size"),
+    "an address of a drawing": (DRAW, {"prompt": "a", "response_format": "url"}, "response_format"),
+    "a side": (DRAW, {"prompt": "a", "size": "17x16"}, "size"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "field"), WRONG.values(), ids=WRONG)
+def test_a_wrong_field_is_refused_by_its_name_and_the_next_request_works(faked, path, body, field):
+    with Connection(faked.openai_port) as client:
+        answer = client.ask(path, body)
+        assert answer.status == 400, answer.body
+        assert answer.error["param"] == field
+        assert field in answer.error["message"]
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.headers["x-request-id"]
+        assert client.ask(TEXT, BODY).status == 200
+
+
+GARBAGE = {
+    "no JSON": b"hello",
+    "nothing": b"",
+    "half": b'{"prompt": ',
+    "a list": b"[]",
+    "no UTF-8": b'{"prompt": "\xff"}',
+    "half a pair": rb'{"prompt": "\ud800"}',
+    "no number": b'{"temperature": NaN}',
+    "a name twice": b'{"prompt": "a", "prompt": "b"}',
+    "deep": b"[" * 50_000,
+    "deep objects": b'{"a":' * 9000 + b"1" + b"}" * 9000,
+    "deep enough to parse": b'{"tools": ' + b"[" * 60 + b"]" * 60 + b"}",
+    "a long number": b'{"seed": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("body", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_refused_and_the_next_request_works(faked, body):
+    with Connection(faked.openai_port) as client:
+        answer = client.ask(CHAT, body)
+        assert answer.status == 400, answer.body
+        assert answer.error["code"] == "invalid_request"
+        assert client.ask(TEXT, BODY).status == 200
+
+
+def test_a_body_of_many_values_is_refused_before_it_is_parsed():
+    with fake(server={"openai_port": 0}) as server:
+        wait_serving(server.channel)
+        body = b'{"prompt": [' + b"0," * 400_000 + b"0]}"
+        answer = ask(server.openai_port, TEXT, body)
+        assert answer.status == 400
+        assert "values" in answer.error["message"]
+        text = json.dumps(BODY | {"prompt": "a, [b], {c}: " * 40_000})
+        assert "values" not in ask(server.openai_port, TEXT, text.encode()).error["message"]
+
+
+def test_bodies_and_images_have_their_limits(faked):
+    port = faked.openai_port
+    large = ask(port, TEXT, BODY | {"prompt": "a" * 100_001})
+    assert large.status == 413
+    assert large.error["code"] == "request_too_large"
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    chunked += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with Connection(port) as client:
+        client.send(chunked + b"".join(b"8000\r\n" + b" " * 0x8000 + b"\r\n" for _ in range(4)))
+        assert client.read().status == 413
+    data = base64.b64encode(bytes(60_000)).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    refused = ask(port, CHAT, with_part(image))
+    assert refused.status == 400
+    assert "--max-image-bytes" in refused.error["message"]
+    text = with_part({"type": "text", "text": "a" * 120_000})
+    assert ask(port, CHAT, text).status == 413
+    assert ask(port, TEXT, BODY).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "verb", "headers", "status"),
+    [
+        ("/v1/none", "GET", {}, 404),
+        ("/v1/responses", "POST", {}, 404),
+        ("/v1/models/none", "GET", {}, 404),
+        (CHAT, "GET", {}, 405),
+        ("/v1/models", "POST", {}, 405),
+        (TEXT, "POST", {"Content-Type": "text/plain"}, 415),
+        (TEXT, "POST", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        (TEXT, "POST", {"Content-Encoding": "gzip"}, 415),
+    ],
+)
+def test_what_is_no_request_has_openais_form_of_error(faked, path, verb, headers, status):
+    body = BODY if verb == "POST" else None
+    answer = ask(faked.openai_port, path, body, verb=verb, headers=headers)
+    assert answer.status == status
+    assert answer.error["message"]
+    if path == "/v1/responses":
+        assert CHAT in answer.error["message"]
+
+
+def test_models_have_their_names_and_states(faked):
+    models = ask(faked.openai_port, "/v1/models", verb="GET").json["data"]
+    assert [model["id"] for model in models] == [
+        *("fake", "seeing", "embedder", "ranker", "painter")
+    ]
+    one = ask(faked.openai_port, "/v1/models/fake", verb="GET").json
+    assert (one["object"], one["owned_by"]) == ("model", "triolet")
+
+
+def test_the_log_and_the_metrics_count_requests_by_path(faked):
+    name = "counted-here"
+    answer = ask(faked.openai_port, TEXT, BODY, headers={"X-Request-Id": name})
+    assert answer.headers["x-request-id"] == name
+    assert answer.json["id"] == f"cmpl-{name}"
+    ask(faked.openai_port, "/v1/../secret?a=b", verb="GET")
+    wait_idle(faked.channel)
+    lines = [line for line in faked.log.splitlines() if name in line]
+    assert any("/v1/completions OK" in line and "prompt_tokens=2" in line for line in lines)
+    assert "secret" not in faked.log
+    text = ask(faked.openai_port, "/metrics", verb="GET").body.decode()
+    assert re.search(r'triolet:rpcs_total\{code="OK",method="/v1/completions"\} \d', text)
+    assert "triolet:kv_cache_usage_perc" in text
+
+
+def test_a_request_is_known_to_control_by_its_id():
+    with fake(script={"step_s": 0.05}, server={"openai_port": 0}) as server:
+        wait_serving(server.channel)
+        with Connection(server.openai_port) as client:
+            body = BODY | {"max_tokens": 500, "stream": True}
+            client.send(request(TEXT, body, headers={"X-Request-Id": "mine"}))
+            client.read_head()
+            control = stubs.ControlStub(server.channel)
+            assert control.Explain(pb.ExplainRequest(request_id="mine")).state
+            again = ask(server.openai_port, TEXT, BODY, headers={"X-Request-Id": "mine"})
+            assert again.status == 409
+            control.Abort(pb.AbortRequest(request_ids=["mine"]))
+            while part := client.read_chunk():
+                last = part
+            assert part == b""
+            assert b'"code":"aborted"' in last
+
+
+# ---- who may call
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """Serve with a file of keys, one of them with a limit."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"ours {KEY} max_requests=1\n")
+    with fake(
+        script={"step_s": 0.05}, server={"openai_port": 0, "api_key_file": str(keys)}
+    ) as server:
+        yield server
+
+
+def test_keys_are_those_of_grpc(guarded):
+    port, bearer = guarded.openai_port, {"Authorization": f"Bearer {KEY}"}
+    missing = ask(port, TEXT, BODY)
+    assert (missing.status, missing.error["type"]) == (401, "authentication_error")
+    assert missing.headers["www-authenticate"] == "Bearer"
+    assert ask(port, TEXT, b"garbage").status == 401  # nothing is parsed
+    assert ask(port, TEXT, BODY, headers={"Authorization": "Bearer wrong"}).status == 401
+    assert ask(port, "/v1/models", verb="GET").status == 401
+    assert ask(port, "/metrics", verb="GET").status == 401
+    assert ask(port, "/health", verb="GET").status in (200, 503)
+    assert ask(port, TEXT, BODY, headers=bearer).status == 200
+    with Connection(port) as client:
+        client.send(request(TEXT, BODY | {"max_tokens": 400, "stream": True}, headers=bearer))
+        client.read_head()
+        over = ask(port, TEXT, BODY, headers=bearer)
+        assert over.status == 429
+        assert int(over.headers["retry-after"]) >= 1
+    assert KEY not in guarded.log
+
+
+ORIGINS = {
+    "no page": ({}, 200),
+    "the server's own page": ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+    "a foreign page": ({"Origin": "http://evil.example"}, 403),
+    "a file": ({"Origin": "null"}, 403),
+    "another port": ({"Host": "localhost:8000", "Origin": "http://localhost:9000"}, 403),
+    "a name that leads here": ({"Host": "evil.example"}, 403),
+    "an address that is not ours": ({"Host": "10.0.0.1:8000"}, 403),
+    "no host": ({"Host": ""}, 403),
+    "a page that is named": ({"Origin": "https://chat.example"}, 200),
+    "the address": ({"Host": "127.0.0.1:8000"}, 200),
+    "the address of IPv6": ({"Host": "[::1]:8000"}, 200),
+}
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """Serve the pages of one origin."""
+    origins = ["https://chat.example"]
+    with fake(server={"openai_port": 0, "openai_origins": origins}) as server:
+        wait_serving(server.channel)
+        yield server
+
+
+@pytest.mark.parametrize(("headers", "status"), ORIGINS.values(), ids=ORIGINS)
+def test_pages_of_other_origins_and_hosts_get_nothing(paged, headers, status):
+    answer = ask(paged.openai_port, TEXT, BODY, headers=headers)
+    assert answer.status == status, answer.body
+    allowed = answer.headers.get("access-control-allow-origin")
+    assert allowed == ("https://chat.example" if "chat" in str(headers) else None)
+
+
+def test_a_page_that_is_named_may_ask_first(paged):
+    headers = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    answer = ask(paged.openai_port, CHAT, verb="OPTIONS", headers=headers)
+    assert answer.status == 204
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    foreign = headers | {"Origin": "https://evil.example"}
+    assert ask(paged.openai_port, CHAT, verb="OPTIONS", headers=foreign).status == 403
+
+
+def test_http_2_and_websockets_are_not_spoken(paged):
+    with Connection(paged.openai_port) as client:
+        client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert not client.read_until(b"never").startswith(b"\0")
+    upgrade = {
+        "Upgrade": "h2c",
+        "Connection": "Upgrade, HTTP2-Settings",
+        "HTTP2-Settings": "AAMAAABk",
+    }
+    assert ask(paged.openai_port, "/health", verb="GET", headers=upgrade).status == 200
+    socket = {
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        "Sec-WebSocket-Version": "13",
+    }
+    assert ask(paged.openai_port, "/health", verb="GET", headers=socket).status == 403
+
+
+def test_the_port_speaks_tls_with_the_servers_certificate(tmp_path):
+    authority = trustme.CA()
+    pair = authority.issue_cert("localhost")
+    files = {"tls_cert": tmp_path / "cert", "tls_key": tmp_path / "key"}
+    pair.cert_chain_pems[0].write_to_path(files["tls_cert"])
+    pair.private_key_pem.write_to_path(files["tls_key"])
+    settings = {"openai_port": 0, **{name: str(path) for name, path in files.items()}}
+    with fake(server=settings) as server:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        for protocols in ([], ["http/1.1"]):
+            if protocols:
+                context.set_alpn_protocols(protocols)
+            client = Connection(server.openai_port)
+            client.socket = context.wrap_socket(client.socket, server_hostname="localhost")
+            with client:
+                assert client.ask(TEXT, BODY | {"stream": True}).events[-1] == "[DONE]"
+
+
+def test_pipelined_requests_are_answered_in_order(faked):
+    with Connection(faked.openai_port) as client:
+        client.send(b"".join(request(TEXT, BODY | {"max_tokens": count}) for count in (3, 1, 2)))
+        counts = [client.read().json["usage"]["completion_tokens"] for _ in range(3)]
+    assert counts == [3, 1, 2]
+
+
+def test_a_client_that_waits_before_its_body_is_told_to_go_on(faked):
+    sent = request(TEXT, BODY, headers={"Expect": "100-continue"})
+    head = sent.index(b"\r\n\r\n") + 4
+    with Connection(faked.openai_port) as client:
+        client.send(sent[:head])
+        assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 100")
+        client.send(sent[head:])
+        assert client.read().status == 200
+
+
+def test_half_sent_bodies_do_not_fill_the_memory():
+    """Each of the clients announces a megabyte; together they may have four."""
+    limits = {"openai_port": 0, "max_message_bytes": 2**20, "max_image_bytes": 0}
+    with fake(server=limits | {"max_held_bytes": 2**22}) as server:
+        wait_serving(server.channel)
+        before = server.memory_bytes()
+        clients = [Connection(server.openai_port) for _ in range(40)]
+        body = json.dumps(BODY | {"user": "a" * 900_000}).encode()
+        sent = request(TEXT, body)
+        for client in clients:
+            client.socket.settimeout(0.2)
+            try:
+                client.socket.sendall(sent[:-10])
+            except TimeoutError:
+                continue  # the server does not read on
+        assert server.memory_bytes() - before < 24 * 2**20
+        assert stats(server.channel).running == 0
+        assert ask(server.openai_port, TEXT, BODY).status == 200
+        for client in clients:
+            client.close()
+        last = ask(server.openai_port, TEXT, body)
+        assert last.status == 200, last.body
