@@ -58,7 +58,7 @@ def test_a_rows_product_is_the_same_beside_any_others(backend, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_weights_of_16_bits_give_the_bits_of_the_same_weights_in_float32(backend, dtype, shape):
-    """They are widened exactly, also below the normal numbers, and take half of the memory."""
+    """The kernels widen the weights exactly, also subnormal ones, and keep half as many bytes."""
     narrow = make_linear(*shape, dtype, bias=True)
     narrow.weight.view(-1)[:4] = torch.tensor([6e-8, -3e-5, 2.5, -0.0])
     wide = make_linear(*shape, torch.float32, bias=True)

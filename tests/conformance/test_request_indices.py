@@ -230,7 +230,7 @@ def check(engine, alone, prompt, field):
     cut = field[1] if field[0] == "truncate_to" and field[1] > 0 else LENGTH
     if cut < LENGTH:  # tokens that are cut off are not read
         wrong -= {"input"}
-    if cut <= 2:  # the text's own token is cut off with the two before it
+    if cut <= 2:  # the last two tokens of these prompts are in range
         wrong -= {"text", "chat"}
     if cut == 1:
         wrong -= {"token_ids.ids[1]"}

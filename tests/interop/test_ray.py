@@ -54,7 +54,7 @@ CANCELLED, INVALID_ARGUMENT = 1, 3
 
 @pytest.fixture(scope="module")
 def server():
-    """Yield a server of the same models."""
+    """Yield a server of the models that the fleet `stories` has."""
     more = ["--model", "demo-embed", "--model", "demo-rerank"]
     with real("--model", "demo-stories", *more) as one:
         yield one

@@ -503,7 +503,7 @@ def test_a_drain_lets_a_request_end_whole_whatever_its_phase(case):
             assert error is None or error.code() is Code.UNAVAILABLE
             return error is not None
 
-        if not place.is_held:  # then a call before the drain would wait for the step
+        if not place.is_held:  # else a call that comes before the drain waits for a held step
             wait(is_refused, "the refusal")
         place.let_go()
         asked.call.finish()
@@ -519,7 +519,7 @@ def test_a_drained_request_with_images_leaves_nothing(name):
         with holding(place), arriving(place) as asked:
             assert server.ask("image_bytes")
             drain = control(server).Drain.future(pb.DrainRequest())
-            if not place.is_held:  # then a call before the drain would wait for the step
+            if not place.is_held:  # else a call that comes before the drain waits for a held step
                 wait(lambda: generate(server.channel, max_tokens=1).error, "the drain")
             place.let_go()
             asked.call.finish()

@@ -74,7 +74,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S)
 
 @pytest.fixture(params=[in_asyncio, in_threads], ids=lambda one: one.__name__)
 def facade(request):
-    """Return a way to open an engine."""
+    """Return the function that opens an engine: in asyncio, or in a thread."""
     return request.param
 
 

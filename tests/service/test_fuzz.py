@@ -50,7 +50,7 @@ METHODS = {
 }
 DRAIN = "triolet.v1.Control/Drain"
 FEW = 20
-# For each RPC: the full run draws 20,000 messages or more. Those without fields have one value.
+# Messages to draw for each RPC whose request has fields, so that the full run draws 20,000.
 MANY = -(-20_000 // sum(bool(method.input_type.fields) for method in METHODS.values()))
 # GenerateImage has a smaller number (issue 28).
 MANY_OF = {"triolet.v1.Inference/GenerateImage": 2_000}

@@ -116,7 +116,7 @@ def test_a_watcher_gets_every_change_and_nothing_else():
             ([model()], True),
         ):
             channel.tell(apply_states, servicer, models, draining)
-            if len(models) < 2:  # with two models, nothing changes for "a"
+            if len(models) < 2:  # the change that adds "b" leaves "a" as it was
                 heard.append((await call.read()).status)
         call.cancel()
         await until(lambda: len(servicer._watchers) == 0)

@@ -221,7 +221,7 @@ class Faults:
         GATE.let_one_go()
 
     def let_go(self):
-        """Let the fakes that wait go on, and time pass."""
+        """Let the fakes that wait go on, and the clock run again."""
         GATE.let_go()
         CLOCK.go_on()
 

@@ -134,7 +134,7 @@ def _has_started(process, log):
 
 def environment(**own):
     """Return the environment of Ray's processes."""
-    # A token would be kept in the user's home.
+    # Ray would keep an authentication token in the user's home.
     own |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

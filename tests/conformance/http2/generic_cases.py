@@ -292,7 +292,7 @@ REPRESENTATIONS = {
 
 
 def with_block(block):
-    """Return a case: a call whose block of headers ends with these bytes is answered."""
+    """Return a case that expects an answer to a call whose headers end with these bytes."""
 
     def run(client):
         client.send(headers(1, client.encode(client.fields(HELLO)) + block))

@@ -253,7 +253,7 @@ def _compared(
     figure: Callable[[Load], float],
 ) -> list[Row]:
     """Return the rows of ``figure`` of the first load of each window: alone, beside images, and
-    their ratio. ``name`` has braces in place of " alone" and the like."""
+    their ratio. Braces in ``name`` stand for the words that tell these rows apart."""
     before, then = ([figure(loads[0]) for loads in one] for one in (alone, beside))
     ratios = [mine / other for mine, other in zip(then, before, strict=True)]
     return [

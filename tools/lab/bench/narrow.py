@@ -2,7 +2,7 @@
 the processor has no bfloat16: bytes, and tokens/s of a decode.
 
 The tokens/s are those of the bench `step`: engines without a server, each in a process of its own,
-with the same random-weight checkpoint and prompts. They take turns, and one that waits is stopped.
+with the same random-weight checkpoint and prompts. They take turns; one that waits is suspended.
 Two kinds of kernels are measured: this processor's own, where a model computes in bfloat16, and
 those for AVX2 (`x86-64-v3`), where it computes in float32 with weights of 16 bits, as ``auto`` has
 it on a processor without bfloat16.
@@ -46,7 +46,7 @@ BARS_BYTES = {"bfloat16": 0.5, "float16": 0.5, "int8": 0.27}
 
 @dataclass(frozen=True)
 class Kernels:
-    """A library of kernels, what a model computes in there, and the pools that are measured."""
+    """A build of the kernels, the dtype in which models compute with it, and the pools measured."""
 
     name: str
     dtype: str

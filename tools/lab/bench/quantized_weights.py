@@ -1,7 +1,7 @@
 """Measures weights of 8 and 4 bits against bfloat16: tokens/s, and memory while a model loads.
 
 The tokens/s are those of the bench `step`: engines without a server, each in a process of its own,
-with the same random-weight checkpoint and prompts. They take turns, and one that waits is stopped.
+with the same random-weight checkpoint and prompts. They take turns; one that waits is suspended.
 
 The memory is what a process has allocated (RssAnon), less what it had before the load: libraries,
 kernels and the tokenizer. A thread looks at it every millisecond, so that the highest value is

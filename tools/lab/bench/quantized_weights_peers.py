@@ -2,7 +2,7 @@
 
 The checkpoints, the prompts and what is on the clock are those of the bench `step`. llama.cpp has
 the same weights in its own formats, which its own quantiser makes: Q8_0, Q4_0 and Q4_K_M. All
-engines take turns, and one that waits is stopped. Bits per weight are 8.5 for int8 and Q8_0, 4.5
+engines take turns; one that waits is suspended. Bits per weight are 8.5 for int8 and Q8_0, 4.5
 for int4 and Q4_0. The head has 8 bits in int4 (in a model with tied embeddings), 6 in Q4_K_M.
 vLLM, if it is installed, serves the weights in W8A8 (`tools.lab.bench.w8a8`), if it can load that.
 

@@ -6,8 +6,8 @@ processor without bfloat16, vLLM takes seconds for a prompt in bfloat16. Prompts
 no cache has, and the output is 64 tokens, greedy. The clients are a process of their own on the
 same cores. Closed loop: each of 1, 8 or 32 clients sends `WAVES` requests, the next one as soon as
 the last is answered; the clock runs until the last answer. Open loop: requests at random instants
-(Poisson), `RATE` per second. The servers take turns; a server that waits for its turn is stopped
-with all its processes. Our server also makes the text of its tokens. vLLM's gRPC server sends only
+(Poisson), `RATE` per second. The servers take turns; all processes of a server that waits for its
+turn are suspended. Our server also makes the text of its tokens. vLLM's gRPC server sends only
 ids; its gateway makes the text. The memory is read after the loads (`peers.process.memory_mb`) and
 includes a KV cache, whose size is the same for both servers.
 

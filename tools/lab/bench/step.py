@@ -2,7 +2,7 @@
 
 Each engine is a process of its own with the same random-weight checkpoint in bfloat16, the same
 prompt ids, greedy sampling and `THREADS` threads. They take turns, and an engine that waits for its
-turn is stopped. ``s135`` and ``q05`` are dense models, ``lfm350`` is a hybrid and ``moe850`` a
+turn is suspended. ``s135`` and ``q05`` are dense models, ``lfm350`` is a hybrid and ``moe850`` a
 mixture (`tools.lab.bench.checkpoints`). The top of an engine's file in `tools/lab/peers` says what
 is on its clock: for ours plan, execute and commit, and the same for vLLM; llama.cpp and
 transformers have no scheduler and make no text. Decode: every sequence gets `STEPS` more tokens,
@@ -157,7 +157,7 @@ class Measured:
         return float(case.batch * tokens / answer["seconds"])
 
     def same_share(self, other: Measured) -> float:
-        """Return for what share of the prompts this engine's first token is the other engine's."""
+        """Return the share of prompts for which both engines computed the same first token."""
         pairs = [
             one == theirs
             for mine, their in zip(self.answers, other.answers, strict=True)

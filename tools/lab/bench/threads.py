@@ -51,7 +51,7 @@ def fixed_counts() -> list[int]:
 
 @contextmanager
 def quota_group(quota: float) -> Iterator[Path]:
-    """Make a control group with a quota of so many cores. All processes must leave in the block."""
+    """Make a control group with a quota of so many cores. The block has to empty the group."""
     group = GROUPS / f"triolet-bench-{os.getpid()}"
     group.mkdir()
     try:

@@ -96,7 +96,7 @@ def named(rng: Random, scene: Scene, thing: Thing) -> str:
 
 
 def ask_description(rng: Random, scene: Scene) -> Question:
-    """Make a question of what the drawing shows."""
+    """Ask what the drawing shows."""
     asked = rng.choice(
         ("Describe the picture.", "Describe this picture.", "Describe the image.",
          "What is in the picture?", "What is in this picture?", "What do you see?",
@@ -107,7 +107,7 @@ def ask_description(rng: Random, scene: Scene) -> Question:
 
 
 def ask_number(rng: Random, scene: Scene) -> Question:
-    """Make a question of how many shapes the drawing has, or how many circles, stars, …"""
+    """Ask how many shapes the drawing has, or how many circles, stars, …"""
     if rng.random() < 0.6:
         asked = rng.choice(("How many shapes are there?", "How many shapes are in the picture?",
                             "How many shapes do you see?"))  # fmt: skip
@@ -118,7 +118,7 @@ def ask_number(rng: Random, scene: Scene) -> Question:
 
 
 def ask_colour(rng: Random, scene: Scene) -> Question | None:
-    """Make a question of the colour of a thing that is the only one of its kind."""
+    """Ask the colour of a thing that is the only one of its kind."""
     kinds = [thing.kind for thing in scene.things]
     only = [thing for thing in scene.things if kinds.count(thing.kind) == 1]
     if not only:
@@ -131,7 +131,7 @@ def ask_colour(rng: Random, scene: Scene) -> Question | None:
 
 
 def ask_kind(rng: Random, scene: Scene) -> Question | None:
-    """Make a question of which shape has a colour; the answer may be that none has."""
+    """Ask which shape has a colour; the answer may be that none has."""
     colour = rng.choice((*COLOURS, *[thing.colour for thing in scene.things] * 3))
     found = [thing for thing in scene.things if thing.colour == colour]
     if len(found) > 1:
@@ -141,7 +141,7 @@ def ask_kind(rng: Random, scene: Scene) -> Question | None:
 
 
 def ask_size(rng: Random, scene: Scene) -> Question:
-    """Make a question of whether a thing is small or large."""
+    """Ask whether a thing is small or large."""
     thing = rng.choice(scene.things)
     name = named(rng, scene, thing)
     asked = rng.choice((f"Is {name} small or large?", f"Is {name} large or small?",
@@ -150,7 +150,7 @@ def ask_size(rng: Random, scene: Scene) -> Question:
 
 
 def ask_beside(rng: Random, scene: Scene) -> Question:
-    """Make a question of what lies left or right of a thing, or above or below it."""
+    """Ask what lies left or right of a thing, or above or below it."""
     thing = rng.choice(scene.things)
     relation = rng.choice((*RELATIONS, *[how for _, how, _ in related(scene)] * 2))
     found = [one for one, how, of in related(scene) if how == relation and of == thing]
@@ -159,7 +159,7 @@ def ask_beside(rng: Random, scene: Scene) -> Question:
 
 
 def ask_place(rng: Random, scene: Scene) -> Question | None:
-    """Make a question of where one of two things lies."""
+    """Ask where one of two things lies."""
     pairs = related(scene)
     if not pairs:
         return None
@@ -170,8 +170,8 @@ def ask_place(rng: Random, scene: Scene) -> Question | None:
 
 
 def ask_presence(rng: Random, scene: Scene) -> Question:
-    """Make a question of whether a thing is there. It often has one thing's colour and another's
-    kind, so that both must be seen together."""
+    """Ask whether a thing is there. It often has one thing's colour and another's kind, so that
+    both must be seen together."""
     seen = [thing.name for thing in scene.things]
     name = rng.choice(seen)
     if rng.random() < 0.5:
@@ -181,7 +181,7 @@ def ask_presence(rng: Random, scene: Scene) -> Question:
 
 
 def ask_relation(rng: Random, scene: Scene) -> Question | None:
-    """Make a question of whether one thing lies left of another, or right of it, or so."""
+    """Ask whether one thing lies left of another, or right of it, or so."""
     pairs = related(scene)
     if not pairs:
         return None

@@ -43,7 +43,7 @@ class Peer:
 
     @property
     def python(self) -> Path:
-        """The Python interpreter that runs it."""
+        """The path of the Python interpreter that runs the engine."""
         return self.folder / "bin" / "python" if self.requires else Path(sys.executable)
 
     @property

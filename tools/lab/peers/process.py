@@ -1,4 +1,4 @@
-"""Starts an engine's process, asks it questions, and stops it in between."""
+"""Starts an engine's process, asks it questions, and suspends it between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def memory_mb(pid: int) -> float:
 
 
 class EngineProcess:
-    """The process of an engine with a loaded model. Between questions it is stopped (SIGSTOP), so
+    """The process of an engine with a loaded model. It is suspended (SIGSTOP) between questions, so
     that threads that spin while they wait take no time from another engine's turn. ``variables``
     are environment variables for it.
 
