@@ -69,9 +69,10 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class KvInspection:
-    """The KV pool that a load would allocate. ``bytes_per_token`` are the bytes of a token in all
-    layers. ``bytes_per_state`` is 0 without recurrent layers."""
+    """The KV pool that a load would allocate, of numbers of ``dtype``. ``bytes_per_token`` are the
+    bytes of a token in all layers. ``bytes_per_state`` is 0 without recurrent layers."""
 
+    dtype: str
     bytes_per_token: int
     block_size: int
     num_blocks: int
@@ -84,6 +85,12 @@ class KvInspection:
         """The size of the whole pool, state slots included."""
         blocks = self.num_blocks * self.block_size * self.bytes_per_token
         return blocks + self.num_states * self.bytes_per_state
+
+    def sequences(self, num_bytes: int, num_tokens: int) -> int:
+        """Return how many sequences of so many tokens fit into so many bytes. A step's new states
+        take as much again as the states."""
+        states = self.states_per_sequence * self.bytes_per_state
+        return max(0, num_bytes) // (self.sequence_bytes(num_tokens) + states)
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the pool that a sequence of ``num_tokens`` tokens occupies."""
@@ -110,7 +117,8 @@ class Inspection:
     tokenizer_bytes: int
     workspace_bytes: int
     execution: str  # how it runs: compiled, or by which modules and why
-    max_model_len: int = 0  # tokens of one sequence; 0: not known before the load
+    context_limit: int = 0  # tokens that the model allows; 0: not known before the load
+    max_model_len: int = 0  # tokens of one sequence as served, which the pool holds
     kv: KvInspection | None = None
     draft_bytes: int = 0  # memory of the draft model, its own KV pool included
 

@@ -17,7 +17,7 @@ from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
 from grpc_service.cli.security import add_security_arguments
-from grpc_service.cli.serve_arguments import add_serve_arguments
+from grpc_service.cli.serve_arguments import add_inspect_arguments, add_serve_arguments
 from grpc_service.cli.values import COUNT, SECONDS
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         return add(name, text, _lazy("query", name.replace("-", "_")))
 
     add_serve_arguments(add("serve", "start a server", _serve))
+    add_inspect_arguments(add("inspect", "say what a model would take, without loading it"))
     _add_generate(add("generate", "continue a prompt, or answer one"))
     _add_chat(add("chat", "talk with a model, line by line"))
     _add_embed(add("embed", "turn texts into vectors, and show how similar they are"))

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from grpc_service.cli.values import Kind
 
 MODELS = "models"
+# The flags of serve on which a model's memory, or the way in which it runs, depends.
+INSPECTED = {
+    *("revision", "dtype", "quantization", "device", "max-model-len"),
+    *("kv-cache-memory", "memory-limit", "max-num-seqs", "max-num-batched-tokens", "block-size"),
+    *("draft-model", "kv-cache-dtype"),
+    *("max-drawings", "max-image-pixels"),
+}
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +35,24 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
             if flag.section == MODELS:
                 _add_models(groups[MODELS])
         _add(groups[flag.section], flag)
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of inspect: a model, and the flags of serve on which its memory depends."""
+    parser.description = (
+        "Say what a model is, whether it is served and how it runs, how much memory it takes and "
+        "how many sequences fit into this machine. Nothing is loaded: of a Hugging Face model that "
+        "is not in the cache, only small files and headers are fetched. The exit code is 1 if the "
+        "model is not served."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a directory, a GGUF file, a demo id or a Hugging Face id"
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
+    group = parser.add_argument_group("as for serve")
+    for flag in FLAGS:
+        if flag.name in INSPECTED:
+            _add(group, flag)
 
 
 def _add_models(group: argparse._ArgumentGroup) -> None:

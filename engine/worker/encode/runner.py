@@ -114,7 +114,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             stored=stored,
             file_bytes=file_bytes,
             weight_bytes=num_bytes,
-            tokenizer_bytes=tokenizer_bytes(int(texts.get("vocab_size") or 0), str(device)),
+            tokenizer_bytes=_tokenizer_bytes(texts.get("vocab_size"), device),
             workspace_bytes=_workspace(spec, config, length, dtype) + self._decoding_bytes(device),
             execution="sentence-transformers' modules",
         )
@@ -174,7 +174,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             vocab_size=int(texts.vocab_size),
             max_model_len=max_tokens,
             memory_bytes=num_bytes
-            + tokenizer_bytes(int(texts.vocab_size), str(device))
+            + _tokenizer_bytes(texts.vocab_size, device)
             + workspace
             + self._decoding_bytes(device),
             dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
@@ -360,6 +360,11 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
         """Return scores [rows, 1] float32, after the activation unless raw ones are requested."""
         return raw if options.raw_scores else self._model.activation_fn(raw)
+
+
+def _tokenizer_bytes(vocab_size: int | None, device: torch.device) -> int:
+    """Return the bytes of the tokenizers: the library's, and one for plain text."""
+    return 2 * tokenizer_bytes(vocab_size or 0, str(device))
 
 
 def _workspace(

@@ -33,6 +33,8 @@ def is_gguf(path: Path) -> bool:
 
 def refusal_of_file(path: Path) -> Refusal:
     """Return the refusal of a model whose name is the path of a file that is no GGUF file."""
+    if path.is_file() and not path.stat().st_size:
+        return Refusal("its file is empty", detail=str(path))
     return Refusal("it is a file, and a model is a directory or a GGUF file", detail=str(path))
 
 

@@ -68,7 +68,7 @@ WANTED_FILES = (
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Error numbers of a file system that a download cannot write to.
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-# What may be a Hub id; the Hub's own rules, which `_is_hub_id` checks, are stricter.
+# What may be a Hub id; the Hub's own rules, which `_is_hub_name` checks, are stricter.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -116,7 +116,7 @@ def _find(model: str, revision: str) -> Source:
         return Source(directory, model, is_demo=True)
     if path.exists():
         raise refusal_of_file(path)
-    if not _is_hub_id(model):
+    if not _is_hub_name(model):
         raise Refusal("there is no such directory", detail=str(path.absolute()))
     return Source(_hub_directory(model, revision), model)
 
@@ -139,11 +139,21 @@ def resolve_local(model: str, revision: str = "") -> Source | None:
     """Find the model's directory without the network. Return None where `resolve` would download
     or refuse."""
     try:
-        if model not in DEMOS and not _path_of(model).exists() and _is_hub_id(model):
+        if is_hub_id(model):
             return _cached(model, revision)
         return _find(model, revision)
     except Refusal:
         return None
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether a model's name is a Hugging Face id, and neither a path that exists nor a
+    demo's.
+
+    Raises:
+        Refusal: The operating system cannot say whether the path exists.
+    """
+    return model not in DEMOS and not _path_of(model).exists() and _is_hub_name(model)
 
 
 def absence(model: str) -> str:
@@ -176,7 +186,7 @@ def _path_of(model: str) -> Path:
 
 
 @holds_import_lock
-def _is_hub_id(model: str) -> bool:
+def _is_hub_name(model: str) -> bool:
     if not HUB_ID.fullmatch(model):
         return False
     from huggingface_hub.errors import HFValidationError
@@ -203,12 +213,8 @@ def _cached(model: str, revision: str) -> Source | None:
 def _hub_directory(model: str, revision: str) -> Path:
     """Return the snapshot of a Hugging Face id: the cached one if it is complete, else a new
     download."""
-    download, cache, http_error = _hub()
-    if cache.startswith("~"):  # this user has no home directory
-        raise Refusal(
-            "there is no directory of this name, and without a home directory there is no Hugging "
-            f"Face cache; name a folder in HF_HOME{_hint(model)}"
-        )
+    require_cache(model)
+    download, _, _ = _hub()
     snapshot = partial(
         download,
         model,
@@ -217,39 +223,57 @@ def _hub_directory(model: str, revision: str) -> Path:
     )
     try:
         cached = Path(snapshot(local_files_only=True))
-        if _is_whole(cached):
+        if is_whole(cached):
             return cached
     except (OSError, ValueError):
         pass  # this revision is not cached: ask the Hub
     try:
         directory = Path(snapshot())
-    except http_error as error:
-        status = getattr(error.response, "status_code", "no answer")
-        where = f"revision {revision!r} of it " if revision else "it "
-        raise Refusal(
-            "there is no directory of this name, and the Hugging Face Hub does not give "
-            f"{where}(status {status}){_hint(model)}",
-            detail=str(error),
-        ) from error
     except Exception as error:  # the Hub's HTTP client raises many kinds without a network
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            raise Refusal(
-                "there is no directory of this name, and the Hugging Face cache cannot be written "
-                f"({error.strerror}); name another folder in HF_HOME",
-                detail=str(error),
-            ) from error
-        raise Refusal(
-            "there is no directory of this name, it is not in the Hugging Face cache, and the "
-            f"Hub cannot be reached{_hint(model)}",
-            detail=f"{type(error).__name__}: {error}",
-        ) from error
-    if not _is_whole(directory):  # without a network, the client returns the cached files
+        raise refusal_of_hub(model, revision, error) from error
+    if not is_whole(directory):  # without a network, the client returns the cached files
         raise refusal_of_directory(
             directory,
             "its repository has no safetensors weights, or its download is unfinished and the "
             "Hub cannot be reached",
         )
     return directory
+
+
+def require_cache(model: str) -> None:
+    """Check that there is a place for the Hugging Face cache.
+
+    Raises:
+        Refusal: The user has no home directory, and names no other place.
+    """
+    if _hub()[1].startswith("~"):  # this user has no home directory
+        raise Refusal(
+            "there is no directory of this name, and without a home directory there is no Hugging "
+            f"Face cache; name a folder in HF_HOME{_hint(model)}"
+        )
+
+
+def refusal_of_hub(model: str, revision: str, error: Exception) -> Refusal:
+    """Return the refusal of a model that the Hub's client did not give, by its error."""
+    if isinstance(error, _hub()[2]):
+        status = getattr(error.response, "status_code", "no answer")
+        where = f"revision {revision!r} of it " if revision else "it "
+        return Refusal(
+            "there is no directory of this name, and the Hugging Face Hub does not give "
+            f"{where}(status {status}){_hint(model)}",
+            detail=str(error),
+        )
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return Refusal(
+            "there is no directory of this name, and the Hugging Face cache cannot be written "
+            f"({error.strerror}); name another folder in HF_HOME",
+            detail=str(error),
+        )
+    return Refusal(
+        "there is no directory of this name, it is not in the Hugging Face cache, and the "
+        f"Hub cannot be reached{_hint(model)}",
+        detail=f"{type(error).__name__}: {error}",
+    )
 
 
 @holds_import_lock
@@ -266,7 +290,7 @@ def _hint(model: str) -> str:
     return "" if "/" in model else f"; the demos are {', '.join(DEMOS)}"
 
 
-def _is_whole(directory: Path) -> bool:
+def is_whole(directory: Path) -> bool:
     """Return whether the directory has a config and all files of its weights. For some models of
     sentence-transformers, such as CLIP's, they are in the folder of the first module, and for an
     image model in the folders of its components."""

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What a load places on a device, by the model's config and the headers of its weights. The
-    reservation of memory and the load both compute with these sizes.
+    reservation of memory, the load and ``triolet inspect`` all compute with these sizes.
 
     ``dtype`` is what the model computes with, and ``kv_dtype`` what its KV pool holds.
     ``objection`` says why the model does not run compiled; empty if it does."""
@@ -95,8 +95,10 @@ class Sizes:
             tokenizer_bytes=tokenizer_bytes(int(self.config.vocab_size), str(self.device)),
             workspace_bytes=workspace_bytes(spec, self.config, self.dtype) + pool.new_state_bytes,
             execution=how_it_runs(self.objection, self.device, self.dtype, self.shapes),
+            context_limit=context_limit(self.config, spec.max_model_len),
             max_model_len=pool.max_model_len,
             kv=KvInspection(
+                str(self.kv_dtype).removeprefix("torch."),
                 pool.bytes_per_block // pool.block_size,
                 pool.block_size,
                 pool.num_blocks,

@@ -66,7 +66,8 @@ def read_header(blob: mmap, text_lists: Container[str]) -> Header:
         key, place = _text(blob, place)
         (kind,) = unpack_from("<I", blob, place)
         metadata[key], place = _value(blob, place + 4, kind, keeps_texts=key in text_lists)
-    if "general.architecture" not in metadata:
+    # Of the parts of a split file, only the first names it.
+    if "general.architecture" not in metadata and "split.count" not in metadata:
         raise Damaged("it names no architecture (general.architecture)")
     entries = []
     for _ in range(num_tensors):

@@ -174,7 +174,7 @@ def find_model(metadata: Mapping[str, Any]) -> GgufModel:
     Raises:
         Refusal: Files of the architecture are not supported.
     """
-    name = str(metadata["general.architecture"])
+    name = str(metadata.get("general.architecture"))
     if name not in MODELS:
         raise Refusal(
             f"GGUF files of the architecture {name!r} are not read, only those of "
