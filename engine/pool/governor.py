@@ -222,7 +222,7 @@ class Governor:
             self._went_idle = trio.Event()
 
     def _retire_idle(self, now: float, ttl_s: float) -> float:
-        """Retire replicas whose idle time is up at ``now``. Return when the next one's is up."""
+        """Retire replicas that are idle for too long at ``now``; return when the next one is."""
         due = math.inf
         for entry in self._entries:
             for replica in entry.ready:

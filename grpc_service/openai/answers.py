@@ -272,7 +272,7 @@ class TextStream(_Stream):
 
 
 class _Kept:
-    """What one choice has so far."""
+    """The parts of one choice's answer that have come so far."""
 
     def __init__(self) -> None:
         self.text: list[str] = []

@@ -210,7 +210,7 @@ def test_a_deadline_ends_the_call_with_the_servers_status(behind):
     with behind.serving():
         asked = {"prompt_ids": [1], "max_tokens": LONG}
         with Generation(behind.channel, **asked, server_timeout=3.0) as call:
-            call.read_deltas(1)  # the engine has the request, and ends it with a reason
+            call.read_deltas(1)  # the engine runs it: the deadline's error has a reason
             error = call.finish().error
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert reason(error)

@@ -243,7 +243,7 @@ def test_a_client_that_was_cut_off_attaches_to_an_adapter_that_is_being_unloaded
 
 
 def test_an_adapter_is_a_model_to_health_and_listing_and_counts_in_its_clients_quota(tmp_path):
-    """GetModel takes a name or an alias, health a name alone. A key's limits count all models."""
+    """GetModel takes a name or an alias, health a name. A key's limits count requests to all."""
     keys = tmp_path / "keys"
     keys.write_text("alice the-key-of-alice-1 max_requests=1\n")
     settings = SERVED | {"server": {"api_key_file": str(keys)}}

@@ -203,8 +203,8 @@ async def test_a_worker_process_that_dies_comes_back_with_every_adapter():
 
 
 async def test_a_worker_that_dies_in_the_load_of_an_adapter_costs_that_load_alone(tmp_path):
-    """The other replica drops it, and the dead one comes back without it. The error says that the
-    worker died, although its runner may have been closed before the load's thread sees it."""
+    """The other replica drops the adapter; the dead one comes back without it. The error says that
+    the worker died, although its runner may have been closed before the load's thread sees it."""
     free = tmp_path / "free"
     free.touch()
     asked_of_each = {"adapters": CONTENTS, "folder": str(tmp_path)}

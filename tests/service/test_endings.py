@@ -205,7 +205,7 @@ CASES = [(kind, name) for kind in KINDS for name in kind.phases]
 
 
 def named(case):
-    """Return the id of a case."""
+    """Return the name of a case for pytest."""
     return f"{case[0].name}-{case[1]}"
 
 

@@ -237,7 +237,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_and_while_waiting():
         assert not heard.of("started")
         with Draw(server.channel, draw_request(steps=100)) as other:
             assert other.read_until("progress") is not None
-            # This drawing takes 0.5 s of its 3, or more if steps are slow, and would wait for 10 s.
+            # This drawing needs 0.5 s or more, would wait for 10 s, and has a deadline after 3 s.
             waits = draw(server.channel, draw_request(steps=5), timeout=3)
             assert reason(waits.error) == "DEADLINE_INFEASIBLE"
             assert waits.of("started"), "it was in the queue"

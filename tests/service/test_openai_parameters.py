@@ -38,7 +38,7 @@ OF_CHATS = {
     *("continue_final_message", "tool_choice"),
 }
 OF_TEXTS = {"echo"}
-# Fields of a request that are no parameters of the list: the page names them below it.
+# Fields of a request that the page names in the text below its list of parameters.
 NAMED_BELOW = {
     *("model", "messages", "prompt", "tools", "stream", "stream_options", "logprobs"),
     *("top_logprobs", "parallel_tool_calls", "request_id"),

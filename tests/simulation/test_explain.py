@@ -1,6 +1,6 @@
 """Explain tells what each request waits for, in virtual time, with steps in flight.
 
-Also the timings in a request's Finished.
+The timings in a request's Finished are tested here, too.
 """
 
 from functools import partial

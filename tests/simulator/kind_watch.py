@@ -82,7 +82,7 @@ class KindWatch(Generic[LiveT]):
         raise NotImplementedError
 
     def gives(self, live: LiveT) -> bool:
-        """Return whether the next part gives the reader a message."""
+        """Return whether the request's next step gives its reader a message."""
         return True
 
     def is_held(self, live: LiveT) -> bool:

@@ -1,6 +1,6 @@
 """A text model with recurrent layers, whose state slots are few.
 
-Both numbers are drawn by generators of their own, so that worlds without states stay the same.
+Generators apart from the world's draw its states, so that worlds without states stay the same.
 """
 
 import random

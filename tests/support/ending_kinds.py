@@ -97,7 +97,7 @@ class Kind:
         assert call.read() is not None
 
     def renewed(self, fields):
-        """Return these fields for one more request."""
+        """Return the fields of a further request, which the server treats as a new one."""
         return fields
 
     def expected(self, fields):

@@ -405,7 +405,7 @@ def answer_questions(counter):
 
 
 def model_config_of(settings):
-    """Return the configuration of a fake model; its adapters are mappings."""
+    """Return the `ModelConfig` of a fake model, from JSON: its adapters are given as mappings."""
     adapters = tuple(AdapterConfig(**one) for one in settings.get("adapters", ()))
     return ModelConfig(**{"model": "fake", **settings, "adapters": adapters})
 

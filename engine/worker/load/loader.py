@@ -473,7 +473,7 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
     """Allocate the buffers on the device and have the model compute them; a skeleton has them."""
     if not isinstance(module, Skeleton):
         _fill_buffers(module, module._init_weights, device)
-        module._init_weights(module.base_model)  # Falcon-H1's computes buffers of its layers
+        module._init_weights(module.base_model)  # Falcon-H1 computes buffers of layers in it
 
 
 def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device) -> None:

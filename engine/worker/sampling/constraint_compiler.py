@@ -59,7 +59,7 @@ TRUSTED = frozenset({"json_object", "choice"})
 OWN_LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 1_000_000}
 TRUSTED_BYTES_PER_CHAR = 200  # memory of a compiled choice, by characters of its text: measured
 MIN_BYTES = 1 << 16
-# Filling a mask takes 5 µs to 5 ms, or more because of its constraint. Beyond TOKEN_S_MAX seconds
+# Filling a mask takes 5 µs to 5 ms, or longer for a costly constraint. Beyond TOKEN_S_MAX seconds
 # in the sandbox, the constraint is refused; beyond MASK_S_MAX in a step, the request ends.
 TOKEN_S_MAX = 0.025
 MASK_S_MAX = 0.25

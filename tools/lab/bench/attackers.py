@@ -239,8 +239,8 @@ def hpack_bomb() -> Iterator[bytes]:
 
 
 def generate(stream: int, max_tokens: int, window_s: int | None = None) -> bytes:
-    """Return a call for so many tokens. After a lost connection, its client may resume the stream
-    for ``window_s`` seconds."""
+    """Return a call of Generate for so many tokens. After a lost connection, its client may resume
+    the stream for ``window_s`` seconds."""
     message = pb.GenerateRequest(text="a", sampling={"max_tokens": max_tokens, "ignore_eos": True})
     if window_s is not None:
         message.resume_window.seconds = window_s

@@ -31,8 +31,8 @@ MEASURES = ("engine/core", "engine/replica", "engine/api", "engine/requests")
 
 ROWS = (1, 8, 64)
 READERS = (1, 16)
-STEPS = 32  # counted; each row fills two blocks in them
-BEFORE = 20  # steps before those: the first ones also do work that is done once
+STEPS = 32  # the steps that are counted, in which each row fills two blocks
+BEFORE = 20  # steps before the counted ones; the first of them also do work that is done once
 STEP_S = 0.003
 
 

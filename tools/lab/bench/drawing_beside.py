@@ -69,7 +69,7 @@ async def _draw(channel: Any, until: float) -> float:
 
 
 async def _turn(channel: Any, num_streams: int, num_drawers: int) -> tuple[float, float]:
-    """Return the p99 between tokens and a drawing's time, in seconds; 0 without such clients."""
+    """Return the p99 between tokens and the time of a drawing, in seconds: 0 if none was made."""
     until = time.perf_counter() + WINDOW_S
     drawing = [asyncio.create_task(_draw(channel, until)) for _ in range(num_drawers)]
     gaps = await asyncio.gather(*(_gaps(channel, until) for _ in range(num_streams)))

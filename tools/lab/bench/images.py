@@ -29,7 +29,7 @@ request when they have the answer to the last (`tools.lab.bench.image_loads`).
 Each part alternates what it compares, so that a drift of the machine affects both alike.
 `BENCH_ONLY` is a regular expression that selects among these five names.
 
-How to decode images beside steps was tried by hand. Threads of lower priority, longer time slices
+Ways to decode images beside steps were tried by hand. Threads of lower priority, longer time slices
 for these (a thread that holds the GIL and has no core stops everybody), and never decoding and
 encoding at once did not help; a process for decoding did (D23), at niceness 10 as at 19.
 """
