@@ -240,8 +240,9 @@ class ModelChoices:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "the numbers of a text model's KV pool; auto: those that the model computes with. int8, "
-        "with a scale for each head and token, takes about half of bfloat16's memory",
+        "the numbers of a text model's KV pool; auto: those that the model computes with, but "
+        "float16 where it computes in float32 because the processor has no bfloat16. int8 takes "
+        "about a quarter of float32's memory",
         choices=KV_DTYPES,
     )
     quantization: str = setting(
