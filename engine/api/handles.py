@@ -330,7 +330,7 @@ async def _embed(engine: Engine, model: str, inputs: Inputs) -> Sequence[Sequenc
 async def _rank(
     engine: Engine, model: str, query: str, documents: Sequence[str]
 ) -> Sequence[float]:
-    """The engine's own `RankFunction`: one request, whose events are gathered."""
+    """The `RankFunction` of a ranker that was given none: it makes one Rerank request."""
     request = RerankRequest(model=model, query=query, documents=tuple(documents))
     return [event.score for event in await _gathered(engine.rerank(request), Score)]
 

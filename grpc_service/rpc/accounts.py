@@ -34,7 +34,7 @@ SETTINGS_STREAM = 0.1  # for each open stream when SETTINGS arrives
 SMALL_DATA = 4.0  # a DATA frame of fewer than `SMALL_DATA_BYTES`
 RESET_CALL = 10.0
 LOST_CALL = 25.0  # a call that its client ended before the first answer: owed time only
-WAITING_CALL = 20.0  # a call whose request has not come; only owed time, given back when it comes
+WAITING_CALL = 20.0  # a call until its request comes: owed time only, and not owed afterwards
 WINDOWLESS_CALL = 20.0  # a call begun while the client's window is closed: owed time only
 EVICTED_CALL = 500.0  # a call ended because the server keeps too many bytes (`HeldBytes`)
 BROKEN_CONNECTION = 300.0  # a connection that ended by an error, or without budget: owed time only
@@ -60,8 +60,8 @@ ADDRESSES_MAX = 10_000  # addresses that are remembered; beyond it the oldest is
 
 
 class Account:
-    """One connection's budget and owed time. ``clock`` returns seconds. The budget begins with
-    ``share`` (0 to 1) of `Limits.budget`."""
+    """One connection's budget and owed time, in the unit of the costs above. ``clock`` returns
+    seconds. The budget begins at ``share`` (0 to 1) of `Limits.budget`."""
 
     __slots__ = ("_clock", "_left", "_max", "_owed", "_per_s", "_refilled_at")
 

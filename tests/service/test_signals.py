@@ -68,7 +68,7 @@ def test_a_drain_does_not_wait_for_a_load_that_nobody_needs(has_waiter):
             check_cut(call, [1])
             assert time.monotonic() - start < DRAIN_S + 2
         assert server.wait() == (75 if has_waiter else 0)
-        # a server that had no clients waits less than the three seconds of one that was ready
+        # without a waiter: less than the 3 s for which a server that was ready waits for a load
         assert time.monotonic() - start < (DRAIN_S + SOON_S if has_waiter else 2.9)
         assert "a worker thread is still busy: ending the process" in server.log
 

@@ -58,7 +58,7 @@ LONG_ROPE = {
 }  # fmt: skip
 # As in Hunyuan's checkpoints, whose scaling is not dynamic in spite of the name.
 ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
-# Phi-3's config keeps the original length beside the rotary settings.
+# Phi-3 has original_max_position_embeddings at the config's top level, not in rope_scaling.
 LONG_PHI3 = {
     "rope_parameters": LONG_ROPE,
     "original_max_position_embeddings": 600,

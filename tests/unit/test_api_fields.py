@@ -289,7 +289,7 @@ def written(field):
 
 
 def method_written(method):
-    """Return an RPC as the table writes it."""
+    """Return an RPC as `SERVICES` writes it: name, request and answer."""
     assert not method.client_streaming
     stream = "stream " if method.server_streaming else ""
     return f"{method.name}({method.input_type.name}) {stream}{method.output_type.name}"

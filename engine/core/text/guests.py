@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveText, Sequence
 
-# Estimates: enough for the few guests whose clients return after a second, at little cost to
-# others.
+# Both shares are estimates: few clients come back later than after a second, and their guests find
+# seats and blocks at little cost to other requests.
 SEATS_SHARE = 8  # 1/8 of max_num_seqs, at least one guest
 BLOCKS_SHARE = 16  # 1/16 of the blocks
 # Seconds without a step of another request before parked guests go on: a client that sends one

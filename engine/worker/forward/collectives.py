@@ -94,8 +94,8 @@ class ReducedNorm(torch.nn.Module):
 
 
 class NoLogits(torch.nn.Module):
-    """Replaces a stock model's head on ranks that need no logits. The head keeps its memory, which
-    an embedding may share."""
+    """Replaces a stock model's head on ranks that need no logits. The head's weight is not freed,
+    because an embedding may share it."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()

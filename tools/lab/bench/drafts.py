@@ -75,7 +75,7 @@ BAR_MODEL = 0.97
 WITHOUT_ADAPTING = 3  # tokens of each draft in the rows "not adapting"
 STORY_TOKENS = 200
 SAMPLES = 1200
-OPENINGS, PAIRS = 5, 6  # how often the story model's engines are opened; pairs of each opening
+OPENINGS, PAIRS = 5, 6  # of the story model's engines, and pairs of runs, with and without drafts
 AT_ONCE = 4  # how many of the samples run at once
 CRITICAL = {  # of chi-squared at 0.001
     **{1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88},

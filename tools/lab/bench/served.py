@@ -42,7 +42,7 @@ def served(models: Sequence[tuple[str, str]], *flags: str) -> Iterator[str]:
 
 @contextmanager
 def serving(models: Sequence[tuple[str, str]], *flags: str, root: Path = ROOT) -> Iterator[Served]:
-    """Run the server of the checkout ``root``, as `served`."""
+    """Like `served`, but run the server of the checkout ``root`` while the block runs."""
     argv = [sys.executable, "-m", "grpc_service", "serve", "--port", "0", *flags]
     for model, name in models:
         argv += ["--model", model, "--served-model-name", name]

@@ -110,7 +110,8 @@ def possible_ways(meaning: Meaning, forms: dict[str, Form], ways: tuple[str, ...
     roles = dict(meaning.core)
 
     def fits(role: str, slot: str) -> bool:
-        """Return whether the role's concept can fill the slot."""
+        """Return whether the words drawn for this role can stand in this gap of the sentence's
+        pattern."""
         kind, form = roles[role].kind, forms[role]
         if slot == "part":
             return form.is_plain
