@@ -225,6 +225,15 @@ class ModelMemory:
         "write to a CPU's whole KV pool at the load, so that no request waits until the operating "
         "system provides its memory",
     )
+    packed_cache: str = setting(
+        "",
+        "folder that keeps packed weights of GGUF files, which later starts and other processes "
+        "map; off: none. By default triolet/packed in the user's cache",
+        unit="DIR",
+    )
+    packed_cache_bytes: int = setting(
+        32 << 30, "most bytes of the packed weights that are kept", low=0, unit="BYTES"
+    )
     seed: int = setting(0, "seed of the server's own random choices")
 
 

@@ -111,19 +111,21 @@ void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs
 }
 
 // Packs the rows of ``count`` tensors in blocks as one layer of ``bits`` and ``group``, with offsets
-// unless ``offsets`` is null. Sizes and ``pair`` are as above. Returns 1, or 0 if a scale or an offset
-// is not finite in half precision.
+// unless ``offsets`` is null. Sizes and ``pair`` are as above. Of all panels it packs those at the
+// places ``begin`` to ``end`` - 1, and the memory begins with the first of them. Returns 1, or 0 if a
+// scale or an offset is not finite in half precision.
 int triolet_pack_blocks(const BlockRows *sources, int64_t count, int64_t outputs, int64_t inputs,
-                        int64_t pair, int64_t bits, int64_t group, uint8_t *panels, f16 *scales,
-                        f16 *offsets) {
+                        int64_t pair, int64_t bits, int64_t group, int64_t begin, int64_t end,
+                        uint8_t *panels, f16 *scales, f16 *offsets) {
     const PackedPanels to{panels, scales, offsets, bits, group, inputs};
     int is_finite = 1;
     const long number = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(dynamic, 4) reduction(& : is_finite)
-    for (long panel = 0; panel < number; panel++) {
+    for (long place = begin; place < end; place++) {
+        const long panel = pair ? place % pair * (number / pair) + place / pair : place;
         const long first = panel * PANEL, left = outputs - first;
         is_finite &= pack_panel(sources, count, first, left < PANEL ? left : (long)PANEL, to,
-                                place_of(panel, number, pair));
+                                place - begin);
     }
     return is_finite;
 }

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.worker.forward import native
-from engine.worker.forward.block_layer import BlockLayer
+from engine.worker.forward.block_layer import BlockLayer, Packed
 from engine.worker.forward.decoder import Packer
 from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, StoredBlocks
@@ -92,6 +92,24 @@ def test_gates_and_ups_alternate(library, name, is_ordered):
     check_alike(library, stored, is_paired=True)
 
 
+@pytest.mark.parametrize("most", [1, 5000, 20000, 1 << 20])
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_pieces_of_a_layer_are_its_bytes(library, name, most):
+    stored = [blocks(kind, rows, 512, seed) for seed, (kind, rows) in enumerate(PAIRS[name])]
+    layer = BlockLayer(library, stored, is_paired=True)
+    whole, joined = (
+        Packed(*(torch.zeros(size, dtype=torch.uint8) for size in layer.sizes)) for _ in range(2)
+    )
+    layer.pack(whole)
+    count = 0
+    for piece in layer.pieces(torch.empty(most, dtype=torch.uint8)):
+        count += 1
+        for one, to, first in zip(piece.packed, joined, piece.firsts, strict=True):
+            to[first : first + len(one)] = one
+    assert all(torch.equal(one, other) for one, other in zip(whole, joined, strict=True))
+    assert (count > 1) == (most < sum(layer.sizes))
+
+
 @pytest.mark.parametrize("kind", [Q4_0, Q5_0, Q8_0])
 def test_rows_of_a_few_blocks_are_packed_alike(library, kind):
     check_alike(library, [blocks(kind, 19, 96, seed=3)])
@@ -134,11 +152,11 @@ def test_the_layouts_version_is_raised_with_the_bytes(library):
     raise PACKED_LAYOUT in engine/kernels/small_weights.h, and write the new number here."""
     total = 0
     for kind in (Q4_K, Q6_K):
-        layer = BlockLayer([blocks(kind, 40, 512, seed=11)])
-        tensors = [torch.empty(size, dtype=dtype) for size, dtype in layer.sizes(library)]
-        layer.pack(library, *tensors)
+        layer = BlockLayer(library, [blocks(kind, 40, 512, seed=11)])
+        tensors = Packed(*(torch.empty(size, dtype=torch.uint8) for size in layer.sizes))
+        layer.pack(tensors)
         if layer.form.bits == 8:
-            tensors[0] ^= library.triolet_layout() & 255  # what this processor adds
+            tensors.panels.bitwise_xor_(library.triolet_layout() & 255)  # of this processor
         for tensor in tensors:
             total = total * 31 + library.triolet_checksum(tensor.data_ptr(), tensor.nbytes)
     assert library.triolet_layout() >> 8 == 1

@@ -240,6 +240,7 @@ OWN_THREADS = {
     "engine.worker.process.main": "a process of its own, without Trio",
     "engine.worker.sampling.sandbox_main": "a process of its own, without Trio",
     "grpc_service.cli.generate": "a command, which asks for a file's prompts beside each other",
+    "engine.worker.forward.packed_cache": "hash a file on all cores; the load waits for them",
     "grpc_service.app.tracing": "the last flush to a collector, left behind if that is mute",
 }
 

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from engine.errors import EngineBug
 from engine.worker.forward import kernel_structs as structs
-from engine.worker.forward.decoder import GROUPS, PANEL
+from engine.worker.forward.block_layer import PANEL
+from engine.worker.forward.decoder import GROUPS
 from engine.worker.forward.rewrites import ExpertParts
 
 if TYPE_CHECKING:

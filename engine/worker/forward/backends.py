@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.adapters import AdapterHost
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.forward.kv_cache import KvCache, PoolSize
+    from engine.worker.forward.packed_cache import Layers
     from engine.worker.interface import RunnerSpec
     from engine.worker.load.architectures import Architecture, LayerShape
     from engine.worker.load.loader import LoadedModel
@@ -157,10 +158,12 @@ def prepare(
     quantization: str = "none",
     objection: str = "",
     recurrent: str = "",
+    layers: Layers | None = None,
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
     ``recurrent`` is the class of its recurrent layers, which adapters cannot change if stock.
+    ``layers`` packs the layers of a compiled model that are in blocks.
 
     Raises:
         Refusal: weights with ``quantization`` need compiled code that the model cannot have.
@@ -192,7 +195,7 @@ def prepare(
         return _logged(Execution(_with(model, module), backend, why, stock))
     packed = packed_places(parts, model.module)
     places = linear_places(model.module)
-    module = NativeDecoder(library, parts, cache, model.dtype)
+    module = NativeDecoder(library, parts, cache, model.dtype, layers)
     what = str(model.dtype).removeprefix("torch.")
     if model.is_narrow:
         what += f", {model.quantization} weights"

@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.block_layer import BlockLayer
+from engine.worker.forward.block_layer import PANEL, BlockLayer
 from engine.worker.forward.image_rows import IMAGES
 from engine.worker.forward.native_attention import NativeStep, native_call
+from engine.worker.forward.packed_cache import Layers
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
 from engine.worker.load.refusal import Refusal
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from engine.worker.forward.native_attention import NativeBackend
     from engine.worker.forward.rewrites import ConvolutionParts, DecoderParts, LayerParts
 
-PANEL = 16  # The outputs in a panel of a packed weight; PANEL in engine/kernels/simd_amx.h.
 PART = 512  # Attention splits a context into parts of so many tokens (PART in paged_cache.h).
 FLOAT_BYTES = 4
 TASK_BYTES = 32  # The size of a DecodeTask of engine/kernels/attention.h.
@@ -53,9 +53,13 @@ class Output:
 
 
 class Packer:
-    """Packs weights for one library and dtype, and keeps the packed tensors alive."""
+    """Packs weights for one library and dtype, and keeps the packed tensors alive. ``layers`` packs
+    those that are in blocks."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, layers: Layers | None = None
+    ) -> None:
+        self._layers = layers or Layers()
         self.library = library
         self.dtype = dtype
         self.kind = structs.KINDS[dtype]
@@ -113,14 +117,12 @@ class Packer:
         Raises:
             Refusal: Half precision cannot hold a scale.
         """
-        layer = BlockLayer(parts, is_paired=is_paired)
-        numbers, scales, offsets = (torch.empty(size, dtype=kind) for size, kind in
-                                    layer.sizes(self.library))  # fmt: skip
-        layer.pack(self.library, numbers, scales, offsets)
-        self.packed.append(numbers)
+        layer = BlockLayer(self.library, parts, is_paired=is_paired)
+        panels, scales, offsets = self._layers.packed(layer)
+        self.packed.append(panels)
         self.small += scales, offsets
         return structs.Linear(
-            numbers.data_ptr(),
+            panels.data_ptr(),
             None if bias is None else self.keep(_whole_panels(bias.to(torch.float32))),
             scales.data_ptr(),
             offsets.data_ptr() if layer.form.has_offsets else None,
@@ -129,6 +131,10 @@ class Packer:
             layer.inputs,
             layer.form.group,
         )
+
+    def finish(self) -> None:
+        """Keep the packed layers, where that is wanted. Call it after the last one."""
+        self._layers.finish()
 
     def _table(self, table: tuple[int, ...]) -> int | None:
         if not table:
@@ -246,13 +252,14 @@ class NativeDecoder(torch.nn.Module):
         parts: DecoderParts,
         cache: KvCache,
         dtype: torch.dtype,
+        layers: Layers | None = None,
     ) -> None:
         super().__init__()
         self._library = library
         self._rotaries = parts.rotaries
         _check_rotaries(parts)
         self._vocab = parts.head.out_features
-        self._packer = packer = Packer(library, dtype)
+        self._packer = packer = Packer(library, dtype, layers)
         self._layers = (structs.Layer * len(parts.layers))()
         self._experts: list[ctypes.Array[structs.Linear]] = []  # the layers have their addresses
         self._num_convolutions = 0
@@ -260,6 +267,7 @@ class NativeDecoder(torch.nn.Module):
         self._model = self._pack_ends(parts)  # first: packing the head takes the most memory
         for index, layer in enumerate(parts.layers):
             self._layers[index] = self._pack_layer(parts, layer, cache)
+        packer.finish()
         self._arena = native.new_arena(library, self)
         self._logits = torch.empty(0)
         self._sum: SumCall | None = None

@@ -222,7 +222,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "triolet_pack_blocks": (
         c_int32,
-        (POINTER(BlockRows), *(c_int64,) * 6, *(c_void_p,) * 3),
+        (POINTER(BlockRows), *(c_int64,) * 8, *(c_void_p,) * 3),
     ),
     "triolet_checksum": (c_uint64, (c_void_p, c_int64)),
     "triolet_layout": (c_int64, ()),

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.errors import EngineBug
 from engine.worker.forward import variants
 from engine.worker.forward.kernel_structs import MIRRORED, SIGNATURES
+from engine.worker.forward.user_cache import NoCache, private_folder, user_cache
 from engine.worker.forward.variants import (
     COMPILERS,
     DIRECTORY,
@@ -57,10 +58,6 @@ _loading = threading.Lock()
 
 class Unavailable(Exception):
     """The compiled kernels cannot be used; the message says why."""
-
-
-class NoCache(Exception):
-    """The directory of compiled libraries cannot be used; the message says why."""
 
 
 class _LoadResult(NamedTuple):
@@ -187,7 +184,7 @@ def _load() -> _LoadResult:
     compiler = find_compiler()
     file = f"kernels-{_key(compiler, flags)}.so"
     try:
-        path = cache_directory() / file
+        path = private_folder(user_cache("kernels")) / file
     except NoCache as error:
         with _needs_build_folder():
             private = tempfile.TemporaryDirectory(prefix="triolet-kernels-")
@@ -258,32 +255,6 @@ def _cpuinfo() -> str:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-
-
-def cache_directory() -> Path:
-    """Return the directory of compiled libraries, which only this user may write.
-
-    Raises:
-        NoCache: The directory cannot be made, or other users may write there, or this user may not.
-    """
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if root.startswith("~"):
-        raise NoCache("this user has no home directory; name a folder in XDG_CACHE_HOME")
-    directory = Path(root) / "triolet" / "kernels"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = directory.stat()
-    except OSError as error:
-        raise NoCache(_unwritable(directory, str(error.strerror))) from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise NoCache(_unwritable(directory, "other users may write there"))
-    if not os.access(directory, os.W_OK):
-        raise NoCache(_unwritable(directory, "it is read-only"))
-    return directory
-
-
-def _unwritable(directory: Path, why: str) -> str:
-    return f"{directory} cannot keep them ({why}); name another folder in XDG_CACHE_HOME"
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:

@@ -47,12 +47,16 @@ def decode(
 
 class StoredBlocks:
     """Rows of blocks in a mapped file: of ``raw``, uint8 [rows, bytes], those that ``order`` lists,
-    or all. ``kind`` is GGUF's number of their type. A call decodes them."""
+    or all. ``kind`` is GGUF's number of their type, and ``name`` the tensor's. A call decodes
+    them."""
 
-    def __init__(self, raw: torch.Tensor, kind: int, order: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, raw: torch.Tensor, kind: int, order: torch.Tensor | None = None, name: str = ""
+    ) -> None:
         self.raw = raw
         self.kind = kind
         self.order = order
+        self.name = name
 
     def __call__(self) -> QuantizedWeight:
         """Return the decoded weight."""
@@ -78,8 +82,8 @@ class StoredBlocks:
 
     def _rows(self, chosen: slice) -> StoredBlocks:
         if self.order is None:
-            return StoredBlocks(self.raw[chosen], self.kind)
-        return StoredBlocks(self.raw, self.kind, self.order[chosen])
+            return StoredBlocks(self.raw[chosen], self.kind, None, self.name)
+        return StoredBlocks(self.raw, self.kind, self.order[chosen], self.name)
 
 
 def joined_type(parts: Sequence[StoredBlocks]) -> tuple[Form, tuple[int, ...]]:

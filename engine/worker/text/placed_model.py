@@ -6,11 +6,13 @@ by this file. Rule: nothing here handles sequences. The caller sets the thread's
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
 from engine.worker.forward.backends import (
     how_it_runs,
@@ -25,6 +27,7 @@ from engine.worker.forward.kv_cache import (
     pick_kv_dtype,
     size_pool,
 )
+from engine.worker.forward.packed_cache import Layers, bound_of, open_cache
 from engine.worker.forward.recurrent import StateSlots, open_states
 from engine.worker.forward.transfer import send
 from engine.worker.interface import Inspection, KvInspection, LoadProgress
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from engine.worker.load.division import Division
     from engine.worker.load.loader import LoadedModel
     from engine.worker.load.recurrent import Recurrence, StateShape
+    from engine.worker.load.resolve import Source
     from engine.worker.text.interface import SamplingDefaults
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
@@ -227,6 +231,9 @@ def place(
             sizes, checkpoint = _sizes(spec, division, (architecture, config), whole, sizing)
             dtype, shapes = sizes.dtype, sizes.shapes
             tokenizer = files.tokenizer()
+            in_blocks = [
+                one.shape for one in checkpoint.tensors.values() if checkpoint.form(one.name)
+            ]
             if (
                 chosen is not None
                 or objection_to_kernels(device, dtype, shapes)
@@ -245,7 +252,8 @@ def place(
         division.complete(model, source.directory)
     progress(LoadProgress("warm-up"))
     recurrence = RECURRENT[architecture.name] if sizes.states else None
-    cache, execution = _prepared(spec, model, sizes, chosen, division, recurrence)
+    with closing(_layers_of(spec, source, in_blocks, sizes)) as layers:
+        cache, execution = _prepared(spec, model, sizes, chosen, division, recurrence, layers)
     opened = None
     if recurrence is not None:
         slots = StateSlots(recurrence, sizes.states, sizes.pool.num_states, dtype, device)
@@ -266,6 +274,19 @@ def place(
     )
 
 
+def _layers_of(
+    spec: RunnerSpec, source: Source, shapes: Sequence[tuple[int, ...]], sizes: Sizes
+) -> Layers:
+    """Return what packs the layers in blocks, whose tensors have these shapes: the cache of a GGUF
+    file's packed weights, if it has such layers and runs compiled, else memory."""
+    if source.gguf is None or sizes.objection or not shapes:
+        return Layers()
+    cache = open_cache(spec.packed_cache, spec.packed_cache_bytes)
+    if cache is None:
+        return Layers()
+    return cache.layers_of(source.gguf, native.load(), bound_of(shapes))
+
+
 def state_bytes(states: Mapping[int, StateShape], dtype: torch.dtype) -> int:
     """Return the bytes of one sequence's states in all layers; 0 without recurrent layers."""
     return sum(shape.num_bytes(dtype.itemsize) for shape in states.values())
@@ -278,6 +299,7 @@ def _prepared(
     chosen: AttentionBackend | None,
     division: Division,
     recurrence: Recurrence | None,
+    layers: Layers,
 ) -> tuple[KvCache, Execution]:
     """Return the model's cache, and the model prepared to run over that cache."""
     shapes, pool, device = sizes.shapes, sizes.pool, model.device
@@ -297,6 +319,7 @@ def _prepared(
         quantization=spec.quantization,
         objection=division.objection_to_decoder(model.architecture),
         recurrent=recurrence.module if recurrence is not None else "",
+        layers=layers,
     )
     return cache, execution
 

@@ -146,7 +146,7 @@ class GgufFile(Checkpoint):
         outputs, inputs = self.tensors[name].shape
         width = inputs // block.inputs * block.num_bytes
         raw = self._bytes[start : start + outputs * width].view(outputs, width)
-        return StoredBlocks(raw, kind, row_order(self._model, self.metadata, own))
+        return StoredBlocks(raw, kind, row_order(self._model, self.metadata, own), name)
 
     @property
     def _model(self) -> GgufModel:

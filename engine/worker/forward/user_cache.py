@@ -1,0 +1,46 @@
+"""Finds the folders of the user's cache, and checks that a folder is the user's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class NoCache(Exception):
+    """A folder cannot be used; the message says why."""
+
+
+def user_cache(name: str) -> Path:
+    """Return Triolet's folder of this name in the user's cache, which may not exist.
+
+    Raises:
+        NoCache: The user has no home directory.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if root.startswith("~"):
+        raise NoCache("this user has no home directory; name a folder in XDG_CACHE_HOME")
+    return Path(root) / "triolet" / name
+
+
+def private_folder(folder: Path, *, is_secret: bool = False) -> Path:
+    """Make a folder, if it is missing, and return it. Only this user may write there; if it
+    ``is_secret``, only this user may read there, too.
+
+    Raises:
+        NoCache: It cannot be made, or other users may use it, or this user may not write there.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise NoCache(_unwritable(folder, str(error.strerror))) from error
+    if state.st_uid != os.getuid() or state.st_mode & (0o077 if is_secret else 0o022):
+        what = "use it" if is_secret else "write there"
+        raise NoCache(_unwritable(folder, f"other users may {what}"))
+    if not os.access(folder, os.W_OK):
+        raise NoCache(_unwritable(folder, "it is read-only"))
+    return folder
+
+
+def _unwritable(folder: Path, why: str) -> str:
+    return f"{folder} cannot keep them ({why}); name another folder in XDG_CACHE_HOME"
