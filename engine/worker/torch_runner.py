@@ -79,8 +79,9 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
         """Compute one step.
 
         Raises:
-            MemoryError: the device ran out of memory. EngineBug: the plan does not fit what the
-                runner keeps. Exception: the step failed in another way.
+            MemoryError: the device ran out of memory.
+            EngineBug: the plan does not fit what the runner keeps.
+            Exception: the step failed in another way.
         """
         with step_failures(), thread_state(self._spec.threads, self._device):
             return self._execute(plan)

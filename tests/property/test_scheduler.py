@@ -391,7 +391,7 @@ class SchedulerMachine(Machine):
         ledger, places = self.driver.scheduler._ledger, []
         for name, live in ledger.requests.items():
             said = self.driver.scheduler.explain(name, self.driver.now)
-            forks = not live.request.outputs  # the explained place may be a continued choice's
+            forks = not live.request.outputs  # `explain` may give the place of a resumed choice
             if forks and live.parent in ledger.waiting.items and said.state == "WAITING":
                 places.append((live.parent.waiting_key, said.position))
         assert [place for _, place in sorted(places)] == sorted(place for _, place in places)

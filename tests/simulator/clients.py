@@ -236,7 +236,7 @@ def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingPar
 def _spoil(rng: random.Random, client: Client, index: int) -> Client:
     """Change the request in one way in which a request can be refused."""
     request, prompt = client.request, client.request.prompt
-    change = partial(replace, request, check=False)  # unchecked, as the server checks requests
+    change = partial(replace, request, check=False)  # the server checks requests
     reason = "INVALID_REQUEST"
     match rng.randrange(13):
         case 0:  # the id of an earlier request, which may have ended by now

@@ -430,8 +430,8 @@ def start(
     ``replicas`` is a model's number of workers, ``memory_bytes`` the memory of each, and ``fails``
     how many of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields
     of `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
-    counted. With ``is_command`` the server behaves as `triolet serve`. With ``toy``, a model that
-    would draw counts instead (`tests.support.counting_calls`).
+    counted. With ``is_command`` the server behaves as `triolet serve`. With ``toy``, a model
+    that makes images serves the toy kind of work instead (`tests.support.counting_calls`).
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}

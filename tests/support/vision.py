@@ -46,7 +46,7 @@ class VisionModel:
     processor: Any
 
     def parts(self, turns: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-        """Return the messages of a chat, with the bytes of images."""
+        """Return chat messages whose image parts hold the images' bytes."""
         return [
             {
                 "role": "assistant" if number % 2 else "user",

@@ -186,7 +186,7 @@ def _preprocessor_for(replica: AnyReplica, chat: Chat) -> Preprocessor | None:
 
 
 def _measure(decode: DecodeImage, preprocessor: Preprocessor, data: bytes) -> ReadImage:
-    """Return an image without its pixels."""
+    """Return what a request keeps of an image before the model reads it, without pixels."""
     return ReadImage(decode(preprocessor.read, data)._replace(tiles=()), b"")
 
 

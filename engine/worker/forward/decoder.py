@@ -413,8 +413,8 @@ class NativeDecoder(torch.nn.Module):
         """Compute the logits of one step.
 
         Raises:
-            MemoryError: There is no memory for the activations. EngineBug: An index is outside its
-                bounds. Nothing was computed.
+            MemoryError: There is no memory for the activations.
+            EngineBug: An index is outside its bounds. Nothing was computed.
             Exception: A sum over the ranks raised it.
         """
         prepared = keywords[KEYWORD]

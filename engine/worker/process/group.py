@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.worker.interface import MemoryEstimate
     from engine.worker.process.side_channels import SideChannels
 
-FIRST_REQUESTS = ("estimate", "load")  # requests in which a rank that sends nothing is given up
+FIRST_REQUESTS = ("estimate", "load")  # during these a rank that is silent counts as lost
 SIGNS_OF_LIFE = ("progress", "alive")
 
 log = logging.getLogger(__name__)

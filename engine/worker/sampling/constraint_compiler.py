@@ -86,7 +86,7 @@ class Matching:
     _vocab: int
 
     def new_mask(self) -> Mask:
-        """Return an empty mask for `fill`."""
+        """Return a mask for `fill` to write."""
         return Mask(self._num_words, self.ends, self._field)
 
     def fill(self, mask: Mask) -> None:
