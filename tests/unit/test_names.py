@@ -66,7 +66,7 @@ FOREIGN = {
         *("being", "chases", "chasing", "cries", "hugging", "owls", "ponies"),
     },
     "what a user writes there": {"HOST"},
-    "gRPC in Ruby and Java": {"to_rpc_status"},
+    "gRPC in Ruby and Java": {"to_rpc_status", "grpc_tools_ruby_protoc"},
 }
 FOREIGN_PACKAGES = {"com", "vllm"}  # any name in these packages is accepted
 
