@@ -79,6 +79,11 @@ def narrow(path):
     return text.make(path, "llama", text.Shape(hidden=32, heads=4, kv_heads=4), dtype="bfloat16")
 
 
+def other_activation(path):
+    """Write a Llama whose activation the kernels do not have."""
+    return text.make(path, "llama", WIDE, dtype="bfloat16", extra={"hidden_act": "relu"})
+
+
 TEXTS = {
     "float": (plain, {}),
     "float32": (plain, {"dtype": "float32"}),
@@ -86,6 +91,7 @@ TEXTS = {
     "a tied head twice": (both_ends, {}),
     "GGUF of several types": (mixed_gguf, {}),
     "a config without a skeleton": (unusual, {}),
+    "an activation without a kernel": (other_activation, {}),
     "heads that are too narrow": (narrow, {}),
     "no compiled form": (lambda path: text.make(path, "gpt2", WIDE), {}),
     "a pool of int8": (plain, {"kv_cache_dtype": "int8"}),

@@ -363,8 +363,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
 
 
 def _tokenizer_bytes(vocab_size: int | None, device: torch.device) -> int:
-    """Return the bytes of the tokenizers: the library's, and one for plain text."""
-    return 2 * tokenizer_bytes(vocab_size or 0, str(device))
+    """Return the bytes of the tokenizers: the library's, that of inputs, and that of plain text."""
+    return 3 * tokenizer_bytes(vocab_size or 0, str(device))
 
 
 def _workspace(

@@ -67,7 +67,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 # Bytes of the CPU's memory for each token of a vocabulary: of the tokenizer, and of what samplers
 # and constraints know of its tokens. Measured: 240 to 400, with 49,152 and with 151,936 tokens.
-TOKEN_BYTES = 400
+TOKEN_BYTES = 350
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 
 
