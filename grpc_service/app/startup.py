@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from grpc_service.app.server_config import ServerConfig
 
 REFRESH_S = 0.1
+LINE_S = 5.0  # between two lines about a load where there is no terminal
 LOAD_ERRORS = "engine.pool.load_errors"  # the logger of failed loads
 
 
@@ -80,19 +81,33 @@ def awaited(entries: Collection[Entry]) -> list[Entry]:
 
 
 async def show_loading(engine: Engine) -> None:
-    """Show a progress bar per model while it loads; without a terminal, one line per model.
+    """Show a progress bar per model while it loads; without a terminal, one line per model at its
+    begin, and one for each `LINE_S` that it takes.
 
     Cancellation: safe; the bars disappear.
     """
     entries = awaited(engine.registry.entries.values())
     if not sys.stderr.isatty():
-        for entry in entries:
-            print(f"loading {entry.config.name} …", file=sys.stderr)
+        await _print_loading(entries)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {
             entry.config.name: bars.add_task(entry.config.name, total=None) for entry in entries
@@ -102,6 +117,33 @@ async def show_loading(engine: Engine) -> None:
                 total, done = _progress(entry)
                 bars.update(tasks[entry.config.name], total=total, completed=done)
             await trio.sleep(REFRESH_S)
+
+
+async def _print_loading(entries: Collection[Entry]) -> None:
+    for entry in entries:
+        print(f"loading {entry.config.name} …", file=sys.stderr)
+    start = trio.current_time()
+    while True:
+        with trio.move_on_after(LINE_S):
+            for entry in entries:
+                await entry.settled.wait()
+            return
+        for entry in entries:
+            if not entry.settled.is_set():
+                print(loading_line(entry, trio.current_time() - start), file=sys.stderr)
+
+
+def loading_line(entry: Entry, seconds: float) -> str:
+    """Return how far a load is that began ``seconds`` ago, and how long it will take at its mean
+    speed so far."""
+    total, done = _progress(entry)
+    phase = entry.progress.phase if entry.progress else "waiting"
+    line = f"loading {entry.config.name}: {phase}, {seconds:.0f} s"
+    if total and done < total:
+        line += f", {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+    if total and 0 < done < total:
+        line += f", about {seconds * (total - done) / done:.0f} s left"
+    return line
 
 
 def _progress(entry: Entry) -> tuple[int | None, int]:

@@ -471,6 +471,27 @@ def test_the_texts_of_a_vocabulary_are_read_once(checkpoints, tmp_path, monkeypa
     assert len(read) == len(STRING_LISTS)
 
 
+def test_the_progress_of_a_load_counts_each_byte_once_when_it_is_packed(tmp_path):
+    """In blocks or not, tied or not; packing takes most of a load."""
+    for is_tied in (True, False):
+        shape = Shape(2, 256, 4, 2, 512, 500, 256, is_tied)
+        checkpoint = make(tmp_path / f"made{is_tied}", "llama", shape)
+        path = write_model(checkpoint, tmp_path / "model.gguf", Q4_K)
+        with GgufFile(path) as file:
+            whole = sum(tensor.num_bytes for tensor in file.tensors.values())
+        assert 0 <= path.stat().st_size - whole < 30_000  # the header
+        seen = []
+        runner = TorchRunner(RunnerSpec(str(path), kv_bytes=1 << 24, threads=1))
+        runner.load(seen.append)
+        runner.close()
+        done = [stage.bytes_done for stage in seen if stage.phase == "weights"]
+        assert done == sorted(done)
+        assert done[-1] == whole
+        assert len([size for size in done if 0.1 * whole < size < 0.9 * whole]) > 4
+        assert seen[0].phase == "config"
+        assert seen[-1].phase == "warm-up"
+
+
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [[1]], "x"], ids=str)
 def test_no_value_of_another_kind_is_unexpected(checkpoints, tmp_path, value):
     """Each key in turn has a value of another kind: the file is refused, or the value is

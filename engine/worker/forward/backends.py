@@ -33,7 +33,7 @@ from engine.worker.skeleton.config import SkeletonConfig
 from engine.worker.skeleton.families import LISTED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -159,11 +159,13 @@ def prepare(
     objection: str = "",
     recurrent: str = "",
     layers: Layers | None = None,
+    note: Callable[[int], None] | None = None,
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
     ``recurrent`` is the class of its recurrent layers, which adapters cannot change if stock.
-    ``layers`` packs the layers of a compiled model that are in blocks.
+    ``layers`` packs the layers of a compiled model that are in blocks, and ``note`` gets the bytes
+    of each stored weight that is packed.
 
     Raises:
         Refusal: weights with ``quantization`` need compiled code that the model cannot have.
@@ -195,7 +197,7 @@ def prepare(
         return _logged(Execution(_with(model, module), backend, why, stock))
     packed = packed_places(parts, model.module)
     places = linear_places(model.module)
-    module = NativeDecoder(library, parts, cache, model.dtype, layers)
+    module = NativeDecoder(library, parts, cache, model.dtype, layers, note)
     what = str(model.dtype).removeprefix("torch.")
     if model.is_narrow:
         what += f", {model.quantization} weights"

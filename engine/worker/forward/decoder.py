@@ -30,7 +30,7 @@ from engine.worker.quantized.gguf_blocks import StoredBlocks
 from engine.worker.quantized.weight import QuantizedWeight, join, release, weight_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.collectives import SumCall
@@ -54,12 +54,17 @@ class Output:
 
 class Packer:
     """Packs weights for one library and dtype, and keeps the packed tensors alive. ``layers`` packs
-    those that are in blocks."""
+    those that are in blocks. ``note`` gets the bytes of each weight of a file that is packed."""
 
     def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, layers: Layers | None = None
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        layers: Layers | None = None,
+        note: Callable[[int], None] | None = None,
     ) -> None:
         self._layers = layers or Layers()
+        self.note = note or (lambda _: None)
         self.library = library
         self.dtype = dtype
         self.kind = structs.KINDS[dtype]
@@ -76,11 +81,19 @@ class Packer:
         for layer in layers:
             release(layer)
             layer.register_parameter("bias", None)
+        packed = self._pack_together(stored, bias, is_paired=is_paired)
+        self.note(sum(getattr(layer, "stored_bytes", 0) for layer in layers))
+        return packed
+
+    def _pack_together(
+        self, stored: list[Any], bias: torch.Tensor | None, *, is_paired: bool
+    ) -> structs.Linear:
         blocks = [weight for weight in stored if isinstance(weight, StoredBlocks)]
         if len(blocks) == len(stored):
             return self.pack_blocks(blocks, bias, is_paired=is_paired)
-        weights = [_read(weight) for weight in stored]
-        del stored
+        weights = []
+        while stored:
+            weights.append(_read(stored.pop(0)))
         if is_paired:
             weights = [part for weight in weights for part in _whole_halves(weight, len(weights))]
         weight = _joined(weights, self.dtype)
@@ -253,13 +266,14 @@ class NativeDecoder(torch.nn.Module):
         cache: KvCache,
         dtype: torch.dtype,
         layers: Layers | None = None,
+        note: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
         self._library = library
         self._rotaries = parts.rotaries
         _check_rotaries(parts)
         self._vocab = parts.head.out_features
-        self._packer = packer = Packer(library, dtype, layers)
+        self._packer = packer = Packer(library, dtype, layers, note)
         self._layers = (structs.Layer * len(parts.layers))()
         self._experts: list[ctypes.Array[structs.Linear]] = []  # the layers have their addresses
         self._num_convolutions = 0
@@ -362,6 +376,7 @@ class NativeDecoder(torch.nn.Module):
             table = head if is_tied else packer.pack_blocks([shared], None)
         elif not is_tied:
             table = packer.pack(_read(shared), None)
+        packer.note(getattr(parts.embedding, "stored_bytes", 0))
         return structs.Model(
             self._layers,
             len(parts.layers),

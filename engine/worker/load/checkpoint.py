@@ -50,17 +50,19 @@ OLDER_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint by the header of its file. ``file`` is that file's name."""
+    """A tensor of the checkpoint by the header of its file. ``file`` is that file's name.
+    ``in_blocks`` is the size of a tensor whose numbers are not apart; 0: they are."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # safetensors' name: F32, BF16, …
     file: str
+    in_blocks: int = 0
 
     @property
     def num_bytes(self) -> int:
         """The tensor's size in its file."""
-        return prod(self.shape) * FLOAT_SIZES.get(self.dtype, 1)
+        return self.in_blocks or prod(self.shape) * FLOAT_SIZES.get(self.dtype, 1)
 
 
 class Checkpoint:

@@ -322,12 +322,14 @@ def _assign_weights(
     deferred: dict[str, Callable[[], QuantizedWeight]] = {}
     for index, (name, parts) in enumerate(sources.items()):
         progress(LoadProgress("weights", bytes_done, bytes_total, index, len(sources)))
-        bytes_done += sum(part.num_bytes for part in parts)
+        own_bytes = sum(part.num_bytes for part in parts)
         stored = _stored(module, name, parts, checkpoint, quantization)
         if stored is not None:
             deferred[name] = stored
+            _owner(module, name).stored_bytes = own_bytes  # counted once it is packed
             expected[name]._is_hf_initialized = True
             continue
+        bytes_done += own_bytes
         if len(parts) == 1:
             # Using the mapped file itself would save 0.3 s per gigabyte and was rejected. A file
             # changed in place would change or crash a running server. And its tensors begin 8 bytes
@@ -350,7 +352,7 @@ def _assign_weights(
             )
         _set_parameter(module, name, torch.nn.Parameter(whole, requires_grad=False))
     _tie(module, tied, sources, deferred)
-    progress(LoadProgress("weights", bytes_total, bytes_total, len(sources), len(sources)))
+    progress(LoadProgress("weights", bytes_done, bytes_total, len(sources), len(sources)))
     return deferred
 
 

@@ -7,7 +7,7 @@ by this file. Rule: nothing here handles sequences. The caller sets the thread's
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,6 +206,23 @@ def _sizes(
     return sizes, checkpoint
 
 
+class _Counted:
+    """Reports a load's progress, to which weights that are packed later are added."""
+
+    def __init__(self, progress: Callable[[LoadProgress], None]) -> None:
+        self._progress = progress
+        self._last = LoadProgress("")
+
+    def __call__(self, stage: LoadProgress) -> None:
+        self._last = stage
+        self._progress(stage)
+
+    def add(self, num_bytes: int) -> None:
+        """Report that so many bytes more are done."""
+        if num_bytes:
+            self(replace(self._last, bytes_done=self._last.bytes_done + num_bytes))
+
+
 def place(
     spec: RunnerSpec,
     division: Division,
@@ -220,7 +237,8 @@ def place(
     Raises:
         Refusal: The model cannot be served.
     """
-    progress(LoadProgress("config"))
+    counted = _Counted(progress)
+    counted(LoadProgress("config"))
     device = pick_rank_device(spec.device, division)
     with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
         source = files.source
@@ -246,14 +264,16 @@ def place(
                 config,
                 dtype=dtype,
                 device=device,
-                progress=progress,
+                progress=counted,
                 quantization=spec.quantization,
             )
         division.complete(model, source.directory)
-    progress(LoadProgress("warm-up"))
     recurrence = RECURRENT[architecture.name] if sizes.states else None
     with closing(_layers_of(spec, source, in_blocks, sizes)) as layers:
-        cache, execution = _prepared(spec, model, sizes, chosen, division, recurrence, layers)
+        cache, execution = _prepared(
+            spec, model, sizes, chosen, division, recurrence, layers, counted.add
+        )
+    progress(LoadProgress("warm-up"))
     opened = None
     if recurrence is not None:
         slots = StateSlots(recurrence, sizes.states, sizes.pool.num_states, dtype, device)
@@ -300,6 +320,7 @@ def _prepared(
     division: Division,
     recurrence: Recurrence | None,
     layers: Layers,
+    note: Callable[[int], None],
 ) -> tuple[KvCache, Execution]:
     """Return the model's cache, and the model prepared to run over that cache."""
     shapes, pool, device = sizes.shapes, sizes.pool, model.device
@@ -320,6 +341,7 @@ def _prepared(
         objection=division.objection_to_decoder(model.architecture),
         recurrent=recurrence.module if recurrence is not None else "",
         layers=layers,
+        note=note,
     )
     return cache, execution
 

@@ -200,7 +200,9 @@ class GgufFile(Checkpoint):
         count = shape[0] if is_joined else 1
         for expert in range(count):
             part = own.format(expert=expert)
-            self.tensors[part] = StoredTensor(part, shape[-2:], label, self._path.name)
+            self.tensors[part] = StoredTensor(
+                part, shape[-2:], label, self._path.name, size // count
+            )
             self._stored[part] = (name, start + size // count * expert, kind)
 
 
