@@ -225,16 +225,21 @@ class ModelMemory:
         "write to a CPU's whole KV pool at the load, so that no request waits until the operating "
         "system provides its memory",
     )
+    seed: int = setting(0, "seed of the server's own random choices")
     packed_cache: str = setting(
         "",
         "folder that keeps packed weights of GGUF files, which later starts and other processes "
         "map; off: none. By default triolet/packed in the user's cache",
         unit="DIR",
+        section="loads, failures and the end",
     )
     packed_cache_bytes: int = setting(
-        32 << 30, "most bytes of the packed weights that are kept", low=0, unit="BYTES"
+        32 << 30,
+        "most bytes of the packed weights that are kept",
+        low=0,
+        unit="BYTES",
+        section="loads, failures and the end",
     )
-    seed: int = setting(0, "seed of the server's own random choices")
 
 
 @dataclass(frozen=True, kw_only=True)

