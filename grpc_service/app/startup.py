@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from grpc_service.app.server_config import ServerConfig
 
 REFRESH_S = 0.1
+LEAST_SHARE = 0.05  # of a load; before it is done, its speed is not known
 LINE_S = 5.0  # between two lines about a load where there is no terminal
 LOAD_ERRORS = "engine.pool.load_errors"  # the logger of failed loads
 
@@ -141,7 +142,7 @@ def loading_line(entry: Entry, seconds: float) -> str:
     line = f"loading {entry.config.name}: {phase}, {seconds:.0f} s"
     if total and done < total:
         line += f", {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-    if total and 0 < done < total:
+    if total and total * LEAST_SHARE < done < total:
         line += f", about {seconds * (total - done) / done:.0f} s left"
     return line
 

@@ -84,20 +84,28 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
     with ExitStack() as stack:
         with _needs_temporary_folder():
             written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
-        tokenizer = None
-        with GgufFile(source.gguf, has_vocabulary=with_tokenizer) as file:
-            if with_tokenizer:
-                vocabulary = file.vocabulary()
-            with _needs_temporary_folder():
-                file.write_config(written)
-                if with_tokenizer:
-                    write_generation_config(vocabulary, written)
-                    write_tokenizer_config(vocabulary, written)
-                    write_templates(file.metadata, written)
-            if with_tokenizer:
-                tokenizer = load_tokenizer(written, build_tokenizer(vocabulary))
-        weights = GgufFile(source.gguf, has_vocabulary=False)
+        weights, tokenizer = _open_gguf(source.gguf, written, with_tokenizer=with_tokenizer)
         yield ModelFiles(replace(source, directory=written), weights, tokenizer)
+
+
+def _open_gguf(
+    path: Path, written: Path, *, with_tokenizer: bool
+) -> tuple[GgufFile, HfTokenizer | None]:
+    """Write what other code reads of a GGUF file. Return its weights and tokenizer. The texts of
+    its tokens are freed."""
+    with GgufFile(path, has_vocabulary=with_tokenizer) as file:
+        vocabulary = file.vocabulary() if with_tokenizer else None
+        with _needs_temporary_folder():
+            file.write_config(written)
+            if vocabulary is not None:
+                write_generation_config(vocabulary, written)
+                write_tokenizer_config(vocabulary, written)
+                write_templates(file.metadata, written)
+        weights = file.without_texts()
+        if vocabulary is None:
+            return weights, None
+        backend = build_tokenizer(vocabulary)
+        return weights, load_tokenizer(written, backend, frozenset(vocabulary.tokens))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from engine.worker.import_lock import holds_import_lock
 from engine.worker.tokenizing.gguf_splits import SPLITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from engine.worker.load.gguf.vocabulary import Vocabulary
@@ -102,7 +102,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     backend = Tokenizer(
         models.BPE(
             {text: index for index, text in enumerate(vocabulary.tokens)},
-            [_pair(merge) for merge in vocabulary.merges or ()],
+            _pairs(vocabulary.merges or ()),
             ignore_merges=splits.ignores_merges,
         )
     )
@@ -152,15 +152,15 @@ def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, s
     """Return the merges of a sentencepiece vocabulary: those of the file or, if it has none, each
     pair whose join is a token, ordered by that token's score and then its id."""
     if vocabulary.merges is not None:
-        return [_pair(merge) for merge in vocabulary.merges]
+        return _pairs(vocabulary.merges)
     order = sorted(range(len(tokens)), key=lambda index: (-vocabulary.scores[index], index))
     ranks = {vocabulary.tokens[index]: -float(rank) for rank, index in enumerate(order)}
     return _generate_merges()(tokens, ranks)
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    first, _, second = merge.partition(" ")
-    return first, second
+def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the two tokens of each merge."""
+    return [(parts[0], parts[2]) for parts in [merge.partition(" ") for merge in merges]]
 
 
 def _strips(vocabulary: Vocabulary, text: str) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from tokenizers import Tokenizer
 
@@ -24,9 +24,10 @@ COMPOSED_CHARS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1}
 BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
 
 
-def max_chars_per_token(backend: Tokenizer) -> float:
-    """Return the most characters of a text that one token can stand for; infinity if unknown."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
+def max_chars_per_token(backend: Tokenizer, tokens: Collection[str] = ()) -> float:
+    """Return the most characters of a text that one token can stand for; infinity if unknown.
+    ``tokens`` are all of the backend's, if they are known."""
+    vocabulary = tokens or backend.get_vocab(with_added_tokens=True)
     splits = [*_parts(backend.pre_tokenizer, "pretokenizers")]
     added = backend.get_added_tokens_decoder().values()
     is_bounded = (
@@ -56,7 +57,7 @@ def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _has_every_character(
-    backend: Tokenizer, vocabulary: Mapping[str, int], splits: list[dict[str, Any]]
+    backend: Tokenizer, vocabulary: Collection[str], splits: list[dict[str, Any]]
 ) -> bool:
     """Return whether every character has tokens. If not, many may be one unknown token, or none."""
     model = backend.model

@@ -33,7 +33,7 @@ from engine.worker.tokenizing.text_encoder import TextEncoder
 from engine.worker.tokenizing.token_sizes import max_chars_per_token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 
 # The names a chat template may read (transformers' SPECIAL_TOKENS_ATTRIBUTES).
@@ -78,6 +78,7 @@ class HfTokenizer(TextEncoder):
     ``special_ids`` are the ids that ``skip_special_tokens`` leaves out. ``special_tokens`` maps
     names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or ().
     Decoded after the anchor, a token has its text as part of a longer text, with its leading space.
+    ``tokens`` are the backend's, if they are known; it takes 0.15 s to list 150,000.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class HfTokenizer(TextEncoder):
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        tokens: Collection[str] = (),
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
@@ -98,7 +100,7 @@ class HfTokenizer(TextEncoder):
             len(text) for text, id_ in self._added.items() if id_ in self.special_ids
         )
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.max_chars_per_token = max_chars_per_token(backend)
+        self.max_chars_per_token = max_chars_per_token(backend, tokens)
         self.anchor = _find_anchor(backend)
         self._chat_templates = dict(chat_templates or {})
         self._texts: dict[int, str] = {}
@@ -238,8 +240,11 @@ def tokenizer_bytes(vocab_size: int, device: str) -> int:
     return TOKEN_BYTES * vocab_size if device == "cpu" else 0
 
 
-def load_tokenizer(path: str | Path, backend: Backend | None = None) -> HfTokenizer:
-    """Read the tokenizer of a model directory. A ``backend`` stands for its tokenizer.json.
+def load_tokenizer(
+    path: str | Path, backend: Backend | None = None, tokens: Collection[str] = ()
+) -> HfTokenizer:
+    """Read the tokenizer of a model directory. A ``backend`` stands for its tokenizer.json,
+    and has these ``tokens``.
 
     Raises:
         SpawnFailed: tokenizer.json is missing or no tokenizer, a file beside it is not JSON, or the
@@ -260,6 +265,7 @@ def load_tokenizer(path: str | Path, backend: Backend | None = None) -> HfTokeni
         backend,
         special_tokens={n: _content(config[n]) for n in _SPECIAL_NAMES if config.get(n)},
         chat_templates=_read_templates(directory, config),
+        tokens=tokens,
     )
 
 

@@ -7,6 +7,7 @@ tensor in blocks stays in the mapped file until it is decoded.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from mmap import ACCESS_READ, mmap
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
-from engine.worker.load.gguf.header import read_header
+from engine.worker.load.gguf.header import Damaged, read_header
 from engine.worker.load.gguf.models import (
     CONVOLUTION,
     ROPE_FACTORS,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from engine.worker.load.gguf.header import Header
     from engine.worker.load.gguf.models import GgufModel
     from engine.worker.load.gguf.vocabulary import Vocabulary
     from engine.worker.quantized.weight import Form, QuantizedWeight
@@ -56,17 +58,29 @@ class GgufFile(Checkpoint):
         self._stored: dict[str, Any] = {}  # by transformers' name: name, place and type in the file
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._factors: torch.Tensor | None = None
+        self._parsed: tuple[mmap, Header] | None = None
 
     def __enter__(self) -> GgufFile:
+        blob, header = self._parsed or self._parse()
+        self._parsed = blob, header
+        self.metadata = header.metadata
+        self._bytes = _as_tensor(blob)
+        find_model(self.metadata)
+        alignment = int(self.metadata.get("general.alignment", 32))
+        begin = -(-header.end // alignment) * alignment
+        for entry in header.tensors:
+            self._add(entry.name, entry.shape, entry.kind, begin + entry.offset)
+        return self
+
+    def _parse(self) -> tuple[mmap, Header]:
         check_readable(self._path)
         try:
             with self._path.open("rb") as opened:
                 blob = mmap(opened.fileno(), 0, access=ACCESS_READ)
             header = read_header(blob, self._texts)
-            self.metadata = header.metadata
-            _refuse_parts(self.metadata)
-            alignment = int(self.metadata.get("general.alignment", 32))
-            begin = -(-header.end // alignment) * alignment
+            _refuse_parts(header.metadata)
+            if int(header.metadata.get("general.alignment", 32)) < 1:
+                raise Damaged("its alignment is no size")
         except Refusal:
             raise
         except Exception as error:  # a damaged file may make the parser raise any error
@@ -74,11 +88,18 @@ class GgufFile(Checkpoint):
                 f"{self._path.name} is not a GGUF file that can be read",
                 detail=f"{type(error).__name__}: {error}",
             ) from error
-        self._bytes = _as_tensor(blob)
-        find_model(self.metadata)
-        for entry in header.tensors:
-            self._add(entry.name, entry.shape, entry.kind, begin + entry.offset)
-        return self
+        return blob, header
+
+    def without_texts(self) -> GgufFile:
+        """Return the file, which was entered, to be entered again: the same mapping without the
+        texts, which take as much memory as a small model's layers."""
+        other = GgufFile(self._path, has_vocabulary=False)
+        assert self._parsed is not None
+        blob, header = self._parsed
+        counts = {name: len(header.metadata[name]) for name in self._texts
+                  if isinstance(header.metadata.get(name), list)}  # fmt: skip
+        other._parsed = blob, replace(header, metadata=header.metadata | counts)
+        return other
 
     def __exit__(self, *_: object) -> None:
         self._stored.clear()

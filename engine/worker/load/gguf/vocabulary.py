@@ -153,7 +153,11 @@ def _texts(stored: Any) -> list[str]:
     """
     if not isinstance(stored, list):
         return []
-    texts = [text or f"[EMPTY_{index}]" for index, text in enumerate(stored)]
+    texts = stored
+    if "" in stored:
+        texts = [text or f"[EMPTY_{index}]" for index, text in enumerate(stored)]
+    if len(set(texts)) == len(texts):
+        return texts
     by_text: dict[str, int] = {}
     for index, text in enumerate(texts):
         first = by_text.setdefault(text, index)
