@@ -36,6 +36,18 @@ class ModelState(Enum):
     DEGRADED = "degraded"  # only of replicas: dead and about to restart, or its step hangs
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """One request that has not ended. ``age_s`` is the time since its submission; ``model`` is
+    empty until a model is leased. Nothing of its prompt or its answer is here."""
+
+    request_id: str
+    model: str
+    phase: str
+    tokens_done: int
+    age_s: float
+
+
 class AbortOutcome(Enum):
     """The outcome of aborting a request by its id."""
 

@@ -68,7 +68,8 @@ class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
     ``submit`` is `Supervisor.submit`, for callers with a reader of their own. ``abort`` is
-    `Supervisor.abort`, which ends a request for the operator. ``registry`` has the configured
+    `Supervisor.abort`, which ends a request for the operator, and ``list_live`` is
+    `Supervisor.list_live`. ``registry`` has the configured
     models, and is read-only. ``detached`` has the streams that clients may attach to, and the
     streams whose clients are away. ``adapters`` loads and unloads adapters (LoRA) while their bases
     serve.
@@ -79,6 +80,7 @@ class Engine:
         self.registry = pool.registry
         self.submit = supervisor.submit
         self.abort = supervisor.abort
+        self.list_live = supervisor.list_live
         self.detached = supervisor.detached
         self.adapters = pool.adapters
         self._pool = pool

@@ -40,7 +40,7 @@ from engine.requests.serving import Serving
 from engine.requests.stream import StreamOptions
 from engine.requests.tasks import RequestTasks
 from engine.requests.tokenizing import Tokenizing
-from engine.status import AbortOutcome
+from engine.status import AbortOutcome, LiveRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -221,6 +221,27 @@ class Supervisor:
             return AbortOutcome.ALREADY_ENDED
         self._aborts_to_come.add(request_id)
         return AbortOutcome.REMEMBERED
+
+    def list_live(self, most: int) -> tuple[LiveRequest, ...]:
+        """Return the ``most`` oldest of the live requests. Never waits."""
+        now = trio.current_time()
+        found: list[LiveRequest] = []
+        for stream in self._live.values():
+            if len(found) == most:
+                break
+            if not stream.is_closed:
+                loop = None if stream.replica is None else stream.replica.loop
+                phase = (loop and loop.phase_of(stream.core_id)) or stream.phase
+                found.append(
+                    LiveRequest(
+                        stream.request_id,
+                        stream.model,
+                        phase.value,
+                        stream.tokens_done,
+                        now - stream.started_at,
+                    )
+                )
+        return tuple(found)
 
     def explain(self, request_id: str) -> Explanation:
         """Return what a live request is doing, and why. Never waits, not even for a step.

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine import logs
-from grpc_service.access.policy import HTTP_USES, USES
+from grpc_service.access.policy import HTTP_ABORT, HTTP_USES, USES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,9 @@ log = logging.getLogger("triolet.access")
 
 def write(call: CallRecord, fields: Mapping[str, str | int | float]) -> None:
     """Log a call that has ended; ``fields`` are those of `fields_of`."""
-    level = logging.INFO if call.method.startswith((*USES, HTTP_USES)) else logging.DEBUG
+    level = (
+        logging.INFO if call.method.startswith((*USES, HTTP_USES, HTTP_ABORT)) else logging.DEBUG
+    )
     if not log.isEnabledFor(level):
         return
     shown = " ".join(

@@ -35,6 +35,7 @@ OURS = "triolet.v1."
 # The calls by which clients use the server: they are logged at INFO and traced. Others are probes.
 USES = (OURS, *(f"vllm.grpc.engine.VllmEngine/{name}" for name in ("Generate", "Embed", "Abort")))
 HTTP_USES = "/v1/"  # the same of the paths of HTTP
+HTTP_ABORT = "/triolet/abort"  # logged at INFO, as Control's is
 CONTROL = "triolet.v1.Control/"
 OPERATING = {
     f"triolet.v1.Models/{name}"

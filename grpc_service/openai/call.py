@@ -246,7 +246,11 @@ class HttpCall:
         self.on_answer()
         self.status = status
         closing = [(b"connection", b"close")] if self.is_closing else []
-        common = [(b"content-type", content_type), (b"cache-control", b"no-store")]
+        common = [
+            (b"content-type", content_type),
+            (b"cache-control", b"no-store"),
+            (b"x-content-type-options", b"nosniff"),
+        ]
         if self.request_id:
             common.append((ID_HEADER, _header_of(self.request_id)))
         every = [*common, *headers, *self.extra_headers, *closing]

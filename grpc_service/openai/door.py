@@ -27,10 +27,11 @@ from engine.errors import InvalidRequest, ModelNotFound, NotAllowed, ShuttingDow
 from engine.requests.stream import server_deadline
 from grpc_service.access import access_log, policy
 from grpc_service.addresses import is_loopback
-from grpc_service.openai import encode_codec, models, text_codec
+from grpc_service.openai import encode_codec, models, static_page, text_codec
 from grpc_service.openai.call import ID_HEADER, HttpCall, HttpRecord
 from grpc_service.openai.errors import CANCELLED, CODES, HttpError
 from grpc_service.openai.json_text import encode_json, parse_json
+from grpc_service.openai.operator import OPERATOR, Operator
 from grpc_service.openai.work import Context
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.rpc.status import StatusCode
@@ -158,6 +159,11 @@ class Door:
             "/metrics": Route("GET", "triolet.v1.Models/ListModels", reply=self._show_metrics),
             "/health": Route("GET", "", reply=self._show_health),
             "/version": Route("GET", "", reply=self._show_version),
+            **{path: Route("GET", "", reply=show) for path, show in static_page.replies().items()},
+            **{
+                path: Route(verb, rpc, reply=reply)
+                for path, (verb, rpc, reply) in Operator(self._backend).replies().items()
+            },
         }
 
     def _route_of(self, call: HttpCall) -> Route:
@@ -228,6 +234,8 @@ class Door:
             record.quota = policy.admit(route.rpc, call.peer, metadata, self._access.keys)
             call.is_closing |= self._backend.engine.is_draining
             if route.reply is not None:
+                if route.verb == "POST":
+                    _check_type(call)
                 await route.reply(call)
             else:
                 await self._shared.start_limiter.enter(call.connection.address)
@@ -244,12 +252,7 @@ class Door:
     ) -> None:
         if self._backend.engine.is_draining:
             raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
-        kind = call.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
-            told = "the body's Content-Type must be application/json"
-            raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", told)
-        if b"content-encoding" in call.headers:
-            raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", "compressed bodies are not read")
+        _check_type(call)
         call.request_id = record.request_id = _id_of(call)
         call.read_timeout()
         extra = 4 * (self._max_image_bytes // 3 + 1) if route.takes_images else 0
@@ -364,10 +367,13 @@ class Door:
             NotAllowed: the page is of another origin, or the request names another host.
         """
         host = call.headers.get(b"host", b"").decode("latin-1")
-        if self._access.is_local and not _is_this_machine(host):
+        # An operator without a key is known by the loopback address alone, which a page has, too.
+        is_operating = call.method.startswith(OPERATOR)
+        is_local = self._access.is_local or (is_operating and self._access.keys is None)
+        if is_local and not _is_this_machine(host):
             raise NotAllowed(f"this server is not {host[:100]!r}; call it localhost or 127.0.0.1")
         origin = call.headers.get(b"origin", b"").decode("latin-1")
-        if not origin or origin in self._access.origins:
+        if not origin or (origin in self._access.origins and not is_operating):
             if origin:
                 call.extra_headers += [
                     (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -427,6 +433,16 @@ class HttpWriter(CallWriter):
         if not self._is_heavy(events):
             return self._encode(events)
         return await encode_in_thread(lambda: self._encode(events))
+
+
+def _check_type(call: HttpCall) -> None:
+    """Raise HttpError unless the body says that it is JSON, as no form of a web page can."""
+    kind = call.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        told = "the body's Content-Type must be application/json"
+        raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", told)
+    if b"content-encoding" in call.headers:
+        raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", "compressed bodies are not read")
 
 
 def _renamed(error: Exception, rename: Callable[[str], str]) -> Exception:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 BUILD_LIMIT_S = 240
+PAGE = "grpc_service/openai/page"
 
 
 def run(argv, **options):
@@ -64,6 +65,9 @@ def test_the_wheel_holds_the_packages_and_the_demo_without_tests_or_tools(wheel)
     sources = {f"engine/kernels/{path.name}" for path in (ROOT / "engine/kernels").glob("*.[ch]*")}
     assert "engine/kernels/triolet.cpp" in sources
     assert sources <= set(names)
+    page = {f"{PAGE}/{path.name}" for path in (ROOT / PAGE).iterdir()}
+    assert f"{PAGE}/index.html" in page
+    assert page <= set(names)
     protos = {f"grpc_service/{path.relative_to(ROOT)}" for path in ROOT.glob("proto/**/*.proto")}
     assert "grpc_service/proto/triolet/v1/inference.proto" in protos
     assert protos <= set(names)
