@@ -21,26 +21,21 @@ struct Partial {
 template <class C>
 struct Stream {
     const C *at[2 * PART];
-    const float *scales_at[HAS_SCALES<C> ? 2 * PART : 1];  // those of the first key head
+    const float *scales_at[HAS_SCALES<C> ? 2 * PART : 1];
     long count, length;  // the number of positions, without and with the padding
-    long block_size;
 
     Stream(const Attention &call, const Rows &rows, long row, long key_head, long begin, long end)
-        : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE),
-          block_size(rows.block_size) {
-        const long heads = call.kv_heads, width = call.width, size = block_size;
+        : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE) {
+        const long heads = call.kv_heads, width = call.width, size = rows.block_size;
         for (long position = begin, j = 0; position < end;) {
             const long own = smaller(size - position % size, end - position);
-            const long slot = slot_of(rows, row, position);
-            const float *key_scale = scale_at(call.key_scales, call, rows, slot, key_head);
-            const float *value_scale = scale_at(call.value_scales, call, rows, slot, key_head);
-            long place = slot * heads + key_head;
+            long place = slot_of(rows, row, position) * heads + key_head;
             for (long i = 0; i < own; i++, j++, place += heads) {
                 at[j] = (const C *)call.keys + place * width;
                 at[length + j] = (const C *)call.values + place * width;
                 if constexpr (HAS_SCALES<C>) {
-                    scales_at[j] = key_scale + i;
-                    scales_at[length + j] = value_scale + i;
+                    scales_at[j] = call.key_scales + place;
+                    scales_at[length + j] = call.value_scales + place;
                 }
             }
             position += own;
@@ -58,15 +53,10 @@ struct Stream {
     const C *const *keys() const { return at; }
     const C *const *values() const { return at + length; }
 
-    // Returns the scales of a tile for one of the key heads. ``tile`` counts as in `at`. Those of a
-    // block lie side by side, and a tile is of at most two blocks if these are not smaller.
+    // Returns the scales of a tile for one of the key heads. ``tile`` counts as in `at`.
     v16 scales(long tile, long key_head) const {
-        const float *const *from = scales_at + tile;
-        const long offset = key_head * block_size;
-        if (block_size >= TILE && from[TILE - 1] == from[0] + TILE - 1)
-            return load(from[0] + offset);
         float own[TILE];
-        for (long j = 0; j < TILE; j++) own[j] = from[j][offset];
+        for (long j = 0; j < TILE; j++) own[j] = scales_at[tile + j][key_head];
         return load(own);
     }
 
@@ -74,13 +64,11 @@ struct Stream {
     // elsewhere. They go to the second-level cache, one head at a time: a core can have some two
     // dozen lines on their way to its first-level cache, and stalls at the next.
     void fetch(long tile, long offset, long width) const {
-        if constexpr (HAS_SCALES<C>)
-            if (tile < 2 * length)
-                __builtin_prefetch(scales_at[tile] + offset / width * block_size, 0, 2);
         for (long j = tile; j < smaller(tile + TILE, 2 * length); j++) {
             const char *line = (const char *)(at[j] + offset);
             for (const char *end = line + width * sizeof(C); line < end; line += 64)
                 __builtin_prefetch(line, 0, 2);
+            if constexpr (HAS_SCALES<C>) __builtin_prefetch(scales_at[j], 0, 2);
         }
     }
 };

@@ -74,13 +74,13 @@ static void pack_positions(const Attention &call, const Rows &rows, long row, lo
                 pack_key(nothing, width, panel, lane + i);
                 continue;
             }
-            const long slot = slot_of(rows, row, position);
-            const long from = (slot * call.kv_heads + kv_head) * width;
-            const float *scale = scale_at(call.key_scales, call, rows, slot, kv_head);
-            pack_key(as_computed((const C *)call.keys + from, scale, width, room[i]), width, panel,
-                     lane + i);
-            scale = scale_at(call.value_scales, call, rows, slot, kv_head);
-            values[i] = as_computed((const C *)call.values + from, scale, width, room[i]);
+            const long place = slot_of(rows, row, position) * call.kv_heads + kv_head;
+            const C *keys = (const C *)call.keys, *numbers = (const C *)call.values;
+            pack_key(as_computed(keys + place * width, scale_at(call.key_scales, place), width,
+                                 room[i]),
+                     width, panel, lane + i);
+            values[i] = as_computed(numbers + place * width, scale_at(call.value_scales, place),
+                                    width, room[i]);
         }
         pack_values(values[0], values[1], width, to.values + panel_index<Q>(at + lane, 0),
                     to.length * PANEL);

@@ -62,17 +62,15 @@ static inline auto with_cache(const Attention &call, Use use) {
     }
 }
 
+// Returns the address of a position and head's scale, or null where there are none.
+static inline float *scale_at(float *scales, long place) {
+    return scales ? scales + place : nullptr;
+}
+
 // Returns the slot of a row's position.
 static inline long slot_of(const Rows &rows, long row, long position) {
     const long block = rows.tables[row * rows.table_width + position / rows.block_size];
     return block * rows.block_size + position % rows.block_size;
-}
-
-// Returns the address of a slot and head's scale, or null where there are none.
-static inline float *scale_at(float *scales, const Attention &call, const Rows &rows, long slot,
-                              long head) {
-    const long block = slot / rows.block_size * call.kv_heads + head;
-    return scales ? scales + block * rows.block_size + slot % rows.block_size : nullptr;
 }
 
 // Returns the score of a head's sink. That of a head without one adds nothing.
@@ -119,12 +117,12 @@ static void write_token(const Attention &call, const Rows &rows, long token, con
     with_cache(call, [&](auto *type) {
         typedef std::remove_pointer_t<decltype(type)> C;
         for (long head = 0; head < call.kv_heads; head++) {
-            const long slot = rows.slots[token], from = head * call.width;
-            const long to = (slot * call.kv_heads + head) * call.width;
+            const long place = rows.slots[token] * call.kv_heads + head;
+            const long from = head * call.width, to = place * call.width;
             write_head(key + from, call.width, (C *)call.keys + to,
-                       scale_at(call.key_scales, call, rows, slot, head));
+                       scale_at(call.key_scales, place));
             write_head(value + from, call.width, (C *)call.values + to,
-                       scale_at(call.value_scales, call, rows, slot, head));
+                       scale_at(call.value_scales, place));
         }
     });
 }

@@ -47,14 +47,14 @@ FAULTS = {  # part of the names of cases that fail, a file, its line, and what r
     "values have the scales of keys": (
         "attention, ",
         "attention_decode.h",
-        "scales_at[length + j] = value_scale + i;",
-        "scales_at[length + j] = key_scale + i;",
+        "scales_at[length + j] = call.value_scales + place;",
+        "scales_at[length + j] = call.key_scales + place;",
     ),
     "a chunk's keys have the scales of their position's first head": (
         "attention, ",
         "attention_prefill.h",
-        "scale_at(call.key_scales, call, rows, slot, kv_head)",
-        "scale_at(call.key_scales, call, rows, slot, 0)",
+        "scale_at(call.key_scales, place)",
+        "scale_at(call.key_scales, place - kv_head)",
     ),
     "int8 is rounded to even numbers only": (
         "attention, ",

@@ -159,8 +159,8 @@ def _ceil_div(number: int, divisor: int) -> int:
 class KvCache:
     """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim] in
     ``dtype``, which need not be the one that the model computes in. If it is int8, ``scales`` are
-    those of the keys and those of the values, of every layer, [num_blocks, num_kv_heads,
-    block_size] float32; else two empty lists.
+    those of the keys and those of the values, of every layer, [num_blocks, block_size,
+    num_kv_heads] float32; else two empty lists.
 
     One runner owns the cache. Its memory is not initialised: no slot is read before it was written
     (Rule 2), and on a CPU a block takes no memory before it is written.
@@ -187,7 +187,7 @@ class KvCache:
             self.keys.append(torch.empty(size, dtype=dtype, device=device))
             self.values.append(torch.empty(size, dtype=dtype, device=device))
             for scales in self.scales if dtype is torch.int8 else ():
-                scales.append(torch.empty((size[0], size[2], size[1]), device=device))
+                scales.append(torch.empty(size[:3], device=device))
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -210,7 +210,7 @@ class KvCache:
         ):
             if self.dtype is torch.int8:
                 numbers, own = _round_to_int8(numbers)
-                scales[layer][slots // self.block_size, :, slots % self.block_size] = own
+                scales[layer].flatten(0, 1).index_copy_(0, slots, own)
             elif self.dtype is torch.float16 and numbers.dtype is not torch.float16:
                 numbers = _round_to_float16(numbers)
             cache[layer].flatten(0, 1).index_copy_(0, slots, numbers.to(self.dtype))
@@ -225,7 +225,7 @@ class KvCache:
         for cache, scales in zip((self.keys, self.values), self.scales, strict=True):
             numbers = cache[layer].flatten(0, 1).index_select(0, flat)
             if self.dtype is torch.int8:
-                own = scales[layer][flat // self.block_size, :, flat % self.block_size]
+                own = scales[layer].flatten(0, 1).index_select(0, flat)
                 numbers = numbers.float() * own[..., None]
             found.append(numbers.to(dtype).view(size))
         return found[0], found[1]
