@@ -26,7 +26,8 @@ INSPECTED = {
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of serve. A flag that is not given sets no attribute."""
+    """Add every flag of serve. A flag that is not given sets no attribute; ``config`` is then
+    None."""
     parser.usage = "%(prog)s [-h] [--model NAME_OR_DIR] [--config FILE.toml] [flags]"
     groups = {}
     for flag in FLAGS:

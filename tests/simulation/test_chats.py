@@ -240,7 +240,8 @@ def ids_of(events):
 
 @in_engine(FakeScript(words=WORDS, chat_template=TEMPLATE))
 async def test_reasoning_and_calls_are_parsed_across_a_cut_after_any_token(engine):
-    """Red without `Replayed`, which parses the tokens that a continuation brings first."""
+    """Red without the event `Replayed`, from which the parser first reads the text that the stream
+    had sent before the cut."""
     request = GenerateRequest(chat=Messages(ASK, tools=TOOLS))
     whole = await events_of(engine, request)
     count = len(ids_of(whole))

@@ -77,8 +77,8 @@ def _draw_embed(rng: random.Random) -> EmbedRequest:
 
 
 def show_images(rng: random.Random, client: Client) -> Client:
-    """Return ``client``, with images among its request's inputs if that is a valid Embed. Some of
-    the images are damaged."""
+    """Return ``client``, with images among its request's inputs if that is a valid Embed. In one
+    such client of ten one image is damaged, and the request must fail."""
     request = client.request
     if not isinstance(request, EmbedRequest) or client.must_fail or rng.random() < 0.3:
         return client

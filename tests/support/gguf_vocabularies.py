@@ -237,8 +237,8 @@ def digest(ids: Sequence[int]) -> str:
 
 
 def draw_ends(seed: int) -> dict[str, Any]:
-    """Return the metadata of a vocabulary with drawn markers of drawn kinds: ends of answers, parts
-    of a text to be filled in, and others."""
+    """Return the metadata of a vocabulary with drawn markers (ends of answers, markers for filling
+    in a text, and others), each of a drawn token type."""
     rng = Random(seed)
     letters = byte_letters()
     drawn = [text for text in ENDS_AND_OTHERS if rng.random() < 0.3]

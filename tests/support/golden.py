@@ -205,7 +205,8 @@ class Interpreter:
 
 
 def _plan(plan):
-    """Return the plan's journal line, then lines of its tables, forks, copies and releases."""
+    """Return the plan's journal line, then lines of its tables, states, forks, copies and
+    releases."""
     lines = [plan.journal_line()]
     for row in plan.rows:
         if row.blocks is not None:

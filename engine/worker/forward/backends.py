@@ -168,7 +168,8 @@ def prepare(
     of each stored weight that is packed.
 
     Raises:
-        Refusal: weights with ``quantization`` need compiled code that the model cannot have.
+        Refusal: weights with ``quantization`` need compiled kernels and a compiled decoder,
+            and one of them is lacking.
     """
     name = model.architecture.name
     places, head = linear_places(model.module, recurrent), head_name(model.module)

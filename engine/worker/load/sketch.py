@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ".safetensors"
 IMPOSSIBLE = (ValueError, TypeError, OverflowError)  # what a header that is not one leads to
-# Files that say nothing about memory, of which some are large.
+# Files on which memory does not depend: they are not fetched. Some are large.
 UNREAD = ("tokenizer*", "vocab.*", "merges.txt", "*/merges.txt", "spiece.model", "*token*.json")
 
 

@@ -1,4 +1,4 @@
-"""The server's side of the sandbox in which constraints are compiled first.
+"""The runner's side of the sandbox in which clients' own constraints are compiled first.
 
 The sandbox is one or more processes that run `engine.worker.sampling.sandbox_main`. They compile
 clients' constraints, which may take too long, take too much memory, or crash the process.

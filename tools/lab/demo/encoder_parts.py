@@ -186,7 +186,7 @@ class Progress:
             )
 
     def facts(self) -> dict[str, float]:
-        """Return the number of steps, and the mean loss of the last ones."""
+        """Return the number of steps, and the mean loss of the last 200."""
         return {"steps": self._steps, "loss": round(self._mean(), 4)}
 
     def _mean(self) -> float:
