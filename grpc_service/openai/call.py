@@ -32,6 +32,7 @@ EVENTS = b"text/event-stream; charset=utf-8"
 TIMEOUT_HEADER, ID_HEADER = b"x-request-timeout", b"x-request-id"
 LOOK_S = 1.0  # between looks whether a client has left that sent more than its request
 GROW_BYTES = 2**16  # larger bodies wait for room before they are read. Guess.
+LINGER_S, LINGER_BYTES = 2.0, 2**24  # for the rest of a request that is answered early. Guesses.
 
 
 class HttpCall:
@@ -210,10 +211,32 @@ class HttpCall:
         self.code = status
 
     async def finish(self) -> None:
-        """End the answer, if it has begun. Raises Disconnected. Cancellation: as `write`."""
-        if self.status is not None:
+        """End the answer, if it has begun; before the request has come whole, `linger` does that.
+        Raises Disconnected. Cancellation: as `write`."""
+        if self.status is not None and self._has_body:
             self.code = self.code or self.status
             await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def linger(self) -> None:
+        """End an answer that was sent before its request had come whole. The rest of the request
+        is read and dropped, at most `LINGER_BYTES` in `LINGER_S`: anycorn waits until its messages
+        are taken, and a connection that closes with unread bytes is reset, by which its client may
+        lose the answer. Beyond these limits, the connection closes all the same.
+
+        Raises nothing. Cancellation: safe.
+        """
+        if self._has_body or self.status is None:
+            return
+        num_left = LINGER_BYTES
+        with trio.move_on_after(LINGER_S):
+            while not self._has_body and num_left > 0:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    return
+                num_left -= len(message.get("body", b""))
+                self._has_body = not message.get("more_body", False)
+        with contextlib.suppress(Disconnected):
+            await self.finish()
 
     async def fail(self, error: Exception) -> None:
         """Answer with ``error``: with its status, or in a stream that has begun with an event.

@@ -203,6 +203,7 @@ class Door:
         Cancellation: the connection's end, or the server's.
         """
         if scope["type"] != "http":  # a WebSocket, which nothing here has
+            await receive()  # else anycorn would wait for room for the next message
             await send({"type": "websocket.close"})
             return
         call = HttpCall(scope, receive, send, connection)
@@ -220,6 +221,7 @@ class Door:
                     nursery.cancel_scope.cancel(reason="the call has ended")
             finally:
                 record.call = None  # else call and record would wait for the collector
+        await call.linger()
 
     async def _serve(self, call: HttpCall, record: HttpRecord, nursery: trio.Nursery) -> None:
         rename: Callable[[str], str] = str
