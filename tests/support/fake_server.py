@@ -33,7 +33,7 @@ from engine.worker.fakes.text import FakeRunner, FakeScript
 from grpc_service.app.application import serve, serve_forever
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.rpc.call_tasks import CallTasks
-from grpc_service.rpc.server import RpcServer
+from grpc_service.rpc.reception import Reception
 from grpc_service.services.call_writer import CallWriter
 from tests.simulator.drafters import drafter
 from tests.support.gate import GATE, SleepAtGate
@@ -235,7 +235,7 @@ class Faults:
 
     def break_accepting(self):
         """Make the task that accepts connections fail with the next one."""
-        RpcServer._serve = self._fail
+        Reception._serve = self._fail
 
     def break_call(self):
         """Make one call fail when it is next woken by an event."""
