@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OPERATOR = "/triolet/"
 BODY_BYTES_MAX = 2**18  # of the longest list of ids that an abort may have
 REQUESTS_MAX = 200  # shown at once. Guess: more than a person reads
-LATENCIES = ("first_token", "inter_token", "queue")
+LATENCIES = ("first_token", "inter_token")
 
 
 class Operator:

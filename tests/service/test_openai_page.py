@@ -116,7 +116,7 @@ def test_figures_are_those_of_control(server, live):
     [replica] = shown["replicas"]
     assert (replica["model"], replica["state"]) == ("fake", "ready")
     assert replica["counts"]["running"] == 1
-    for name in ("first_token", "inter_token", "queue"):
+    for name in ("first_token", "inter_token"):
         one = shown["latency"][name]
         assert len(one["counts"]) == len(one["bounds"]) + 1
     live.read_chunk()
@@ -213,7 +213,7 @@ def test_only_this_servers_own_page_may_operate(server, path):
         verb = "GET" if PATHS[path] is None else "POST"
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         answer = ask(server.openai_port, path, PATHS[path], verb=verb, headers=names)
-        assert "access-control-allow-origin" not in answer.headers or answer.status == 403
+        assert "access-control-allow-origin" not in answer.headers
         return answer.status
 
     own = {"Host": "localhost:8000", "Origin": "http://localhost:8000"}

@@ -125,13 +125,13 @@ def missing_for_go() -> list[str]:
     return missing if GO_GRPC.is_dir() else [*missing, str(GO_GRPC)]
 
 
-def need_programs(*packages: str) -> None:
+def need_programs(*packages: str, leave_out: str = 'or leave them out with -m "not full"') -> None:
     """Have apt-get install Debian's packages, unless the programs of their names are there."""
     _need_debian(
         " and ".join(packages),
         lambda: [name for name in packages if shutil.which(name, path=PATH) is None],
         packages,
-        'or leave them out with -m "not full"',
+        leave_out,
     )
 
 

@@ -48,6 +48,7 @@ export async function refresh() {
     models = data.filter((one) => TEXT_MODELS.includes(one.capability));
   } catch (error) {
     report(error);
+    if (error.status !== 401) retry = setTimeout(refresh, RETRY_MS);
     return;
   }
   const chosen = at("model").value;
@@ -117,6 +118,7 @@ function dropPictures() {
 
 function clear() {
   running?.abort();
+  running = null;
   turns = [];
   at("turns").replaceChildren();
   dropPictures();

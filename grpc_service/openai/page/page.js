@@ -21,10 +21,11 @@ function show() {
 // Say what went wrong; if a key is missing or wrong, ask for one.
 function report(error) {
   notice(error.message);
-  if (error.status === 401 && !at("key-dialog").open) askForKey();
+  if (error.status === 401 && !at("key-dialog").open) askForKey(error.message);
 }
 
-function askForKey() {
+function askForKey(why) {
+  at("key-told").textContent = why;
   at("key").value = key.get();
   at("key-dialog").showModal();
 }
@@ -36,7 +37,7 @@ function restart() {
   show();
 }
 
-at("key-button").addEventListener("click", askForKey);
+at("key-button").addEventListener("click", () => askForKey(""));
 at("key-cancel").addEventListener("click", () => at("key-dialog").close());
 at("key-forget").addEventListener("click", () => {
   key.forget();

@@ -47,6 +47,7 @@ export class Plot {
       const points = line.flatMap((value, x) => value === null ? [] : [
         `${((left + x) * WIDTH / (SPAN - 1)).toFixed(1)},${(HEIGHT - 1 - value / (top || 1) * (HEIGHT - 4)).toFixed(1)}`,
       ]);
+      if (points.length === 1) points.push(points[0]); // its round ends make a dot
       this.drawn[index].setAttribute("points", points.join(" "));
     });
   }
