@@ -16,6 +16,7 @@ from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import (
+    MAX_CHOICES,
     MAX_LOGPROBS,
     GenerateRequest,
     OutputOptions,
@@ -286,7 +287,7 @@ def _request_of(
     request = GenerateRequest(
         model=fields.text("model") or "",
         sampling=_sampling_of(fields),
-        n=fields.whole("n"),
+        n=fields.whole("n", 1, MAX_CHOICES),  # here, as the answer's encoder keeps parts of each
         priority=fields.whole("priority", -INT32_MAX - 1, INT32_MAX),
         request_id=fields.text("request_id") or context.request_id,
         constraint=_constraint_of(fields),
