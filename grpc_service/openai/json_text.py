@@ -60,9 +60,11 @@ STRUCTURE_BYTES = tuple(STRUCTURE[at : at + 1] for at in range(len(STRUCTURE)))
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the field {double[:60]!r} twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"an object has the field {name[:60]!r} twice")
+            seen.add(name)
     return made
 
 
