@@ -56,7 +56,7 @@ OWED_MIN = 50.0  # while it owes fewer points, a connection does not wait
 # Upper bound of an address's debt, in seconds of the loop: at the default share, a wait of 2 s if
 # no other address waits. Guess.
 DEBT_MAX_S = 0.2
-ADDRESSES_MAX = 10_000  # addresses that are remembered; beyond it the oldest is forgotten. Guess.
+ADDRESSES_MAX = 10_000  # whose debts are kept; beyond it the one noted first is forgotten. Guess.
 
 
 class Account:

@@ -68,7 +68,9 @@ def test_a_block_costs_the_sum_over_layers():
     assert pool.num_bytes == 19 * 512
 
 
-DEFAULTS = {  # the memory limit, the weights, the context, the most sequences, and the pool
+# By rule: bytes of the memory limit and of the weights, the context, the most sequences, and the
+# bytes of the pool that follow.
+DEFAULTS = {
     "as large as the weights": (8 << 30, 1 << 30, 4096, 1 << 20, 1 << 30),
     "a 16th of the limit, if that is more": (32 << 30, 1 << 30, 4096, 1 << 20, 2 << 30),
     "at most 4 GiB": (1 << 40, 64 << 30, 4096, 1 << 20, DEFAULT_KV_BYTES),

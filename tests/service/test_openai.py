@@ -613,5 +613,5 @@ def test_half_sent_bodies_do_not_fill_the_memory():
         assert ask(server.openai_port, TEXT, BODY).status == 200
         for client in clients:
             client.close()
-        last = ask(server.openai_port, TEXT, body)
-        assert last.status == 200, last.body
+        # what they held is free once the server has noticed that they are gone
+        wait_until(lambda: ask(server.openai_port, TEXT, body).status == 200)

@@ -1,8 +1,9 @@
 """Where each sequence is and what it holds: its state, its place and its blocks.
 
 Rule 1: a sequence changes its place (waiting, running, parked, none) only here, together with its
-state and its blocks, so that every invariant of `check` holds between any two calls. Rule 2:
-nothing is decided here; `admission`, `step_builder` and `scheduler` decide.
+state, and gives its blocks back here; `step_builder` gives it blocks. The invariants of `check`
+hold while no step is built. Rule 2: nothing is decided here; `admission`, `step_builder` and
+`scheduler` decide.
 
 Places: WAITING sequences that may start are in ``waiting``; attached choices of n > 1 are in no
 place until they fork. RUNNING ones are in ``running``, sorted by rank. Parked requests are in

@@ -119,7 +119,8 @@ class Packer:
         return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs, kind=kind)
 
     def kind_of(self, dtype: torch.dtype) -> int:
-        """Return the kind of weights of a dtype (`kernel_structs.Linear`)."""
+        """Return `kernel_structs.Linear.kind` of float weights of this dtype: 0 if it is the
+        model's."""
         return structs.WEIGHT_KINDS.get(dtype, 0) if self.dtype is torch.float32 else 0
 
     def pack_blocks(

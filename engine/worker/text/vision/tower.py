@@ -103,7 +103,8 @@ class Tower:
 
 
 def cache_bytes(config: Any, preprocessor: Preprocessor, limit: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the embeddings that are kept. A prompt has at most ``limit`` tokens."""
+    """Return how many bytes of embeddings a tower may keep (`Tower.max_bytes`). A prompt has at
+    most ``limit`` tokens."""
     num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
     width = (1 + num_deep) * int(config.get_text_config().hidden_size)
     return max(KEPT_EMBEDDINGS, 2 * min(preprocessor.max_tokens, limit)) * width * dtype.itemsize
