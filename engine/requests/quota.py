@@ -33,22 +33,24 @@ class Quota:
         self.num_requests = 0
         self.queued_tokens = 0
 
-    def enter(self) -> None:
-        """Count a request that starts.
+    def enter(self, count: int = 1) -> None:
+        """Count ``count`` requests that start.
 
         Raises:
-            Overloaded: The holder runs as many requests as it may. Nothing was counted.
+            Overloaded: The holder would run more requests than it may. Nothing was counted.
         """
-        if self.max_requests is not None and self.num_requests >= self.max_requests:
-            raise Overloaded(
-                f"this key already runs its limit of {self.max_requests} concurrent requests",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self.num_requests += 1
+        limit = self.max_requests
+        if limit is not None and self.num_requests + count > limit:
+            told = f"this key already runs its limit of {limit} concurrent requests"
+            if self.num_requests < limit:
+                told = f"this key runs {self.num_requests} of at most {limit} concurrent requests"
+                told += f", and this call has {count}"
+            raise Overloaded(told, retry_after_s=RETRY_AFTER_S)
+        self.num_requests += count
 
-    def leave(self) -> None:
-        """Count the end of a request that `enter` counted."""
-        self.num_requests -= 1
+    def leave(self, count: int = 1) -> None:
+        """Count the end of ``count`` requests that `enter` counted."""
+        self.num_requests -= count
 
     def queue(self, num_tokens: int) -> None:
         """Count a prompt of ``num_tokens`` that waits for its first token. A single prompt may

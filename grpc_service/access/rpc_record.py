@@ -8,6 +8,7 @@ over HTTP have a record of their own kind (`grpc_service.openai`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.requests.quota import Origin
@@ -52,15 +53,15 @@ class CallRecord:
             return self.stream.request_id
         return self.request_id or "-"
 
-    def enter_quota(self) -> None:
-        """Count the request against the key's limits, if it has a key, until `leave_quota`.
+    def enter_quota(self, count: int = 1) -> None:
+        """Count the call's requests against the key's limits, if it has a key, until `leave_quota`.
 
         Raises:
-            Overloaded: the holder runs as many requests as it may.
+            Overloaded: the holder would run more requests than it may.
         """
         if self.quota is not None:
-            self.quota.enter()
-            self.leave_quota = self.quota.leave
+            self.quota.enter(count)
+            self.leave_quota = partial(self.quota.leave, count)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -266,7 +266,7 @@ class Door:
         record.request_id = work.request_id
         logs.request_id.set(logs.printable(work.request_id))
         call.request_id = work.request_id
-        record.enter_quota()
+        record.enter_quota(len(work.requests))  # each prompt is a request, as on gRPC
         if work.is_stream:
             call.begin_events()
         await self._write(call, record, work)

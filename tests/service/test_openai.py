@@ -497,6 +497,29 @@ def test_keys_are_those_of_grpc(guarded):
     assert KEY not in guarded.log
 
 
+def test_each_prompt_of_a_list_is_a_request_of_its_key(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(f"ours {KEY} max_requests=3\n")
+    settings = {"openai_port": 0, "api_key_file": str(keys)}
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    with fake(script={"step_s": 0.05}, server=settings) as server:
+        for is_stream in (False, True):
+            body = BODY | {"prompt": [[1], [2], [3], [4]], "stream": is_stream}
+            over = ask(server.openai_port, TEXT, body, headers=bearer)
+            assert over.status == 429, over.body
+            assert int(over.headers["retry-after"]) >= 1
+        three = BODY | {"prompt": [[1], [2], [3]]}
+        assert ask(server.openai_port, TEXT, three, headers=bearer).status == 200
+        with Connection(server.openai_port) as client:
+            long = BODY | {"max_tokens": 400, "stream": True}
+            client.send(request(TEXT, long, headers=bearer))
+            client.read_head()
+            assert ask(server.openai_port, TEXT, three, headers=bearer).status == 429
+            two = BODY | {"prompt": [[1], [2]]}
+            assert ask(server.openai_port, TEXT, two, headers=bearer).status == 200
+        wait_until(lambda: ask(server.openai_port, TEXT, three, headers=bearer).status == 200)
+
+
 ORIGINS = {
     "no page": ({}, 200),
     "the server's own page": ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
