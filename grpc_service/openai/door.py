@@ -383,8 +383,9 @@ class Door:
                     (b"vary", b"origin"),
                 ]
             return origin
-        if urlsplit(origin).netloc == host:
-            return ""
+        with contextlib.suppress(ValueError):  # it is no origin
+            if urlsplit(origin).netloc == host:
+                return ""
         raise NotAllowed("pages of this origin may not call (--openai-origin)")
 
     async def _answer_preflight(self, call: HttpCall, origin: str) -> None:

@@ -525,6 +525,7 @@ ORIGINS = {
     "the server's own page": ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
     "a foreign page": ({"Origin": "http://evil.example"}, 403),
     "a file": ({"Origin": "null"}, 403),
+    "no origin": ({"Origin": "http://["}, 403),
     "another port": ({"Host": "localhost:8000", "Origin": "http://localhost:9000"}, 403),
     "a name that leads here": ({"Host": "evil.example"}, 403),
     "an address that is not ours": ({"Host": "10.0.0.1:8000"}, 403),
