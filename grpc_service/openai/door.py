@@ -389,9 +389,11 @@ class Door:
         raise NotAllowed("pages of this origin may not call (--openai-origin)")
 
     async def _answer_preflight(self, call: HttpCall, origin: str) -> None:
+        # OpenAI's client for pages sends a dozen headers of its own (x-stainless-…).
+        wanted = call.headers.get(b"access-control-request-headers", b"authorization, content-type")
         allowed = [
             (b"access-control-allow-methods", b"GET, POST"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-request-timeout"),
+            (b"access-control-allow-headers", wanted),
             (b"access-control-max-age", b"600"),
         ]
         await call.answer(204 if origin else 403, b"", headers=allowed if origin else ())

@@ -558,8 +558,14 @@ def test_a_page_that_is_named_may_ask_first(paged):
     answer = ask(paged.openai_port, CHAT, verb="OPTIONS", headers=headers)
     assert answer.status == 204
     assert "authorization" in answer.headers["access-control-allow-headers"]
+    for wanted in ("authorization,content-type,x-stainless-os,x-request-id", "openai-project"):
+        asked = headers | {"Access-Control-Request-Headers": wanted}
+        answer = ask(paged.openai_port, CHAT, verb="OPTIONS", headers=asked)
+        assert answer.headers["access-control-allow-headers"] == wanted
     foreign = headers | {"Origin": "https://evil.example"}
-    assert ask(paged.openai_port, CHAT, verb="OPTIONS", headers=foreign).status == 403
+    refused = ask(paged.openai_port, CHAT, verb="OPTIONS", headers=foreign)
+    assert refused.status == 403
+    assert "access-control-allow-headers" not in refused.headers
 
 
 def test_http_2_and_websockets_are_not_spoken(paged):
