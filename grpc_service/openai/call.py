@@ -71,8 +71,10 @@ class HttpCall:
         self.is_closing = False  # no other request may follow on the connection
         self._receive = receive
         self._send = send
+        self.num_read = 0  # bytes of the body
         self._has_body = False  # the request's body has come whole
         self._is_stream = False  # of events
+        self._is_watched = False
         self.arrived_at = trio.current_time()
         self.deadline = math.inf
 
@@ -116,30 +118,40 @@ class HttpCall:
             raise _too_large(num_missing, max_bytes)
         limits, held = self.connection.shared.limits, self.connection.shared.held
         may_read, evicted = trio.Event(), trio.CancelScope()
-        holding = Holding(self.connection.holder, evicted.cancel, may_read.set)
+        num_counted = CALL_BYTES  # else closing it would not end its wait for room
+
+        def grow() -> None:
+            """Count the whole body at once: many that are let in together would be too many."""
+            nonlocal num_counted
+            num_counted += num_missing
+            may_read.set()
+            held.set_bytes(holding, num_counted)
+
+        holding = Holding(self.connection.holder, evicted.cancel, grow)
         until = min(self.deadline, trio.current_time() + limits.request_timeout_s)
-        held.set_bytes(holding, CALL_BYTES)  # else closing it would not end its wait for room
+        held.set_bytes(holding, num_counted)
+        parts: list[bytes] = []
         try:
             with trio.move_on_at(until), evicted:
                 if num_missing > GROW_BYTES:
                     held.ask_to_grow(holding, num_missing)
                     await self._wait_here(may_read)
-                    held.set_bytes(holding, CALL_BYTES + 1)  # the wait was no stall of the client
-                parts, size = [], 0
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         self.is_lost = True
                         raise Disconnected
                     parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > max_bytes:
-                        raise _too_large(size, max_bytes)
-                    held.set_bytes(holding, CALL_BYTES + size)
+                    self.num_read += len(parts[-1])
+                    if self.num_read > max_bytes:
+                        raise _too_large(self.num_read, max_bytes)
+                    num_counted = max(num_counted + 1, CALL_BYTES + self.num_read)
+                    held.set_bytes(holding, num_counted)  # shows the progress, too
                     if not message.get("more_body", False):
                         self._has_body = True
                         return b"".join(parts)
         finally:
+            parts.clear()  # an exception's frames may wait for the collector
             held.close(holding)
         if evicted.cancelled_caught:
             raise TooManyHeld("too many bytes of incomplete requests are kept")
@@ -160,15 +172,20 @@ class HttpCall:
                 self.is_lost = True
                 raise Disconnected
 
-    async def watch(self) -> None:
-        """Cancel ``scope`` when the client leaves, from the request's end on.
+    def begin_watch(self, nursery: trio.Nursery) -> None:
+        """Cancel ``scope`` when the client leaves, from now on; what it still sends of its request
+        is dropped, as anycorn would wait for a reader of it. Idempotent."""
+        if not self._is_watched:
+            self._is_watched = True
+            nursery.start_soon(self._watch)
 
-        Cancellation: safe.
-        """
+    async def _watch(self) -> None:
         while True:
             with trio.move_on_after(LOOK_S):
-                if (await self._receive())["type"] == "http.disconnect":
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
                     break
+                self._has_body |= not message.get("more_body", False)
             if self.connection.stream.has_left:
                 break
         self.is_lost = self.code is None

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 # The most bytes of an answer in the socket's buffer. Without this limit the buffer takes megabytes,
 # and a request whose client does not read is parked late. Guess: as gRPC's window of a stream.
 UNSENT_BYTES = 2**16
+PART_S, BYTE_S = 1e-4, 4e-9  # processor time of a received part, and of each byte, about
 CLOSE_PATIENCE_S = 1.0  # for the last bytes of an answer that ends its connection. Guess.
 
 
 class DoorStream:
     """A transport as anycorn's connection uses one, with Rule 1. Once it ``is_broken``, no byte can
-    be sent any more."""
+    be sent any more. ``on_end`` is called then, and when it is closed."""
 
     def __init__(self, transport: PlainTransport, holding: Holding, shared: Shared) -> None:
         self._transport = transport
@@ -51,6 +52,7 @@ class DoorStream:
         self._has_unsent = trio.Event()
         self._is_empty = trio.Event()
         self._is_empty.set()
+        self.on_end: Callable[[], None] = lambda: None
         self.is_broken = False
         self._is_cut = False
         self._is_closed = False
@@ -70,8 +72,10 @@ class DoorStream:
         """Wait for bytes. Cancellation: safe; no byte is lost."""
         if self._is_closed:
             raise anyio.ClosedResourceError
+        await self._shared.share.enter(self._holding.holder.address)
         try:
             data = await self._transport.receive()
+            self._shared.share.spend(PART_S + BYTE_S * len(data))
         except (OSError, trio.ClosedResourceError):
             raise anyio.BrokenResourceError from None
         if not data:
@@ -138,6 +142,7 @@ class DoorStream:
         self._unsent = b""
         self._shared.held.set_bytes(self._holding, 0)
         self._is_empty.set()
+        self.on_end()
 
     def cut(self) -> None:
         """Drop what was not sent, and end the connection, so that its client sees that the answer
@@ -188,7 +193,7 @@ class HttpConnection:
         self.stream = DoorStream(transport, self._output, shared)
         self.arrivals: set[HttpCall] = set()
         self.num_calls = 0  # that run now
-        self._server: TCPServer
+        self._server: _Http1
 
     @property
     def is_being_read(self) -> bool:
@@ -226,11 +231,14 @@ class HttpConnection:
         self._server = _Http1(app, config, context, {}, stream)
         try:
             async with trio.open_nursery() as nursery:
+                # anycorn's reader waits for ever if a client has sent two requests and left
+                self.stream.on_end = nursery.cancel_scope.cancel
                 nursery.start_soon(self.stream.run)
                 await self._server.run()
                 nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
             self.shared.held.close(self._output)
+            self._server.forget()
             await self.stream.aclose()
 
 
@@ -248,6 +256,13 @@ class _Http1(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         is_idle = isinstance(event, Updated) and event.idle
         await super().protocol_send(Closed() if is_idle and self._has_left else event)
+
+    def forget(self) -> None:
+        """Drop what the ended connection has received: its parts refer to each other, and would
+        wait for the collector, which comes seldom."""
+        wrapper = vars(self).get("protocol")
+        for part in () if wrapper is None else (wrapper.protocol, wrapper):
+            vars(part).clear()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "protocol":

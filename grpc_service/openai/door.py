@@ -29,6 +29,7 @@ from grpc_service.access import access_log, policy
 from grpc_service.addresses import is_loopback
 from grpc_service.openai import encode_codec, models, static_page, text_codec
 from grpc_service.openai.call import ID_HEADER, HttpCall, HttpRecord
+from grpc_service.openai.connection import BYTE_S
 from grpc_service.openai.errors import CANCELLED, CODES, HttpError
 from grpc_service.openai.json_text import encode_json, parse_json
 from grpc_service.openai.operator import OPERATOR, Operator
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 # The worst body of this size takes the loop about 3 ms; a hop to a thread and back takes 0.2 ms.
 SMALL_BYTES = 2**14
+USELESS_S = 8e-4  # processor time of a request that is refused, or asks for the health. Measured.
 INFERENCE = "triolet.v1.Inference/"
 RESPONSES = "this server has no /v1/responses; send the conversation to /v1/chat/completions"
 
@@ -228,6 +230,7 @@ class Door:
         try:
             origin = self._check_origin(call)
             if call.verb == "OPTIONS":
+                call.begin_watch(nursery)
                 await self._answer_preflight(call, origin)
                 return
             route = self._route_of(call)
@@ -238,6 +241,9 @@ class Door:
             if route.reply is not None:
                 if route.verb == "POST":
                     _check_type(call)
+                else:
+                    call.begin_watch(nursery)
+                    await self._pay(call)
                 await route.reply(call)
             else:
                 await self._shared.start_limiter.enter(call.connection.address)
@@ -246,8 +252,16 @@ class Door:
         except Disconnected:
             raise
         except Exception as error:
+            call.begin_watch(nursery)
+            await self._pay(call)
             await call.fail(_renamed(error, rename))
             await call.finish()
+
+    async def _pay(self, call: HttpCall) -> None:
+        """Wait for the client's turn in the loop's time for work that serves no request, such as
+        refusals (D21). Cancellation: safe."""
+        seconds = USELESS_S + BYTE_S * call.num_read
+        await self._shared.overhead.enter(call.connection.address, seconds)
 
     async def _serve_body(
         self, call: HttpCall, record: HttpRecord, route: Route, nursery: trio.Nursery
@@ -259,7 +273,7 @@ class Door:
         call.read_timeout()
         extra = 4 * (self._max_image_bytes // 3 + 1) if route.takes_images else 0
         body = await call.read_body(self._max_bytes + extra)
-        nursery.start_soon(call.watch)
+        call.begin_watch(nursery)
         record.arrived_at = trio.current_time()
         work = await self._work_of(call, record, route, body)
         del body

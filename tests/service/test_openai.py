@@ -1,6 +1,7 @@
 """OpenAI's API by raw HTTP: what an answer has, what is refused and how, and who may call."""
 
 import base64
+import contextlib
 import json
 import re
 import ssl
@@ -643,5 +644,20 @@ def test_half_sent_bodies_do_not_fill_the_memory():
         assert ask(server.openai_port, TEXT, BODY).status == 200
         for client in clients:
             client.close()
-        # what they held is free once the server has noticed that they are gone
-        wait_until(lambda: ask(server.openai_port, TEXT, body).status == 200)
+        last = ask(server.openai_port, TEXT, body)
+        assert last.status == 200, last.body
+
+
+def test_a_refused_body_that_nobody_reads_leaves_no_task(faked):
+    sent = request(TEXT, b" " * 4_000_000)
+    before = None
+    for _ in range(40):
+        ask(faked.openai_port, TEXT, BODY)
+        before = before or faked.ask("tasks")["trio_tasks"]
+        with Connection(faked.openai_port) as client:
+            client.socket.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.socket.send(sent)
+            client.socket.settimeout(20)
+            assert client.read().status in (0, 413)
+    wait_until(lambda: faked.ask("tasks")["trio_tasks"] <= before, 10, "tasks")

@@ -1,4 +1,4 @@
-"""Measures what hostile clients cost a stream beside them, and the server's memory.
+"""Measures what hostile clients, of gRPC and of HTTP, cost a stream beside them, and memory.
 
 The victim is a client that reads one stream after the other of the demo model. Its gaps between
 tokens and its tokens per second are compared with those beside a process that only spins, which
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -66,7 +67,11 @@ FOUR = tuple(f"127.0.0.{number}" for number in range(2, 6))
 FILLING = "connections held"
 # The server's limits are for an address. So these attackers do not use 127.0.0.1, from which the
 # victim and the health probes connect.
-APART = ("connections opened and closed", "long texts", "long prompts that are cut")
+APART = (
+    *("connections opened and closed", "long texts", "long prompts that are cut"),
+    *("HTTP: connections opened and closed", "HTTP: streams begun and left"),
+    *("HTTP: streams not read",),
+)
 SOURCES = {FILLING: (FOUR,), **dict.fromkeys(APART, (TEN[:1], TEN))}
 FLAGS = {FILLING: ["--max-connections", "257", "--max-connections-per-address", "64"]}
 HOARDED, HOARDED_EACH = "hoarded windows", 100  # streams of each of ten addresses
@@ -234,14 +239,24 @@ def fill_batch(address: str) -> None:
                 pass
 
 
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
 def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:
     """Return what the victim saw beside a process that spins and beside an attack, in turn."""
     beside_spin, beside_attack = [], []
-    with serving(*FLAGS.get(name, [])) as (address, pid):
+    is_http, http_port = ATTACKS[name].is_http, free_port()
+    door = ["--openai-port", str(http_port)] if is_http else []
+    with serving(*FLAGS.get(name, []), *door) as (address, pid):
         fill_batch(address)
         victim = Victim(address)
         victim.start()
         host, port = address.split(":")
+        port = str(http_port) if is_http else port
         argv = [sys.executable, "-m", "tools.lab.bench.attackers", name, host, port, *sources]
         for _ in range(REPEATS):
             with running(sys.executable, "-c", SPIN):

@@ -1,4 +1,4 @@
-"""Hostile gRPC clients: `python -m tools.lab.bench.attackers NAME HOST PORT [SOURCE…]`.
+"""Hostile clients: `python -m tools.lab.bench.attackers NAME HOST PORT [SOURCE…]`.
 
 Each source address is one connection, which is opened again when the server ends it. The bytes of
 an attack are made once and sent over and over, so that they cost the attacker next to nothing.
@@ -258,8 +258,38 @@ class Attack:
     keeps_windows: bool = False
     hangs_up: bool = False
     num_connections: int = 1  # from each source address
+    is_http: bool = False  # to the port of OpenAI's API
 
 
+def http(path: str, body: bytes, *, num_bytes: int | None = None) -> bytes:
+    """Return a request over HTTP, which announces ``num_bytes`` of a body; None: those it has."""
+    size = len(body) if num_bytes is None else num_bytes
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {size}\r\n\r\n".encode() + body
+
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+UNREAD = b'{"prompt": "a", "max_tokens": 2000, "ignore_eos": true, "stream": true, "logprobs": 20}'
+VALUES = b'{"messages": [' + b"{}," * 300_000 + b"{}]}"
+OF_HTTP = {
+    "HTTP: unknown paths": Attack(repeat(http("/x", b"")), is_http=True),
+    "HTTP: garbage": Attack(repeat(http(TEXT, b"{")), is_http=True),
+    "HTTP: probes": Attack(repeat(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"), is_http=True),
+    "HTTP: half heads": Attack(once(b"POST /v1/comp"), is_http=True, num_connections=80),
+    "HTTP: half bodies": Attack(
+        once(http(TEXT, b" " * (MESSAGE_BYTES - 10), num_bytes=MESSAGE_BYTES)),
+        is_http=True,
+        num_connections=20,
+    ),
+    "HTTP: bodies of many values": Attack(repeat(http(CHAT, VALUES)), is_http=True),
+    "HTTP: streams not read": Attack(
+        once(http(TEXT, UNREAD)), reads=False, is_http=True, num_connections=30
+    ),
+    "HTTP: streams begun and left": Attack(
+        once(http(TEXT, UNREAD)), hangs_up=True, is_http=True, num_connections=4
+    ),
+    "HTTP: connections opened and closed": Attack(once(b""), hangs_up=True, is_http=True),
+}
 OPEN = headers(1, request())
 INCOMPLETE = block_of([(b":method", b"POST")])
 ATTACKS = {
@@ -332,6 +362,7 @@ ATTACKS = {
     "HPACK bomb (CVE-2016-6581)": Attack(hpack_bomb),
     "connections opened and closed": Attack(once(b""), hangs_up=True),
     "connections held": Attack(once(OPEN), num_connections=80),
+    **OF_HTTP,
 }
 
 
@@ -355,7 +386,7 @@ class Connection:
         self.sock = socket.create_connection(address, timeout=5, source_address=(source, 0))
         self.sock.setblocking(False)
         self._pieces = attack.run()
-        self._waiting = raw.PREFACE + frame(raw.SETTINGS, 0, 0)
+        self._waiting = b"" if attack.is_http else raw.PREFACE + frame(raw.SETTINGS, 0, 0)
         self._is_begun = False  # whether a part of ``_waiting`` was sent
         self._windows = raw.Windows() if attack.keeps_windows else None
 
