@@ -74,7 +74,6 @@ class HttpCall:
         self.num_read = 0  # bytes of the body
         self._has_body = False  # the request's body has come whole
         self._is_stream = False  # of events
-        self._is_watched = False
         self.arrived_at = trio.current_time()
         self.deadline = math.inf
 
@@ -172,20 +171,15 @@ class HttpCall:
                 self.is_lost = True
                 raise Disconnected
 
-    def begin_watch(self, nursery: trio.Nursery) -> None:
-        """Cancel ``scope`` when the client leaves, from now on; what it still sends of its request
-        is dropped, as anycorn would wait for a reader of it. Idempotent."""
-        if not self._is_watched:
-            self._is_watched = True
-            nursery.start_soon(self._watch)
+    async def watch(self) -> None:
+        """Cancel ``scope`` when the client leaves, from the request's end on.
 
-    async def _watch(self) -> None:
+        Cancellation: safe.
+        """
         while True:
             with trio.move_on_after(LOOK_S):
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
+                if (await self._receive())["type"] == "http.disconnect":
                     break
-                self._has_body |= not message.get("more_body", False)
             if self.connection.stream.has_left:
                 break
         self.is_lost = self.code is None

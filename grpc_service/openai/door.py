@@ -230,7 +230,6 @@ class Door:
         try:
             origin = self._check_origin(call)
             if call.verb == "OPTIONS":
-                call.begin_watch(nursery)
                 await self._answer_preflight(call, origin)
                 return
             route = self._route_of(call)
@@ -242,7 +241,6 @@ class Door:
                 if route.verb == "POST":
                     _check_type(call)
                 else:
-                    call.begin_watch(nursery)
                     await self._pay(call)
                 await route.reply(call)
             else:
@@ -252,7 +250,6 @@ class Door:
         except Disconnected:
             raise
         except Exception as error:
-            call.begin_watch(nursery)
             await self._pay(call)
             await call.fail(_renamed(error, rename))
             await call.finish()
@@ -273,7 +270,7 @@ class Door:
         call.read_timeout()
         extra = 4 * (self._max_image_bytes // 3 + 1) if route.takes_images else 0
         body = await call.read_body(self._max_bytes + extra)
-        call.begin_watch(nursery)
+        nursery.start_soon(call.watch)
         record.arrived_at = trio.current_time()
         work = await self._work_of(call, record, route, body)
         del body

@@ -116,5 +116,5 @@ def _config_of(shared: Shared) -> Config:
     config.include_server_header = False
     config.keep_alive_timeout = IDLE_S
     config.h11_max_incomplete_size = shared.limits.header_list_bytes
-    config.max_app_queue_size = 1  # parts of a body that nobody has read yet
+    config.max_app_queue_size = 2  # parts of a body that nobody has read yet
     return config
