@@ -8,13 +8,17 @@ expects them.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from engine.requests.text.answers.reader import refuse_constant
 from grpc_service.services.value_counts import VALUES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LEVELS_MAX = 48  # of a body: those of a tool's parameters, 30, and of what is around them
 STRUCTURE = b",[{:"  # a value of a list or an object follows each of them
@@ -33,7 +37,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         if sum(map(bare.count, STRUCTURE_BYTES)) > VALUES_MAX:
             raise _refusal(f"the body has more than {VALUES_MAX} values")
     try:
-        body = json.loads(data, parse_constant=refuse_constant, object_pairs_hook=_object_of)
+        text = data.removeprefix(codecs.BOM_UTF8).decode()
+        body = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=_object_of)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise _refusal(f"the body is not JSON: {error.msg} ({where})") from None
@@ -50,8 +55,23 @@ def parse_json(data: bytes) -> dict[str, Any]:
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise _refusal("a text of the body has half a surrogate pair") from None
+            where = next(_halves(body, ""), "body")
+            raise InvalidRequest.of(where, "has half a surrogate pair") from None
     return body
+
+
+def _halves(value: Any, path: str) -> Iterator[str]:
+    """Yield the paths of the texts, and of the objects with names, that have no UTF-8 form."""
+    if isinstance(value, str):
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            yield path
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _halves(name, path)
+            yield from _halves(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _halves(inner, f"{path}[{index}]")
 
 
 STRUCTURE_BYTES = tuple(STRUCTURE[at : at + 1] for at in range(len(STRUCTURE)))

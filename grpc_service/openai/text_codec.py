@@ -48,6 +48,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "verbosity": ("medium",),
 }
+TOOL_MODES = ("auto", "none", "required")
 ROLES = {"developer": "system"}  # the templates of open models know one of them
 # Names of triolet.v1 in errors, and what the fields are called here.
 RENAMED = {
@@ -92,11 +93,15 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
     fields = Fields(body)
     images = ImageBytes(context.max_image_bytes)
     wants_logprobs, alternatives = fields.switch("logprobs"), fields.whole("top_logprobs")
-    if alternatives is not None and not wants_logprobs:
+    if alternatives and not wants_logprobs:
         fields.refuse("top_logprobs", "needs logprobs to be true")
     output = _output_of(fields, (alternatives or 0) if wants_logprobs else None)
     is_single_call = fields.switch("parallel_tool_calls") is False
     template_args = fields.take("chat_template_kwargs", "object") or {}
+    try:
+        json.dumps(template_args, allow_nan=False)
+    except ValueError:
+        fields.refuse("chat_template_kwargs", "has a number that is too large")
     if effort := fields.text("reasoning_effort"):
         template_args = {"reasoning_effort": effort, **template_args}
     chat = Chat(
@@ -157,7 +162,7 @@ def _part_of(fields: Fields, images: ImageBytes) -> dict[str, Any]:
         image = fields.inner("image_url")
         if image is None:
             fields.refuse("image_url", "is not set")
-        image.expect("detail", "auto")
+        image.expect("detail", "auto", "low", "high")  # the model has one size of its own
         url = image.text("url") or ""
         part = {"type": "image", "image": images.decode(image.path("url"), url)}
         image.done()
@@ -202,7 +207,7 @@ def _tool_choice_of(fields: Fields) -> str:
     given = fields.given("tool_choice")
     if not isinstance(given, dict):
         choice = fields.text("tool_choice") or "auto"
-        if choice not in ("auto", "none", "required"):
+        if choice not in TOOL_MODES:
             what = "is not auto, none, required or an object with a function"
             fields.refuse("tool_choice", what)
         return choice
@@ -212,6 +217,8 @@ def _tool_choice_of(fields: Fields) -> str:
     function = chosen.inner("function")
     if function is None or not (name := function.text("name")):
         chosen.refuse("function.name", "is not set")
+    if name in TOOL_MODES:  # the engine would take it for the mode
+        function.refuse("name", f"cannot be {name}, for the function to be demanded")
     function.done()
     chosen.done()
     return name
@@ -344,6 +351,8 @@ def _biases_of(fields: Fields) -> Mapping[int, float]:
             fields.refuse("logit_bias", "has a name that is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, (int, float)):
             fields.refuse(f"logit_bias[{name}]", "is not a number")
+        if int(name) in made:
+            fields.refuse("logit_bias", f"has the token {int(name)} twice")
         made[int(name)] = float(bias) if abs(bias) < 1e9 else 1e9
     return dict(sorted(made.items()))
 

@@ -45,3 +45,68 @@ def test_a_name_that_stands_twice_among_many_is_found_at_once():
         parse_json(body)
     assert time.monotonic() - began < 5  # with a search for each name: a minute
     assert len(parse_json(json.dumps(dict.fromkeys(map(str, range(60_000)))).encode())) == 60_000
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required"])
+def test_a_function_that_is_called_like_a_mode_cannot_be_demanded(name):
+    tool = {"type": "function", "function": {"name": name}}
+    body = CHAT | {"tools": [tool], "tool_choice": tool}
+    assert refused(text_codec.decode_chat, body) == "tool_choice.function.name"
+    [request] = text_codec.decode_chat(body | {"tool_choice": "auto"}, CONTEXT).requests
+    assert request.chat.tool_choice == "auto"
+
+
+@pytest.mark.parametrize("detail", ["low", "high", "auto"])
+def test_the_detail_of_an_image_changes_nothing(detail):
+    url = "data:image/png;base64,AAAA"
+    images = [{"url": url}, {"url": url, "detail": detail}]
+    parts = [{"type": "image_url", "image_url": image} for image in images]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    [request] = text_codec.decode_chat(body, CONTEXT).requests
+    one, other = request.chat.messages[0]["content"]
+    assert one == other
+
+
+@pytest.mark.parametrize("wants", [{}, {"logprobs": False}])
+def test_no_alternatives_beside_no_log_probabilities_are_no_error(wants):
+    [request] = text_codec.decode_chat(CHAT | wants | {"top_logprobs": 0}, CONTEXT).requests
+    assert request.output.logprobs is None
+    assert refused(text_codec.decode_chat, CHAT | wants | {"top_logprobs": 1}) == "top_logprobs"
+
+
+def test_a_body_may_begin_with_the_mark_of_utf_8_and_has_no_other_encoding():
+    body = json.dumps({"prompt": "é"}, ensure_ascii=False)
+    assert parse_json(body.encode("utf-8-sig")) == {"prompt": "é"}
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(InvalidRequest, match="UTF-8"):
+            parse_json(body.encode(encoding))
+
+
+HALVES = {
+    "a text": (rb'{"prompt": "\ud800"}', "prompt"),
+    "inside": (rb'{"messages": [{"a": 1}, {"content": "b\udc00"}]}', "messages[1].content"),
+    "a name": (rb'{"metadata": {"\ud800": 1}}', "metadata"),
+}
+
+
+@pytest.mark.parametrize(("body", "field"), HALVES.values(), ids=HALVES)
+def test_half_a_surrogate_pair_is_refused_by_its_field(body, field):
+    assert refused(lambda data, _: parse_json(data), body) == field
+
+
+def test_half_a_surrogate_pair_in_bytes_is_no_utf_8():
+    with pytest.raises(InvalidRequest, match="UTF-8"):
+        parse_json(b'{"prompt": "\xed\xa0\x80"}')
+
+
+def test_a_whole_surrogate_pair_is_one_character():
+    assert parse_json(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}
+
+
+def test_a_token_has_one_bias():
+    assert refused(text_codec.decode_chat, CHAT | {"logit_bias": {"5": 1, "05": 2}}) == "logit_bias"
+
+
+def test_an_argument_of_the_template_is_no_infinite_number():
+    body = parse_json(b'{"messages": [], "chat_template_kwargs": {"a": [1e999]}}') | CHAT
+    assert refused(text_codec.decode_chat, body) == "chat_template_kwargs"
