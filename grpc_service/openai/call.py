@@ -39,11 +39,11 @@ class HttpCall:
     """One request. Only the task that serves it may use it, except for `try_write` and `evict`.
 
     ``method`` is the path, as the log shows it, and ``verb`` GET, POST and so on. ``headers`` has
-    the request's headers by lower-case name. ``deadline`` is the client's, on Trio's clock.
-    ``status`` is the answer's; None before it. ``scope`` is cancelled when the client has left.
-    ``name`` is what the path names beyond that. ``request_id`` is sent with the answer.
-    ``on_answer`` is called when the answer begins, and when the call has ended. ``extra_headers``
-    are sent with the answer.
+    the request's headers by lower-case name; ``num_keys`` of them were keys. ``deadline`` is the
+    client's, on Trio's clock. ``status`` is the answer's; None before it. ``scope`` is cancelled
+    when the client has left. ``name`` is what the path names beyond that. ``request_id`` is sent
+    with the answer. ``on_answer`` is called when the answer begins, and when the call has ended.
+    ``extra_headers`` are sent with the answer.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class HttpCall:
         self.request_id = ""
         self.query = bytes(scope["query_string"])
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.num_keys = [name for name, _ in scope["headers"]].count(b"authorization")
         self.connection = connection
         self.peer = connection.peer
         self.scope = trio.CancelScope()

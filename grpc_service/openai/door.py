@@ -234,6 +234,8 @@ class Door:
                 return
             route = self._route_of(call)
             rename = route.rename
+            if call.num_keys > 1:
+                raise HttpError(400, "INVALID_REQUEST", "the request has two Authorization headers")
             metadata = _metadata_of(call)
             record.quota = policy.admit(route.rpc, call.peer, metadata, self._access.keys)
             call.is_closing |= self._backend.engine.is_draining
@@ -484,4 +486,5 @@ def _is_this_machine(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
+    name = name.removesuffix(".")  # of an absolute name
     return name == "localhost" or name.endswith(".localhost") or is_loopback(name)

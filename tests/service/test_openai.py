@@ -495,6 +495,11 @@ def test_keys_are_those_of_grpc(guarded):
         over = ask(port, TEXT, BODY, headers=bearer)
         assert over.status == 429
         assert int(over.headers["retry-after"]) >= 1
+    twice = request(TEXT, BODY, headers=bearer)
+    wrong = twice.replace(b"Authorization", b"Authorization: Bearer wrong\r\nAuthorization")
+    with Connection(port) as client:
+        client.send(wrong)
+        assert client.read().status == 400
     assert KEY not in guarded.log
 
 
@@ -532,6 +537,7 @@ ORIGINS = {
     "an address that is not ours": ({"Host": "10.0.0.1:8000"}, 403),
     "no host": ({"Host": ""}, 403),
     "a page that is named": ({"Origin": "https://chat.example"}, 200),
+    "an absolute name": ({"Host": "localhost.:8000"}, 200),
     "the address": ({"Host": "127.0.0.1:8000"}, 200),
     "the address of IPv6": ({"Host": "[::1]:8000"}, 200),
 }
