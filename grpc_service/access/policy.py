@@ -14,7 +14,7 @@ served to every client that can connect, because probes have no keys.
 | elsewhere, operating | PERMISSION_DENIED | UNAUTHENTICATED | served |
 | elsewhere, all else | UNAUTHENTICATED with a key file, else served | UNAUTHENTICATED | served |
 
-A server without a key file ignores keys.
+A server without a key file ignores keys. A path of HTTP has the admission of an RPC.
 """
 
 from __future__ import annotations

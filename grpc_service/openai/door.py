@@ -384,8 +384,8 @@ class Door:
         host = call.headers.get(b"host", b"").decode("latin-1")
         # An operator without a key is known by the loopback address alone, which a page has, too.
         is_operating = call.method.startswith(OPERATOR)
-        is_local = self._access.is_local or (is_operating and self._access.keys is None)
-        if is_local and not _is_this_machine(host):
+        is_trusted = is_operating and self._access.keys is None and policy.is_local(call.peer)
+        if (self._access.is_local or is_trusted) and not _is_this_machine(host):
             raise NotAllowed(f"this server is not {host[:100]!r}; call it localhost or 127.0.0.1")
         origin = call.headers.get(b"origin", b"").decode("latin-1")
         if not origin or (origin in self._access.origins and not is_operating):

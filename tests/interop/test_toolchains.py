@@ -80,6 +80,8 @@ def test_without_a_program_of_debians_the_sentence_has_the_command():
     said = str(failed.value)
     assert "the nginx and haproxy tests need nginx, haproxy" in said
     assert "`sudo apt-get install --no-install-recommends nginx haproxy`" in said
+    with pytest.raises(pytest.fail.Exception, match=r"need chromium.*not interop"):
+        toolchains.need_programs("chromium", leave_out=toolchains.LEAVE_OUT)
 
 
 def test_a_user_who_is_not_root_gets_the_sentence_even_with_apt_get(monkeypatch):

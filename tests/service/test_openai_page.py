@@ -11,7 +11,7 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.support.openai_calls import CHAT, TEXT, Connection, ask, request
+from tests.support.openai_calls import CHAT, TEXT, Connection, ask, own_address, request
 from tests.support.programs import ROOT
 from tests.support.server import fake
 from tests.support.wire import wait_idle, wait_serving
@@ -263,6 +263,21 @@ def test_on_every_address_a_name_that_leads_here_does_not_operate(tmp_path):
             answer = ask(server.openai_port, path, body, verb=verb, headers=foreign)
             assert answer.status == 403, path
             assert ask(server.openai_port, path, body, verb=verb).status in (200, 404), path
+
+
+def test_from_another_address_nobody_operates_without_keys():
+    host = own_address() or "127.0.0.1"
+    open_to_all = {"openai_port": 0, "host": "0.0.0.0", "insecure": True}
+    with fake(server=open_to_all) as server:
+        for path, body in PATHS.items():
+            verb = "GET" if body is None else "POST"
+            with Connection(server.openai_port, host=host) as client:
+                answer = client.ask(path, body, verb=verb, host=host)
+            if host != "127.0.0.1":
+                assert answer.status == 403, path
+                assert "with one of its keys" in answer.error["message"]
+        with Connection(server.openai_port, host=host) as client:
+            assert client.ask("/", verb="GET", host=host).status == 200
 
 
 def test_the_figures_are_json_that_a_script_can_read(server):

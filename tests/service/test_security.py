@@ -19,6 +19,7 @@ import trustme
 
 from grpc_service.client import Client, GenerateRequest, Tls, Unauthenticated, Unavailable, stubs
 from grpc_service.client import messages as pb
+from tests.support.openai_calls import own_address
 from tests.support.server import ROOT, fake, fake_process
 from tests.support.wire import (
     NO_PROXY,
@@ -355,16 +356,6 @@ def test_a_unix_socket_needs_no_key_and_may_operate(keys, tmp_path):
 
 
 # ---- beyond this machine ---------------------------------------------------------------------
-
-
-def own_address():
-    """Return an address of this machine that is not loopback; None without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
-        except OSError:
-            return None
-        return probe.getsockname()[0]
 
 
 def test_from_another_address_operating_needs_the_key(keys):

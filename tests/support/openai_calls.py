@@ -14,6 +14,16 @@ RERANK, DRAW = "/v1/rerank", "/v1/images/generations"
 JSON = {"Content-Type": "application/json"}
 
 
+def own_address():
+    """Return an address of this machine that is not loopback; None without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
 class Answer:
     """A whole HTTP answer: its ``status``, ``headers`` by lower-case name, and ``body`` of bytes.
     ``is_cut``: the connection ended before the answer did."""
@@ -60,14 +70,14 @@ def request(path, body=None, *, verb="POST", headers=(), host="localhost"):
 class Connection:
     """A connection to a server's port. Nothing is read unless it is asked for."""
 
-    def __init__(self, port, *, window=None, source=None):
+    def __init__(self, port, *, host="127.0.0.1", window=None, source=None):
         self.socket = socket.socket()
         self.socket.settimeout(LIMIT_S)
         if window is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
         if source is not None:
             self.socket.bind((source, 0))
-        self.socket.connect(("127.0.0.1", port))
+        self.socket.connect((host, port))
         self._rest = b""
 
     def __enter__(self):
