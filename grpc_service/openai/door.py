@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from engine.requests.kind import ClientRequest
     from grpc_service.access.decoding import Decoding
     from grpc_service.access.interceptor import Record
     from grpc_service.access.keys import KeyRing
@@ -321,37 +320,41 @@ class Door:
         """Have the requests computed, and write their events. The first one that fails ends the
         others."""
         if len(work.requests) == 1:
-            await self._writer(record, work, 0).serve(self._backend.engine, work.requests[0])
+            await self._write_one(record, work, 0)
             return
         failed: list[Exception] = []
         call.turns = trio.Lock()
         async with trio.open_nursery() as nursery:
 
-            async def serve(source: int, request: ClientRequest) -> None:
+            async def serve(source: int) -> None:
                 own = HttpRecord.of(call)
                 own.quota, own.arrived_at = record.quota, record.arrived_at
                 try:
-                    await self._writer(own, work, source).serve(self._backend.engine, request)
+                    await self._write_one(own, work, source)
                 except Exception as error:
                     failed.append(error)
                     nursery.cancel_scope.cancel(reason="another prompt has failed")
                 finally:
                     record.stream = record.stream or own.stream
 
-            for source, request in enumerate(work.requests):
-                nursery.start_soon(serve, source, request)
+            for source in range(len(work.requests)):
+                nursery.start_soon(serve, source)
         if failed:
             raise failed[0]
 
-    def _writer(self, record: HttpRecord, work: Work, source: int) -> HttpWriter:
+    async def _write_one(self, record: HttpRecord, work: Work, source: int) -> None:
         encoder = work.encoder
-        return HttpWriter(
+        writer = HttpWriter(
             record,
             self._backend.unread_calls,
             partial(encoder.encode, source),
             partial(encoder.encode_short, source),
             is_heavy=encoder.is_heavy,
         )
+        try:
+            await writer.serve(self._backend.engine, work.requests[source])
+        except InvalidRequest as error:
+            raise _renamed(error, partial(work.rename, source)) from None
 
     @contextlib.contextmanager
     def _accounting(self, record: HttpRecord) -> Iterator[None]:

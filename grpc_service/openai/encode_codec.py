@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import TYPE_CHECKING, Any
 
 from engine.core.common.events import Finished
@@ -22,7 +23,7 @@ from engine.requests.image_generation.values import (
     GeneratedImage,
 )
 from engine.requests.text.values import Started
-from grpc_service.openai.fields import Fields, check_ids, most_of
+from grpc_service.openai.fields import Fields, check_ids, is_ids, most_of
 from grpc_service.openai.json_text import encode_json
 from grpc_service.openai.work import Context, WholeEncoder, Work
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from engine.requests.image_generation.values import ImageGenerationEvent
 
 INT32_MAX = 2**31 - 1
+INPUT_PATH = re.compile(r"inputs\[(\d+)\](?:\.text|\.token_ids\.ids)?((?:\[\d+\])?)")
 
 
 def _common(fields: Fields, context: Context) -> dict[str, Any]:
@@ -68,13 +70,20 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
     )
     fields.done()
     encoder = EmbeddingsWhole(is_base64=form == "base64")
-    return Work(request.request_id, (request,), encoder)
+    is_list = isinstance(body["input"], list) and not is_ids(body["input"])
+
+    def rename(source: int, path: str) -> str:
+        found = INPUT_PATH.fullmatch(path)
+        if found is None:
+            return path
+        return f"input[{found[1]}]{found[2]}" if is_list else f"input{found[2]}"
+
+    return Work(request.request_id, (request,), encoder, rename=rename)
 
 
 def rename_embeddings(path: str) -> str:
     """Return what a field of triolet.v1 is called here."""
-    name = path.replace("inputs", "input", 1).removesuffix(".token_ids.ids")
-    return name.removesuffix(".text")
+    return "input" if path == "inputs" else path
 
 
 def _inputs_of(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
@@ -84,7 +93,7 @@ def _inputs_of(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(given, str):
         return (fields.raw("input"),)
     values = fields.items("input", most_of("TokenIds.ids")) or []
-    if values and all(type(value) is int for value in values):
+    if is_ids(values):
         check_ids("input", values)
         return (tuple(values),)
     if len(values) > MAX_INPUTS:

@@ -41,10 +41,12 @@ def most_of(path: str) -> int:
 
 
 class Fields:
-    """The fields of one object of a request. ``where`` is its path: "", or ``messages[0].``."""
+    """The fields of one object of a request. ``where`` is its path: "", or ``messages[0].``.
+    ``sent_as`` has the names of triolet.v1 whose values came under one of several names here."""
 
     def __init__(self, given: object, where: str = "") -> None:
         self.where = where
+        self.sent_as: dict[str, str] = {}
         if not isinstance(given, dict):
             raise InvalidRequest.of(where.rstrip(".") or "body", "is not an object")
         self._left = {name: value for name, value in given.items() if value is not None}
@@ -175,6 +177,11 @@ def _float_of(value: Any) -> float | None:
     except OverflowError:
         return None
     return made if math.isfinite(made) else None
+
+
+def is_ids(values: list[Any]) -> bool:
+    """Return whether a list has integers alone: one prompt of token ids, not several prompts."""
+    return bool(values) and all(type(value) is int for value in values)
 
 
 def check_ids(path: str, values: list[Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
@@ -24,7 +25,7 @@ from engine.requests.text.values import (
     SamplingParams,
 )
 from grpc_service.openai.answers import ChatStream, ChatWhole, TextStream, TextWhole
-from grpc_service.openai.fields import UINT64_MAX, Fields, ImageBytes, check_ids, most_of
+from grpc_service.openai.fields import UINT64_MAX, Fields, ImageBytes, check_ids, is_ids, most_of
 from grpc_service.openai.work import Context, Work
 from grpc_service.services.text_codec import function_tool
 
@@ -48,6 +49,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "verbosity": ("medium",),
 }
+PROMPT_PATH = re.compile(r"(?:text|input|token_ids\.ids)((?:\[\d+\])?)")
 TOOL_MODES = ("auto", "none", "required")
 ROLES = {"developer": "system"}  # the templates of open models know one of them
 # Names of triolet.v1 in errors, and what the fields are called here.
@@ -58,14 +60,6 @@ RENAMED = {
     "output.token_ids": "return_token_ids",
     "prompt.truncate_to": "truncate_prompt_tokens",
     "chat.template_args": "chat_template_kwargs",
-    "constraint": "response_format",
-    "constraint.json_schema": "response_format.json_schema.schema",
-    "constraint.json_object": "response_format",
-    "constraint.regex": "structured_outputs.regex",
-    "constraint.lark": "structured_outputs.grammar",
-    "constraint.choice.choices": "structured_outputs.choice",
-    "text": "prompt",
-    "token_ids.ids": "prompt",
     "input": "prompt",
 }
 
@@ -129,7 +123,8 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
         with_ids=bool(output.token_ids),
         is_single_call=is_single_call,
     )
-    return Work(request_id, (request,), encoder, is_stream, images.num_chars)
+    rename = partial(_as_sent, fields.sent_as, "")
+    return Work(request_id, (request,), encoder, is_stream, images.num_chars, rename)
 
 
 def _message_of(fields: Fields, images: ImageBytes) -> dict[str, Any]:
@@ -253,7 +248,17 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
         with_logprobs=logprobs is not None,
         with_ids=bool(output.token_ids),
     )
-    return Work(shared.request_id, requests, encoder, is_stream)
+    is_list = isinstance(body["prompt"], list) and not is_ids(body["prompt"])
+    where = "prompt[{}]" if is_list else "prompt"
+    rename = partial(_as_sent, fields.sent_as, where)
+    return Work(shared.request_id, requests, encoder, is_stream, rename=rename)
+
+
+def _as_sent(sent_as: Mapping[str, str], prompt: str, source: int, path: str) -> str:
+    """Return under which name a field came; ``prompt`` is the form of the prompts' names."""
+    if prompt and (found := PROMPT_PATH.fullmatch(path)):
+        return prompt.format(source) + found[1]
+    return sent_as.get(path, path)
 
 
 def _prompts_of(fields: Fields) -> list[str | tuple[int, ...]]:
@@ -264,7 +269,7 @@ def _prompts_of(fields: Fields) -> list[str | tuple[int, ...]]:
     if isinstance(given, str):
         return [fields.raw("prompt")]
     values = fields.items("prompt", most_of("TokenIds.ids")) or []
-    if values and all(type(value) is int for value in values):
+    if is_ids(values):
         check_ids("prompt", values)
         return [tuple(values)]
     if not 1 <= len(values) <= PROMPTS_MAX:
@@ -314,6 +319,8 @@ def _sampling_of(fields: Fields) -> SamplingParams:
     found = {fields.whole(name) for name in limits}
     if len(found) > 1:
         fields.refuse("max_tokens", "differs from max_completion_tokens; set one of them")
+    if limits:
+        fields.sent_as["sampling.max_tokens"] = limits[0]
     seed = fields.whole("seed", -(2**63), UINT64_MAX)
     return SamplingParams(
         **{name: fields.number(name) for name in NUMBERS},
@@ -401,23 +408,22 @@ def _stream_of(fields: Fields) -> tuple[bool, bool]:
 def _constraint_of(fields: Fields) -> Constraint | None:
     """Return the form of the answer, which may be written in three ways, of which one may be
     set."""
-    found = [
-        one
-        for one in (_response_format(fields), *_guided(fields), *_structured(fields))
-        if one is not None
-    ]
+    found = _response_format(fields) | _guided(fields) | _structured(fields)
     if len(found) > 1:
         fields.refuse("response_format", "is not the only form that is set; set one")
-    return found[0] if found else None
+    for path, constraint in found.items():
+        fields.sent_as |= {"constraint": path, constraint.field: path}
+        return constraint
+    return None
 
 
-def _response_format(fields: Fields) -> Constraint | None:
+def _response_format(fields: Fields) -> dict[str, Constraint]:
     form = fields.inner("response_format")
     if form is None:
-        return None
-    kind, made = form.text("type"), None
+        return {}
+    kind, made = form.text("type"), {}
     if kind == "json_object":
-        made = Constraint("json_object", "")
+        made["response_format"] = Constraint("json_object", "")
     elif kind == "json_schema":
         described = form.inner("json_schema")
         if described is None:
@@ -428,7 +434,7 @@ def _response_format(fields: Fields) -> Constraint | None:
         schema = described.raw("schema")
         if schema is None:
             described.refuse("schema", "is not set")
-        made = _schema(described, "schema", schema)
+        made[described.path("schema")] = _schema(described, "schema", schema)
         described.done()
     elif kind != "text":
         form.refuse("type", "is not text, json_object or json_schema")
@@ -436,35 +442,39 @@ def _response_format(fields: Fields) -> Constraint | None:
     return made
 
 
-def _guided(fields: Fields) -> list[Constraint | None]:
+def _guided(fields: Fields) -> dict[str, Constraint]:
     names = {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar")}
     return _forms(fields, names | {"json_object": "guided_json_object"})
 
 
-def _structured(fields: Fields) -> list[Constraint | None]:
+def _structured(fields: Fields) -> dict[str, Constraint]:
     inside = fields.inner("structured_outputs")
     if inside is None:
-        return []
+        return {}
     names = ("json", "regex", "choice", "grammar", "json_object")
     made = _forms(inside, {name: name for name in names})
     inside.done()
     return made
 
 
-def _forms(fields: Fields, names: dict[str, str]) -> list[Constraint | None]:
+def _forms(fields: Fields, names: dict[str, str]) -> dict[str, Constraint]:
+    """Return the forms that are set, by their paths."""
     schema = fields.raw(names["json"])
     choices = fields.texts(names["choice"], most_of("Choice.choices"))
     regex, grammar = fields.text(names["regex"]), fields.text(names["grammar"])
     for choice in choices:
         if "\0" in choice:
             fields.refuse(names["choice"], "has a choice that holds a NUL")
-    return [
-        None if schema is None else _schema(fields, names["json"], schema),
-        None if regex is None else Constraint("regex", regex),
-        None if grammar is None else Constraint("lark", grammar),
-        Constraint("choice", "\0".join(choices)) if choices else None,
-        Constraint("json_object", "") if fields.switch(names["json_object"]) else None,
-    ]
+    made = {
+        "json": None if schema is None else _schema(fields, names["json"], schema),
+        "regex": None if regex is None else Constraint("regex", regex),
+        "grammar": None if grammar is None else Constraint("lark", grammar),
+        "choice": Constraint("choice", "\0".join(choices)) if choices else None,
+        "json_object": (
+            Constraint("json_object", "") if fields.switch(names["json_object"]) else None
+        ),
+    }
+    return {fields.path(names[name]): one for name, one in made.items() if one is not None}
 
 
 def _schema(fields: Fields, name: str, schema: Any) -> Constraint:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.requests.kind import ClientRequest
 
@@ -51,10 +51,12 @@ class WholeEncoder:
 @dataclass(frozen=True, slots=True)
 class Work:
     """A translated request. ``is_stream``: the answer is a stream of events. ``num_chars`` are
-    those of the body that were images."""
+    those of the body that were images. ``rename`` returns, of the number of one of the requests and
+    of a field of triolet.v1, under which name this body had it; else the field."""
 
     request_id: str
     requests: tuple[ClientRequest, ...]
     encoder: Encoder
     is_stream: bool = False
     num_chars: int = 0
+    rename: Callable[[int, str], str] = lambda source, path: path

@@ -344,6 +344,48 @@ def test_a_wrong_field_is_refused_by_its_name_and_the_next_request_works(faked, 
         assert client.ask(TEXT, BODY).status == 200
 
 
+HUGE = 2**31
+SENT_AS = {
+    "a token": (TEXT, {"prompt": [1, HUGE]}, "prompt[1]"),
+    "a token of a prompt": (TEXT, {"prompt": [[1], [1, 2, HUGE]]}, "prompt[1][2]"),
+    "the one prompt of a list": (TEXT, {"prompt": [[HUGE]]}, "prompt[0][0]"),
+    "an empty prompt": (TEXT, {"prompt": [[1], []]}, "prompt[1]"),
+    "a token of an input": (EMBED, {"input": [[1], [2, HUGE]]}, "input[1][1]"),
+    "a token of the input": (EMBED, {"input": [1, HUGE]}, "input[1]"),
+    "an empty input": (EMBED, {"input": [[1], []]}, "input[1]"),
+    "the limit": (TEXT, {"prompt": [1], "max_tokens": 0}, "max_tokens"),
+    "the new limit": (
+        CHAT,
+        {"messages": TURNS, "max_completion_tokens": 0},
+        "max_completion_tokens",
+    ),
+    "a schema": (TEXT, {"prompt": [1], "guided_json": ""}, "guided_json"),
+    "a pattern": (TEXT, {"prompt": [1], "guided_regex": ""}, "guided_regex"),
+    "a grammar": (TEXT, {"prompt": [1], "guided_grammar": ""}, "guided_grammar"),
+    "a pattern inside": (
+        TEXT,
+        {"prompt": [1], "structured_outputs": {"regex": ""}},
+        "structured_outputs.regex",
+    ),
+    "a schema of OpenAI's": (
+        CHAT,
+        {
+            "messages": TURNS,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ""}},
+        },
+        "response_format.json_schema.schema",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "field"), SENT_AS.values(), ids=SENT_AS)
+def test_what_the_engine_refuses_is_called_as_it_was_sent(faked, path, body, field):
+    answer = ask(faked.openai_port, path, body)
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == field, answer.body
+    assert field in answer.error["message"]
+
+
 GARBAGE = {
     "no JSON": b"hello",
     "nothing": b"",
