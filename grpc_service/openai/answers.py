@@ -18,7 +18,7 @@ from grpc_service.openai.json_text import encode_json
 from grpc_service.openai.work import WholeEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from engine.core.common.types import Usage
     from engine.requests.text.values import StreamEvent, ToolCallDelta
@@ -32,6 +32,7 @@ class _Answer:
     """What the four encoders share: the answer's head, and the usage of all choices.
 
     ``num_choices`` are those of each of the ``num_sources`` requests, which are numbered through.
+    ``stop_ids`` are the tokens by which the client asked an answer to end.
     """
 
     kind = ""
@@ -48,6 +49,7 @@ class _Answer:
         with_logprobs: bool = False,
         with_ids: bool = False,
         is_single_call: bool = False,
+        stop_ids: Iterable[int] = (),
     ) -> None:
         self._head: dict[str, Any] = {"id": answer_id, "created": created, "model": ""}
         self._num_choices = num_choices
@@ -56,6 +58,7 @@ class _Answer:
         self._with_logprobs = with_logprobs
         self._with_ids = with_ids
         self._is_single_call = is_single_call
+        self._stop_ids = frozenset(stop_ids)
         self._prompt_tokens: dict[int, int] = {}  # by source
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens = 0
@@ -88,17 +91,18 @@ class _Answer:
             return tuple([call for call in event.tool_calls if call.position == 0])
         return event.tool_calls
 
+    def _end_of(self, event: Finished, *, has_calls: bool = False) -> dict[str, Any]:
+        reason, matched = REASONS[event.reason], event.matched
+        ended = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
+        if matched is None or (isinstance(matched, int) and matched not in self._stop_ids):
+            return ended  # also for the model's own end, as in vLLM
+        return ended | {"stop_reason": matched}
+
     def is_heavy(self, events: Sequence[StreamEvent]) -> bool:
         """Return whether encoding these events takes some milliseconds."""
         return self._with_logprobs and (
             len(events) > HEAVY_EVENTS or any(isinstance(event, Started) for event in events)
         )
-
-
-def _end_of(event: Finished, *, has_calls: bool = False) -> dict[str, Any]:
-    reason = REASONS[event.reason]
-    ended = {"finish_reason": "tool_calls" if has_calls and reason == "stop" else reason}
-    return ended | ({} if event.matched is None else {"stop_reason": event.matched})
 
 
 def _reasoning_of(event: Tokens) -> str:
@@ -232,7 +236,7 @@ class ChatStream(_Stream):
         yield self._chunk([made])
 
     def _end(self, choice: int, event: Finished) -> dict[str, Any]:
-        end = _end_of(event, has_calls=choice in self._calling)
+        end = self._end_of(event, has_calls=choice in self._calling)
         return {"index": choice, "delta": {}, "logprobs": None, **end}
 
 
@@ -265,7 +269,7 @@ class TextStream(_Stream):
         yield self._chunk([made | {"finish_reason": None}])
 
     def _end(self, choice: int, event: Finished) -> dict[str, Any]:
-        return {"index": choice, "text": "", "logprobs": None, **_end_of(event)}
+        return {"index": choice, "text": "", "logprobs": None, **self._end_of(event)}
 
 
 # ---- whole answers
@@ -302,7 +306,7 @@ class _Whole(_Answer):
             if isinstance(event, Tokens):
                 self._keep(kept, event)
             elif event.reason.is_success:
-                kept.end = _end_of(event, has_calls=bool(kept.calls))
+                kept.end = self._end_of(event, has_calls=bool(kept.calls))
                 self._count(source, event.usage)
         return [] if self._num_left else [encode_json(self._body())]
 

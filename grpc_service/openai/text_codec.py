@@ -122,6 +122,7 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
         with_logprobs=output.logprobs is not None,
         with_ids=bool(output.token_ids),
         is_single_call=is_single_call,
+        stop_ids=request.sampling.stop_token_ids,
     )
     rename = partial(_as_sent, fields.sent_as, "")
     return Work(request_id, (request,), encoder, is_stream, images.num_chars, rename)
@@ -247,6 +248,7 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
         with_usage=with_usage,
         with_logprobs=logprobs is not None,
         with_ids=bool(output.token_ids),
+        stop_ids=shared.sampling.stop_token_ids,
     )
     is_list = isinstance(body["prompt"], list) and not is_ids(body["prompt"])
     where = "prompt[{}]" if is_list else "prompt"

@@ -5,8 +5,10 @@ import time
 
 import pytest
 
+from engine.core.common.events import Finished
+from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import InvalidRequest
-from engine.requests.text.values import MAX_CHOICES
+from engine.requests.text.values import MAX_CHOICES, Started
 from grpc_service.openai import text_codec
 from grpc_service.openai.json_text import parse_json
 from grpc_service.openai.work import Context
@@ -110,3 +112,20 @@ def test_a_token_has_one_bias():
 def test_an_argument_of_the_template_is_no_infinite_number():
     body = parse_json(b'{"messages": [], "chat_template_kwargs": {"a": [1e999]}}') | CHAT
     assert refused(text_codec.decode_chat, body) == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("decode", "body"), [CHATS, TEXTS], ids=["chat", "text"])
+@pytest.mark.parametrize(("matched", "shown"), [(2, None), (7, 7), ("b", "b"), (None, None)])
+def test_an_answer_names_what_its_client_asked_it_to_stop_at(
+    decode, body, is_stream, matched, shown
+):
+    body = body | ({"prompt": "a"} if body is TEXT else {})
+    body |= {"stream": is_stream, "stop_token_ids": [7], "stop": "b"}
+    encoder = decode(body, CONTEXT).encoder
+    end = Finished("r", 0, EndReason.STOP, Usage(1, 0, 1), Timings(0.0), matched)
+    [part] = encoder.encode(0, [Started("r", "m", 1), end])
+    answer = part.split(b"\n\n")[-3].removeprefix(b"data: ") if is_stream else part
+    [choice] = json.loads(answer)["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice.get("stop_reason") == shown
