@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import trio
 
 from engine import logs
-from engine.errors import InvalidRequest, ModelNotFound, NotAllowed, ShuttingDown
+from engine.errors import InvalidRequest, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
 from engine.requests.stream import server_deadline
 from grpc_service.access import access_log, policy
 from grpc_service.addresses import is_loopback
@@ -353,7 +353,7 @@ class Door:
         )
         try:
             await writer.serve(self._backend.engine, work.requests[source])
-        except InvalidRequest as error:
+        except (InvalidRequest, Unsupported) as error:
             raise _renamed(error, partial(work.rename, source)) from None
 
     @contextlib.contextmanager
@@ -469,6 +469,8 @@ def _check_type(call: HttpCall) -> None:
 def _renamed(error: Exception, rename: Callable[[str], str]) -> Exception:
     if isinstance(error, InvalidRequest) and error.violations:
         return error.renamed(rename)
+    if isinstance(error, Unsupported) and (name := rename(error.field)) != error.field:
+        return Unsupported(str(error).replace(error.field, name), field=name)
     return error
 
 

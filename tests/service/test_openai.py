@@ -359,6 +359,11 @@ SENT_AS = {
         {"messages": TURNS, "max_completion_tokens": 0},
         "max_completion_tokens",
     ),
+    "a call": (
+        CHAT,
+        {"model": "fake", "messages": TURNS, "tools": [TOOL], "tool_choice": "required"},
+        "tool_choice",
+    ),
     "a schema": (TEXT, {"prompt": [1], "guided_json": ""}, "guided_json"),
     "a pattern": (TEXT, {"prompt": [1], "guided_regex": ""}, "guided_regex"),
     "a grammar": (TEXT, {"prompt": [1], "guided_grammar": ""}, "guided_grammar"),
