@@ -204,8 +204,8 @@ async function answer() {
     if (control.signal.aborted) told.finish = "stopped";
     else {
       told.finish = "failed";
-      shown.turn.append(make("p", { className: "bad" }, error.message));
-      report(error);
+      shown.turn.append(make("p", { className: "bad", role: "alert" }, error.message));
+      if (error.status === 401) report(error);
     }
   } finally {
     if (running === control) running = null;

@@ -149,6 +149,7 @@ const cases = {
     await page.waitForFunction(() => document.querySelector("#requests td:nth-of-type(4)")?.textContent > 2);
     const cells = await rows(page).first().locator("td").allInnerTexts();
     await page.click(`[aria-label="Explain ${id}"]`);
+    await page.waitForSelector("#explain-dialog[open]");
     const explained = await page.locator("#explanation").innerText();
     await page.keyboard.press("Escape");
     await page.focus(`[aria-label="Abort ${id}"]`);
@@ -156,6 +157,7 @@ const cases = {
     const kept = await page.evaluate(() => document.activeElement.ariaLabel);
     await page.keyboard.press("Enter");
     await page.waitForFunction(() => !document.querySelector("#requests tr"));
+    await page.waitForFunction(() => document.querySelector("#notice").textContent);
     const lines = await page.locator("polyline").evaluateAll((all) => all.map((one) => one.getAttribute("points").split(" ").length));
     const models = await page.locator("#models tr").allInnerTexts();
     const notice = await page.innerText("#notice");
@@ -278,7 +280,10 @@ const cases = {
             await rows(page).first().waitFor();
             await page.waitForTimeout(2500);
           }
-          if (view === "explain") await page.locator("#requests button").first().click();
+          if (view === "explain") {
+            await page.locator("#requests button").first().click();
+            await page.waitForSelector("#explain-dialog[open]");
+          }
           const where = `${view} ${name} ${colorScheme}`;
           for (const one of await faults(page)) found.push(`${where}: ${one}`);
           const wide = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
