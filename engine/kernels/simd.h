@@ -18,6 +18,7 @@
 #pragma GCC diagnostic push
 // GCC's own header copies uninitialised vectors on purpose (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
