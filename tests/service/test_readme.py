@@ -45,7 +45,7 @@ set -euo pipefail
 triolet() {
     case "$1" in
         doctor) "$PYTHON" -m grpc_service "$@" --port 0 ;;
-        serve) "$PYTHON" -m grpc_service "$@" ;;
+        inspect | serve) "$PYTHON" -m grpc_service "$@" ;;
         *) "$PYTHON" -m grpc_service "$@" --server "$ADDRESS" ;;
     esac
 }

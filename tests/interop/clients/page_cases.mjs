@@ -150,6 +150,7 @@ const cases = {
     const cells = await rows(page).first().locator("td").allInnerTexts();
     await page.click(`[aria-label="Explain ${id}"]`);
     await page.waitForSelector("#explain-dialog[open]");
+    await page.waitForFunction(() => document.querySelector("#explanation").textContent);
     const explained = await page.locator("#explanation").innerText();
     await page.keyboard.press("Escape");
     await page.focus(`[aria-label="Abort ${id}"]`);
