@@ -353,6 +353,7 @@ class _WrittenLayers(Layers):
             os.close(self._lock)
             self._lock = -1
         self._layers.clear()
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def _write_layer(self, layer: BlockLayer, places: list[list[int]]) -> None:
         for piece in layer.pieces(self._room):
