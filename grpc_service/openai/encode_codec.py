@@ -23,7 +23,7 @@ from engine.requests.image_generation.values import (
     GeneratedImage,
 )
 from engine.requests.text.values import Started
-from grpc_service.openai.fields import Fields, check_ids, is_ids, most_of
+from grpc_service.openai.fields import Fields, is_ids, most_of, texts_or_ids
 from grpc_service.openai.json_text import encode_json
 from grpc_service.openai.work import Context, WholeEncoder, Work
 
@@ -87,23 +87,7 @@ def rename_embeddings(path: str) -> str:
 
 
 def _inputs_of(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
-    given = fields.given("input")
-    if given is None:
-        fields.refuse("input", "is not set")
-    if isinstance(given, str):
-        return (fields.raw("input"),)
-    values = fields.items("input", most_of("TokenIds.ids")) or []
-    if is_ids(values):
-        check_ids("input", values)
-        return (tuple(values),)
-    if len(values) > MAX_INPUTS:
-        fields.refuse("input", f"has {len(values)}, outside [1, {MAX_INPUTS}]")
-    for index, value in enumerate(values):
-        if isinstance(value, list):
-            check_ids(f"input[{index}]", value)
-        elif not isinstance(value, str):
-            fields.refuse(f"input[{index}]", "is neither a string nor a list of token ids")
-    return tuple([value if isinstance(value, str) else tuple(value) for value in values])
+    return tuple(texts_or_ids(fields, "input", most_of("TokenIds.ids"), 0, MAX_INPUTS))
 
 
 class EmbeddingsWhole(WholeEncoder):

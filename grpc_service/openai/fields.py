@@ -191,6 +191,34 @@ def check_ids(path: str, values: list[Any]) -> None:
             raise InvalidRequest.of(f"{path}[{index}]", "is not a token id")
 
 
+def texts_or_ids(
+    fields: Fields, name: str, most_ids: int, least: int, most: int, noun: str = ""
+) -> list[str | tuple[int, ...]]:
+    """Return the values of a field that is a text, token ids, or a list of ``least`` to ``most`` of
+    either; ``noun`` names these in the error.
+
+    Raises:
+        InvalidRequest: the field is not set, or not of this form; it names the value.
+    """
+    given = fields.given(name)
+    if given is None:
+        fields.refuse(name, "is not set")
+    if isinstance(given, str):
+        return [fields.raw(name)]
+    values = fields.items(name, most_ids) or []
+    if is_ids(values):
+        check_ids(name, values)
+        return [tuple(values)]
+    if not least <= len(values) <= most:
+        fields.refuse(name, f"has {len(values)}{noun}, outside [1, {most}]")
+    for index, value in enumerate(values):
+        if isinstance(value, list):
+            check_ids(f"{name}[{index}]", value)
+        elif not isinstance(value, str):
+            fields.refuse(f"{name}[{index}]", "is neither a string nor a list of token ids")
+    return [value if isinstance(value, str) else tuple(value) for value in values]
+
+
 class ImageBytes:
     """Decodes the images of one request, which may have ``most`` bytes together."""
 

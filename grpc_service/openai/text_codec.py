@@ -25,7 +25,14 @@ from engine.requests.text.values import (
     SamplingParams,
 )
 from grpc_service.openai.answers import ChatStream, ChatWhole, TextStream, TextWhole
-from grpc_service.openai.fields import UINT64_MAX, Fields, ImageBytes, check_ids, is_ids, most_of
+from grpc_service.openai.fields import (
+    UINT64_MAX,
+    Fields,
+    ImageBytes,
+    is_ids,
+    most_of,
+    texts_or_ids,
+)
 from grpc_service.openai.work import Context, Work
 from grpc_service.services.text_codec import function_tool
 
@@ -264,24 +271,7 @@ def _as_sent(sent_as: Mapping[str, str], prompt: str, source: int, path: str) ->
 
 
 def _prompts_of(fields: Fields) -> list[str | tuple[int, ...]]:
-    """Return the prompts: a text, token ids, or a list of either."""
-    given = fields.given("prompt")
-    if given is None:
-        fields.refuse("prompt", "is not set")
-    if isinstance(given, str):
-        return [fields.raw("prompt")]
-    values = fields.items("prompt", most_of("TokenIds.ids")) or []
-    if is_ids(values):
-        check_ids("prompt", values)
-        return [tuple(values)]
-    if not 1 <= len(values) <= PROMPTS_MAX:
-        fields.refuse("prompt", f"has {len(values)} prompts, outside [1, {PROMPTS_MAX}]")
-    for index, value in enumerate(values):
-        if isinstance(value, list):
-            check_ids(f"prompt[{index}]", value)
-        elif not isinstance(value, str):
-            fields.refuse(f"prompt[{index}]", "is neither a string nor a list of token ids")
-    return [value if isinstance(value, str) else tuple(value) for value in values]
+    return texts_or_ids(fields, "prompt", most_of("TokenIds.ids"), 1, PROMPTS_MAX, noun=" prompts")
 
 
 def _with_prompt(
