@@ -2,7 +2,6 @@
 
 import contextlib
 import statistics
-import threading
 import time
 
 import pytest
@@ -127,23 +126,6 @@ def test_a_huge_prompt_is_refused_without_delaying_anybody(demo, how):
     error = error_of(lambda: list(call))
     assert reason(error) == "REQUEST_TOO_LARGE"
     assert max(waits) < 0.5
-
-
-@pytest.mark.model
-def test_a_prompt_does_not_wait_for_a_huge_one_that_is_cut(demo):
-    """Tokenising 2 MiB takes seconds of a thread. Red if only one thread tokenises."""
-    request = generate_request(text=HUGE, max_tokens=1, prompt={"truncate_to": 9})
-    call = demo.channel.unary_stream("/triolet.v1.Inference/Generate")(
-        request.SerializeToString(), timeout=60
-    )
-    heard, waits = [], []
-    reader = threading.Thread(target=lambda: heard.extend(call))
-    reader.start()
-    while reader.is_alive():
-        waits.append(timed(lambda: generate(demo.channel, text=HUGE[:5000], max_tokens=1)))
-    assert len(heard) > 1, "the huge prompt was not served"
-    assert len(waits) > 1
-    assert max(waits) < 1
 
 
 @pytest.mark.model
