@@ -158,7 +158,7 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
     try:
         _find_temporary_folder()
         source = resolve(spec.model, spec.revision)
-        if source.gguf is not None:
+        if source.gguf:
             if kind is not None and kind is not Capability.TEXT_TO_TEXT:
                 raise Refusal("a GGUF file is served as a text model only")
             return Capability.TEXT_TO_TEXT

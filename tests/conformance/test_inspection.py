@@ -66,6 +66,13 @@ def mixed_gguf(path):
     return write_model(text.make(path / "plain", "llama", WIDE), path / "model.gguf", Q4_K)
 
 
+def gguf_in_parts(path):
+    """Write a GGUF model in three files, of which the first has only the metadata."""
+    path.mkdir(exist_ok=True)
+    made = text.make(path / "plain", "llama", WIDE)
+    return write_model(made, path / "model.gguf", Q4_0, parts=(0, 7))
+
+
 def unusual(path):
     """Write a Llama whose config no skeleton knows, and that runs compiled nevertheless."""
     plain(path)
@@ -90,6 +97,7 @@ TEXTS = {
     "rounded": (plain, {"quantization": "int4"}),
     "a tied head twice": (both_ends, {}),
     "GGUF of several types": (mixed_gguf, {}),
+    "GGUF in parts": (gguf_in_parts, {}),
     "a config without a skeleton": (unusual, {}),
     "an activation without a kernel": (other_activation, {}),
     "heads that are too narrow": (narrow, {}),
@@ -249,7 +257,7 @@ def half_a_header(path):
 
 
 def second_part(path):
-    """Write the second part of a split GGUF file: its metadata have nothing of the model."""
+    """Write the second part of a GGUF model, without the first."""
     path.mkdir()
     metadata = {"split.no": 1, "split.count": 2, "split.tensors.count": 3}
     tensors = {"blk.0.attn_norm.weight": (0, (4,), b"\0" * 16)}
@@ -286,8 +294,8 @@ GARBAGE = {
     empty_file: "its file is empty",
     text_file: "it is a file, and a model is a directory or a GGUF file",
     half_a_header: "model.gguf is not a GGUF file that can be read",
-    second_part: "it is one of several parts of a GGUF model; join them with llama.cpp's "
-    "'llama-gguf-split --merge' and serve the result",
+    second_part: "of its 2 parts, model-00001-of-00002.gguf is missing; download all parts into "
+    "one directory",
     without_a_model: "it has no config.json",
     lambda path: path.mkdir() or path: "its directory is empty",
     lambda path: path: "there is no such directory",

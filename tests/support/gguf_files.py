@@ -6,6 +6,7 @@ Nothing here uses what it tests. Source: ggml's docs/gguf.md, llama.cpp's conver
 import json
 import re
 import struct
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -159,9 +160,12 @@ def write_model(
     *,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    parts: tuple[int, ...] = (),
 ) -> Path:
     """Write the checkpoint as one GGUF file. Matrices have the type ``kind``; if that is a type of
-    blocks, embedding and head have the type of `ENDS`. ``metadata`` and ``tensors`` are added."""
+    blocks, embedding and head have the type of `ENDS`. ``metadata`` and ``tensors`` are added.
+    ``parts`` are the numbers of tensors in each part but the last: the file is then divided, and
+    the first part's path returned."""
     from safetensors.numpy import load_file  # not in llama.cpp's environment
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -190,8 +194,31 @@ def write_model(
         stored[own] = (own_kind, array.shape, _bytes(array, own_kind))
     for name, value in (tensors or {}).items():
         stored[name] = (F32, value.shape, _bytes(value, F32))
+    if parts:
+        return write_parts(path, told, stored, parts)
     write_file(path, told, stored)
     return path
+
+
+def write_parts(
+    path: Path,
+    metadata: dict[str, Any],
+    tensors: dict[str, tuple[int, tuple[int, ...], bytes]],
+    parts: tuple[int, ...],
+) -> Path:
+    """Write a model as llama-gguf-split divides it, and return the first part's path. All parts
+    have their numbers, and only the first has the metadata."""
+    names, count = iter(tensors), len(parts) + 1
+    for number, size in enumerate((*parts, len(tensors) - sum(parts))):
+        told = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        own = {name: tensors[name] for name in islice(names, size)}
+        write_file(part_path(path, number, count), told if number else metadata | told, own)
+    return part_path(path, 0, count)
+
+
+def part_path(path: Path, number: int, count: int) -> Path:
+    """Return the path of a part, counted from 0."""
+    return path.with_name(f"{path.stem}-{number + 1:05}-of-{count:05}.gguf")
 
 
 def write_file(

@@ -42,7 +42,7 @@ from engine.worker.forward.block_layer import Packed
 from engine.worker.forward.user_cache import NoCache, private_folder, user_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine.worker.forward.block_layer import BlockLayer
 
@@ -112,14 +112,15 @@ class PackedCache:
     folder: Path
     limit: int
 
-    def layers_of(self, file: Path, library: ctypes.CDLL, bound: int) -> Layers:
-        """Return the layers of a model file: those that were kept or, if there are none, layers
-        that will be kept. ``bound`` is the most bytes that they can have."""
+    def layers_of(self, files: Sequence[Path], library: ctypes.CDLL, bound: int) -> Layers:
+        """Return the layers of a model in one file or more: those that were kept or, if there are
+        none, layers that will be kept. ``bound`` is the most bytes that they can have."""
         try:
-            size = file.stat().st_size
+            size = sum(file.stat().st_size for file in files)
             if size < WORTH:
                 return Layers()
-            content = f"{library.triolet_layout()} {self._content(file)}"
+            contents = (self._content(file) for file in files)
+            content = " ".join((str(library.triolet_layout()), *contents))
             name = hashlib.sha256(content.encode()).hexdigest()[:40]
             path = self.folder / f"{name}{WHOLE}"
             kept = _open_kept(path, library)
@@ -128,7 +129,7 @@ class PackedCache:
                 return kept
             if expected > self.limit:
                 log.warning("packed weights of %s would take more than --packed-cache-bytes, and "
-                            "are not kept", file.name)  # fmt: skip
+                            "are not kept", files[0].name)  # fmt: skip
                 return Layers()
             lock = _locked(path)
             kept = _open_kept(path, library)  # another load may have written it meanwhile

@@ -10,6 +10,7 @@ import json
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from engine.worker.load.gguf.parts import first_parts
 from engine.worker.load.reading import begins_with, has_file, reading
 from engine.worker.load.refusal import Refusal
 
@@ -49,11 +50,11 @@ def refusal_of_directory(directory: Path, otherwise: str) -> Refusal:
             f"serve its base model{_base_of(directory)} with --adapter BASE:NAME=DIR, or merge it "
             "by PEFT's merge_and_unload, save that, and serve the result"
         )
-    ggufs = sorted(path.name for path in directory.glob("*.gguf") if is_gguf(path))
-    if len(ggufs) > 1:
+    models = first_parts(path for path in directory.glob("*.gguf") if is_gguf(path))
+    if len(models) > 1:
         return Refusal(
-            f"its directory has {len(ggufs)} GGUF files; name the one to serve, such as "
-            f"{directory.name}/{ggufs[0]}"
+            f"its directory has {len(models)} GGUF models; name the file to serve, such as "
+            f"{directory.name}/{models[0].name}"
         )
     return Refusal(otherwise, detail=str(directory))
 

@@ -25,6 +25,7 @@ from engine.worker.load.foreign import (
     refusal_of_directory,
     refusal_of_file,
 )
+from engine.worker.load.gguf.parts import first_parts, parts_of, require_parts
 from engine.worker.load.reading import has_file, read_text, reading
 from engine.worker.load.refusal import Refusal
 
@@ -74,13 +75,13 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's directory, and the name that a client may see. ``gguf`` is the file of a GGUF
-    model, and ``directory`` then the directory of that file; None for other models."""
+    """A model's directory, and the name that a client may see. ``gguf`` are the files of a GGUF
+    model, in their order, and ``directory`` then their directory; () for other models."""
 
     directory: Path
     name: str
     is_demo: bool = False
-    gguf: Path | None = None
+    gguf: tuple[Path, ...] = ()
 
 
 def short_name(model: str) -> str:
@@ -95,10 +96,12 @@ def resolve(model: str, revision: str = "") -> Source:
 
     Raises:
         Refusal: There is no such model; the message says where it was searched. Or one of its files
-            cannot be read, or is a pointer of git-LFS.
+            is missing, cannot be read, or is a pointer of git-LFS.
     """
     source = _find(model, revision)
-    if source.gguf is None:
+    if source.gguf:
+        require_parts(source.gguf)
+    else:
         check_files(source.directory, WANTED_FILES)
     return source
 
@@ -107,8 +110,8 @@ def _find(model: str, revision: str) -> Source:
     path = _path_of(model)
     if path.is_dir():
         return Source(path, short_name(model), gguf=_only_gguf(path))
-    if is_gguf(path):
-        return Source(path.parent, short_name(model), gguf=path)
+    if any(is_gguf(part) for part in parts_of(path)):
+        return Source(path.parent, short_name(model), gguf=parts_of(path))
     if model in DEMOS:
         directory = DEMO_ROOT / DEMOS[model]
         if not (directory / "config.json").is_file():
@@ -121,8 +124,9 @@ def _find(model: str, revision: str) -> Source:
     return Source(_hub_directory(model, revision), model)
 
 
-def _only_gguf(directory: Path) -> Path | None:
-    """Return the GGUF file of a directory that has exactly one and no config.json, else None.
+def _only_gguf(directory: Path) -> tuple[Path, ...]:
+    """Return the files of a directory's GGUF model, if it has exactly one and no config.json, else
+    ().
 
     Raises:
         Refusal: The directory or a GGUF file in it cannot be read.
@@ -130,9 +134,9 @@ def _only_gguf(directory: Path) -> Path | None:
     with reading("directory"):
         paths = [path for path in directory.iterdir() if path.suffix == ".gguf"]
     if has_file(directory / "config.json"):
-        return None
-    files = [path for path in paths if is_gguf(path)]
-    return files[0] if len(files) == 1 else None
+        return ()
+    models = first_parts(path for path in paths if is_gguf(path))
+    return parts_of(models[0]) if len(models) == 1 else ()
 
 
 def resolve_local(model: str, revision: str = "") -> Source | None:

@@ -1,4 +1,4 @@
-"""Opens the files of a text model: a directory with safetensors, or a GGUF file.
+"""Opens the files of a text model: a directory with safetensors, or a GGUF model.
 
 All other code reads a checkpoint's directory. So the config and the chat templates of a GGUF file
 are written into a temporary directory. Its tokenizer is built in memory: writing and reading a
@@ -78,7 +78,7 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
         SpawnFailed: Its GGUF file has a tokenizer that cannot be built.
     """
     source = resolve(model, revision)
-    if source.gguf is None:
+    if not source.gguf:
         yield ModelFiles(source, None)
         return
     with ExitStack() as stack:
@@ -89,11 +89,11 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
 
 
 def _open_gguf(
-    path: Path, written: Path, *, with_tokenizer: bool
+    paths: tuple[Path, ...], written: Path, *, with_tokenizer: bool
 ) -> tuple[GgufFile, HfTokenizer | None]:
     """Write what other code reads of a GGUF file. Return its weights and tokenizer. The texts of
     its tokens are freed."""
-    with GgufFile(path, has_vocabulary=with_tokenizer) as file:
+    with GgufFile(*paths, has_vocabulary=with_tokenizer) as file:
         vocabulary = file.vocabulary() if with_tokenizer else None
         with _needs_temporary_folder():
             file.write_config(written)

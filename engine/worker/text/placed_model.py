@@ -299,7 +299,7 @@ def _layers_of(
 ) -> Layers:
     """Return what packs the layers in blocks, whose tensors have these shapes: the cache of a GGUF
     file's packed weights, if it has such layers and runs compiled, else memory."""
-    if source.gguf is None or sizes.objection or not shapes:
+    if not source.gguf or sizes.objection or not shapes:
         return Layers()
     cache = open_cache(spec.packed_cache, spec.packed_cache_bytes)
     if cache is None:
