@@ -31,26 +31,35 @@ struct Block {
 };
 
 // The kinds of blocks by GGUF's numbers.
-enum BlockKind { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum BlockKind {
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+    IQ4_XS = 23,
+};
 
-// Sizes of a block. If ``is_codes``, its numbers are codes of 4 bits, of which ``zero`` is subtracted
-// to keep them in 8 bits.
+// The numbers that codes of 4 bits stand for.
+constexpr int8_t CENTRED[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr int8_t UNSIGNED[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr int8_t UNEVEN[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                               1,    13,   25,  38,  53,  69,  89,  113};
+
+// Sizes of a block. If its numbers are codes of 4 bits, ``table`` has what they stand for; else null.
 struct BlockForm {
     int inputs, bytes, group;
-    bool is_codes;
-    int zero;
+    const int8_t *table;
 };
 
 static inline bool find_form(int64_t kind, BlockForm *form) {
     switch (kind) {
-        case Q4_0: *form = {32, 18, 32, true, 8}; return true;
-        case Q4_1: *form = {32, 20, 32, true, 0}; return true;
-        case Q5_0: *form = {32, 22, 32, false, 0}; return true;
-        case Q5_1: *form = {32, 24, 32, false, 0}; return true;
-        case Q8_0: *form = {32, 34, 32, false, 0}; return true;
-        case Q4_K: *form = {256, 144, 32, true, 0}; return true;
-        case Q5_K: *form = {256, 176, 32, false, 0}; return true;
-        case Q6_K: *form = {256, 210, 16, false, 0}; return true;
+        case Q4_0: *form = {32, 18, 32, CENTRED}; return true;
+        case Q4_1: *form = {32, 20, 32, UNSIGNED}; return true;
+        case Q5_0: *form = {32, 22, 32, nullptr}; return true;
+        case Q5_1: *form = {32, 24, 32, nullptr}; return true;
+        case Q8_0: *form = {32, 34, 32, nullptr}; return true;
+        case Q4_K: *form = {256, 144, 32, UNSIGNED}; return true;
+        case Q5_K: *form = {256, 176, 32, nullptr}; return true;
+        case Q6_K: *form = {256, 210, 16, nullptr}; return true;
+        case IQ4_NL: *form = {32, 18, 32, UNEVEN}; return true;
+        case IQ4_XS: *form = {256, 136, 32, UNEVEN}; return true;
     }
     return false;
 }
@@ -96,9 +105,20 @@ static inline void k_scales(const uint8_t *from, Block &to) {
     }
 }
 
+// The scales of the eight groups of IQ4_XS: factors of six bits, less 32.
+static inline void iq4_scales(const uint8_t *from, Block &to) {
+    const float scale = half_at(from);
+    const uint8_t *high = from + 2, *low = from + 4;
+    for (int i = 0; i < 8; i++) {
+        const int factor = (low[i / 2] >> 4 * (i % 2) & 15) | (high[i / 4] >> 2 * (i % 4) & 3) << 4;
+        to.scales[i] = scale * (float)(factor - 32);
+    }
+}
+
 static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
     switch (kind) {
         case Q4_0:
+        case IQ4_NL:
             to.scales[0] = half_at(from);
             nibbles(from + 2, 16, to.numbers);
             return;
@@ -133,6 +153,11 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
             for (int group = 0; group < 8; group++)
                 for (int i = 0; i < 32; i++)
                     to.numbers[32 * group + i] |= (from[16 + i] >> group & 1) << 4;
+            return;
+        case IQ4_XS:
+            iq4_scales(from, to);
+            for (int group = 0; group < 8; group++)
+                nibbles(from + 8 + 16 * group, 16, to.numbers + 32 * group);
             return;
         case Q6_K:
             for (int part = 0; part < 2; part++) {
@@ -191,14 +216,15 @@ static inline bool pack_row(const BlockRows &source, int64_t output, const Block
     uint8_t *panel = to.numbers + place * to.stride();
     f16 *scales = to.scales + place * to.groups() * PANEL + lane;
     f16 *offsets = to.offsets ? to.offsets + place * to.groups() * PANEL + lane : nullptr;
-    const bool is_widened = form.is_codes && to.bits == 8;
+    const int8_t *widened = to.bits == 8 ? form.table : nullptr;
     const int own_groups = form.inputs / form.group, repeats = (int)(form.group / to.group);
     bool is_finite = true;
     Block block = {};
     for (long first = 0; first < to.inputs; first += form.inputs, from += form.bytes) {
         read_block(source.kind, from, block);
-        if (is_widened)
-            for (int i = 0; i < form.inputs; i++) block.numbers[i] -= form.zero;
+        if (widened)
+            for (int i = 0; i < form.inputs; i++)
+                block.numbers[i] = (uint8_t)widened[block.numbers[i]];
         pack_numbers(block.numbers, form.inputs, first, lane, (int)to.bits, panel);
         f16 halves[GROUPS_MOST];
         is_finite &= to_halves(block.scales, own_groups, halves);

@@ -36,8 +36,11 @@ from tests.conformance.test_rewrites import (
 from tests.support.gguf_files import (
     F16,
     F32,
+    IQ4_NL,
+    IQ4_XS,
     Q4_0,
     Q4_K,
+    Q6_K,
     Q8_0,
     write_file,
     write_model,
@@ -198,7 +201,7 @@ def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(checkpoints
     assert refused > 150
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", [Q4_0, Q8_0, IQ4_NL], ids=lambda kind: BLOCK_TYPES[kind][0])
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3moe", "phi3", "llama, untied, biases", "lfm2"]
 )
@@ -208,7 +211,7 @@ def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
     path = write_model(checkpoints(name), tmp_path / "model.gguf", kind)
     with GgufFile(path) as file:
         file.write_config(tmp_path)
-        assert file.quantization == ("Q4_0, Q8_0" if kind == Q4_0 else "Q8_0")
+        assert file.quantization == ", ".join(sorted({BLOCK_TYPES[kind][0], "Q8_0"}))
     small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
     exact = Built(
         tmp_path, torch.float32, is_stock=True, weights=GgufFile(path), is_rounding_inputs=True
@@ -216,21 +219,27 @@ def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
     check_rounded_alike(small, exact)
 
 
-def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundings(
-    tmp_path, scales_in_halves
+# How far the weights of a type may be from the floats.
+NEAR = {Q4_K: 0.09, IQ4_XS: 0.09, Q6_K: 0.03}
+
+
+@pytest.mark.parametrize("kind", [Q4_K, IQ4_XS], ids=lambda kind: BLOCK_TYPES[kind][0])
+def test_a_mixed_file_computes_what_torch_does_with_the_same_roundings(
+    tmp_path, scales_in_halves, kind
 ):
     """In a Q4_K_M file, value projections, down projections and the embedding are Q6_K, so that the
     joint product of queries, keys and values is computed with 8 bits. Weights are near the
     floats."""
     checkpoint = make(tmp_path / "made", "llama", Shape(2, 256, 4, 2, 512, 500, 256))
-    path = write_model(checkpoint, tmp_path / "model.gguf", Q4_K)
+    path = write_model(checkpoint, tmp_path / "model.gguf", kind)
     with GgufFile(path) as file:
         file.write_config(tmp_path)
         kinds = {one.split(".", 3)[-1]: stored.dtype for one, stored in file.tensors.items()}
-        assert kinds["self_attn.q_proj.weight"] == "Q4_K"
+        assert kinds["self_attn.q_proj.weight"] == BLOCK_TYPES[kind][0]
         assert kinds["self_attn.v_proj.weight"] == kinds["mlp.down_proj.weight"] == "Q6_K"
         for one, weight in load_file(checkpoint / "model.safetensors").items():
-            limit = {"Q4_K": 0.09, "Q6_K": 0.03}.get(file.tensors[one].dtype, 1e-9)
+            own = next((k for k in NEAR if BLOCK_TYPES[k][0] == file.tensors[one].dtype), None)
+            limit = NEAR.get(own, 1e-9)
             assert distance(file.read(one), weight) <= limit
     small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
     exact = Built(tmp_path, torch.float32, is_stock=True, weights=GgufFile(path))

@@ -12,14 +12,19 @@ from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, StoredBlocks
 from engine.worker.quantized.weight import defer
 from engine.worker.skeleton.modules import Linear
 
-HALVES = {2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 12: (0, 2), 13: (0, 2), 14: (208,)}
-Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = 2, 3, 6, 8, 12, 13, 14
+HALVES = {
+    2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 12: (0, 2), 13: (0, 2), 14: (208,), 20: (0,),
+    23: (0,),
+}  # fmt: skip
+Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 2, 3, 6, 8, 12, 13, 14, 20, 23
 LAYERS = {
     **{name: [(kind, 40)] for kind, (name, _) in BLOCK_TYPES.items()},
     "of three types": [(Q4_K, 48), (Q5_K, 20), (Q6_K, 7)],
     "of two groups": [(Q8_0, 16), (Q6_K, 33)],
     "of codes and numbers": [(Q4_0, 33), (Q5_0, 16)],
     "of two kinds of codes": [(Q4_0, 5), (Q4_1, 5)],
+    "of one table": [(IQ4_NL, 21), (IQ4_XS, 30)],
+    "of a table and numbers": [(IQ4_XS, 20), (Q6_K, 13), (Q4_0, 7)],
 }
 PAIRS = {
     "two": [(Q4_K, 40), (Q4_K, 40)],

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 ALIGNMENT = 32
-F32, F16, Q4_0, Q8_0, Q4_K, Q6_K = 0, 1, 2, 8, 12, 14
+F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, IQ4_XS = 0, 1, 2, 8, 12, 14, 20, 23
 # llama.cpp's names of a layer's modules.
 MODULES = {
     "input_layernorm": "attn_norm",
@@ -29,6 +29,11 @@ MODULES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -54,6 +59,9 @@ OUTSIDE = {
 ARCHS = {
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "gpt_oss": "gpt-oss",
+    "ministral3": "mistral3",
 }  # llama.cpp's names of transformers' model types, where they differ
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -69,12 +77,21 @@ FIELDS = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+}
+YARN = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
 }
 
 
@@ -146,11 +163,60 @@ def quantise_q6_k(rows: np.ndarray) -> bytes:
     ).tobytes()
 
 
+UNEVEN = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+
+def _nearest(groups: np.ndarray, scales: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Return the codes of the table's numbers that are nearest to groups [..., inputs], which have
+    a scale each."""
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+    wanted = (groups * inverse[..., None])[..., None]
+    return np.abs(wanted - table).argmin(-1).astype(np.uint8)
+
+
+def _halves_of(codes: np.ndarray) -> np.ndarray:
+    """Return bytes of the codes of the first half of the last axis, below those of the other."""
+    low, high = np.split(codes, 2, -1)
+    return low | high << 4
+
+
+def quantise_iq4_nl(rows: np.ndarray) -> bytes:
+    """Return the blocks of IQ4_NL: those of Q4_0, with codes for `UNEVEN`."""
+    blocks = rows.astype(np.float32).reshape(-1, 32)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)[:, 0]
+    scale = (largest / UNEVEN[0]).astype("<f2")
+    codes = _nearest(blocks, scale.astype(np.float32), UNEVEN)
+    return np.hstack([scale[:, None].view(np.uint8), _halves_of(codes)]).tobytes()
+
+
+def quantise_iq4_xs(rows: np.ndarray) -> bytes:
+    """Return the blocks of IQ4_XS: a scale; for each of eight groups a factor of six bits, less 32,
+    of which the high two are first; and the codes of `UNEVEN`."""
+    groups = rows.astype(np.float32).reshape(-1, 8, 32)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)[..., 0]
+    steps = largest / UNEVEN[0]
+    scale = (np.maximum(np.abs(steps).max(1), 1e-8) / 31).astype("<f2")
+    wide = scale[:, None].astype(np.float32)
+    factors = np.rint(steps / wide).clip(-32, 31)
+    codes = _nearest(groups, wide * factors, UNEVEN)
+    stored = (factors + 32).astype(np.uint8)
+    high = np.zeros((len(stored), 2), np.uint8)
+    for index in range(8):
+        high[:, index // 4] |= stored[:, index] >> 4 << 2 * (index % 4)
+    low = stored[:, ::2] & 15 | (stored[:, 1::2] & 15) << 4
+    packed = _halves_of(codes).reshape(-1, 128)
+    return np.hstack([scale[:, None].view(np.uint8), high, low, packed]).tobytes()
+
+
 QUANTISE = {
     Q4_0: quantise_q4_0, Q8_0: quantise_q8_0, Q4_K: quantise_q4_k, Q6_K: quantise_q6_k,
+    IQ4_NL: quantise_iq4_nl, IQ4_XS: quantise_iq4_xs,
 }  # fmt: skip
-ENDS = {Q4_K: Q6_K}  # type of a file: type of its embedding and head; Q8_0 for files not listed
-FINER = ("attn_v.weight", "ffn_down.weight")  # tensors that are Q6_K in a file of Q4_K
+PLAIN = ("ffn_gate_inp.weight", "shortconv.conv.weight")  # matrices that are F32 in any file
+# The types of embeddings, heads, and the tensors in FINER, by the file's type. In a file of another
+# type of blocks, only embeddings and heads have a type of their own, Q8_0.
+ENDS = {Q4_K: Q6_K, IQ4_XS: Q6_K}
+FINER = ("attn_v.weight", "ffn_down.weight")
 
 
 def write_model(
@@ -178,18 +244,25 @@ def write_model(
         told[f"{arch}.attention.layer_norm_rms_epsilon"] = config["norm_eps"]
         heads = {"conv": 0, "full_attention": config["num_key_value_heads"]}
         told[f"{arch}.attention.head_count_kv"] = [heads[one] for one in config["layer_types"]]
+    if "num_experts" in config:
+        told[f"{arch}.expert_count"] = config["num_experts"]
     rope = config["rope_parameters"]
-    told[f"{arch}.rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    told[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        told[f"{arch}.rope.scaling.type"] = "yarn"
+        told |= {f"{arch}.{key}": rope[name] for key, name in YARN.items() if name in rope}
     told |= _vocabulary(checkpoint, config) | (metadata or {})
     stored: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
-    for name, value in _with_joined_experts(load_file(checkpoint / "model.safetensors")).items():
+    read = _gpt_oss if config["model_type"] == "gpt_oss" else _with_joined_experts
+    for name, value in read(load_file(checkpoint / "model.safetensors")).items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         own, array = _converted(name, value, config)
         is_end = own in ("token_embd.weight", "output.weight")
         is_finer = is_end or (kind in ENDS and own.endswith(FINER))
         finer = ENDS.get(kind, Q8_0) if kind in QUANTISE else kind
-        is_plain = array.ndim == 1 or own.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight"))
+        is_plain = array.ndim == 1 or own.endswith((".bias", *PLAIN))
         own_kind = F32 if is_plain else finer if is_finer else kind
         stored[own] = (own_kind, array.shape, _bytes(array, own_kind))
     for name, value in (tensors or {}).items():
@@ -266,6 +339,24 @@ def _with_joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray
     }
 
 
+def _gpt_oss(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors with gates and ups apart, and outputs before inputs."""
+    found: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        if ".experts." not in name:
+            found[name] = value
+            continue
+        base, part = name.rsplit(".", 1)
+        kind = "bias" if part.endswith("_bias") else "weight"
+        own = value if kind == "bias" else value.swapaxes(1, 2)
+        part = part.removesuffix("_bias")
+        parts = {part: own}
+        if part == "gate_up_proj":
+            parts = {"gate_proj": own[:, ::2], "up_proj": own[:, 1::2]}
+        found |= {f"{base}.{one}.{kind}": array for one, array in parts.items()}
+    return found
+
+
 def _converted(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
     """Return llama.cpp's name and numbers of a tensor."""
     kind = config["model_type"]
@@ -278,14 +369,18 @@ def _converted(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[st
     module, _, attribute = rest.rpartition(".")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     count = heads.get(module.rpartition(".")[2])
-    if count and kind in ("llama", "granite"):
+    if module == "self_attn" and attribute == "sinks":
+        return f"blk.{layer}.attn_sinks.weight", array
+    if count and kind in ("llama", "granite", "smollm3", "ministral3"):
         halves = array.reshape(count, 2, len(array) // count // 2, *array.shape[1:])
         array = halves.swapaxes(1, 2).reshape(array.shape)
     if module == "conv.conv" and attribute == "weight":
         array = array[:, 0]
+    if module == "mlp.shared_expert_gate":
+        array = array[0]
     if module == "post_attention_layernorm":
-        has_four = kind in ("gemma2", "gemma3_text", "olmo2")
-        module = "post_attention_norm" if has_four else "ffn_norm"
+        is_own = kind in ("gemma2", "gemma3_text", "olmo2", "gpt_oss")
+        module = "post_attention_norm" if is_own else "ffn_norm"
     return f"blk.{layer}.{MODULES.get(module, module)}.{attribute}", array
 
 

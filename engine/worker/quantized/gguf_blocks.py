@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 UNSIGNED = tuple(range(16))
+# The numbers of IQ4_NL and IQ4_XS: denser about zero, as the weights are.
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,20 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     return numbers, (_half(blocks, 208)[..., None] * scales).flatten(1), None
 
 
+def _iq4_nl(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Parts:
+    """A block has for each of eight groups a factor of six bits, less 32: the high two are in two
+    bytes, and the low four in four."""
+    high = blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
+    low = blocks[..., 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8) & 15
+    factors = (low.flatten(-2) | high.flatten(-2) << 4).to(torch.int8) - 32
+    numbers = _nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
+    return numbers, (_half(blocks, 0)[..., None] * factors).flatten(1), None
+
+
 # The block types by GGUF's numbers for them. Weights of 5 and 6 bits are kept in 8 bits.
 BLOCK_TYPES = {
     2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
@@ -178,11 +194,13 @@ BLOCK_TYPES = {
     12: ("Q4_K", BlockType(256, 144, Form(4, 32, has_offsets=True), _q4_k, UNSIGNED)),
     13: ("Q5_K", BlockType(256, 176, Form(8, 32, has_offsets=True), _q5_k)),
     14: ("Q6_K", BlockType(256, 210, Form(8, 16), _q6_k)),
+    20: ("IQ4_NL", BlockType(32, 18, Form(4, 32), _iq4_nl, UNEVEN)),
+    23: ("IQ4_XS", BlockType(256, 136, Form(4, 32), _iq4_xs, UNEVEN)),
 }
 FLOAT_TYPES = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
 # The names of types that are not read. Source: ggml.h.
 OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
-    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    40: "NVFP4",
 }  # fmt: skip
