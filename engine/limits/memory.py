@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,15 @@ def usable_bytes(root: Path = Path("/")) -> int:
 def default_limit(root: Path = Path("/")) -> int:
     """Return the default of --memory-limit, in bytes. Raises as `usable_bytes`."""
     return int(usable_bytes(root) * LIMIT_FRACTION)
+
+
+def own_bytes() -> int:
+    """Return the memory that only this process has, in bytes; 0 if it cannot be read."""
+    with suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _machine_bytes(root: Path) -> int:

@@ -121,12 +121,15 @@ class Inspection:
     max_model_len: int = 0  # tokens of one sequence as served, which the pool holds
     kv: KvInspection | None = None
     draft_bytes: int = 0  # memory of the draft model, its own KV pool included
+    adapter_bytes: int = 0  # memory of the adapters' numbers
+    process_bytes: int = 0  # memory of the ranks' processes beside the model
 
     @property
     def load_bytes(self) -> int:
         """What a load leaves in memory, with the whole KV pool written."""
         pool = self.kv.num_bytes if self.kv else 0
-        return self.weight_bytes + self.tokenizer_bytes + pool + self.draft_bytes
+        model = self.weight_bytes + self.tokenizer_bytes + pool + self.draft_bytes
+        return model + self.adapter_bytes + self.process_bytes
 
     @property
     def num_bytes(self) -> int:

@@ -87,6 +87,10 @@ def _model_lines(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "KV cache", _kv_text(found, found.kv)
     if found.draft_bytes:
         yield "drafts", f"{size_text(found.draft_bytes)} for the draft model"
+    if found.adapter_bytes:
+        yield "adapters", size_text(found.adapter_bytes)
+    if found.process_bytes:
+        yield "processes", f"{size_text(found.process_bytes)} beside the model"
     more, whole = size_text(found.workspace_bytes), size_text(found.num_bytes)
     loaded = f"{size_text(found.load_bytes)}, and at most {more} more for a step"
     yield "loaded", f"{loaded}: {whole} are reserved"

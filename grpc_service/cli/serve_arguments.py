@@ -20,7 +20,7 @@ MODELS = "models"
 INSPECTED = {
     *("revision", "dtype", "quantization", "device", "max-model-len"),
     *("kv-cache-memory", "memory-limit", "max-num-seqs", "max-num-batched-tokens", "block-size"),
-    *("draft-model", "kv-cache-dtype"),
+    *("draft-model", "kv-cache-dtype", "tensor-parallel-size"),
     *("max-drawings", "max-image-pixels"),
 }
 
@@ -51,6 +51,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
     group = parser.add_argument_group("as for serve")
+    _add_adapters(group)
     for flag in FLAGS:
         if flag.name in INSPECTED:
             _add(group, flag)
@@ -65,6 +66,12 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         help="a directory, a GGUF file, a demo id or a Hugging Face id; may be given several times "
         f"(default: {', '.join(DEMO_MODELS)})",
     )
+    _add_adapters(group)
+    group.add_argument("--config", metavar="FILE.toml", help="a file with any of these settings")
+
+
+def _add_adapters(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of names and adapters."""
     group.add_argument(
         "--served-model-name",
         action="append",
@@ -81,7 +88,6 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         help="an adapter (LoRA) that peft wrote to DIR, served beside its base model as the model "
         "BASE:NAME; may be given several times",
     )
-    group.add_argument("--config", metavar="FILE.toml", help="a file with any of these settings")
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:

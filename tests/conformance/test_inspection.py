@@ -10,16 +10,19 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import AdapterConfig, EngineConfig, ModelConfig
 from engine.status import Capability
+from engine.worker import inspection
 from engine.worker.factory import make_runner
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.inspection import Fit, inspect
 from engine.worker.load.resolve import Source, resolve
 from tests.checkpoints import encode, image_generation, text, vision
+from tests.support.adapters import write_by_hand
 from tests.support.estimates import measured
 from tests.support.gguf_files import Q4_0, Q4_K, write_file, write_model
 from tests.support.hub import hub_on_this_machine
+from tests.support.rank_threads import RankThreads
 
 WIDE = text.Shape(layers=2, hidden=256, heads=4, kv_heads=2, mlp=512, vocab=2000, max_len=256)
 POOL = 4 << 20
@@ -230,6 +233,78 @@ def test_a_draft_model_counts(tmp_path):
     with_drafts = look(model, draft_model=str(model)).found
     assert with_drafts.draft_bytes > look(model).found.weight_bytes
     assert with_drafts.num_bytes == look(model).found.num_bytes + with_drafts.draft_bytes
+
+
+DEEP = text.Shape(layers=4, hidden=256, heads=8, kv_heads=4, mlp=1024, vocab=512, max_len=256)
+
+
+@pytest.mark.parametrize("arch", ["llama", "olmo2"])
+def test_a_divided_model_is_described_as_its_ranks_load_it(tmp_path, arch):
+    """OLMo 2's ranks do not run compiled."""
+    model = text.make(tmp_path / "m", arch, DEEP, dtype="bfloat16")
+    whole, found = look(model).found, look(model, tp=2).found
+    ranks = RankThreads(model, kv_bytes=POOL)
+    try:
+        infos = ranks.on_each(lambda one: one.load(lambda progress: None))
+        weights = sum(one._model.num_bytes for one in ranks.ranks)
+    finally:
+        ranks.close()
+    assert found.weight_bytes == pytest.approx(weights, rel=0.03)
+    assert whole.weight_bytes < found.weight_bytes < 1.5 * whole.weight_bytes
+    assert found.kv.num_bytes == sum(info.kv_bytes for info in infos)
+    assert found.kv.bytes_per_token == whole.kv.bytes_per_token
+    assert found.tokenizer_bytes == 2 * whole.tokenizer_bytes
+    assert found.execution.startswith("compiled") == (arch == "llama")
+    assert found.process_bytes > 2 * whole.process_bytes == 0
+    parts = found.load_bytes - found.process_bytes
+    assert parts == found.weight_bytes + found.tokenizer_bytes + found.kv.num_bytes
+
+
+def test_a_divided_model_takes_so_much_as_its_processes_reserve(tmp_path, monkeypatch):
+    """Beside what they import, which is less than what this process has."""
+    model = text.make(tmp_path / "m", "llama", DEEP)
+    config = ModelConfig(str(model), tp=2)
+    engine = EngineConfig(models=(config,), kv_cache_memory=POOL)
+    with closing(make_runner(config, engine)) as runner:
+        estimate = runner.estimate().num_bytes
+    monkeypatch.setattr(inspection, "own_bytes", lambda: 100 << 20)
+    found = inspect(config, engine).found
+    assert found.process_bytes == 200 << 20
+    assert found.num_bytes == pytest.approx(estimate, rel=0.3)
+
+
+def test_a_model_that_cannot_be_divided_is_refused(tmp_path):
+    model = text.make(tmp_path / "m", "llama", dataclasses.replace(DEEP, kv_heads=1))
+    assert look(model, tp=2).refusal.startswith("its 1 key-value heads (num_key_value_heads)")
+    file = mixed_gguf(tmp_path / "g")
+    assert "such weights are not divided among processes" in look(file, tp=2).refusal
+
+
+@pytest.mark.parametrize("make", [plain, other_activation])
+def test_adapters_count_as_they_are_loaded_and_reserved(tmp_path, make):
+    """Compiled, and as hooks of a stock module."""
+    model = make(tmp_path / "m")
+    directories = [write_by_hand(tmp_path / str(rank), model, rank=rank) for rank in (16, 32)]
+    adapters = tuple(AdapterConfig(f"a{n}", str(path)) for n, path in enumerate(directories))
+    without, found = look(model).found, look(model, adapters=adapters).found
+    runner, _ = load(model)
+    with closing(runner):
+        reserved = sum(runner.adapters.measure(str(path)) for path in directories)
+        digests = [runner.adapters.load(str(path)).digest for path in directories]
+        placed = sum(runner.adapters.find(digest).num_bytes for digest in digests)
+    assert found.adapter_bytes == pytest.approx(placed, rel=0.05)
+    assert found.load_bytes == without.load_bytes + found.adapter_bytes
+    assert reserved <= found.num_bytes - without.num_bytes <= 2 * reserved
+
+
+def test_an_adapter_that_is_not_served_is_named(tmp_path):
+    missing = (AdapterConfig("sql", str(tmp_path / "nothing")),)
+    report = look(plain(tmp_path / "m"), adapters=missing)
+    assert report.refusal == "the adapter sql: its directory does not exist"
+    assert report.detail == str(tmp_path / "nothing")
+    encoder = encode.make_embedder(tmp_path / "e")
+    told = "the adapter sql: only models that generate text take adapters"
+    assert look(encoder, adapters=missing).refusal == told
 
 
 # ---- what is not served

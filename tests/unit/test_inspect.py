@@ -1,10 +1,11 @@
 """What `triolet inspect` prints, and with which exit code."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import AdapterConfig, EngineConfig
 from engine.status import Capability
 from engine.worker import inspection
 from engine.worker.inspection import Fit, Report
@@ -58,6 +59,16 @@ def test_a_served_model_is_described_in_lines(monkeypatch, capsys):
     ]
 
 
+def test_adapters_and_the_processes_of_ranks_have_lines(monkeypatch, capsys):
+    found = replace(FOUND, adapter_bytes=3 * MIB, process_bytes=500 * MIB)
+    _, out = shown(monkeypatch, capsys, Report(Capability.TEXT_TO_TEXT, found, 1 << 30))
+    assert out.splitlines()[6:9] == [
+        "adapters  3 MiB",
+        "processes 500 MiB beside the model",
+        "loaded    623 MiB, and at most 50 MiB more for a step: 673 MiB are reserved",
+    ]
+
+
 def test_json_has_every_number_in_bytes(monkeypatch, capsys):
     report = Report(Capability.TEXT_TO_TEXT, FOUND, 512 * MIB, fits=FITS)
     code, out = shown(monkeypatch, capsys, report, "--json")
@@ -103,6 +114,10 @@ def test_the_flags_are_those_of_serve(monkeypatch):
     assert (model.model, model.dtype) == ("m", "float32")
     wanted = {"max_num_seqs": 7, "memory_limit": 1 << 30, "check_level": config.check_level}
     assert config == EngineConfig(models=(model,), **wanted)
+    main(["inspect", "a/m", "--adapter", "m:sql=/d", "--served-model-name", "m"])
+    assert seen[1][0].adapters == (AdapterConfig("sql", "/d"),)
+    main(["inspect", "m", "--tensor-parallel-size", "2"])
+    assert seen[2][0].tp == 2
 
 
 def test_a_sequence_takes_whole_blocks_and_its_states():

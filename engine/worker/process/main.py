@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import logs
 from engine.gc_tuning import freeze_after_load
+from engine.limits.memory import own_bytes
 from engine.processes.channel import BadMessage, Channel, ChannelClosed
 from engine.processes.inside import EXIT_LOST, leave, live_with_the_server, own_socket
 from engine.worker.encode.interface import EncoderInfo
@@ -64,15 +65,6 @@ def make_runner(setup: Setup) -> Any:
     """Return the factory's unloaded runner. Importing the factory may import torch."""
     module, _, function = setup.factory.partition(":")
     return getattr(importlib.import_module(module), function)(setup.spec, setup.capability)
-
-
-def own_bytes() -> int:
-    """Return the memory that only this process has, in bytes; 0 if it cannot be read."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 class Worker:

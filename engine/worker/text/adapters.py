@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from engine.core.common.steps import RowFailure, RowPhase
 from engine.errors import EngineBug, ShuttingDown, SpawnFailed
@@ -25,13 +26,12 @@ from engine.worker.text.interface import AdapterInfo
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import torch
-
     from engine.core.common.types import SequenceId
     from engine.core.text.plan import Row
     from engine.worker.forward.adapters import AdapterHost
     from engine.worker.forward.packing import Ints
     from engine.worker.interface import RunnerSpec
+    from engine.worker.load.adapter import AdapterSize
     from engine.worker.text.sequences import SequenceState
 
 THREADS = 1  # OpenMP threads of an adapter's load, which runs beside steps
@@ -66,13 +66,15 @@ class LoadedAdapters:
         Raises:
             SpawnFailed: The config or the weights' header shows that `load` would fail.
         """
-        try:
-            size = measure_adapter(directory)
-        except Refusal as refusal:
-            raise refusal.spawn_failed() from refusal
+        size = _measured(directory)
         placed = size.num_values * self._itemsize
         rows = self._spec.max_num_batched_tokens * 3 * padded_to(size.rank, PAD) * self._itemsize
         return size.file_bytes + max(size.file_bytes, placed) + rows
+
+    def placed_bytes(self, directory: str, dtype: str) -> int:
+        """Return the bytes of the adapter's numbers once a model of this dtype has loaded it.
+        Raises as `measure`."""
+        return _measured(directory).num_values * getattr(torch, dtype).itemsize
 
     def load(self, directory: str) -> AdapterInfo:
         """Read the adapter and bring it into the host's form.
@@ -130,6 +132,13 @@ class LoadedAdapters:
             if adapter is None:
                 state.verdict = RowFailure(row.sequence, RowPhase.ADAPTER, "it was unloaded")
         return by_id
+
+
+def _measured(directory: str) -> AdapterSize:
+    try:
+        return measure_adapter(directory)
+    except Refusal as refusal:
+        raise refusal.spawn_failed() from refusal
 
 
 def group_rows(
