@@ -13,13 +13,19 @@ from engine.limits.cpu import cpu_limit
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
 from grpc_service.client import messages as pb
+from tests.checkpoints.text import Shape, make
 from tests.support.fake_server import BROKEN_STEP
+from tests.support.gguf_files import Q4_K, write_model
+from tests.support.openai_calls import ask
 from tests.support.raw_http2 import RawClient
 from tests.support.server import (
     DEMO,
+    READY,
     fake,
     fake_process,
+    gated_packing,
     listen_until_ready,
+    openai_port_of,
     process,
     serve_argv,
 )
@@ -120,6 +126,30 @@ def test_a_real_server_answers_while_it_imports_and_loads(tmp_path):
         heard = listen_until_ready(server)
     assert len(heard) > 10
     assert heard[:-1] == [NOT_SERVING] * (len(heard) - 1)
+
+
+@pytest.mark.model
+def test_a_server_says_loading_while_weights_are_packed(tmp_path):
+    """Over gRPC and HTTP, and on standard error with the bytes that are packed so far."""
+    shape = Shape(layers=4, hidden=256, heads=4, kv_heads=2, mlp=1024, vocab=2000, max_len=256)
+    file = write_model(make(tmp_path / "made", "llama", shape), tmp_path / "m.gguf", Q4_K)
+    gate, path = tmp_path / "gate", tmp_path / "socket"
+    args = ["serve", "--model", file, "--uds", path, "--openai-port", 0]
+    args += ["--served-model-name", "m"]
+    with gated_packing(gate, *args) as server:
+        port = openai_port_of(server)
+        line = r"loading m: weights, \d+ s, ([12]) of 3 MB, about \d+ s left\n"
+        wait_until(lambda: re.search(line, server.log), 30, "a line halfway")
+        with connect(f"unix:{path}") as channel:
+            assert health(channel) == health(channel, "model/m") == NOT_SERVING
+            assert list_models(channel)[0].state == pb.MODEL_STATE_LOADING
+            assert ask(port, "/health", verb="GET").status == 503
+            assert "Triolet is ready" not in server.out
+            gate.touch()
+            wait_until(lambda: health(channel, "model/m") == SERVING, 30)
+            assert list_models(channel)[0].state == pb.MODEL_STATE_READY
+            assert ask(port, "/health", verb="GET").status == 200
+        server.wait_for_output(READY.search, 20)
 
 
 def test_an_unknown_name_is_not_found_by_check_and_watched_as_unknown(watch):

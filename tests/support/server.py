@@ -249,6 +249,14 @@ def real_process(*args, imports=SERVING_IMPORTS):
     return _running(partial(prestarted.start, "grpc_service", command, imports=imports))
 
 
+def gated_packing(gate, *args):
+    """Yield ``triolet`` with these arguments, in which packing waits for a file, as
+    `tests.support.gated_packing` says."""
+    module = "tests.support.gated_packing"
+    command = [str(arg) for arg in (gate, *args)]
+    return _running(partial(prestarted.start, module, command, imports=(module, *TEXT_IMPORTS)))
+
+
 @contextlib.contextmanager
 def real(*args, model=DEMO, uds=None):
     """Yield `triolet serve` with a real model, once it is ready, with an open channel.
