@@ -129,13 +129,13 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
     prompts = ["<|start|>assistant"] if name == "channels" else prompts
     named = set()
     for prompt in prompts:
-        form = detect_format(template, names=SCHEMAS, prompt=prompt)
-        constraint = tool_constraint(TOOLS, only, template, form, tokenizer.added_id_of)
+        form = detect_format(template, functions=SCHEMAS, prompt=prompt)
+        constraint = tool_constraint(TOOLS, only, form, tokenizer.added_id_of)
         grammars.compile(constraint)
         begins = [""]
         if form.reasoning:  # a random walk would never end the reasoning
             opening, closing, _ = form.reasoning
-            call = "{" if name.startswith("llama") else form.opening
+            call = (*form.tools.openings, "{")[0] if not form.tools.bare else "{"
             begins = [call, f"{opening}\nhm{closing}"]
             if form.begins_inside:
                 begins = [f"hm <b> </ hm{closing}\n\n"]
@@ -159,9 +159,9 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
 
 def test_a_format_that_is_not_known_cannot_be_enforced():
     for template in ("", "<tool_call>\n<function=name>", "<tool_call>name\n<arg_key>"):
-        form = detect_format(template, names=SCHEMAS, prompt="")
+        form = detect_format(template, functions=SCHEMAS, prompt="")
         with pytest.raises(Unsupported, match=r"^chat\.tool_choice cannot be enforced") as caught:
-            tool_constraint(TOOLS, "", template, form, lambda _: None)
+            tool_constraint(TOOLS, "", form, lambda _: None)
         assert caught.value.field == "chat.tool_choice"
 
 
@@ -181,17 +181,17 @@ def test_a_format_that_is_not_known_cannot_be_enforced():
     ],
 )
 def test_a_tool_that_cannot_be_called_is_named(template, function, field):
-    form = detect_format(template, names=SCHEMAS, prompt="")
+    form = detect_format(template, functions=SCHEMAS, prompt="")
     with pytest.raises(InvalidRequest) as caught:
-        tool_constraint([{"function": function}], "", template, form, lambda _: None)
+        tool_constraint([{"function": function}], "", form, lambda _: None)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_by_the_tools_field(compiler):
     tokenizer, grammars = compiler
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": "foo"}}}}
-    form = detect_format("<tool_call>", names=["f"], prompt="")
-    constraint = tool_constraint([tool], "", "<tool_call>", form, tokenizer.added_id_of)
+    form = detect_format("<tool_call>", functions={"f": {}}, prompt="")
+    constraint = tool_constraint([tool], "", form, tokenizer.added_id_of)
     with pytest.raises(InvalidRequest, match="foo") as caught:
         grammars.compile(constraint)
     assert [violation.field for violation in caught.value.violations] == ["chat.tools"]
@@ -203,8 +203,8 @@ def test_a_tokenizer_that_cannot_be_constrained_names_the_choice():
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     own = ConstraintCompiler(HfTokenizer(words), 3, frozenset({2}))
-    form = detect_format("<tool_call>", names=SCHEMAS, prompt="")
-    constraint = tool_constraint(TOOLS, "", "<tool_call>", form, lambda _: None)
+    form = detect_format("<tool_call>", functions=SCHEMAS, prompt="")
+    constraint = tool_constraint(TOOLS, "", form, lambda _: None)
     with pytest.raises(Unsupported, match="tokenizer") as caught:
         own.compile(constraint)
     assert caught.value.field == "chat.tool_choice"

@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.requests.text.answers.format import (
-    ANSWERS,
-    REASONING,
-    AnswerFormat,
-    ToolFormat,
-    detect_format,
-)
+from engine.requests.text.answers.dialects import dialect_named
+from engine.requests.text.answers.format import ANSWERS, REASONING, AnswerFormat, detect_format
 from engine.requests.text.answers.parser import AnswerParser
 from engine.requests.text.answers.reader import DEPTH_MAX, ToolCall
 from tests.support.examples import examples
@@ -28,13 +23,13 @@ PIECES = [
     *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {}}', '{"name": 1}'),
     *('{"name":"a<b","arguments":{"t":"</tool_call> \\" }"}}', "get_it", "tool_call", "é🌶", "a"),
 ]
-INSIDE = (ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL)  # calls marked inside the text
+INSIDE = tuple(map(dialect_named, ("hermes", "llama", "mistral")))  # calls marked inside the text
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
-NAMES = frozenset({"f", "a<b", "add", "g", "now"})
+NAMES: dict[str, dict[str, object]] = {name: {} for name in ("f", "a<b", "add", "g", "now")}
 formats = st.builds(
     AnswerFormat,
     tools=st.sampled_from([None, *INSIDE]),
-    names=st.just(NAMES),
+    functions=st.just(NAMES),
     reasoning=st.sampled_from([None, *REASONING]),
     answer=st.sampled_from([None, *ANSWERS]),
 ).flatmap(
@@ -109,7 +104,7 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
 @given(text=texts, tools=st.sampled_from(INSIDE))
 def test_what_calls_no_tool_that_was_offered_is_text(text, tools):
     """JSON with a key "name", which a model may write as data, is no call either."""
-    said, reasoning, calls = parse(AnswerFormat(tools, frozenset({"other"})), text)
+    said, reasoning, calls = parse(AnswerFormat(tools, {"other": {}}), text)
     assert (said, reasoning, calls) == (text, "", [])
 
 
@@ -125,9 +120,9 @@ OBJECTS = {
     ),
 }
 LISTS = {
-    ToolFormat.HERMES: ("", "<tool_call>{}</tool_call>", [""], ""),
-    ToolFormat.LLAMA: ("<|python_tag|>", "{}", ["", ";"], ""),
-    ToolFormat.MISTRAL: ("[TOOL_CALLS][", "{}", [","], "]"),
+    INSIDE[0]: ("", "<tool_call>{}</tool_call>", [""], ""),
+    INSIDE[1]: ("<|python_tag|>", "{}", ["", ";"], ""),
+    INSIDE[2]: ("[TOOL_CALLS][", "{}", [","], "]"),
 }
 
 
@@ -171,7 +166,7 @@ def test_an_offered_call_is_a_call_whatever_stands_beside_it(tools, objects, dat
 def test_a_call_with_half_a_character_in_it_is_text(fields):
     """JSON can write half a surrogate pair, and no message can carry one."""
     text = f"<tool_call>{{{fields}}}"
-    assert parse(form_of(ToolFormat.HERMES), text) == (text, "", [])
+    assert parse(form_of(INSIDE[0]), text) == (text, "", [])
 
 
 @given(form=formats, text=texts)
@@ -187,7 +182,7 @@ def test_plain_text_comes_at_once(form, text):
 CALL = '{"name": "add", "arguments": {"a": 1.0, "b": "}</tool_call>"}}'
 ADD = ToolCall("add", '{"a": 1.0, "b": "}</tool_call>"}')
 HERMES, LLAMA, MISTRAL = (form_of(tools) for tools in INSIDE)
-THINKING = form_of(ToolFormat.HERMES, reasoning=REASONING[0])
+THINKING = form_of(INSIDE[0], reasoning=REASONING[0])
 IN_ANSWER = form_of(reasoning=REASONING[0], answer=ANSWERS[0], opened="<answer>")
 INSIDE_THOUGHT = replace(THINKING, opened="<think>")
 
@@ -307,19 +302,19 @@ def reads(parse, form, text, parser, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "tools"),
     [
-        ("{% if tools %}<tool_call></tool_call>{% endif %}", ToolFormat.HERMES),
-        ("[AVAILABLE_TOOLS] … [TOOL_CALLS]", ToolFormat.MISTRAL),
-        ("{{ '<|python_tag|>' }}", ToolFormat.LLAMA),
+        ("{% if tools %}<tool_call></tool_call>{% endif %}", INSIDE[0]),
+        ("[AVAILABLE_TOOLS] … [TOOL_CALLS]", INSIDE[2]),
+        ("{{ '<|python_tag|>' }}", INSIDE[1]),
         (
             'format {"name": function name, "parameters": dictionary of argument name and its '
             "value}",
-            ToolFormat.LLAMA,
+            INSIDE[1],
         ),
         ("{{ messages }}", None),
     ],
 )
 def test_the_format_of_calls_is_read_from_the_template(template, tools):
-    assert detect_format(template, names=NAMES, prompt="").tools is tools
+    assert detect_format(template, functions=NAMES, prompt="").tools is tools
     assert detect_format(template, prompt="").tools is None
 
 
@@ -330,7 +325,7 @@ def test_a_prompt_may_have_opened_the_reasoning(prompt, inside):
     for template in ("<think> … </think>", "</think>", "<think>"):  # each alone is enough
         form = detect_format(template, prompt=prompt)
         assert (form.reasoning, form.begins_inside) == (REASONING[0], inside)
-    assert detect_format("", names=NAMES, prompt=prompt).is_plain
+    assert detect_format("", functions=NAMES, prompt=prompt).is_plain
 
 
 @pytest.mark.parametrize("prompt", ["…<think>\n", "…"])
@@ -338,7 +333,7 @@ def test_an_answer_in_a_form_is_text_unless_the_form_writes_reasoning(prompt):
     def find(constraint):
         return detect_format(
             "</think><response></response><tool_call>",
-            names=NAMES,
+            functions=NAMES,
             prompt=prompt,
             constraint=constraint,
         )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.requests.text.answers.channel_parser import ChannelParser
 from engine.requests.text.answers.choice_parser import parser_of
-from engine.requests.text.answers.format import RECIPIENT, AnswerFormat, ToolFormat, detect_format
+from engine.requests.text.answers.dialects import RECIPIENT, dialect_named
+from engine.requests.text.answers.format import AnswerFormat, detect_format
 from engine.requests.text.answers.reader import ToolCall
 from tests.property.test_answer_parser import answer_of, check_cuts, reads
 from tests.support.examples import examples
@@ -27,9 +28,9 @@ PIECES = [
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 OPENED = ["", ASSISTANT, f"{ASSISTANT}{CHANNEL}final{MESSAGE}", f"{ASSISTANT}{CHANNEL}analysis",
           f"{ASSISTANT}{CHANNEL}final{MESSAGE}so{END}"]  # fmt: skip
-NAMES = frozenset({"f", "get"})
+NAMES: dict[str, dict[str, object]] = {"f": {}, "get": {}}
 PLAIN = AnswerFormat(has_channels=True, opened=ASSISTANT)
-TOOLS = AnswerFormat(ToolFormat.CHANNELS, NAMES, has_channels=True, opened=ASSISTANT)
+TOOLS = AnswerFormat(dialect_named("channels"), NAMES, has_channels=True, opened=ASSISTANT)
 formats = st.builds(replace, st.sampled_from([PLAIN, TOOLS]), opened=st.sampled_from(OPENED))
 
 
@@ -94,7 +95,7 @@ def test_each_character_of_the_answer_is_in_the_text_in_order(form, text):
     letters = iter(text)
     assert all(letter in letters for letter in reasoning.replace("\n", ""))
     for call in calls:
-        assert form.tools is ToolFormat.CHANNELS
+        assert form.tools is TOOLS.tools
         assert isinstance(json.loads(call.arguments_json), dict)
     if RECIPIENT not in text:  # the header of a message to another recipient is text
         assert not any(marker in said + reasoning for marker in form.markers)
@@ -209,11 +210,11 @@ def test_the_work_grows_with_the_text_alone(piece, monkeypatch):
 
 def test_a_template_with_channels_is_recognised():
     prompt = f"{START}user{MESSAGE}Hi{END}{ASSISTANT}"
-    form = detect_format(TEMPLATE, names=NAMES, prompt=prompt)
+    form = detect_format(TEMPLATE, functions=NAMES, prompt=prompt)
     assert form == TOOLS
     assert detect_format(TEMPLATE, prompt=prompt) == PLAIN
     assert {CHANNEL, MESSAGE, END, CALL} <= set(form.markers)
     assert not form.is_plain
-    assert detect_format(TEMPLATE, names=NAMES, prompt=prompt, constraint="{}").is_plain
-    in_channels = detect_format(TEMPLATE, names=NAMES, prompt=prompt, constraint=TEMPLATE)
+    assert detect_format(TEMPLATE, functions=NAMES, prompt=prompt, constraint="{}").is_plain
+    in_channels = detect_format(TEMPLATE, functions=NAMES, prompt=prompt, constraint=TEMPLATE)
     assert in_channels == PLAIN

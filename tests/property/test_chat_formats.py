@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def format_of(row):
     """Return the format of an answer to a chat that offers a tool."""
     prompt = render(row.template, ASK, [TOOL], {}, add_generation_prompt=True)
-    return detect_format(row.template, names=["f"], prompt=prompt)
+    return detect_format(row.template, functions={"f": {}}, prompt=prompt)
 
 
 def parse(form, *pieces):

@@ -165,7 +165,7 @@ ROWS = (
         turns(mentions="<seed:think></seed:think><seed:tool_call><function="), SEED, None,
         (*thought(SEED, after=""),
          ("<seed:think>Hm</seed:think><seed:tool_call>\n<function=f>\n</function>",
-          ("<seed:tool_call>\n<function=f>\n</function>", "Hm", 0)))),
+          ("", "Hm", 1)))),
     Row(("GPT-OSS",), "openai/gpt-oss-120b",
         "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146",
         "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"

@@ -6,9 +6,10 @@ need no model are checked in `engine.requests.text.values`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from engine.core.common.vocabulary import check_ids, check_text
 from engine.core.text.types import Request
@@ -166,10 +167,10 @@ class TextPreparer:
         text, prompt = await self._vision_input.prompt_of(
             replica, chat, bool(add_special), party=party, bound=bound
         )
-        names = [function_of(tool)["name"] for tool in chat.offered_tools]
+        offered = [function_of(tool) for tool in chat.offered_tools]
         form = detect_format(
-            replica.tokenizer.chat_template(has_tools=bool(names)),
-            names=names,
+            replica.tokenizer.chat_template(has_tools=bool(offered)),
+            functions={one["name"]: _schema_of(one) for one in offered},
             # without the answer's beginning in the chat, which the template has not written
             prompt=text.removesuffix(chat.answer_begun.lstrip()),
             constraint=None if request.constraint is None else request.constraint.source,
@@ -199,11 +200,10 @@ class TextPreparer:
     ) -> Constraint:
         """Return the constraint of an answer that must be a call of a tool."""
         only = "" if chat.tool_choice == "required" else chat.tool_choice
-        tokenizer = replica.tokenizer
-        template = tokenizer.chat_template(has_tools=True)
+        find_id = replica.tokenizer.added_id_of
         return await self._tokenizing.run(
             chat.num_bytes,
-            lambda: tool_constraint(chat.tools, only, template, form, tokenizer.added_id_of),
+            lambda: tool_constraint(chat.tools, only, form, find_id),
             party,
         )
 
@@ -267,6 +267,12 @@ class TextPreparer:
             party,
         )
         return tuple(word for word in words if max(word) < vocab)
+
+
+def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments; an empty one if it has none."""
+    schema = function.get("parameters")
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

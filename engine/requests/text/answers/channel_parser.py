@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.requests.text.answers.format import (
+from engine.requests.text.answers.call_reader import CallReader
+from engine.requests.text.answers.dialects import (
     CHANNEL,
     CHANNEL_ENDS,
     CONSTRAIN,
@@ -29,8 +30,8 @@ from engine.requests.text.answers.format import (
     MESSAGE,
     RECIPIENT,
     START,
+    Part,
 )
-from engine.requests.text.answers.reader import AnswerReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -42,6 +43,7 @@ REASONING_CHANNEL = "analysis"
 CHANNELS = (REASONING_CHANNEL, "commentary", "final")
 APART = "\n\n"  # separates two messages of one kind
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
+CALL_ENDS = tuple(Part("text", end) for end in CHANNEL_ENDS)
 HEADER_CHARS_MAX = 512  # a guess: a header is a few words, of which only a name may be long
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*([\w.-]+)")
 RECIPIENT_NAME = re.compile(re.escape(RECIPIENT) + r"([\w.-]+)")
@@ -60,13 +62,12 @@ class Header(NamedTuple):
 NOTHING_KNOWN = Header("", "")
 
 
-class ChannelParser(AnswerReader):
+class ChannelParser(CallReader):
     """Parses one answer whose messages are in channels."""
 
     def __init__(self, form: AnswerFormat) -> None:
-        self._form = form
         self._has_text = self._has_reasoning = False  # whether text or reasoning has come
-        super().__init__(form.names)
+        super().__init__(form)
 
     def _read_answer(self) -> Reading:
         """Read the message that the prompt has begun, and those after it."""
@@ -131,9 +132,9 @@ class ChannelParser(AnswerReader):
     def _read_content(self, header: Header) -> Reading:
         """Read a message up to the marker that ends it, or to where another message begins."""
         is_function = header.recipient.startswith(FUNCTIONS)
-        is_offered = header.recipient.removeprefix(FUNCTIONS) in self._form.names
+        is_offered = header.recipient.removeprefix(FUNCTIONS) in self._form.functions
         if is_function and is_offered and (header.raw or self._next == "{"):
-            yield from self._read_call(header)
+            yield from self._read_call_of(header)
         elif header.channel == REASONING_CHANNEL and not is_function:
             apart = APART * self._has_reasoning
             has_text = yield from self._read_part(apart, header.rest, self._emit_reasoning)
@@ -144,10 +145,12 @@ class ChannelParser(AnswerReader):
             apart = APART * self._has_text
             self._has_text |= yield from self._read_part(apart, header.rest, self._emit_text)
 
-    def _read_call(self, header: Header) -> Reading:
+    def _read_call_of(self, header: Header) -> Reading:
         """Read the arguments of a call. If they are no JSON object, header and content are text."""
-        raw = (header.raw or header.rest) + (yield from self._skip_space())
-        yield from self._try_call(raw, header.recipient.removeprefix(FUNCTIONS))
+        self._hold((header.raw or header.rest) + (yield from self._skip_space()))
+        self._begin(header.recipient.removeprefix(FUNCTIONS))
+        if not (yield from self._read_arguments()):
+            yield from self._read_cut(CALL_ENDS)
         yield from self._skip_space()
         yield from self._read_part("", "", self._emit_text)
 

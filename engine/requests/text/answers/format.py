@@ -1,45 +1,37 @@
 """Recognises, by a model's chat template, how the model writes its answers.
 
-The formats:
+An answer may have these parts:
 
-    HERMES     <tool_call>{"name": …, "arguments": {…}}</tool_call>     Hermes, Qwen 2.5 and 3
-    LLAMA      {"name": …, "parameters": {…}} as the answer's beginning, Llama 3.1 to 3.3
-               or after <|python_tag|>; further calls after ";"
-    MISTRAL    [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or         Mistral
-               [TOOL_CALLS]name[ARGS]{…}
+    calls      in a dialect of the table (`engine.requests.text.answers.dialects`)
     reasoning  <think>…</think> as the answer's beginning, or another pair of `REASONING`;
                the template may have opened it
     text       <answer>…</answer> behind the reasoning, or another pair of `ANSWERS`; the template
                may have opened it
-    CHANNELS   messages with headers, <|channel|>NAME<|message|>…<|end|>,  GPT-OSS
+    messages   with headers, <|channel|>NAME<|message|>…<|end|>,  GPT-OSS
                whose channel says what is reasoning (engine.requests.text.answers.channel_parser)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.requests.text.answers.dialects import (
+    CHANNEL,
+    CHANNEL_ENDS,
+    CONSTRAIN,
+    MESSAGE,
+    START,
+    dialect_named,
+    find_dialect,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-# The markers of messages in channels ("harmony").
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-CHANNEL_ENDS = ("<|end|>", "<|return|>", "<|call|>")
-RECIPIENT, FUNCTIONS = "to=", "functions."
-MISTRAL_OPEN, MISTRAL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    from engine.requests.text.answers.dialects import Dialect
 
-
-class ToolFormat(Enum):
-    """How a model writes tool calls."""
-
-    HERMES = "hermes"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    CHANNELS = "channels"
+    Functions = Mapping[str, Mapping[str, Any]]
 
 
 class Pair(NamedTuple):
@@ -69,31 +61,22 @@ ANSWERS = (
     Pair("<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Cohere 2
 )
 
-_OPENINGS = {
-    ToolFormat.HERMES: HERMES_OPEN,
-    ToolFormat.LLAMA: PYTHON_TAG,
-    ToolFormat.MISTRAL: MISTRAL_OPEN,
-}
-_MARKERS = {
-    ToolFormat.HERMES: (HERMES_OPEN, HERMES_CLOSE),
-    ToolFormat.LLAMA: (PYTHON_TAG,),
-    ToolFormat.MISTRAL: (MISTRAL_OPEN, MISTRAL_ID, MISTRAL_ARGS),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Says what to look for in an answer: calls of the functions ``names``, and the markers around
-    its reasoning and around its text. ``has_channels``: the answer is messages in channels.
+    """Says what to look for in an answer: calls of ``functions`` in the dialect ``tools``, and the
+    markers around its reasoning and around its text. ``functions`` has the schema of each
+    function's arguments by its name. ``has_channels``: the answer is messages in channels.
     ``opened`` is what the prompt's end has opened: the marker of a part, or the header of the first
-    message."""
+    message. ``streams_arguments``: a call's arguments come as they are generated."""
 
-    tools: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
+    tools: Dialect | None = None
+    functions: Functions = field(default_factory=dict, hash=False)
     reasoning: Pair | None = None
     answer: Pair | None = None
     has_channels: bool = False
     opened: str = ""
+    streams_arguments: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -106,17 +89,12 @@ class AnswerFormat:
         return self.reasoning is not None and self.opened == self.reasoning.opening
 
     @property
-    def opening(self) -> str:
-        """The marker that opens a tool call, or "" if there are no calls to parse."""
-        return "" if self.tools is None else _OPENINGS.get(self.tools, "")
-
-    @property
     def markers(self) -> tuple[str, ...]:
         """The strings to look for. Where the model has one as a special token, the detokeniser
         must not leave it out."""
         if self.has_channels:
             return (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
-        of_tools = () if self.tools is None else _MARKERS[self.tools]
+        of_tools = () if self.tools is None else self.tools.markers
         pairs = [pair for pair in (self.reasoning, self.answer) if pair is not None]
         return of_tools + tuple(marker for pair in pairs for marker in pair[:2])
 
@@ -125,32 +103,41 @@ PLAIN = AnswerFormat()
 
 
 def detect_format(
-    template: str, *, names: Iterable[str] = (), prompt: str, constraint: str | None = None
+    template: str,
+    *,
+    functions: Functions | None = None,
+    prompt: str,
+    constraint: str | None = None,
+    tool_format: str = "",
 ) -> AnswerFormat:
     """Return the format in which a model with this chat template answers.
 
-    ``names`` are those of the tools that the request offers; only calls of these are parsed.
-    ``prompt`` is the text that the template rendered for the request: if it ends with the marker
-    that opens the reasoning or the text, the answer begins inside it. ``constraint`` is the source
-    of the answer's grammar: the whole answer is then text, unless the source contains the marker
-    that ends the reasoning or names a channel.
+    ``functions`` are those that the request offers; only calls of these are parsed, in the dialect
+    ``tool_format`` or, if that is empty, in the template's. ``prompt`` is the text that the
+    template rendered for the request: if it ends with the marker that opens the reasoning or the
+    text, the answer begins inside it. ``constraint`` is the source of the answer's grammar: the
+    whole answer is then text, unless the source contains the marker that ends the reasoning or
+    names a channel.
     """
-    offered = frozenset(names)
+    offered = functions or {}
     has_channels = CHANNEL in template and MESSAGE in template
     reasoning, opened = _find_pair(REASONING, template, prompt)
     answer, answer_opened = _find_pair(ANSWERS, template, prompt)
     if constraint is not None:
-        offered, answer = frozenset(), None
+        offered, answer = {}, None
         ending = CHANNEL if has_channels else reasoning.closing if reasoning else None
         if ending is None or ending not in constraint:
             return PLAIN
+    tools = None
+    if offered:
+        tools = dialect_named(tool_format) if tool_format else find_dialect(template)
+        has_channels = has_channels if tools is None else tools.has_channels
     if has_channels:
         opened = START + prompt.rpartition(START)[2] if START in prompt else ""
-        tools = ToolFormat.CHANNELS if offered else None
         return AnswerFormat(tools, offered, has_channels=True, opened=opened)
     return AnswerFormat(
-        tools=_tool_format(template) if offered else None,
-        names=offered,
+        tools=tools,
+        functions=offered,
         reasoning=reasoning,
         answer=answer,
         opened=opened or answer_opened,
@@ -165,13 +152,3 @@ def _find_pair(pairs: Iterable[Pair], template: str, prompt: str) -> tuple[Pair 
         if end.endswith(pair.opening) and pair.is_of(template):
             return pair, pair.opening
     return next((pair for pair in pairs if pair.is_of(template)), None), ""
-
-
-def _tool_format(template: str) -> ToolFormat | None:
-    if MISTRAL_OPEN in template:
-        return ToolFormat.MISTRAL
-    if HERMES_OPEN in template:
-        return ToolFormat.HERMES
-    if PYTHON_TAG in template or '"parameters": dictionary of argument' in template:
-        return ToolFormat.LLAMA
-    return None

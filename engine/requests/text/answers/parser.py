@@ -4,28 +4,31 @@ their text.
 Rule: as `engine.requests.text.answers.reader`: no character of the answer is lost. Only whitespace
 around reasoning, between the text and its markers, before a call and after the last call belongs to
 the format and is dropped. A marker that ends the text is dropped only if calls or nothing follow.
+Reasoning is the answer's beginning or, in most dialects, follows a call; two pieces of it are
+separated by an empty line.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.requests.text.answers.format import HERMES_CLOSE, MISTRAL_ARGS, MISTRAL_ID, ToolFormat
-from engine.requests.text.answers.reader import AnswerReader, Object
+from engine.requests.text.answers.call_reader import CallReader
 
 if TYPE_CHECKING:
+    from engine.requests.text.answers.dialects import Form
     from engine.requests.text.answers.format import AnswerFormat, Pair
     from engine.requests.text.answers.reader import Reading, Trying
 
+APART = "\n\n"  # separates two pieces of reasoning
 
-class AnswerParser(AnswerReader):
+
+class AnswerParser(CallReader):
     """Parses one answer in which markers open and close reasoning and calls."""
 
     def __init__(self, form: AnswerFormat) -> None:
-        self._form = form
-        self._opening = form.opening
         self._closing = ""  # the marker that ends the text, once one has opened it
-        super().__init__(form.names, needs_arguments=form.tools is ToolFormat.LLAMA)
+        self._has_reasoning = False
+        super().__init__(form)
 
     def _read_answer(self) -> Reading:
         """Read the whole answer: reasoning if there is any, then text and calls."""
@@ -37,8 +40,11 @@ class AnswerParser(AnswerReader):
             yield from self._read_reasoning(reasoning.closing)
         if answer is not None and (yield from self._try_opening(answer)):
             space, self._closing = "", answer.closing
-        if self._form.tools is ToolFormat.LLAMA and self._next == "{":
-            yield from self._read_llama(space)
+        for form in self._form.tools.bare if self._form.tools else ():
+            if self._next == _begin_of(form):
+                self._hold(space)
+                yield from self._read_form(form, 0)
+                break
         else:
             self._emit_text(space)
         yield from self._read_text()
@@ -55,96 +61,43 @@ class AnswerParser(AnswerReader):
     def _read_reasoning(self, closing: str) -> Reading:
         """Read up to the marker that ends the reasoning and the whitespace after it, or to the
         answer's end."""
+        apart = APART * self._has_reasoning
         while self._next:
             space = yield from self._skip_space()
             if self._next == closing[0] and (yield from self._try_marker(closing)):
                 yield from self._skip_space()
                 return
-            self._reasoning.append(space + self._next)
+            self._reasoning.append(apart + space + self._next)
+            self._has_reasoning, apart = True, ""
             if self._next:
                 yield from self._advance()
 
     def _read_text(self) -> Reading:
         """Read text and the calls in it, to the answer's end."""
-        opening, closing = self._opening, self._closing
+        dialect, closing, reasoning = self._form.tools, self._closing, self._form.reasoning
+        openings = dialect.openings if dialect else ()
+        again = [reasoning.opening] if reasoning and dialect and dialect.thinks_between else []
         while self._next:
-            raw = (yield from self._skip_space()) if opening or closing else ""
+            raw = (yield from self._skip_space()) if dialect or closing else ""
             if closing and self._next == closing[0] and (yield from self._try_marker(closing)):
                 raw += closing + (yield from self._skip_space())
                 if not self._next:
                     return
-            if opening and self._next == opening[0] and (yield from self._try_marker(opening)):
-                yield from self._read_calls(raw + opening)
+            if dialect and (opening := (yield from self._try_markers(openings))):
+                forms = [form for form in dialect.read if form.first == opening]
+                yield from self._read_calls(forms, raw, opening)
+                continue
+            if reasoning and self._is_after_call and (yield from self._try_markers(again)):
+                yield from self._skip_space()
+                yield from self._read_reasoning(reasoning.closing)
                 continue
             if self._next or not self._is_after_call:
                 self._emit_text(raw + self._next)
             if self._next:
                 yield from self._advance()
 
-    def _read_calls(self, raw: str) -> Reading:
-        """Read what follows an opening marker. ``raw`` holds the marker and what stands before
-        it, which become text if no call follows."""
-        if self._form.tools is ToolFormat.HERMES:
-            yield from self._read_hermes(raw)
-        elif self._form.tools is ToolFormat.LLAMA:
-            yield from self._read_llama(raw)
-        else:
-            yield from self._read_mistral(raw)
 
-    def _read_hermes(self, raw: str) -> Reading:
-        """Read one call and its closing marker."""
-        raw += yield from self._skip_space()
-        if (yield from self._try_call(raw)) is Object.CALL:
-            space = yield from self._skip_space()
-            if not (yield from self._try_marker(HERMES_CLOSE)):
-                self._unread(space)
-
-    def _read_llama(self, raw: str) -> Reading:
-        """Read calls separated by ";" or by nothing."""
-        raw += yield from self._skip_space()
-        while (result := (yield from self._try_call(raw))) is not Object.NO_CALL:
-            space = yield from self._skip_space()
-            if self._next not in ("{", ";"):
-                self._unread(space)
-                return
-            raw = "" if result is Object.CALL else space
-            if self._next == ";":
-                yield from self._advance()
-                raw += ";" + (yield from self._skip_space())
-
-    def _read_mistral(self, raw: str) -> Reading:
-        """Read a list of calls, or one call whose name stands before its arguments."""
-        raw += yield from self._skip_space()
-        if self._next == "[":
-            yield from self._advance()
-            yield from self._read_list(raw + "[")
-        else:
-            yield from self._read_named(raw)
-
-    def _read_list(self, raw: str) -> Reading:
-        """Read calls separated by "," up to the "]" that closes the list."""
-        raw += yield from self._skip_space()
-        while (result := (yield from self._try_call(raw))) is not Object.NO_CALL:
-            space = yield from self._skip_space()
-            if self._next != ",":
-                if self._next == "]" and result is Object.CALL:
-                    yield from self._advance()
-                else:
-                    self._unread(space)
-                return
-            raw = "," if result is Object.CALL else space + ","
-            yield from self._advance()
-            raw += yield from self._skip_space()
-
-    def _read_named(self, raw: str) -> Reading:
-        """Read ``name[CALL_ID]id[ARGS]{…}``, where only the name and the object are required."""
-        name = yield from self._read_word()
-        call_id = ""
-        raw += name
-        if name and (yield from self._try_marker(MISTRAL_ID)):
-            call_id = yield from self._read_word()
-            raw += MISTRAL_ID + call_id
-        if name and (yield from self._try_marker(MISTRAL_ARGS)):
-            raw += MISTRAL_ARGS
-        raw += yield from self._skip_space()
-        yield from self._try_call(raw, name, call_id)
+def _begin_of(form: Form) -> str:
+    """Return the character with which a bare form begins."""
+    part = (*form.opening, *form.call)[0]
+    return part.text[0] if part.kind == "text" else "{"

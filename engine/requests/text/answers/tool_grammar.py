@@ -14,20 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import TOOLS_KIND, Constraint
 from engine.errors import InvalidRequest, Unsupported
-from engine.requests.text.answers.format import (
+from engine.requests.text.answers.dialects import (
     CHANNEL,
     CHANNEL_ENDS,
     CONSTRAIN,
     FUNCTIONS,
-    HERMES_CLOSE,
-    HERMES_OPEN,
     MESSAGE,
-    MISTRAL_ARGS,
-    MISTRAL_ID,
-    MISTRAL_OPEN,
     RECIPIENT,
     START,
-    ToolFormat,
+    parts_of,
 )
 from engine.requests.text.answers.reader import NAME_CHARS_MAX
 from engine.requests.text.chat_values import function_of
@@ -36,20 +31,19 @@ from engine.requests.text.values import MAX_CONSTRAINT_CHARS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from engine.requests.text.answers.dialects import Dialect, Form, Part
     from engine.requests.text.answers.format import AnswerFormat
 
     Tool = Mapping[str, Any]
     FindId = Callable[[str], int | None]
 
-# Templates of models whose calls are not JSON: Qwen3-Coder's and GLM's.
-OTHER_CALLS = ("<function=", "<arg_key>")
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS = frozenset({"type", "properties"})  # the keys of a schema without arguments
 PLAIN_NAME = re.compile(rf"[\w.-]{{1,{NAME_CHARS_MAX}}}")
 
 
 def tool_constraint(
-    tools: Sequence[Tool], only: str, template: str, form: AnswerFormat, find_id: FindId
+    tools: Sequence[Tool], only: str, form: AnswerFormat, find_id: FindId
 ) -> Constraint:
     """Return the constraint of an answer that calls at least one of the tools or, with a name in
     ``only``, that tool once.
@@ -60,22 +54,22 @@ def tool_constraint(
         Unsupported: the model's calls have a format that cannot be enforced.
         InvalidRequest: a tool cannot be called in this format.
     """
-    if form.tools is None or any(mark in template for mark in OTHER_CALLS):
+    if form.tools is None:
         raise Unsupported(
-            "chat.tool_choice cannot be enforced for this model, whose calls are not written as "
-            "JSON that is known here; leave it out, or set it to auto or none",
+            "chat.tool_choice cannot be enforced for this model, whose chat template has no dialect"
+            " of calls that is known here; leave it out, or set it to auto or none; the server may "
+            "name the dialect by --tool-format",
             field="chat.tool_choice",
         )
+    grammar = _Grammar(form.tools, find_id)
     wanted = [(i, function_of(tool)) for i, tool in enumerate(tools)]
     wanted = [(i, function) for i, function in wanted if only in ("", function["name"])]
     rules = [*_lead(form, find_id)]
-    names = []
     for i, function in wanted:
-        names.append(f"f{i}")
-        rules.append(f"a{i}: {_arguments(i, function)}")
-        rules.append(f"f{i}: {_function(i, function, template, form.tools, find_id)}")
-    rules.append(f"one: {' | '.join(names)}")
-    rules.append(f"calls: {_calls(template, form.tools, find_id, is_single=bool(only))}")
+        rules.append(f"f{i}: {grammar.function(i, function)}")
+    rules += grammar.rules
+    rules.append(f"one: {' | '.join(f'f{i}' for i, _ in wanted)}")
+    rules.append(f"calls: {grammar.calls(is_single=bool(only))}")
     source = "\n".join(rules) + "\n"
     if len(source) > MAX_CONSTRAINT_CHARS:
         what = f"make a grammar of {len(source)} characters, of at most {MAX_CONSTRAINT_CHARS}"
@@ -107,40 +101,90 @@ def _thought(end: str, find_id: FindId) -> str:
     return rf"thought[lazy]: /(.|\n)*{escaped}/"
 
 
-def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_single: bool) -> str:
-    """Return the right side of the grammar's rule for all calls; ``one`` is a bare call."""
-    if kind is ToolFormat.HERMES:
-        opening, closing = _marker(HERMES_OPEN, find_id), _marker(HERMES_CLOSE, find_id)
-        call = f'{opening} "\\n" one "\\n" {closing}'
-        return call if is_single else f'{call} ("\\n" {call})*'
-    if kind is ToolFormat.LLAMA:  # Llama's templates take one call in a turn
-        return "one"
-    if kind is ToolFormat.CHANNELS:  # the answer ends after each call
-        return f"{_marker(CHANNEL, find_id)} one"
-    opening = _marker(MISTRAL_OPEN, find_id)
-    if MISTRAL_ARGS in template:
-        return f"{opening} one" if is_single else f"({opening} one)+"
-    return f'{opening} " "? "[" one "]"' if is_single else f'{opening} " "? "[" one (", " one)* "]"'
+class _Grammar:
+    """The grammar of calls in a dialect. ``rules`` are those that others refer to."""
+
+    def __init__(self, dialect: Dialect, find_id: FindId) -> None:
+        self._dialect = dialect
+        self._find_id = find_id
+        self.rules: list[str] = []
+
+    def calls(self, *, is_single: bool) -> str:
+        """Return the right side of the rule for all calls; ``one`` is a bare call."""
+        form = self._dialect.write
+        if form is None:  # the answer ends after each call
+            return f"{_marker(CHANNEL, self._find_id)} one"
+        several = "one"
+        if not is_single and self._dialect.name != "llama":  # whose templates take one in a turn
+            several = f"one ({self._written(form.between)} one)*" if form.between else "one+"
+        return f"{self._written(form.opening)} {several} {self._written(form.closing)}".strip()
+
+    def function(self, index: int, function: Tool) -> str:
+        """Return the right side of the rule for a call of one function."""
+        form, name = self._dialect.write, function["name"]
+        if form is None:
+            _check_name(index, name)
+            to = _literal(f"commentary {RECIPIENT}{FUNCTIONS}{name} ")
+            markers = _marker(CONSTRAIN, self._find_id), _marker(MESSAGE, self._find_id)
+            self.rules.append(f"a{index}: {_arguments(index, function)}")
+            return f'{to} {markers[0]} "json" {markers[1]} a{index}'
+        written: list[str] = []
+        for part in _with_groups(form.call):
+            if isinstance(part, list):
+                inner = " ".join(self._part(form, one, index, function) for one in part)
+                has_id = any(one.kind == "id" for one in part)
+                written.append(f"({inner})?" if has_id else inner)
+            else:
+                written.append(self._part(form, part, index, function))
+        return " ".join(written)
+
+    def _written(self, parts: Sequence[Part]) -> str:
+        return " ".join(_marker(part.text, self._find_id) for part in parts)
+
+    def _part(self, form: Form, part: Part, index: int, function: Tool) -> str:
+        """Return how a part of a call is written."""
+        if part.kind in ("text", "space"):
+            return _marker(part.text, self._find_id)
+        if part.kind == "name":
+            _check_name(index, function["name"])
+            return _literal(function["name"])
+        if part.kind == "id":
+            return f"/{self._dialect.id}/"
+        if part.kind == "object":
+            return self._object(index, function)
+        if part.kind == "arguments":
+            self.rules.append(f"a{index}: {_arguments(index, function)}")
+            return f"a{index}"
+        raise Unsupported(
+            f"chat.tool_choice cannot be enforced yet in the dialect {self._dialect.name}",
+            field="chat.tool_choice",
+        )
+
+    def _object(self, index: int, function: Tool) -> str:
+        """Return how the object of a call is written."""
+        written = []
+        self.rules.append(f"a{index}: {_arguments(index, function)}")
+        for part in parts_of(self._dialect.object):
+            if part.kind == "name":
+                written.append(_literal(json.dumps(function["name"], ensure_ascii=False)))
+            elif part.kind == "id":
+                written.append(f"/{self._dialect.id}/")
+            else:
+                written.append(f"a{index}" if part.kind == "arguments" else _literal(part.text))
+        return " ".join(written)
 
 
-def _function(index: int, function: Tool, template: str, kind: ToolFormat, find_id: FindId) -> str:
-    """Return the right side of the grammar's rule for a call of one function. It names the rule of
-    the arguments by the function's index."""
-    name: str = function["name"]
-    if kind is ToolFormat.CHANNELS:
-        _check_name(index, name)
-        to = _literal(f"commentary {RECIPIENT}{FUNCTIONS}{name} ")
-        markers = _marker(CONSTRAIN, find_id), _marker(MESSAGE, find_id)
-        return f'{to} {markers[0]} "json" {markers[1]} a{index}'
-    if kind is ToolFormat.MISTRAL and MISTRAL_ARGS in template:
-        _check_name(index, name)
-        call_id = ""
-        if MISTRAL_ID in template:
-            call_id = f"({_marker(MISTRAL_ID, find_id)} /[a-zA-Z0-9]{{9}}/)?"
-        return f"{json.dumps(name)} {call_id} {_marker(MISTRAL_ARGS, find_id)} a{index}"
-    key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
-    written = json.dumps(name, ensure_ascii=False)
-    return f'{_literal(f"""{{"name": {written}, "{key}": """)} a{index} "}}"'
+def _with_groups(parts: Sequence[Part]) -> list[Part | list[Part]]:
+    """Return the parts, of which those of one group are a list."""
+    found: list[Part | list[Part]] = []
+    group = 0
+    for part in parts:
+        if part.group and part.group == group:
+            found[-1].append(part)  # type: ignore[union-attr]
+        else:
+            found.append([part] if part.group else part)
+        group = part.group
+    return found
 
 
 def _check_name(index: int, name: str) -> None:
