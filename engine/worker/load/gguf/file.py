@@ -19,6 +19,7 @@ from engine.worker.load.gguf.header import Damaged, read_header
 from engine.worker.load.gguf.models import (
     CONVOLUTION,
     ROPE_FACTORS,
+    SHARED_GATE,
     find_model,
     make_config,
     name_in_checkpoint,
@@ -235,13 +236,15 @@ class GgufFile(Checkpoint):
             self.tensors[own] = StoredTensor(own, shape, label, file)
             self._stored[own] = place
             return
+        if own.endswith(f".{SHARED_GATE}.weight"):
+            shape = (1, shape[-1])
         is_joined = "{expert}" in own
-        if is_joined != (len(shape) == 3):
+        if is_joined != (len(shape) == (2 if own.endswith(".bias") else 3)):
             raise Refusal(f"its tensor {name} has {len(shape)} dimensions")
-        count = shape[0] if is_joined else 1
+        count, own_shape = (shape[0], shape[1:]) if is_joined else (1, shape)
         for expert in range(count):
             part = own.format(expert=expert)
-            self.tensors[part] = StoredTensor(part, shape[-2:], label, file, size // count)
+            self.tensors[part] = StoredTensor(part, own_shape, label, file, size // count)
             self._stored[part] = replace(place, start=start + size // count * expert)
 
 

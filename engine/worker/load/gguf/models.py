@@ -45,10 +45,16 @@ IN_LAYER = {
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
 CONVOLUTION = "conv.conv"  # GGUF files store its weight without the middle dimension of 1
+SHARED_GATE = "mlp.shared_expert_gate"  # GGUF files may store its weight without the dimension of 1
+SINKS = "self_attn.sinks"  # a parameter of the attention itself, which GGUF files call a weight
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+YARN_FIELDS = {
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 # Settings of Llama 3's rotary embedding, which GGUF files lack. Source: Llama 3.1's config.json.
@@ -71,12 +77,22 @@ class GgufModel:
     # Fields of the config that say that there are biases, each with a tensor that files then have.
     biases: Mapping[str, str] = field(default_factory=lambda: BIASES)
     outside: Mapping[str, str] = field(default_factory=dict)  # Further tensors outside the layers.
+    # Further settings of the rotary embedding, if it is scaled: those that files lack, and by name
+    # the metadata fields of the others.
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    rope_fields: Mapping[str, str] = field(default_factory=dict)
     epsilon: str = "rms_norm_eps"  # The config's field with the norms' epsilon.
     has_convolutions: bool = False  # Layers without key heads have convolutions.
     # Further fields of the config: each one's name, and the name of the metadata field.
     fields: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+
+_EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 
 MODELS = {
     "llama": GgufModel("LlamaForCausalLM", "llama", is_interleaved=True),
@@ -85,12 +101,50 @@ MODELS = {
     "qwen3moe": GgufModel(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        fields={
-            "num_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-        },
+        fields=_EXPERTS,
         extra={"norm_topk_prob": True},  # as llama.cpp assumes
+    ),
+    "qwen2moe": GgufModel(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            "ffn_gate_inp_shexp": SHARED_GATE,
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        biases={},
+        fields=_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        extra={"norm_topk_prob": False},  # as llama.cpp assumes
+    ),
+    "gpt-oss": GgufModel(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": SINKS,
+            "ffn_gate_inp": "mlp.router",
+        },
+        biases={},  # always
+        rope={"truncate": False},
+        fields={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "sliding_window": "attention.sliding_window",
+        },
+    ),
+    "smollm3": GgufModel(
+        "SmolLM3ForCausalLM", "smollm3", is_interleaved=True, extra={"pad_token_id": None}
+    ),
+    "mistral3": GgufModel(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        is_interleaved=True,
+        rope={"mscale": 1.0},
+        rope_fields={
+            "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+            "llama_4_scaling_beta": "attention.temperature_scale",
+        },
     ),
     "phi3": GgufModel(
         "Phi3ForCausalLM",
@@ -190,7 +244,9 @@ def name_in_checkpoint(model: GgufModel, name: str) -> str | None:
     if match is None:
         return model.outside.get(name) or OUTSIDE.get(name)
     module = model.names.get(match[2]) or IN_LAYER.get(match[2])
-    return None if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
+    if module is None:
+        return None
+    return f"model.layers.{match[1]}.{module}{'' if module == SINKS else f'.{match[3]}'}"
 
 
 def row_order(model: GgufModel, metadata: Mapping[str, Any], name: str) -> torch.Tensor | None:
@@ -274,7 +330,15 @@ def _rope(metadata: Mapping[str, Any], width: int, factors: torch.Tensor | None)
         )
     rope |= {"rope_type": kind, "factor": float(_need(metadata, "rope.scaling.factor"))}
     original = _of_model(metadata, "rope.scaling.original_context_length")
-    if kind == "yarn" and original:
+    if kind != "yarn":
+        return rope
+    model = find_model(metadata)
+    rope |= model.rope
+    for name, key in {**YARN_FIELDS, **model.rope_fields}.items():
+        value = _of_model(metadata, key)
+        if value is not None:
+            rope[name] = float(value)
+    if original:
         rope["original_max_position_embeddings"] = int(original)
     return rope
 
