@@ -144,6 +144,28 @@ uint64_t triolet_checksum(const uint8_t *from, int64_t count) {
     return total;
 }
 
+// Reads ``count`` texts of a GGUF file's header, each behind its length in 8 bytes. Copies each to
+// ``to``, if that is not null, with a zero byte behind it. Returns the number of bytes read; -1 if
+// the texts do not end within ``size`` bytes, or one that is copied has a zero byte.
+int64_t triolet_texts(const uint8_t *from, int64_t size, int64_t count, uint8_t *to) {
+    int64_t place = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t length;
+        if (size - place < (int64_t)sizeof length) return -1;
+        memcpy(&length, from + place, sizeof length);
+        place += sizeof length;
+        if (length > (uint64_t)(size - place)) return -1;
+        if (to) {
+            if (memchr(from + place, 0, length)) return -1;
+            memcpy(to, from + place, length);
+            to += length;
+            *to++ = 0;
+        }
+        place += length;
+    }
+    return place;
+}
+
 // Returns what a packed layer's bytes depend on beside its weights: the layout's version, and what
 // is added to numbers of 8 bits, which the processor decides.
 int64_t triolet_layout(void) { return PACKED_LAYOUT << 8 | ZERO; }

@@ -1,5 +1,6 @@
 """GGUF files are read as llama.cpp means them: types, names, orders, norms, tokens, templates."""
 
+import struct
 from mmap import ACCESS_READ, mmap
 from random import Random
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.gguf import reader
 
 from engine.errors import SpawnFailed
+from engine.worker.forward import native
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.interface import RunnerSpec
 from engine.worker.load.generation_config import read_generation
@@ -168,8 +170,9 @@ def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path,
     assert distance(ours.logits(), stock.logits()) > 0.01
 
 
+@pytest.mark.parametrize("library", [native.load(), None], ids=["kernels", "none"])
 @pytest.mark.parametrize("name", ["llama", "lfm2", "qwen3moe"])
-def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name):
+def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name, library):
     """Red if sizes are not reversed, a list's type is ignored, or tensors' offsets count from
     another place."""
     more = {"a.flag": True, "a.text": "größer", "a.half": 0.5, "a.flags": [1, 2, 3]}
@@ -177,8 +180,8 @@ def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name):
     theirs, names = reader.read_gguf_metadata(str(path), STRING_LISTS)
     entries = reader.GgufHeader.from_file(str(path))
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
-        ours = read_header(blob, STRING_LISTS)
-        without_texts = read_header(blob, ())
+        ours = read_header(blob, STRING_LISTS, library)
+        without_texts = read_header(blob, (), library)
     assert ours.metadata == theirs
     assert tuple(entry.name for entry in ours.tensors) == names
     assert [(e.name, e.shape, e.kind, e.offset) for e in ours.tensors] == [
@@ -189,8 +192,44 @@ def test_a_header_is_read_as_transformers_reads_it(checkpoints, tmp_path, name):
     assert without_texts.metadata[TOKENS] == len(theirs[TOKENS])
 
 
-def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(checkpoints, tmp_path):
+TEXTS = {
+    "of all lengths": ["", "a", "größer", "▁日本", "x" * 300, "\n", " "],
+    "one that is empty": [""],
+    "with the byte that ends them elsewhere": ["a\0b", "\0", "c"],
+}
+
+
+@pytest.mark.parametrize("texts", TEXTS.values(), ids=TEXTS)
+def test_texts_are_read_with_and_without_the_kernels_alike(tmp_path, texts):
+    write_file(tmp_path / "m", {"general.architecture": "a", TOKENS: texts, "behind": 7}, {})
+    with (tmp_path / "m").open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
+        for library in (native.load(), None):
+            for lists in (STRING_LISTS, ()):
+                found = read_header(blob, lists, library).metadata
+                assert found[TOKENS] == (texts if lists else len(texts))
+                assert found["behind"] == 7
+
+
+@pytest.mark.parametrize("library", [native.load(), None], ids=["kernels", "none"])
+@pytest.mark.parametrize("count", [100, 1 << 30, 1 << 62, (1 << 64) - 1])
+def test_a_list_of_more_texts_than_the_file_has_is_damaged(tmp_path, count, library):
+    write_file(tmp_path / "m", {"general.architecture": "a", TOKENS: ["a", "b", "c"]}, {})
+    data = (tmp_path / "m").read_bytes()
+    at = data.index(TOKENS.encode()) + len(TOKENS) + 8
+    assert data[at : at + 8] == (3).to_bytes(8, "little")
+    (tmp_path / "m").write_bytes(data[:at] + count.to_bytes(8, "little") + data[at + 8 :])
+    with (tmp_path / "m").open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
+        for lists in (STRING_LISTS, ()):
+            with pytest.raises((header.Damaged, struct.error)):
+                read_header(blob, lists, library)
+
+
+@pytest.mark.parametrize("library", [native.load(), None], ids=["kernels", "none"])
+def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(
+    checkpoints, tmp_path, monkeypatch, library
+):
     """No changed byte of a header makes the reader raise anything but a refusal, or take long."""
+    monkeypatch.setattr(gguf_file, "_kernels", lambda: library)
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q8_0)
     whole = path.read_bytes()
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
@@ -474,13 +513,13 @@ def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, m
 def test_the_texts_of_a_vocabulary_are_read_once(checkpoints, tmp_path, monkeypatch):
     """The vocabulary's texts take most of the time in which a file's metadata are read."""
     path, read = write_model(checkpoints("llama"), tmp_path / "model.gguf"), []
-    texts = header._texts
+    texts = header.TextLists.read
 
-    def count(blob, place, number):
-        read.extend([place] * (number > 1))
-        return texts(blob, place, number)
+    def note(self, place, count):
+        read.append(place)
+        return texts(self, place, count)
 
-    monkeypatch.setattr(header, "_texts", count)
+    monkeypatch.setattr(header.TextLists, "read", note)
     with open_files(str(path), "", with_tokenizer=True) as files, files.open_weights() as weights:
         assert weights.tensors
     assert len(read) == len(set(read)) == len(STRING_LISTS)

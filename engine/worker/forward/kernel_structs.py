@@ -225,6 +225,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (POINTER(BlockRows), *(c_int64,) * 8, *(c_void_p,) * 3),
     ),
     "triolet_checksum": (c_uint64, (c_void_p, c_int64)),
+    "triolet_texts": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "triolet_layout": (c_int64, ()),
     "triolet_packed_scales": (c_int64, (c_int64, c_int64, c_int64)),
     "triolet_pack_scales": (

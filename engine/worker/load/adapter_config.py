@@ -15,12 +15,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import regex
-
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 ALL_LINEAR = "all-linear"  # Peft's name for every linear layer except the head.
 MATCH_S = 0.2  # The time limit of a match; an honest pattern takes microseconds.
@@ -99,7 +97,7 @@ def _matches(patterns: str | Sequence[str], name: str) -> bool:
     """Return whether a regular expression matches a layer's whole name, or whether one of several
     names is the layer's name or its end, from a dot on."""
     if isinstance(patterns, str):
-        return _match(patterns, name, regex.fullmatch) is not None
+        return _match(patterns, name, "fullmatch") is not None
     return name in patterns or any(name.endswith(f".{pattern}") for pattern in patterns)
 
 
@@ -110,14 +108,16 @@ def _by_pattern(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     return otherwise
 
 
-def _match(pattern: str, name: str, match: Callable[..., Any] = regex.match) -> Any:
-    """Return the result of ``match``, a function of `regex`, for a pattern and a layer's name.
+def _match(pattern: str, name: str, how: str = "match") -> Any:
+    """Return the result of `regex`'s function ``how`` for a pattern and a layer's name.
 
     Raises:
         Refusal: The match takes too long (rule 3), or the pattern is no regular expression.
     """
+    import regex  # late, as few models have adapters
+
     try:
-        return match(pattern, name, concurrent=True, timeout=MATCH_S)
+        return getattr(regex, how)(pattern, name, concurrent=True, timeout=MATCH_S)
     except TimeoutError as error:
         raise Refusal(f"its pattern {pattern[:200]!r} takes too long to match {name}") from error
     except (regex.error, RecursionError) as error:
@@ -224,6 +224,8 @@ def _check_patterns(form: AdapterForm) -> None:
     """Compile every regular expression of the file, so that none fails later."""
     given = [*form.ranks, *form.alphas, *form.layers_patterns]
     given += [pattern for pattern in (form.targets, form.excluded) if isinstance(pattern, str)]
+    import regex
+
     for pattern in given:
         try:
             regex.compile(pattern)

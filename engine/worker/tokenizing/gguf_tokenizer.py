@@ -101,7 +101,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     splits = SPLITS[name]
     backend = Tokenizer(
         models.BPE(
-            {text: index for index, text in enumerate(vocabulary.tokens)},
+            vocabulary.index,
             _pairs(vocabulary.merges or ()),
             ignore_merges=splits.ignores_merges,
         )
@@ -118,7 +118,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
 
 def _pieces(vocabulary: Vocabulary) -> Tokenizer:
     """Return a tokenizer of sentencepiece's BPE, whose merges follow from the scores."""
-    tokens = {text: index for index, text in enumerate(vocabulary.tokens)}
+    tokens = vocabulary.index
     unknown = vocabulary.special_tokens.get("unk_token")
     has_space = vocabulary.adds_space is not False
     backend = Tokenizer(
@@ -159,7 +159,10 @@ def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, s
 
 
 def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the two tokens of each merge."""
+    """Return the two tokens of each merge, between which is its first space."""
+    flat = "\0".join(merges).replace(" ", "\0").split("\0")
+    if len(flat) == 2 * len(merges) and all(" " in merge for merge in merges):
+        return list(zip(flat[::2], flat[1::2], strict=True))
     return [(parts[0], parts[2]) for parts in [merge.partition(" ") for merge in merges]]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.worker.forward import native
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
 from engine.worker.load.gguf.header import Damaged, read_header
 from engine.worker.load.gguf.models import (
@@ -33,6 +34,7 @@ from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from ctypes import CDLL
     from pathlib import Path
 
     from engine.worker.load.gguf.header import Header
@@ -98,7 +100,7 @@ class GgufFile(Checkpoint):
         try:
             with path.open("rb") as opened:
                 blob = mmap(opened.fileno(), 0, access=ACCESS_READ)
-            header = read_header(blob, self._texts)
+            header = read_header(blob, self._texts, _kernels())
             check_part(path, header.metadata, number, len(self._paths))
             if int(header.metadata.get("general.alignment", 32)) < 1:
                 raise Damaged("its alignment is no size")
@@ -246,6 +248,13 @@ class GgufFile(Checkpoint):
             part = own.format(expert=expert)
             self.tensors[part] = StoredTensor(part, own_shape, label, file, size // count)
             self._stored[part] = replace(place, start=start + size // count * expert)
+
+
+def _kernels() -> CDLL | None:
+    try:
+        return native.load()
+    except native.Unavailable:
+        return None
 
 
 def _as_tensor(blob: mmap) -> torch.Tensor:

@@ -1,18 +1,22 @@
 """Parses the header of a GGUF file: its metadata, and where each tensor is.
 
-Rule: the bytes are interpreted elsewhere. Texts are copied one by one from a mapping, because
-slices of a numpy array take three times as long, and lists of texts that nobody needs are skipped.
-Source: ggml's docs/gguf.md.
+Rule: the bytes are interpreted elsewhere. Lists of texts that nobody needs are skipped. The library
+of the kernels joins a list's texts, which are then split at once: for 150,000 texts this takes 15
+ms, and 70 ms without the library, where each is read by itself. Source: ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
 
+from ctypes import create_string_buffer
 from dataclasses import dataclass
 from struct import Struct, calcsize, unpack_from
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Container
+    from ctypes import CDLL
     from mmap import mmap
 
 MAGIC = b"GGUF"
@@ -49,9 +53,9 @@ class Header:
     end: int
 
 
-def read_header(blob: mmap, text_lists: Container[str]) -> Header:
+def read_header(blob: mmap, text_lists: Container[str], library: CDLL | None = None) -> Header:
     """Parse the header of a mapped file. A list of texts that is not among ``text_lists`` is
-    skipped; its number of texts stands for it.
+    skipped; its number of texts stands for it. ``library`` is the kernels', if there is one.
 
     Raises:
         Damaged, struct.error, UnicodeDecodeError: The bytes are no header, or end within it.
@@ -61,11 +65,12 @@ def read_header(blob: mmap, text_lists: Container[str]) -> Header:
     version, num_tensors, num_fields = unpack_from("<IQQ", blob, 4)
     if version not in VERSIONS:
         raise Damaged(f"its version is {version}; {VERSIONS[0]} and {VERSIONS[1]} are read")
+    texts = TextLists(blob, library)
     place, metadata = 24, {}
     for _ in range(num_fields):
         key, place = _text(blob, place)
         (kind,) = unpack_from("<I", blob, place)
-        metadata[key], place = _value(blob, place + 4, kind, keeps_texts=key in text_lists)
+        metadata[key], place = _value(blob, place + 4, kind, texts, keeps_texts=key in text_lists)
     # Of the parts of a split file, only the first names it.
     if "general.architecture" not in metadata and "split.count" not in metadata:
         raise Damaged("it names no architecture (general.architecture)")
@@ -87,7 +92,9 @@ def _entry(blob: mmap, place: int) -> tuple[TensorEntry, int]:
     return TensorEntry(name, tuple(reversed(sizes)), kind, offset), place + 12
 
 
-def _value(blob: mmap, place: int, kind: int, *, keeps_texts: bool) -> tuple[Any, int]:
+def _value(
+    blob: mmap, place: int, kind: int, texts: TextLists, *, keeps_texts: bool
+) -> tuple[Any, int]:
     """Return a value of the metadata and the offset of its end. ``kind`` is GGUF's type number."""
     if kind == TEXT:
         return _text(blob, place)
@@ -96,8 +103,10 @@ def _value(blob: mmap, place: int, kind: int, *, keeps_texts: bool) -> tuple[Any
         return unpack_from(form, blob, place)[0], place + calcsize(form)
     kind, count = unpack_from("<IQ", blob, place)
     place += 12
+    if count > len(blob):
+        raise Damaged("it ends within a list")
     if kind == TEXT:
-        return _texts(blob, place, count) if keeps_texts else (count, _behind(blob, place, count))
+        return texts.read(place, count) if keeps_texts else (count, texts.end(place, count))
     form = f"<{count}{_format(kind)}"
     if calcsize(form) > len(blob) - place:  # before a tuple of so many numbers is made
         raise Damaged("it ends within a list")
@@ -115,6 +124,45 @@ def _text(blob: mmap, place: int) -> tuple[str, int]:
     return text, end
 
 
+class TextLists:
+    """Reads lists of texts of a mapped file, each text behind its length."""
+
+    def __init__(self, blob: mmap, library: CDLL | None) -> None:
+        self._blob = blob
+        self._library = library
+        self._address = int(np.frombuffer(blob, np.uint8).ctypes.data)
+
+    def read(self, place: int, count: int) -> tuple[list[str], int]:
+        """Return ``count`` texts from the offset ``place`` on, and the offset of their end."""
+        if self._library is None or not count:
+            return _texts(self._blob, place, count)
+        size = self._size(place, count)
+        joined = create_string_buffer(size)
+        if self._library.triolet_texts(self._address + place, size, count, joined) < 0:
+            return _texts(self._blob, place, count)  # a text has the byte that would end it
+        length = size - 7 * count
+        return str(memoryview(joined)[: length - 1], "utf-8").split("\0"), place + size
+
+    def end(self, place: int, count: int) -> int:
+        """Return the offset of the end of ``count`` texts from the offset ``place`` on."""
+        if self._library is not None:
+            return place + self._size(place, count)
+        length_at, end = _LENGTH.unpack_from, len(self._blob)
+        for _ in range(count):
+            place += 8 + length_at(self._blob, place)[0]
+            if place > end:
+                raise Damaged("it ends within a text")
+        return place
+
+    def _size(self, place: int, count: int) -> int:
+        assert self._library is not None
+        left = len(self._blob) - place
+        size: int = self._library.triolet_texts(self._address + place, left, count, None)
+        if size < 0:
+            raise Damaged("it ends within a text")
+        return size
+
+
 def _texts(blob: mmap, place: int, count: int) -> tuple[list[str], int]:
     """Return ``count`` texts, each behind its length, and the place behind them."""
     length_at, found, end = _LENGTH.unpack_from, [], len(blob)
@@ -125,13 +173,3 @@ def _texts(blob: mmap, place: int, count: int) -> tuple[list[str], int]:
             raise Damaged("it ends within a text")
         found.append(str(blob[first:place], "utf-8"))
     return found, place
-
-
-def _behind(blob: mmap, place: int, count: int) -> int:
-    """Return the offset of the end of ``count`` texts that begin at the offset ``place``."""
-    length_at, end = _LENGTH.unpack_from, len(blob)
-    for _ in range(count):
-        place += 8 + length_at(blob, place)[0]
-        if place > end:
-            raise Damaged("it ends within a text")
-    return place

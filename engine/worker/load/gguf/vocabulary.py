@@ -70,15 +70,16 @@ NAMES_IF_MARKED = {"unk_token": "unknown_token_id", "pad_token": "padding_token_
 class Vocabulary:
     """The tokens of a GGUF file.
 
-    ``tokens`` are texts as they are stored, and ``kinds`` GGUF's kinds of them, corrected.
-    ``scores`` are the tokens' scores in a sentencepiece vocabulary. ``merges`` is None for a file
-    without merges. ``ids`` maps metadata fields to ids of special tokens. ``ends`` are the ids at
-    which an answer ends. A flag is None if the file does not set it.
+    ``tokens`` are texts as they are stored, ``index`` has their ids, and ``kinds`` are GGUF's kinds
+    of them, corrected. ``scores`` are the tokens' scores in a sentencepiece vocabulary. ``merges``
+    is None for a file without merges. ``ids`` maps metadata fields to ids of special tokens.
+    ``ends`` are the ids at which an answer ends. A flag is None if the file does not set it.
     """
 
     model: str
     pre_tokenizer: str
     tokens: Sequence[str]
+    index: dict[str, int]
     kinds: Sequence[int]
     scores: Sequence[float]
     merges: Sequence[str] | None
@@ -97,8 +98,8 @@ class Vocabulary:
     @property
     def markers(self) -> dict[str, bool]:
         """The texts of the tokens that a text is first split at, and whether each is special."""
-        tokens = zip(self.tokens, self.kinds, strict=True)
-        return {text: kind != USER_DEFINED for text, kind in tokens if kind in MARKERS}
+        marked = [index for index, kind in enumerate(self.kinds) if kind in MARKERS]
+        return {self.tokens[index]: self.kinds[index] != USER_DEFINED for index in marked}
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -125,14 +126,16 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
             f"tokens); the kinds that are read are {', '.join(DEFAULT_IDS)}"
         )
     ids = _special_ids(metadata, len(tokens), DEFAULT_IDS[model])
-    ends, kinds = _ends(tokens, ids), _numbers(metadata, "token_type", len(tokens), NORMAL)
-    _correct(kinds, tokens, ends)
+    index = _index(tokens)
+    ends, kinds = _ends(index, tokens, ids), _numbers(metadata, "token_type", len(tokens), NORMAL)
+    _correct(kinds, index, ends)
     merges = metadata.get(MERGES)
     name = str(metadata.get("general.name", "")).lower()
     return Vocabulary(
         model=model,
         pre_tokenizer=str(metadata.get(f"{PREFIX}pre", "")),
         tokens=tokens,
+        index=index,
         kinds=kinds,
         scores=_numbers(metadata, "scores", len(tokens), 0.0),
         merges=merges if isinstance(merges, list) else None,
@@ -146,24 +149,26 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
 
 
 def _texts(stored: Any) -> list[str]:
-    """Return the texts of all tokens. As in llama.cpp, an empty text is replaced by a name.
+    """Return the texts of all tokens. As in llama.cpp, an empty text is replaced by a name."""
+    if not isinstance(stored, list):
+        return []
+    if "" not in stored:
+        return stored
+    return [text or f"[EMPTY_{index}]" for index, text in enumerate(stored)]
+
+
+def _index(texts: Sequence[str]) -> dict[str, int]:
+    """Return the ids of all tokens.
 
     Raises:
         Refusal: Two are alike, so that one of the tokens could never be produced from a text.
     """
-    if not isinstance(stored, list):
-        return []
-    texts = stored
-    if "" in stored:
-        texts = [text or f"[EMPTY_{index}]" for index, text in enumerate(stored)]
-    if len(set(texts)) == len(texts):
-        return texts
-    by_text: dict[str, int] = {}
-    for index, text in enumerate(texts):
-        first = by_text.setdefault(text, index)
-        if first != index:
-            raise Refusal(f"its tokens {first} and {index} have the same text, {text!r}")
-    return texts
+    index = dict(zip(texts, range(len(texts)), strict=True))
+    if len(index) < len(texts):
+        second, text = next((i, text) for i, text in enumerate(texts) if index[text] != i)
+        first, second = second, texts.index(text, second + 1)
+        raise Refusal(f"its tokens {first} and {second} have the same text, {text!r}")
+    return index
 
 
 def _special_ids(
@@ -188,26 +193,28 @@ def _special_ids(
     return {name: value for name, value in ids.items() if 0 <= value < count}
 
 
-def _ends(tokens: Sequence[str], ids: Mapping[str, int]) -> frozenset[int]:
+def _ends(
+    index: Mapping[str, int], tokens: Sequence[str], ids: Mapping[str, int]
+) -> frozenset[int]:
     """Return the ids at which an answer ends."""
     texts = set(END_TEXTS)
     for field, fim_texts in FIM_END_TEXTS.items():
         if field not in ids:
             texts.update(fim_texts)
-    ends = {index for index, token in enumerate(tokens) if token in texts}
+    ends = {index[text] for text in texts if text in index}
     ends |= {ids[field] for field in (*END_FIELDS, *FIM_END_TEXTS) if field in ids}
-    end_texts = {tokens[index] for index in ends}
+    end_texts = {tokens[end] for end in ends}
     no_ends = {text for beside, text, _ in NO_END_BESIDE if beside <= end_texts}
-    return frozenset(index for index in ends if tokens[index] not in no_ends)
+    return frozenset(end for end in ends if tokens[end] not in no_ends)
 
 
-def _correct(kinds: list[int], tokens: Sequence[str], ends: frozenset[int]) -> None:
+def _correct(kinds: list[int], index: Mapping[str, int], ends: frozenset[int]) -> None:
     """Make the tokens that are markers by their texts control tokens, whatever kind is stored."""
     markers = END_TEXTS.union(FIM_TEXTS, *FIM_END_TEXTS.values())
     other = {text: kind for _, text, kind in NO_END_BESIDE}
-    for index, text in enumerate(tokens):
-        if text in markers:
-            kinds[index] = CONTROL if index in ends or text not in other else other[text]
+    for text in markers & index.keys():
+        own = index[text]
+        kinds[own] = CONTROL if own in ends or text not in other else other[text]
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int, otherwise: Any) -> list[Any]:
