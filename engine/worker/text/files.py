@@ -30,18 +30,19 @@ from engine.worker.tokenizing.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engine.worker.load.gguf.vocabulary import Vocabulary
     from engine.worker.load.resolve import Source
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelFiles:
-    """A model's source, whose directory has its config. ``built`` is the tokenizer of a GGUF file,
-    if it was requested."""
+    """A model's source, whose directory has its config. ``vocabulary`` are the tokens of a GGUF
+    file, if they were read, until `tokenizer` frees them."""
 
     source: Source
     gguf: GgufFile | None
-    built: HfTokenizer | None = None
+    vocabulary: Vocabulary | None = None
 
     def open_weights(self) -> Checkpoint:
         """Return the model's weights, to be entered.
@@ -60,12 +61,17 @@ class ModelFiles:
         return Checkpoint(self.source.directory)
 
     def tokenizer(self) -> HfTokenizer:
-        """Return the model's tokenizer.
+        """Return the model's tokenizer. Call this once.
 
         Raises:
-            SpawnFailed, Refusal: It is missing or damaged (`load_tokenizer`).
+            SpawnFailed, Refusal: It is missing or damaged (`load_tokenizer`), or that of a GGUF
+                file cannot be built.
         """
-        return self.built or load_tokenizer(self.source.directory)
+        vocabulary, self.vocabulary = self.vocabulary, None
+        directory = self.source.directory
+        if vocabulary is None:
+            return load_tokenizer(directory)
+        return load_tokenizer(directory, build_tokenizer(vocabulary), vocabulary.index.keys())
 
 
 @contextmanager
@@ -75,7 +81,6 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
     Raises:
         Refusal: There is no such model, its GGUF file is not supported, or no temporary directory
             can be written.
-        SpawnFailed: Its GGUF file has a tokenizer that cannot be built.
     """
     source = resolve(model, revision)
     if not source.gguf:
@@ -84,15 +89,14 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
     with ExitStack() as stack:
         with _needs_temporary_folder():
             written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
-        weights, tokenizer = _open_gguf(source.gguf, written, with_tokenizer=with_tokenizer)
-        yield ModelFiles(replace(source, directory=written), weights, tokenizer)
+        weights, vocabulary = _open_gguf(source.gguf, written, with_tokenizer=with_tokenizer)
+        yield ModelFiles(replace(source, directory=written), weights, vocabulary)
 
 
 def _open_gguf(
     paths: tuple[Path, ...], written: Path, *, with_tokenizer: bool
-) -> tuple[GgufFile, HfTokenizer | None]:
-    """Write what other code reads of a GGUF file. Return its weights and tokenizer. The texts of
-    its tokens are freed."""
+) -> tuple[GgufFile, Vocabulary | None]:
+    """Write what other code reads of a GGUF file. Return its weights and its tokens."""
     with GgufFile(*paths, has_vocabulary=with_tokenizer) as file:
         vocabulary = file.vocabulary() if with_tokenizer else None
         with _needs_temporary_folder():
@@ -101,11 +105,7 @@ def _open_gguf(
                 write_generation_config(vocabulary, written)
                 write_tokenizer_config(vocabulary, written)
                 write_templates(file.metadata, written)
-        weights = file.without_texts()
-        if vocabulary is None:
-            return weights, None
-        backend = build_tokenizer(vocabulary)
-        return weights, load_tokenizer(written, backend, frozenset(vocabulary.tokens))
+        return file.without_texts(), vocabulary
 
 
 @contextmanager

@@ -6,7 +6,8 @@ by this file. Rule: nothing here handles sequences. The caller sets the thread's
 
 from __future__ import annotations
 
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from engine.worker.forward.kv_cache import (
 )
 from engine.worker.forward.packed_cache import Layers, bound_of, open_cache
 from engine.worker.forward.recurrent import StateSlots, open_states
+from engine.worker.forward.thread_state import thread_state
 from engine.worker.forward.transfer import send
 from engine.worker.interface import Inspection, KvInspection, LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
@@ -44,7 +46,7 @@ from engine.worker.text.warmup import workspace_bytes
 from engine.worker.tokenizing.tokenizer import tokenizer_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.attention import AttentionBackend
@@ -240,38 +242,38 @@ def place(
     counted = _Counted(progress)
     counted(LoadProgress("config"))
     device = pick_rank_device(spec.device, division)
-    with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
-        source = files.source
-        architecture, config = division.read_config(source.directory)
-        context_limit(config, spec.max_model_len)
-        defaults, ends = read_generation(source, config)
-        with files.open_weights() as whole:
-            sizes, checkpoint = _sizes(spec, division, (architecture, config), whole, sizing)
-            dtype, shapes = sizes.dtype, sizes.shapes
-            tokenizer = files.tokenizer()
-            in_blocks = [
-                one.shape for one in checkpoint.tensors.values() if checkpoint.form(one.name)
-            ]
-            if (
-                chosen is not None
-                or objection_to_kernels(device, dtype, shapes)
-                or division.objection_to_decoder(architecture)
-            ):
-                _, config = division.read_config(source.directory, is_stock=True)
-            model = load_model(
-                checkpoint,
-                architecture,
-                config,
-                dtype=dtype,
-                device=device,
-                progress=counted,
-                quantization=spec.quantization,
-            )
-        division.complete(model, source.directory)
-    recurrence = RECURRENT[architecture.name] if sizes.states else None
-    with closing(_layers_of(spec, source, in_blocks, sizes)) as layers:
+    with ExitStack() as stack:
+        with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
+            source = files.source
+            architecture, config = division.read_config(source.directory)
+            context_limit(config, spec.max_model_len)
+            defaults, ends = read_generation(source, config)
+            with files.open_weights() as whole:
+                sizes, checkpoint = _sizes(spec, division, (architecture, config), whole, sizing)
+                dtype, shapes = sizes.dtype, sizes.shapes
+                tensors = checkpoint.tensors.values()
+                in_blocks = [one.shape for one in tensors if checkpoint.form(one.name)]
+                layers = stack.enter_context(_layers_beside(spec, source, in_blocks, sizes))
+                tokenizer = files.tokenizer()
+                if (
+                    chosen is not None
+                    or objection_to_kernels(device, dtype, shapes)
+                    or division.objection_to_decoder(architecture)
+                ):
+                    _, config = division.read_config(source.directory, is_stock=True)
+                model = load_model(
+                    checkpoint,
+                    architecture,
+                    config,
+                    dtype=dtype,
+                    device=device,
+                    progress=counted,
+                    quantization=spec.quantization,
+                )
+            division.complete(model, source.directory)
+        recurrence = RECURRENT[architecture.name] if sizes.states else None
         cache, execution = _prepared(
-            spec, model, sizes, chosen, division, recurrence, layers, counted.add
+            spec, model, sizes, chosen, division, recurrence, layers(), counted.add
         )
     progress(LoadProgress("warm-up"))
     opened = None
@@ -292,6 +294,27 @@ def place(
         source.is_demo,
         opened,
     )
+
+
+@contextmanager
+def _layers_beside(
+    spec: RunnerSpec, source: Source, shapes: Sequence[tuple[int, ...]], sizes: Sizes
+) -> Iterator[Callable[[], Layers]]:
+    """Have a thread open what `_layers_of` returns while the block goes on: checking a file of
+    packed weights needs no lock of Python's, and building a tokenizer does. Yield a function that
+    waits for the thread; close the layers at the end of the block."""
+
+    def open_layers() -> Layers:
+        with thread_state(spec.threads, sizes.device):
+            return _layers_of(spec, source, shapes, sizes)
+
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(open_layers)
+        try:
+            yield opening.result
+        finally:
+            if opening.exception() is None:
+                opening.result().close()
 
 
 def _layers_of(
