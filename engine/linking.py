@@ -17,13 +17,15 @@ from pathlib import Path
 LIBRARY = "lib/libtorch_cpu.so"  # below torch's folder
 
 
-def link_torch() -> None:
-    """Begin to link the library, if torch is installed and not imported yet. If that fails, the
-    import of torch says why."""
+def link_torch() -> threading.Thread | None:
+    """Begin to link the library, if torch is installed and not imported yet, and return the thread.
+    If linking fails, the import of torch says why."""
     found = None if "torch" in sys.modules else find_spec("torch")
     if found is None or found.origin is None:
-        return
+        return None
     path = os.fsencode(Path(found.origin).parent / LIBRARY)
     link = ctypes.CDLL(None).dlopen
     link.argtypes, link.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    threading.Thread(target=link, args=(path, os.RTLD_NOW), daemon=True).start()
+    thread = threading.Thread(target=link, args=(path, os.RTLD_NOW), daemon=True)
+    thread.start()
+    return thread
