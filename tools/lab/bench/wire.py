@@ -3,7 +3,8 @@
 `python -m tools.lab.bench.wire KIND JSON` is such a process: ``triolet`` serves a `PacedRunner`,
 ``plain`` is a grpc.aio handler that writes the same messages without an engine, and ``readers``
 reads every message of a number of streams. It prints one line of JSON when it is ready, and answers
-every line on standard input with another. It ends when the input ends.
+every line on standard input with another. It ends when the input ends. The kinds ``bare`` and
+``http-readers`` are those of `tools.lab.bench.wire_http`.
 
 Rule 1: a server's CPU time is read from outside, so that all kinds are measured alike. Rule 2:
 readers use the bytes of a message only to count them.
@@ -137,6 +138,11 @@ class Peer:
         """The server's address."""
         return f"127.0.0.1:{self.hello['port']}"
 
+    @property
+    def http_address(self) -> str:
+        """The address of the server's port for HTTP."""
+        return f"127.0.0.1:{self.hello['openai_port']}"
+
     def ask(self) -> Any:
         """Return the process's answer: what it has counted or recorded."""
         assert self._process.stdin is not None
@@ -176,27 +182,29 @@ def peer(kind: str, **settings: Any) -> Iterator[Peer]:
 # ---- the processes' side ---------------------------------------------------------------------
 
 
-def _print(what: object) -> None:
+def say(what: object) -> None:
+    """Print a line of JSON."""
     print(json.dumps(what), flush=True)
 
 
-def _answer_lines(answer: Callable[[], object], end: Callable[[], None]) -> None:
+def answer_lines(answer: Callable[[], object], end: Callable[[], None]) -> None:
     """Answer every line of the input from a thread, and call ``end`` at the input's end."""
 
     def run() -> None:
         for _ in sys.stdin:
-            _print(answer())
+            say(answer())
         end()
 
     threading.Thread(target=run, daemon=True, name="stdin").start()
 
 
-def _end_by_signal() -> None:
+def end_by_signal() -> None:
+    """Have this process end as by its operator."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _serve_triolet(
-    runner: dict[str, Any], engine: dict[str, Any], tls: dict[str, str]
+    runner: dict[str, Any], engine: dict[str, Any], tls: dict[str, str], openai: bool
 ) -> None:
     paced = PacedRunner(**runner)
     flags = {"tls_cert": tls["cert"], "tls_key": tls["key"]} if tls else {}
@@ -205,10 +213,10 @@ async def _serve_triolet(
         server = await nursery.start(
             partial(serve, make_runner=lambda model, config: paced),
             config,
-            ServerConfig(port=0, **flags),
+            ServerConfig(port=0, openai_port=0 if openai else None, **flags),
         )
-        _answer_lines(paced.take_stamps, _end_by_signal)
-        _print({"port": server.port})
+        answer_lines(paced.take_stamps, end_by_signal)
+        say({"port": server.port, "openai_port": server.openai_port})
 
 
 class PlainInference(inference_pb2_grpc.InferenceServicer):
@@ -249,15 +257,15 @@ async def _serve_plain(step_s: float, tls: dict[str, str]) -> None:
     else:
         port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    _answer_lines(lambda: None, _end_by_signal)
-    _print({"port": port})
+    answer_lines(lambda: None, end_by_signal)
+    say({"port": port})
     while True:
         await asyncio.sleep(step_s)
         inference.tick()
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop, with which grpc.aio is fastest."""
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop, with which grpc.aio and sockets are fastest."""
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 
@@ -299,8 +307,8 @@ async def _read_streams(address: str, streams: int, max_tokens: int, ca: str = "
         running.cancel()
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
-        _answer_lines(lambda: counts, lambda: loop.call_soon_threadsafe(done.set))
-        _print({})
+        answer_lines(lambda: counts, lambda: loop.call_soon_threadsafe(done.set))
+        say({})
         await done.wait()
         for task in tasks:
             task.cancel()
@@ -312,10 +320,15 @@ def main() -> None:
     kind, settings = sys.argv[1], json.loads(sys.argv[2])
     if kind == "triolet":
         parts = (settings.get(name, {}) for name in ("runner", "engine", "tls"))
-        trio.run(_serve_triolet, *parts)
+        trio.run(_serve_triolet, *parts, settings.get("openai", False))
+        return
+    if kind in ("bare", "http-readers"):
+        from tools.lab.bench import wire_http  # its server is an extra
+
+        wire_http.run(kind, settings)
         return
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    loop = _new_event_loop()
+    loop = new_event_loop()
     if kind == "plain":
         loop.run_until_complete(_serve_plain(settings["step_s"], settings.get("tls", {})))
     else:
