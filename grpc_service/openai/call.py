@@ -19,6 +19,7 @@ from grpc_service.openai.errors import HttpError, answer_of
 from grpc_service.openai.json_text import encode_json
 from grpc_service.rpc.errors import Disconnected, TooManyHeld
 from grpc_service.rpc.held_bytes import CALL_BYTES, Holding
+from grpc_service.rpc.sockets import RECEIVE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,6 +76,9 @@ class HttpCall:
         self.num_read = 0  # bytes of the body
         self._has_body = False  # the request's body has come whole
         self._is_stream = False  # of events
+        self._has_ended = (
+            False  # the end of the answer was sent, which ends the request for anycorn
+        )
         self.arrived_at = trio.current_time()
         self.deadline = math.inf
 
@@ -117,6 +121,7 @@ class HttpCall:
         if num_missing > max_bytes:
             raise _too_large(num_missing, max_bytes)
         limits, held = self.connection.shared.limits, self.connection.shared.held
+        stream = self.connection.stream
         may_read, evicted = trio.Event(), trio.CancelScope()
         num_counted = CALL_BYTES  # else closing it would not end its wait for room
 
@@ -125,6 +130,7 @@ class HttpCall:
             nonlocal num_counted
             num_counted += num_missing
             may_read.set()
+            stream.resume(RECEIVE_BYTES)
             held.set_bytes(holding, num_counted)
 
         holding = Holding(self.connection.holder, evicted.cancel, grow)
@@ -134,6 +140,7 @@ class HttpCall:
         try:
             with trio.move_on_at(until), evicted:
                 if num_missing > GROW_BYTES:
+                    stream.pause()
                     held.ask_to_grow(holding, num_missing)
                     await self._wait_here(may_read)
                 while True:
@@ -151,6 +158,7 @@ class HttpCall:
                         self._has_body = True
                         return b"".join(parts)
         finally:
+            stream.resume()
             parts.clear()  # an exception's frames may wait for the collector
             held.close(holding)
         if evicted.cancelled_caught:
@@ -183,6 +191,8 @@ class HttpCall:
                     break
             if self.connection.stream.has_left:
                 break
+        if self._has_ended:  # a cancellation would stop anycorn's clock of an idle connection
+            return
         self.is_lost = self.code is None
         self.scope.cancel(reason="the client has left")
 
@@ -227,6 +237,7 @@ class HttpCall:
         Raises Disconnected. Cancellation: as `write`."""
         if self.status is not None and self._has_body:
             self.code = self.code or self.status
+            self._has_ended = True
             await self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def linger(self) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # The most bytes of an answer in the socket's buffer. Without this limit the buffer takes megabytes,
 # and a request whose client does not read is parked late. Guess: as gRPC's window of a stream.
 UNSENT_BYTES = 2**16
+PART_BYTES = 2**14  # received at once, until a request may be read: anycorn keeps up to four parts
 PART_S, BYTE_S = 1e-4, 4e-9  # processor time of a received part, and of each byte, about
 CLOSE_PATIENCE_S = 1.0  # for the last bytes of an answer that ends its connection. Guess.
 
@@ -52,6 +53,9 @@ class DoorStream:
         self._has_unsent = trio.Event()
         self._is_empty = trio.Event()
         self._is_empty.set()
+        self._may_read = trio.Event()
+        self._may_read.set()
+        self._part_bytes = PART_BYTES
         self.on_end: Callable[[], None] = lambda: None
         self.is_broken = False
         self._is_cut = False
@@ -70,17 +74,28 @@ class DoorStream:
 
     async def receive(self, max_bytes: int = 0) -> bytes:
         """Wait for bytes. Cancellation: safe; no byte is lost."""
+        await self._may_read.wait()
         if self._is_closed:
             raise anyio.ClosedResourceError
         await self._shared.share.enter(self._holding.holder.address)
         try:
-            data = await self._transport.receive()
+            data = await self._transport.receive(self._part_bytes)
             self._shared.share.spend(PART_S + BYTE_S * len(data))
         except (OSError, trio.ClosedResourceError):
             raise anyio.BrokenResourceError from None
         if not data:
             raise anyio.EndOfStream
         return data
+
+    def pause(self) -> None:
+        """Receive nothing until `resume`, beyond a part that is on its way."""
+        if self._may_read.is_set():
+            self._may_read = trio.Event()
+
+    def resume(self, part_bytes: int = PART_BYTES) -> None:
+        """Receive again, parts of up to ``part_bytes``. Idempotent."""
+        self._part_bytes = part_bytes
+        self._may_read.set()
 
     async def send(self, data: bytes) -> None:
         """Send what the socket takes now, and keep the rest. Never waits."""
@@ -214,7 +229,7 @@ class HttpConnection:
         """Send a part of an answer's body at once, framed by h11, without waking a task; return
         False if that cannot be. The call of the connection has sent its headers."""
         server = self._server
-        if not self.stream.is_clear or self.stream.is_broken or server.send_lock.locked():
+        if self.stream.is_broken or not self.stream.is_clear or server.send_lock.locked():
             return False
         framing: Any = server.protocol.protocol.connection
         framed = framing.send(h11.Data(data=data))
@@ -238,8 +253,11 @@ class HttpConnection:
                 nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
             self.shared.held.close(self._output)
-            self._server.forget()
-            await self.stream.aclose()
+            try:
+                await self.stream.aclose()
+            finally:
+                self.stream.on_end = lambda: None
+                self._server.forget()
 
 
 class _Http1(TCPServer):
@@ -261,7 +279,7 @@ class _Http1(TCPServer):
         """Drop what the ended connection has received: its parts refer to each other, and would
         wait for the collector, which comes seldom."""
         wrapper = vars(self).get("protocol")
-        for part in () if wrapper is None else (wrapper.protocol, wrapper):
+        for part in (self,) if wrapper is None else (wrapper.protocol, wrapper, self):
             vars(part).clear()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -244,7 +244,7 @@ class PlainTransport:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def receive(self) -> bytes:
+    async def receive(self, max_bytes: int = RECEIVE_BYTES) -> bytes:
         """Wait for bytes and return at least one; b"" when the client has closed.
 
         Cancellation: safe; no byte is lost.
@@ -252,7 +252,7 @@ class PlainTransport:
         while True:
             await trio.lowlevel.wait_readable(self._socket)
             with contextlib.suppress(BlockingIOError, InterruptedError):
-                return self._socket.recv(RECEIVE_BYTES)
+                return self._socket.recv(max_bytes)
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send what the socket's buffer has room for; return its number of bytes. What is sent next
@@ -357,7 +357,7 @@ class TlsTransport(PlainTransport):
             while socket.socket.recv(self._tls, RECEIVE_BYTES):
                 pass
 
-    async def receive(self) -> bytes:
+    async def receive(self, max_bytes: int = RECEIVE_BYTES) -> bytes:
         """Wait for bytes and return at least one; b"" when the client has closed.
 
         Cancellation: safe; no byte is lost.
@@ -367,8 +367,8 @@ class TlsTransport(PlainTransport):
                 await trio.lowlevel.wait_readable(self._tls)
             try:
                 if self._has_ended:
-                    return socket.socket.recv(self._tls, RECEIVE_BYTES)  # dropped by the caller
-                return self._tls.recv(RECEIVE_BYTES)
+                    return socket.socket.recv(self._tls, max_bytes)  # dropped by the caller
+                return self._tls.recv(max_bytes)
             except (ssl.SSLWantReadError, BlockingIOError, InterruptedError):
                 continue
             except ssl.SSLWantWriteError:  # OpenSSL wants to answer the client by itself
