@@ -16,26 +16,25 @@ from engine.core.text.types import TOOLS_KIND, Constraint
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.answers.dialects import (
     CHANNEL,
-    CHANNEL_ENDS,
     CONSTRAIN,
     FUNCTIONS,
     MESSAGE,
     RECIPIENT,
-    START,
     parts_of,
 )
 from engine.requests.text.answers.reader import NAME_CHARS_MAX
+from engine.requests.text.answers.reasoning_grammar import lead_rules, literal, marker
 from engine.requests.text.chat_values import function_of
 from engine.requests.text.values import MAX_CONSTRAINT_CHARS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from engine.requests.text.answers.dialects import Dialect, Form, Part
     from engine.requests.text.answers.format import AnswerFormat
+    from engine.requests.text.answers.reasoning_grammar import FindId
 
     Tool = Mapping[str, Any]
-    FindId = Callable[[str], int | None]
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS = frozenset({"type", "properties"})  # the keys of a schema without arguments
@@ -64,7 +63,7 @@ def tool_constraint(
     grammar = _Grammar(form.tools, find_id)
     wanted = [(i, function_of(tool)) for i, tool in enumerate(tools)]
     wanted = [(i, function) for i, function in wanted if only in ("", function["name"])]
-    rules = [*_lead(form, find_id)]
+    rules = lead_rules(form, find_id, "calls")
     for i, function in wanted:
         rules.append(f"f{i}: {grammar.function(i, function)}")
     rules += grammar.rules
@@ -75,30 +74,6 @@ def tool_constraint(
         what = f"make a grammar of {len(source)} characters, of at most {MAX_CONSTRAINT_CHARS}"
         raise InvalidRequest.of("chat.tools", f"{what}, for tool_choice to be enforced")
     return Constraint(TOOLS_KIND, source)
-
-
-def _lead(form: AnswerFormat, find_id: FindId) -> list[str]:
-    """Return the rules of the whole answer and of the reasoning before the calls."""
-    if form.has_channels:
-        begin = f'{_marker(CHANNEL, find_id)} "analysis" {_marker(MESSAGE, find_id)}'
-        again = f'{_marker(START, find_id)} "assistant"'
-        return [f"start: ({begin} thought {again})? calls", _thought(CHANNEL_ENDS[0], find_id)]
-    if form.reasoning is None:
-        return ["start: calls"]
-    opening, closing, _ = form.reasoning
-    rules = [r"reasoning: thought /[ \n]{1,4}/?", _thought(closing, find_id)]
-    if form.begins_inside:
-        return ["start: reasoning calls", *rules]
-    return [f"start: ({_marker(opening, find_id)} reasoning)? calls", *rules]
-
-
-def _thought(end: str, find_id: FindId) -> str:
-    """Return the rule of any text up to a marker, with the marker."""
-    token_id = find_id(end)
-    if token_id is not None:
-        return rf"thought: /(.|\n)*/ <[{token_id}]>"
-    escaped = re.escape(end).replace("/", r"\/")
-    return rf"thought[lazy]: /(.|\n)*{escaped}/"
 
 
 class _Grammar:
@@ -113,7 +88,7 @@ class _Grammar:
         """Return the right side of the rule for all calls; ``one`` is a bare call."""
         form = self._dialect.write
         if form is None:  # the answer ends after each call
-            return f"{_marker(CHANNEL, self._find_id)} one"
+            return f"{marker(CHANNEL, self._find_id)} one"
         several = "one"
         if not is_single and self._dialect.name != "llama":  # whose templates take one in a turn
             several = f"one ({self._written(form.between)} one)*" if form.between else "one+"
@@ -124,8 +99,8 @@ class _Grammar:
         form, name = self._dialect.write, function["name"]
         if form is None:
             _check_name(index, name)
-            to = _literal(f"commentary {RECIPIENT}{FUNCTIONS}{name} ")
-            markers = _marker(CONSTRAIN, self._find_id), _marker(MESSAGE, self._find_id)
+            to = literal(f"commentary {RECIPIENT}{FUNCTIONS}{name} ")
+            markers = marker(CONSTRAIN, self._find_id), marker(MESSAGE, self._find_id)
             self.rules.append(f"a{index}: {_arguments(index, function)}")
             return f'{to} {markers[0]} "json" {markers[1]} a{index}'
         written: list[str] = []
@@ -139,15 +114,15 @@ class _Grammar:
         return " ".join(written)
 
     def _written(self, parts: Sequence[Part]) -> str:
-        return " ".join(_marker(part.text, self._find_id) for part in parts)
+        return " ".join(marker(part.text, self._find_id) for part in parts)
 
     def _part(self, form: Form, part: Part, index: int, function: Tool) -> str:
         """Return how a part of a call is written."""
         if part.kind in ("text", "space"):
-            return _marker(part.text, self._find_id)
+            return marker(part.text, self._find_id)
         if part.kind == "name":
             _check_name(index, function["name"])
-            return _literal(function["name"])
+            return literal(function["name"])
         if part.kind == "id":
             return f"/{self._dialect.id}/"
         if part.kind == "object":
@@ -166,11 +141,11 @@ class _Grammar:
         self.rules.append(f"a{index}: {_arguments(index, function)}")
         for part in parts_of(self._dialect.object):
             if part.kind == "name":
-                written.append(_literal(json.dumps(function["name"], ensure_ascii=False)))
+                written.append(literal(json.dumps(function["name"], ensure_ascii=False)))
             elif part.kind == "id":
                 written.append(f"/{self._dialect.id}/")
             else:
-                written.append(f"a{index}" if part.kind == "arguments" else _literal(part.text))
+                written.append(f"a{index}" if part.kind == "arguments" else literal(part.text))
         return " ".join(written)
 
 
@@ -209,13 +184,3 @@ def _arguments(index: int, function: Tool) -> str:
         return "%json " + json.dumps({"type": "object", **schema, "x-guidance": SPACING})
     except (TypeError, ValueError):
         raise InvalidRequest.of(field, "is not JSON") from None
-
-
-def _marker(text: str, find_id: FindId) -> str:
-    """Return a marker as a grammar has it: by its id if it is one token, otherwise by its text."""
-    token_id = find_id(text)
-    return _literal(text) if token_id is None else f"<[{token_id}]>"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,59 @@
+"""Makes the grammar of the reasoning before a part of an answer whose form is enforced.
+
+Rule: whatever these rules allow before the part, the format's
+`engine.requests.text.answers.reader.AnswerReader` reads as reasoning or drops.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from engine.requests.text.answers.dialects import CHANNEL, CHANNEL_ENDS, MESSAGE, START
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.requests.text.answers.format import AnswerFormat
+
+    FindId = Callable[[str], int | None]
+
+
+def lead_rules(form: AnswerFormat, find_id: FindId, part: str) -> list[str]:
+    """Return the rules of a whole answer, which is reasoning, if the model reasons, and ``part``,
+    the right side of a rule. Of an answer in channels the part begins with its message's channel.
+
+    ``find_id`` returns the id of a text that is one token of its own in the model's vocabulary.
+    """
+    if form.has_channels:
+        begin = f'{marker(CHANNEL, find_id)} "analysis" {marker(MESSAGE, find_id)}'
+        again = f'{marker(START, find_id)} "assistant"'
+        return [f"start: ({begin} thought {again})? {part}", _thought(CHANNEL_ENDS[0], find_id)]
+    if form.reasoning is None:
+        return [f"start: {part}"]
+    opening, closing, _ = form.reasoning
+    rules = [r"reasoning: thought /[ \n]{1,4}/?", _thought(closing, find_id)]
+    if form.begins_inside:
+        return [f"start: reasoning {part}", *rules]
+    return [f"start: ({marker(opening, find_id)} reasoning)? {part}", *rules]
+
+
+def _thought(end: str, find_id: FindId) -> str:
+    """Return the rule of any text up to a marker, with the marker."""
+    token_id = find_id(end)
+    if token_id is not None:
+        return rf"thought: /(.|\n)*/ <[{token_id}]>"
+    escaped = re.escape(end).replace("/", r"\/")
+    return rf"thought[lazy]: /(.|\n)*{escaped}/"
+
+
+def marker(text: str, find_id: FindId) -> str:
+    """Return a marker as a grammar has it: by its id if it is one token, otherwise by its text."""
+    token_id = find_id(text)
+    return literal(text) if token_id is None else f"<[{token_id}]>"
+
+
+def literal(text: str) -> str:
+    """Return a text as a grammar has it."""
+    return json.dumps(text, ensure_ascii=False)
