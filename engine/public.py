@@ -29,6 +29,7 @@ from engine.requests.text.values import AnswerTokens as AnswerTokens
 from engine.requests.text.values import GenerateRequest as GenerateRequest
 from engine.requests.text.values import OutputOptions as OutputOptions
 from engine.requests.text.values import PromptOptions as PromptOptions
+from engine.requests.text.values import ReasoningOptions as ReasoningOptions
 from engine.requests.text.values import SamplingParams as SamplingParams
 from engine.requests.text.values import Started as Started
 from engine.requests.text.values import ToolCallDelta as ToolCallDelta

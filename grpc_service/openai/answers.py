@@ -61,7 +61,7 @@ class _Answer:
         self._stop_ids = frozenset(stop_ids)
         self._prompt_tokens: dict[int, int] = {}  # by source
         self._cached_tokens: dict[int, int] = {}
-        self._completion_tokens = 0
+        self._completion_tokens = self._reasoning_tokens = 0
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     def _start(self, source: int, event: Started) -> None:
@@ -74,6 +74,7 @@ class _Answer:
         self._prompt_tokens[source] = usage.prompt_tokens
         self._cached_tokens[source] = max(self._cached_tokens.get(source, 0), usage.cached_tokens)
         self._completion_tokens += usage.completion_tokens
+        self._reasoning_tokens += usage.reasoning_tokens
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(self._prompt_tokens.values())
@@ -82,6 +83,7 @@ class _Answer:
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
     def _calls_of(self, event: Tokens) -> tuple[ToolCallDelta, ...]:

@@ -22,6 +22,7 @@ from engine.requests.text.values import (
     GenerateRequest,
     OutputOptions,
     PromptOptions,
+    ReasoningOptions,
     SamplingParams,
 )
 from grpc_service.openai.answers import ChatStream, ChatWhole, TextStream, TextWhole
@@ -58,6 +59,9 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 }
 PROMPT_PATH = re.compile(r"(?:text|input|token_ids\.ids)((?:\[\d+\])?)")
 TOOL_MODES = ("auto", "none", "required")
+NO_REASONING = "none"  # the effort of OpenAI's models that do not reason
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates
+BUDGETS = ("thinking_token_budget", "thinking_budget")  # vLLM's name, and that of Qwen's own API
 ROLES = {"developer": "system"}  # the templates of open models know one of them
 # Names of triolet.v1 in errors, and what the fields are called here.
 RENAMED = {
@@ -67,6 +71,9 @@ RENAMED = {
     "output.token_ids": "return_token_ids",
     "prompt.truncate_to": "truncate_prompt_tokens",
     "chat.template_args": "chat_template_kwargs",
+    "reasoning.budget_tokens": BUDGETS[0],
+    "reasoning.enabled": "reasoning_effort",
+    "constraint.reasoning": "structured_outputs.enable_in_reasoning",
     "input": "prompt",
 }
 
@@ -103,8 +110,10 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
         json.dumps(template_args, allow_nan=False)
     except ValueError:
         fields.refuse("chat_template_kwargs", "has a number that is too large")
-    if effort := fields.text("reasoning_effort"):
+    effort = fields.text("reasoning_effort")
+    if effort and effort != NO_REASONING:
         template_args = {"reasoning_effort": effort, **template_args}
+    reasoning = _reasoning_of(fields, effort, template_args)
     chat = Chat(
         messages=tuple(
             _message_of(one, images) for one in fields.each("messages", most_of("Chat.messages"))
@@ -117,7 +126,7 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
     )
     chat.look_through()
     is_stream, with_usage = _stream_of(fields)
-    request = _request_of(fields, context, output, chat=chat)
+    request = _request_of(fields, context, output, chat=chat, reasoning=reasoning)
     fields.done()
     request_id = request.request_id
     made = ChatStream if is_stream else ChatWhole
@@ -133,6 +142,26 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
     )
     rename = partial(_as_sent, fields.sent_as, "")
     return Work(request_id, (request,), encoder, is_stream, images.num_chars, rename)
+
+
+def _reasoning_of(
+    fields: Fields, effort: str | None, template_args: Mapping[str, Any]
+) -> ReasoningOptions:
+    """Return how the model reasons. The templates' switches, set to false, hold for templates that
+    have none, too."""
+    budgets = [name for name in BUDGETS if fields.has(name)]
+    found = {fields.whole(name) for name in budgets}
+    if len(found) > 1:
+        fields.refuse(budgets[1], f"differs from {budgets[0]}; set one of them")
+    if budgets:
+        fields.sent_as["reasoning.budget_tokens"] = budgets[0]
+    switches = [name for name in SWITCHES if template_args.get(name) is False]
+    if effort == NO_REASONING:
+        fields.sent_as["reasoning.enabled"] = "reasoning_effort"
+    elif switches:
+        fields.sent_as["reasoning.enabled"] = f"chat_template_kwargs.{switches[0]}"
+    is_off = bool(switches) or effort == NO_REASONING
+    return ReasoningOptions(False if is_off else None, next(iter(found), None))
 
 
 def _message_of(fields: Fields, images: ImageBytes) -> dict[str, Any]:
@@ -445,8 +474,11 @@ def _structured(fields: Fields) -> dict[str, Constraint]:
         return {}
     names = ("json", "regex", "choice", "grammar", "json_object")
     made = _forms(inside, {name: name for name in names})
+    in_reasoning = inside.switch("enable_in_reasoning")  # vLLM's name, of a server's option
     inside.done()
-    return made
+    if in_reasoning is None:
+        return made
+    return {name: replace(form, reasoning=not in_reasoning) for name, form in made.items()}
 
 
 def _forms(fields: Fields, names: dict[str, str]) -> dict[str, Constraint]:

@@ -24,6 +24,7 @@ from engine.requests.text.values import (
     GenerateRequest,
     OutputOptions,
     PromptOptions,
+    ReasoningOptions,
     SamplingParams,
 )
 
@@ -68,6 +69,7 @@ def decode_generate(
         resume_window_s=message.resume_window.ToNanoseconds() / 1e9
         if message.HasField("resume_window")
         else None,
+        reasoning=ReasoningOptions(**_set_fields(message.reasoning)),
         check=False,
         **given(message, "text", "n", "priority"),
     )
@@ -216,9 +218,10 @@ def _decode_constraint(message: inference_pb2.Constraint) -> Constraint | None:
     kind = message.WhichOneof("kind")
     if kind is None:
         return None
+    source = "" if kind == "json_object" else getattr(message, kind)
     if kind == "choice":
-        return Constraint(kind, "\0".join(message.choice.choices))
-    return Constraint(kind, "" if kind == "json_object" else getattr(message, kind))
+        source = "\0".join(message.choice.choices)
+    return Constraint(kind, source, **given(message, "reasoning"))
 
 
 def _constraint_violations(message: inference_pb2.Constraint) -> Iterator[FieldViolation]:

@@ -206,7 +206,7 @@ def _encode_finished(event: Finished) -> inference_pb2.GenerateResponse:
         choice=event.choice,
         reason=FINISH_REASONS[event.reason],
         usage=inference_pb2.Usage(**asdict(event.usage)),
-        timings=inference_pb2.Timings(**durations_of(event.timings)),
+        timings=common_pb2.Timings(**durations_of(event.timings)),
     )
     if isinstance(event.matched, str):
         finished.stop = event.matched

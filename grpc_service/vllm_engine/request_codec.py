@@ -1,8 +1,7 @@
 """Translates VllmEngine's requests into the engine's values. Pure: no waiting, no state.
 
 Rule 1: no set field is ignored, but for those that concern only the text that a gateway makes of
-the tokens (``original_text``, ``spaces_between_special_tokens``) or when a constraint begins, which
-is always at the first token (``grammar_from_first_token``). A field that cannot be served is
+the tokens (``original_text``, ``spaces_between_special_tokens``). A field that cannot be served is
 refused by name. Rule 2: ranges are checked by the engine's values, whose violations have the names
 of triolet.v1. Rule 3: a plain proto3 number cannot be told from one that is not set. What its zero
 means is said where it is read.
@@ -10,6 +9,7 @@ means is said where it is read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
@@ -137,6 +137,13 @@ def _decode_truncation(params: Any, max_model_len: int) -> PromptOptions:
 
 
 def _decode_constraint(params: Any) -> Constraint | None:
+    """Return the form, which begins behind the model's reasoning, unless the gateway has put rules
+    for the reasoning into it."""
+    made = _constraint_of(params)
+    return None if made is None else replace(made, reasoning=not params.grammar_from_first_token)
+
+
+def _constraint_of(params: Any) -> Constraint | None:
     kind = params.WhichOneof("constraint")
     if kind is None:
         return None

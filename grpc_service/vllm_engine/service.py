@@ -201,7 +201,7 @@ class VllmEngine:
             block_size=config.block_size,
             model_dtype=status.dtype,
             max_num_seqs=config.max_num_seqs,
-            constrained_decoding_start="first_token",
+            constrained_decoding_start="after_reasoning",
         )
 
     async def GetLoads(self, request: Any, rpc: Rpc) -> Any:

@@ -234,7 +234,7 @@ def test_a_gateway_learns_what_it_must_know(engine):
     assert not engine("words").GetModelInfo(pb.GetModelInfoRequest(), timeout=10).is_generation
     about = engine("quick").GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
     assert (about.block_size, about.kv_role, about.kv_connector) == (16, "", "")
-    assert about.constrained_decoding_start == "first_token"
+    assert about.constrained_decoding_start == "after_reasoning"
 
 
 def test_the_load_is_that_of_the_counters(server, engine):

@@ -106,10 +106,10 @@ async def test_the_parser_looks_only_for_what_request_and_template_have(engine):
     without_tools = await events_of(engine, GenerateRequest(chat=Messages(ASK)))
     call = f"<tool_call>{CALL}</tool_call> <tool_"
     assert told(without_tools) == (f"So.\n{call}", "hm", [])
-    constrained = GenerateRequest(
-        chat=Messages(ASK, tools=TOOLS), constraint=Constraint("regex", ".*")
-    )
-    assert told(await events_of(engine, constrained)) == ("".join(WORDS), "", [])
+    for behind, expected in ((False, ("".join(WORDS), "")), (None, (f"So.\n{call}", "hm"))):
+        form = Constraint("regex", ".*", reasoning=behind)
+        constrained = GenerateRequest(chat=Messages(ASK, tools=TOOLS), constraint=form)
+        assert told(await events_of(engine, constrained)) == (*expected, [])
     plain = await events_of(engine, GenerateRequest(text="hi"))
     assert not any(isinstance(event, AnswerTokens) for event in plain)
     assert "".join(e.text for e in plain if isinstance(e, Tokens)) == "".join(WORDS)
@@ -188,11 +188,12 @@ def test_a_template_may_have_opened_the_reasoning():
     run(body, script)
 
 
-def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasoning():
-    """An answer with a constraint closes no reasoning. Red if all of it counts as reasoning."""
+def test_a_form_from_the_first_token_is_text_though_the_template_opened_the_reasoning():
+    """Such an answer closes no reasoning. Red if all of it counts as reasoning."""
 
     async def body(engine):
-        request = GenerateRequest(chat=Messages(ASK), constraint=Constraint("json_object", ""))
+        form = Constraint("json_object", "", reasoning=False)
+        request = GenerateRequest(chat=Messages(ASK), constraint=form)
         assert told(await events_of(engine, request)) == ('{"a": 1}', "", [])
 
     script = FakeScript(words=['{"a"', ": 1}"], chat_template=TEMPLATE)

@@ -66,7 +66,7 @@ MESSAGES = {
         model:string input/text:string input/token_ids:TokenIds input/chat:Chat
         sampling:SamplingParams n:uint32? priority:int32? request_id:string
         constraint:Constraint prompt:PromptOptions output:OutputOptions
-        continuation:Continuation resume_window:Duration
+        continuation:Continuation resume_window:Duration reasoning:Reasoning
     """,
     "AttachRequest": "request_id:string attach_token:string received:ReceivedChoice*",
     "ReceivedChoice": "tokens:uint32 finished:bool",
@@ -94,9 +94,10 @@ MESSAGES = {
     """,
     "Constraint": """
         kind/json_schema:string kind/json_object:bool kind/regex:string kind/lark:string
-        kind/choice:Choice
+        kind/choice:Choice reasoning:bool?
     """,
     "Choice": "choices:string*",
+    "Reasoning": "enabled:bool? budget_tokens:uint32?",
     "PromptOptions": """
         truncate_to:uint32? truncate_left:bool? cache_salt:string bypass_prefix_cache:bool?
         add_special_tokens:bool?
@@ -123,7 +124,7 @@ MESSAGES = {
     """,
     "Usage": """
         prompt_tokens:uint32 cached_tokens:uint32 completion_tokens:uint32 resumed_tokens:uint32
-        drafted_tokens:uint32 accepted_tokens:uint32
+        drafted_tokens:uint32 accepted_tokens:uint32 reasoning_tokens:uint32
     """,
     "Timings": """
         queue:Duration load:Duration prefill:Duration decode:Duration parked:Duration

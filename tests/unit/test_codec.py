@@ -106,6 +106,11 @@ def asked(field, **values):
         case "TokenizeRequest":
             request = inference_pb2.TokenizeRequest(text="a", **values)
             return text_codec.decode_tokenize(request).get(name)
+        case "Reasoning":
+            chat = {"messages": [{"role": "user"}]}
+            return getattr(decode(chat=chat, reasoning=values).reasoning, name)
+        case "Constraint":
+            return getattr(decode(constraint={"regex": "a"} | values).constraint, name)
         case "EmbedRequest":
             request = inference_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
             embed = encode_codec.decode_embed(request)

@@ -59,7 +59,7 @@ def test_no_set_field_is_ignored(path):
 
     Only empty sections and the defaults of templates may make no difference.
     """
-    nothing = {"sampling", "prompt", "output", "chat", "chat.add_generation_prompt"}
+    nothing = {"sampling", "prompt", "output", "reasoning", "chat", "chat.add_generation_prompt"}
     nothing |= {"chat.template_args", "chat.messages", "chat.messages.content"}
     nothing |= {"chat.messages.parts.text"}  # an empty text equals an empty content
     nothing |= {"chat.tools.parameters"}  # an empty object means unset
@@ -80,6 +80,9 @@ def test_no_set_field_is_ignored(path):
         fields = {"text": "b"}
     if path == "token_ids":
         fields = {"token_ids": {"ids": [1]}}
+    if path == "constraint.reasoning":
+        base = {"text": "a", "constraint": {"regex": "a"}}
+        fields = {"constraint": {"regex": "a", "reasoning": False}}
     if path == "constraint.choice":
         fields = {"constraint": {"choice": {"choices": ["x"]}}}
     expected = decode(**base)

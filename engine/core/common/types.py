@@ -45,6 +45,7 @@ class Usage:
     resumed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ class Committer:
             cause, violation = result.cause, result.violation
             self._endings.end_request(seq.live, EndReason.FAILED, now, cause, violation)
             return
+        seq.num_reasoning = result.num_reasoning
         if result.finish is not None and not result.tokens:  # the continued choice had ended
             if has_slot:
                 seq.credit.cancel()

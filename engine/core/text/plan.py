@@ -23,7 +23,14 @@ from engine.core.common.steps import RowFailure, StepTimings
 
 if TYPE_CHECKING:
     from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId
-    from engine.core.text.types import Constraint, PromptImage, Sampling, Stops, TokenLogprob
+    from engine.core.text.types import (
+        Constraint,
+        PromptImage,
+        Reasoning,
+        Sampling,
+        Stops,
+        TokenLogprob,
+    )
 
 
 NO_TIMINGS = StepTimings()
@@ -140,7 +147,8 @@ class AdmittedSequence:
     sampler, detokeniser, constraint) until the id comes in ``released``. ``output`` are the tokens
     that a continued choice has already: the worker takes them as if it had sampled them.
     ``adapter`` is the digest of the loaded adapter that the sequence is computed with; "": the base
-    model alone. ``speculates``: its next tokens may be drafted. ``images`` are the prompt's."""
+    model alone. ``speculates``: its next tokens may be drafted. ``images`` are the prompt's.
+    ``reasoning`` says how its reasoning is counted and ended, if it is."""
 
     sequence: SequenceId
     prompt: tuple[int, ...]
@@ -151,6 +159,7 @@ class AdmittedSequence:
     adapter: str = ""
     speculates: bool = True
     images: tuple[PromptImage, ...] = ()
+    reasoning: Reasoning | None = None
 
 
 class StepPlan(NamedTuple):
@@ -200,7 +209,8 @@ class RowResult(NamedTuple):
     already has a ``finish`` and no tokens, in its first row. ``offered`` drafted tokens may be
     verified in the sequence's next row; with ``has_model``, tokens that a draft model drafts in
     that step may be, instead. ``drafted`` tokens of the row were verified, fewer than planned if a
-    draft model made fewer. The constraint forced the first ``forced`` of them.
+    draft model made fewer. The constraint forced the first ``forced`` of them. With a ``finish``,
+    ``num_reasoning`` is how many of the sequence's tokens were reasoning.
     """
 
     sequence: SequenceId
@@ -215,6 +225,7 @@ class RowResult(NamedTuple):
     has_model: bool = False
     drafted: int = 0
     forced: int = 0
+    num_reasoning: int = 0
 
 
 class StepResult(NamedTuple):

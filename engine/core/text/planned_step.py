@@ -190,4 +190,5 @@ def _admission(seq: Sequence) -> AdmittedSequence:
         request.adapter,
         request.speculates,
         request.images,
+        request.reasoning,
     )

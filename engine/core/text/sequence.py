@@ -55,6 +55,7 @@ class Sequence:
     parent still computes their prompt. ``wants_scores``: the prompt's log-probabilities are asked
     for, and this choice computes them. ``num_resumed`` tokens of a continued choice's output are
     older than the request. ``drafting`` records how many drafts were right; None before the first.
+    ``num_reasoning`` is the worker's count of its reasoning, which comes with its end.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Sequence:
         "num_computed",
         "num_pending",
         "num_prompt",
+        "num_reasoning",
         "num_resumed",
         "num_tokens",
         "output",
@@ -105,6 +107,7 @@ class Sequence:
         outputs = live.request.outputs
         self.output: list[int] = list(outputs[choice] or ()) if outputs else []
         self.num_resumed = len(self.output)
+        self.num_reasoning = 0
         self.num_prompt = len(live.request.prompt)
         self.max_tokens = live.request.stops.max_tokens
         self.num_tokens = self.num_prompt + self.num_resumed
@@ -223,6 +226,7 @@ class Sequence:
             self.num_resumed,
             sum([count.drafted for count in counts]),
             sum([count.accepted for count in counts]),
+            self.num_reasoning,
         )
 
     def timings(self) -> Timings:

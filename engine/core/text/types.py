@@ -66,6 +66,34 @@ class Stops:
     shown: frozenset[int] = frozenset()
 
 
+MARGIN_MAX = 64  # tokens; a guess: two or three sentences
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How an answer's reasoning is marked, and how long it may be (`engine.core.text.thought`).
+
+    It goes from the text ``opening`` to one of ``closings``. It is the beginning of the answer or,
+    if it ``repeats``, any part of it. ``begun`` is the beginning of the answer that the prompt has.
+    With a ``budget`` of tokens, the tokens ``ending`` end it: where a sentence ends, once the
+    budget is spent, and at `tokens_max` anywhere. None of ``shunned`` follows ``ending``.
+    """
+
+    opening: str
+    closings: tuple[str, ...]
+    begun: str = ""
+    repeats: bool = False
+    budget: int | None = None
+    ending: tuple[int, ...] = ()
+    shunned: frozenset[int] = frozenset()
+
+    @property
+    def tokens_max(self) -> int:
+        """The most tokens of reasoning, if there is a budget: it may be exceeded by a quarter."""
+        budget = self.budget or 0
+        return budget + min(MARGIN_MAX, budget // 4)
+
+
 TOOLS_KIND = "tools"  # the kind of a constraint that the engine makes of a chat's tools
 
 
@@ -73,10 +101,17 @@ TOOLS_KIND = "tools"  # the kind of a constraint that the engine makes of a chat
 class Constraint:
     """A grammar that the output must follow (D15). ``kind`` is json_schema, json_object, regex,
     lark or choice, or `TOOLS_KIND`; ``source`` is its text, for a choice the texts joined by NUL,
-    and for tools a Lark grammar."""
+    and for tools a Lark grammar.
+
+    ``reasoning`` says whether the form begins behind the model's reasoning; None: in a chat with a
+    model that reasons. The engine then sets ``lead``, a Lark grammar of the whole output, which
+    names the form ``@form``.
+    """
 
     kind: str
     source: str
+    reasoning: bool | None = None
+    lead: str = ""
 
     @property
     def field(self) -> str:
@@ -132,6 +167,7 @@ class Request:
     tokens that this choice has already, or None if it has ended. A choice that has not ended goes
     on behind its tokens, as after a preemption. ``speculates``: its tokens may be drafted, which
     changes none of them. ``images`` are the prompt's images, in the order of their positions.
+    ``reasoning`` is None if none is counted.
     """
 
     request_id: RequestId
@@ -149,6 +185,7 @@ class Request:
     adapter: str = ""
     speculates: bool = True
     images: tuple[PromptImage, ...] = ()
+    reasoning: Reasoning | None = None
 
     @property
     def choices(self) -> tuple[int, ...]:

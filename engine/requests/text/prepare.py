@@ -15,7 +15,14 @@ from engine.core.common.vocabulary import check_ids, check_text
 from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.prepared import Prepared
-from engine.requests.text.answers.format import PLAIN, AnswerFormat, detect_format
+from engine.requests.text.answers.format import detect_format
+from engine.requests.text.answers.reasoning import (
+    Answer,
+    answer_of,
+    closed,
+    inside,
+    with_switch,
+)
 from engine.requests.text.answers.tool_grammar import tool_constraint
 from engine.requests.text.chat_values import function_of
 from engine.requests.text.prepare_chat import VisionInput, VisionPrompt
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from engine.replica.replica import Replica
     from engine.requests.prepared import Assignment
     from engine.requests.tasks import RequestTasks
+    from engine.requests.text.answers.format import AnswerFormat
     from engine.requests.text.chat_values import Chat
     from engine.requests.text.compiled_constraints import CompiledConstraints
     from engine.requests.text.values import GenerateRequest, PromptOptions, SamplingParams
@@ -93,8 +101,7 @@ class TextPreparer:
         """
         request, replica, party = assignment.request, assignment.replica, assignment.party
         info = replica.info
-        (ids, images), form, dropped = await self._prompt_ids(assignment)
-        constraint = request.constraint
+        (ids, images), (form, reasoning, constraint), dropped = await self._prompt_ids(assignment)
         if constraint is None and request.chat is not None and request.chat.must_call:
             constraint = await self._tool_constraint(request.chat, form, replica, party)
         prompt = _truncate(request.prompt, ids)
@@ -134,6 +141,7 @@ class TextPreparer:
             adapter=assignment.adapter,
             speculates=request.sampling.speculation is not False,
             images=images,
+            reasoning=reasoning,
         )
         hold = None if constraint is None else partial(self._hold_compiled, constraint)
         return PreparedText(core_request, hold, None if form.is_plain else form, echo, dropped)
@@ -145,37 +153,59 @@ class TextPreparer:
 
     async def _prompt_ids(
         self, assignment: TextAssignment
-    ) -> tuple[VisionPrompt, AnswerFormat, tuple[int, ...]]:
-        """Return the prompt before it is cut, with its images; the format of the answer; and the
-        indices of the messages that were left out."""
+    ) -> tuple[VisionPrompt, Answer, tuple[int, ...]]:
+        """Return the prompt before it is cut, with its images; how the answer is read and led; and
+        the indices of the messages that were left out."""
         request, replica, party = assignment.request, assignment.replica, assignment.party
         add_special = request.prompt.add_special_tokens
         bound = _bound_of(request.prompt, replica.info)
         if request.token_ids is not None:
-            return VisionPrompt(request.token_ids), PLAIN, ()
+            answer = await self._answer_to_text(request, None, replica, party)
+            return VisionPrompt(request.token_ids), answer, ()
         if request.chat is None:
             text, adds = request.text or "", add_special is not False
             ids = await self._tokenizing.tokenize(
                 replica, text, add_special_tokens=adds, party=party, bound=bound
             )
-            return VisionPrompt(ids), PLAIN, ()
-        chat = await self._vision_input.read(assignment, request.chat)
+            return VisionPrompt(ids), await self._answer_to_text(request, text, replica, party), ()
+        template = replica.tokenizer.chat_template(has_tools=bool(request.chat.offered_tools))
+        chat = with_switch(request.chat, request.reasoning, template)
+        chat = await self._vision_input.read(assignment, chat)
         dropped: tuple[int, ...] = ()
         if chat.truncates:
             dropped = await self._messages_to_drop(replica, request, chat, party)
             chat = replace(chat, messages=without_messages(chat.messages, dropped))
+        close = None
+        if request.reasoning.enabled is False:
+            close = partial(closed, template=template, has_tools=bool(chat.offered_tools))
         text, prompt = await self._vision_input.prompt_of(
-            replica, chat, bool(add_special), party=party, bound=bound
+            replica, chat, bool(add_special), party=party, bound=bound, close=close
         )
         offered = [function_of(tool) for tool in chat.offered_tools]
+        # without the answer's beginning in the chat, which the template has not written
+        text = text.removesuffix(chat.answer_begun.lstrip())
         form = detect_format(
-            replica.tokenizer.chat_template(has_tools=bool(offered)),
+            template,
             functions={one["name"]: _schema_of(one) for one in offered},
-            # without the answer's beginning in the chat, which the template has not written
-            prompt=text.removesuffix(chat.answer_begun.lstrip()),
-            constraint=None if request.constraint is None else request.constraint.source,
+            prompt=text,
         )
-        return prompt, form, dropped
+        return prompt, answer_of(request, form, text, template, replica.tokenizer), dropped
+
+    async def _answer_to_text(
+        self, request: GenerateRequest, text: str | None, replica: TextReplica, party: Hashable
+    ) -> Answer:
+        """Return how the answer to a text, or to tokens, is led: at once, unless the request says
+        how it is to reason."""
+        constraint = request.constraint
+        if not (request.reasoning.bounds or (constraint is not None and constraint.reasoning)):
+            return Answer(constraint=constraint)
+        if text is None:
+            text = await self._tokenizing.decode(
+                replica, request.token_ids or (), skip_special_tokens=False, party=party
+            )
+        template = replica.tokenizer.chat_template(has_tools=False)
+        form = inside(detect_format(template, prompt=text), text)
+        return answer_of(request, form, text, template, replica.tokenizer)
 
     async def _messages_to_drop(
         self, replica: TextReplica, request: GenerateRequest, chat: Chat, party: Hashable

@@ -91,8 +91,10 @@ class VisionInput:
         *,
         party: Hashable,
         bound: TokenBound | None = None,
+        close: Callable[[str], str] | None = None,
     ) -> tuple[str, VisionPrompt]:
-        """Return a chat with read images as text and as tokens. Cancellation: as the class.
+        """Return a chat with read images as text and as tokens. ``close`` appends something to the
+        text. Cancellation: as the class.
 
         Raises:
             InvalidRequest: the template refuses the chat, or does not write each image once; or the
@@ -100,6 +102,8 @@ class VisionInput:
             RequestTooLarge: the chat has no images, and more tokens than ``bound`` allows.
         """
         shown, images = await self._shown(replica, chat, party)
+        if close is not None:
+            shown = replace(shown, text=close(shown.text))
         with of_field("chat"):
             ids = await self._tokenizing.tokenize(
                 replica,

@@ -156,10 +156,50 @@ class OutputOptions(TypedFields):
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningOptions(TypedFields):
+    """Whether a model that reasons does so, and for how many tokens; None leaves it to the model.
+    Once the budget is spent, the reasoning ends with the next sentence, a quarter of the budget or
+    64 tokens later at most."""
+
+    enabled: bool | None = None
+    budget_tokens: int | None = None
+
+    @property
+    def bounds(self) -> bool:
+        """Whether the reasoning has a bound."""
+        return self.enabled is False or self.budget_tokens is not None
+
+    def violations(
+        self, chat: Chat | None, constraint: Constraint | None
+    ) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path, of a request with this chat and constraint."""
+        if self.enabled is not None and (chat is None or not chat.opens_turn):
+            what = "needs a chat whose template opens the assistant's turn"
+            yield FieldViolation("reasoning.enabled", what)
+        if self.enabled is False and self.budget_tokens is not None:
+            what = "cannot be set where reasoning.enabled is false"
+            yield FieldViolation("reasoning.budget_tokens", what)
+        if (
+            constraint is not None
+            and constraint.reasoning is False
+            and self.budget_tokens is not None
+        ):
+            what = "cannot be set where constraint.reasoning is false"
+            yield FieldViolation("reasoning.budget_tokens", what)
+        if constraint is not None and constraint.reasoning:
+            if self.enabled is False:
+                what = "cannot be true where reasoning.enabled is false"
+                yield FieldViolation("constraint.reasoning", what)
+            if chat is not None and chat.continue_final_message:
+                what = "cannot be true beside chat.continue_final_message"
+                yield FieldViolation("constraint.reasoning", what)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest(CheckedFields):
     """One Generate call. Exactly one of ``text``, ``token_ids`` and ``chat`` must be set.
 
-    ``sampling``, ``prompt`` and ``output`` may also be given as mappings of their fields.
+    ``sampling``, ``prompt``, ``output`` and ``reasoning`` may also be mappings of their fields.
     ``timeout_s`` is the time left until the client's deadline, None without a deadline. The
     engine makes an id for a request whose ``request_id`` is empty. With a ``continuation`` the
     stream has only the events after it. ``resume_window_s`` is for gRPC's clients: how many seconds
@@ -177,6 +217,7 @@ class GenerateRequest(CheckedFields):
         "prompt": options(PromptOptions),
         "output": options(OutputOptions),
         "continuation": instance(Continuation, "an engine.Continuation"),
+        "reasoning": options(ReasoningOptions),
     }
     model: str = ""
     text: str | None = None
@@ -192,6 +233,7 @@ class GenerateRequest(CheckedFields):
     timeout_s: float | None = None
     continuation: Continuation | None = None
     resume_window_s: float | None = None
+    reasoning: ReasoningOptions = field(default_factory=ReasoningOptions)
     check: InitVar[bool] = True
 
     @property
@@ -245,6 +287,7 @@ class GenerateRequest(CheckedFields):
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 yield FieldViolation(f"output.{name}", f"is {value}, outside [0, {MAX_LOGPROBS}]")
         yield from self.sampling.violations()
+        yield from self.reasoning.violations(self.chat, self.constraint)
         if self.continuation is not None:
             yield from self.continuation.violations(self.n or 1, self.sampling.seed)
         if self.resume_window_s is not None:

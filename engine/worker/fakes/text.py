@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
+from engine.core.text.thought import Thought
 from engine.core.text.types import TokenLogprob
 from engine.settings import TextSteps
 from engine.worker.fakes.adapters import FakeAdapters
@@ -37,7 +38,7 @@ from engine.worker.fakes.tokenizer import EOS
 from engine.worker.text.interface import ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.core.encode.types import EncodePlan
     from engine.core.image_generation.types import ImageGenerationPlan
@@ -67,8 +68,9 @@ class FakeScript:
 
     Text: ``eos_at`` maps a digest to whether the sequence ends there; by default no sequence ends.
     ``words`` are the text of every sequence, one for each token, then its end; without them a
-    token's text is its id in angle brackets. ``chat_template`` is the source of the tokenizer's
-    template; ``answer_opening`` is the end of a rendered chat. ``compile`` is called with each
+    token's text is its id in angle brackets. ``markers`` are the texts of some ids. A fake ends
+    reasoning whose budget is spent. ``chat_template`` is the source of the tokenizer's template;
+    ``answer_opening`` is the end of a rendered chat. ``compile`` is called with each
     constraint and may sleep or raise; a fake does not follow constraints. ``adapters`` are the
     contents of adapters by their directories; loading one takes ``adapter_s``.
 
@@ -100,6 +102,7 @@ class FakeScript:
     draft_model: Callable[[Sequence[int], int | None, int], Sequence[int]] | None = None
     draft_s: float = 0.0
     words: Sequence[str] = ()
+    markers: Mapping[int, str] = field(default_factory=dict)
     chat_template: str = ""
     answer_opening: str = ""
     sleep: Callable[[float], None] = time.sleep
@@ -120,9 +123,13 @@ class _FakeSequence:
     ended: RowResult | None = None  # The end of a continued choice that had ended already.
     draft: list[int] = field(default_factory=list)  # The draft offered with the last result.
     contents: dict[int, bytes] = field(init=False)  # The images' digests by prompt position.
+    thought: Thought | None = None
+    said: str = ""  # The text of the newest token.
 
     def __post_init__(self) -> None:
         self.contents = contents_of(self.admitted.images)
+        if self.admitted.reasoning is not None:
+            self.thought = Thought(self.admitted.reasoning, lambda token_id: self.said)
 
     @property
     def num_output(self) -> int:
@@ -336,6 +343,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
                 logprobs=result.logprobs + more.logprobs,
                 finish=more.finish,
                 matched=more.matched,
+                num_reasoning=more.num_reasoning,
             )
         if isinstance(result, RowResult):
             result = result._replace(drafted=row.drafts)
@@ -368,6 +376,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             token_id = EOS
         if can_end and self.script.words and seq.num_output >= len(self.script.words):
             token_id = EOS
+        if seq.thought is not None and seq.thought.owed:
+            token_id = seq.thought.owed[0]
         prompt_logprobs = self._score_prompt(seq)
         seq.tokens.append(token_id)
         choice = self._say(seq, token_id)
@@ -395,9 +405,13 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         """Return the text of a token, and whether and how the token ends the sequence. The rules
         are those of `engine.worker.tokenizing.detokenizer`, written as simply as possible."""
         stops = seq.admitted.stops
+        words, at = self.script.words, seq.num_output - 1
+        seq.said = words[at] if at < len(words) else f"<{token_id}>"
+        seq.said = self.script.markers.get(token_id, seq.said)
+        if seq.thought is not None:
+            seq.thought.push(token_id)
         if not (token_id == EOS and stops.skip_special):
-            words, at = self.script.words, seq.num_output - 1
-            seq.text += words[at] if at < len(words) else f"<{token_id}>"
+            seq.text += seq.said
         finish: EndReason | None = None
         matched: str | int | None = None
         end = len(seq.text)
@@ -414,4 +428,12 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         else:
             end -= held_back(seq.text[seq.sent :], stops.strings)
         text, seq.sent = seq.text[seq.sent : end], end
-        return RowResult(seq.admitted.sequence, (token_id,), text, finish=finish, matched=matched)
+        count = 0 if seq.thought is None or finish is None else seq.thought.num_tokens
+        return RowResult(
+            seq.admitted.sequence,
+            (token_id,),
+            text,
+            finish=finish,
+            matched=matched,
+            num_reasoning=count,
+        )

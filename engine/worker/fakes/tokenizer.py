@@ -118,8 +118,9 @@ class FakeTokenizer:
         return frozenset()
 
     def added_id_of(self, text: str) -> int | None:
-        """Return None."""
-        return None
+        """Return the id for which the script's ``markers`` have a text."""
+        markers = {} if self._script is None else self._script.markers
+        return next((token_id for token_id, own in markers.items() if own == text), None)
 
 
 def _written(content: object) -> object:

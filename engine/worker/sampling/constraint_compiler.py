@@ -25,7 +25,7 @@ import json
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -76,14 +76,15 @@ LEAVES_NOTHING = (
 
 @dataclass(eq=False, slots=True)
 class Matching:
-    """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
-    sampled token with `push`."""
+    """The state of one sequence in its grammar (`engine.worker.sampling.guides.Guide`)."""
 
     _matcher: LLMatcher | None  # None if the constraint is not compiled; the row then fails
     ends: tuple[int, ...]
     _num_words: int
     _field: str
     _vocab: int
+    shunned: ClassVar[frozenset[int]] = frozenset()
+    num_reasoning: ClassVar[int] = 0
 
     def new_mask(self) -> Mask:
         """Return a mask for `fill` to write."""
@@ -143,8 +144,8 @@ class ConstraintCompiler:
     several threads at once, `start` only from the thread of a step."""
 
     def __init__(self, tokenizer: HfTokenizer, vocab: int, ends: frozenset[int]) -> None:
-        self._source = tokenizer
-        self._vocab = vocab
+        self.tokenizer = tokenizer
+        self.vocab = vocab
         self._wanted_ends = sorted(ends)
         self._compiled: dict[Constraint, LLMatcher] = {}
         self._tokenizer: LLTokenizer | None = None
@@ -162,7 +163,7 @@ class ConstraintCompiler:
             Overloaded, ShuttingDown: The sandbox did not answer in time, or was closed.
         """
         tokenizer, sandbox = self._prepare(constraint.field_path)
-        grammar = grammar_of(constraint)
+        grammar = behind_lead(grammar_of(constraint), constraint.lead)
         size = max(MIN_BYTES, TRUSTED_BYTES_PER_CHAR * len(constraint.source))
         if constraint.kind not in TRUSTED:
             attempt = sandbox.try_grammar(grammar)
@@ -188,9 +189,9 @@ class ConstraintCompiler:
         only the row that uses it fails, not the step."""
         matcher, tokenizer = self._compiled.get(constraint), self._tokenizer
         if matcher is None or tokenizer is None:
-            return Matching(None, (), 0, constraint.field_path, self._vocab)
+            return Matching(None, (), 0, constraint.field_path, self.vocab)
         ends, num_words = tuple(tokenizer.eos_tokens), _num_words(tokenizer)
-        return Matching(matcher.deep_copy(), ends, num_words, constraint.field_path, self._vocab)
+        return Matching(matcher.deep_copy(), ends, num_words, constraint.field_path, self.vocab)
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a compiled constraint that no sequence will start with."""
@@ -215,13 +216,13 @@ class ConstraintCompiler:
             return self._tokenizer, self._sandbox
 
     def _build_tokenizer(self) -> None:
-        backend = self._source.backend
+        backend = self.tokenizer.backend
         text = backend.to_str()
-        vocab = max(self._vocab, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
+        vocab = max(self.vocab, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
         ends = self._wanted_ends or None
         try:
             built = LLTokenizer(text, n_vocab=vocab, eos_token=ends)
-            ids = list(self._source.encode(PROBE, add_special_tokens=False))
+            ids = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
             is_same = built.decode_bytes(ids).removeprefix(b" ") == PROBE.encode()
             why = "" if is_same else "llguidance reads its tokens as another text"
         except BaseException as error:
@@ -264,6 +265,16 @@ def _grammar_of(kind: str, source: str) -> str:
         return LLMatcher.grammar_from_lark(exact_lark(source))
     texts = [json.dumps(text, ensure_ascii=False) for text in source.split("\0")]
     return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(texts))
+
+
+def behind_lead(grammar: str, lead: str) -> str:
+    """Return the grammar of an output that has the Lark grammar ``lead``, with ``grammar`` as
+    ``@form`` in it; without a lead, the grammar."""
+    if not lead:
+        return grammar
+    form = json.loads(grammar) if grammar.startswith("{") else {}
+    [part] = form.get("grammars") or [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": lead}, part | {"name": "form"}]})
 
 
 def _build(tokenizer: LLTokenizer, grammar: str, constraint: Constraint) -> LLMatcher:

@@ -66,7 +66,9 @@ def apply_batch(scores: torch.Tensor, masks: Sequence[Mask | None]) -> None:
     given = [mask for mask in masks if mask is not None]
     device, vocab = scores.device, scores.shape[1]
     at = torch.tensor(rows, device=device)
-    packed = np.stack([mask.words.view(np.uint8) for mask in given])  # [masked, bytes]
+    packed = np.zeros((len(given), 4 * max(len(mask.words) for mask in given)), np.uint8)
+    for index, mask in enumerate(given):  # each has at least the vocabulary's words
+        packed[index, : mask.words.nbytes] = mask.words.view(np.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     wide = torch.from_numpy(packed).to(device)[:, :, None] >> shifts  # [masked, bytes, 8]
     is_shut = (wide & 1).flatten(1)[:, :vocab] == 0

@@ -24,6 +24,7 @@ from engine.worker.forward import packing
 from engine.worker.load.architectures import context_note
 from engine.worker.load.division import Division
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
+from engine.worker.sampling.guides import guide_of
 from engine.worker.sampling.sampler import sample
 from engine.worker.text.adapters import LoadedAdapters, group_rows
 from engine.worker.text.draft_model import measure_draft, open_draft_model, with_drafts
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.recurrent import RowState, States
     from engine.worker.interface import Inspection, LoadProgress, RunnerSpec
     from engine.worker.load.loader import LoadedModel
-    from engine.worker.sampling.constraint_compiler import Matching
+    from engine.worker.sampling.guides import Guide
     from engine.worker.sampling.masks import Mask
     from engine.worker.text.draft_model import DraftModel
 
@@ -206,12 +207,10 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
         for new in admitted:  # after a failed step, a sequence may be admitted again
-            matching = None
-            if new.constraint is not None and self._grammars is not None:
-                matching = self._grammars.start(new.constraint)
             # The states of recurrent layers cannot be taken back behind a draft that is rejected.
             drafts = self._spec.speculation != "off" and self._states is None
-            state = SequenceState.admit(new, matching, drafts=drafts)
+            guide = None if self._grammars is None else guide_of(new, self._grammars)
+            state = SequenceState.admit(new, guide, drafts=drafts)
             if new.output:
                 state.replay(self.tokenizer)
             self._sequences[new.sequence] = state
@@ -228,7 +227,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         tables: list[Ints] = []
         choices: list[Choice] = []
         scored: list[ScoredRow] = []
-        masks: list[tuple[Matching, Mask]] = []
+        masks: list[tuple[Guide, Mask]] = []
         wholes: list[tuple[int, int]] = []
         planned, adapters = rows, self.adapters.of_rows(rows, self._sequences)
         if adapters:
@@ -462,4 +461,5 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             replayed,
             offered,
             has_model,
+            num_reasoning=0 if step.finish is None else state.num_reasoning,
         )

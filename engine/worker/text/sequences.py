@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Row, StateDelta
     from engine.core.text.types import Sampling, Stops
-    from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.edits import Edits
+    from engine.worker.sampling.guides import Guide
     from engine.worker.tokenizing.detokenizer import TextStep
     from engine.worker.tokenizing.tokenizer import HfTokenizer
 
@@ -54,7 +54,7 @@ class SequenceState:
     text: TextState | None  # Made with the first token, so that its failure fails only this row.
     blocks: Ints  # [num_blocks] int64, the block table after the last step that took effect.
     edits: Edits | None = None  # The request's changes to its logits.
-    matching: Matching | None = None  # The sequence's state in its constraint's grammar.
+    matching: Guide | None = None  # The sequence's state in its constraint and its reasoning.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # From the second token on.
     replayed: str = ""  # The text of a continued choice's earlier tokens, until it is returned.
     verdict: RowResult | RowFailure | None = None  # If set, it is the result of every row.
@@ -65,7 +65,7 @@ class SequenceState:
 
     @classmethod
     def admit(
-        cls, new: AdmittedSequence, matching: Matching | None = None, *, drafts: bool = False
+        cls, new: AdmittedSequence, matching: Guide | None = None, *, drafts: bool = False
     ) -> SequenceState:
         """Return the state of a new sequence, which has no blocks and no output. With ``drafts`` it
         offers drafts, unless its request excludes them."""
@@ -89,14 +89,18 @@ class SequenceState:
             if end is not None:
                 return _misfit(new, index, "comes after the end of the choice")
             if self.matching is not None and not self.matching.allows(token):
-                return _misfit(new, index, "does not follow the constraint")
+                what = "the constraint" if new.reasoning is None else "the reasoning or the form"
+                return _misfit(new, index, f"does not follow {what}")
             try:
                 step = self.advance(token, tokenizer)
             except Exception as error:
                 return RowFailure(new.sequence, RowPhase.TEXT, describe(error))
             texts.append(step.text)
             if step.finish is not None:
-                end = RowResult(new.sequence, finish=step.finish, matched=step.matched)
+                count = self.num_reasoning
+                end = RowResult(
+                    new.sequence, finish=step.finish, matched=step.matched, num_reasoning=count
+                )
         self.replayed = "".join(texts)
         return end
 
@@ -141,6 +145,11 @@ class SequenceState:
     def position(self) -> int:
         """The index of the next output token, from 0."""
         return len(self.tokens) - len(self.admission.prompt)
+
+    @property
+    def num_reasoning(self) -> int:
+        """How many tokens of the output were reasoning."""
+        return 0 if self.matching is None else self.matching.num_reasoning
 
     def sample_row(self) -> SampleRow:
         """Return the settings for sampling the next token. A constraint's mask is still empty."""
@@ -293,7 +302,7 @@ class Ahead:
     stops: Stops
     position: int
     edits: Edits | None
-    matching: Matching | None
+    matching: Guide | None
 
     def push(self, token: int) -> bool:
         """Advance by a token. Returns False if the token completes the constraint.
@@ -315,13 +324,13 @@ class Ahead:
 
 
 def _sample_row(
-    sampling: Sampling, stops: Stops, position: int, edits: Edits | None, matching: Matching | None
+    sampling: Sampling, stops: Stops, position: int, edits: Edits | None, matching: Guide | None
 ) -> SampleRow:
     banned = stops.token_ids if position < stops.min_tokens else frozenset()
     if matching is None:
         return SampleRow(sampling, position, banned, edits)
     # With ignore_eos, the grammar's end tokens are not among the request's stop tokens.
-    banned |= frozenset(matching.ends) - stops.token_ids
+    banned |= frozenset(matching.ends) - stops.token_ids | matching.shunned
     return SampleRow(sampling, position, banned, edits, matching.new_mask())
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.packing import Ints, PackedRows
     from engine.worker.forward.recurrent import RowState
-    from engine.worker.sampling.constraint_compiler import Matching
+    from engine.worker.sampling.guides import Guide
     from engine.worker.sampling.masks import Mask
     from engine.worker.sampling.sampler import SampleRow
 
@@ -68,7 +68,7 @@ class Batch:
     keep: Ints  # [num_kept] indices of the tokens whose logits are computed, ascending
     choices: tuple[Choice, ...]
     scored: tuple[ScoredRow, ...]
-    masks: tuple[tuple[Matching, Mask], ...]  # Masks to fill before the choices are drawn.
+    masks: tuple[tuple[Guide, Mask], ...]  # Masks to fill before the choices are drawn.
     groups: tuple[AdapterGroup, ...]  # The tokens that have adapters.
     states: tuple[RowState, ...] = ()  # The state slots of each row, for recurrent layers.
     images: object = None  # The images' parts in the rows, as the runner needs them.

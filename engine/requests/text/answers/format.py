@@ -13,7 +13,7 @@ An answer may have these parts:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.requests.text.answers.dialects import (
@@ -68,7 +68,9 @@ class AnswerFormat:
     markers around its reasoning and around its text. ``functions`` has the schema of each
     function's arguments by its name. ``has_channels``: the answer is messages in channels.
     ``opened`` is what the prompt's end has opened: the marker of a part, or the header of the first
-    message. ``streams_arguments``: a call's arguments come as they are generated."""
+    message. ``streams_arguments``: a call's arguments come as they are generated.
+
+    ``is_behind``: the reasoning, if there was any, has ended in the prompt."""
 
     tools: Dialect | None = None
     functions: Functions = field(default_factory=dict, hash=False)
@@ -77,6 +79,7 @@ class AnswerFormat:
     has_channels: bool = False
     opened: str = ""
     streams_arguments: bool = False
+    is_behind: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -84,8 +87,15 @@ class AnswerFormat:
         return not (self.tools or self.reasoning or self.answer or self.has_channels)
 
     @property
+    def reasons(self) -> bool:
+        """Whether reasoning can be told from the rest of the answer."""
+        return self.has_channels or self.reasoning is not None
+
+    @property
     def begins_inside(self) -> bool:
         """Whether the answer begins inside the reasoning."""
+        if self.has_channels:
+            return "analysis" in self.opened.partition(MESSAGE)[0] and MESSAGE in self.opened
         return self.reasoning is not None and self.opened == self.reasoning.opening
 
     @property
@@ -134,13 +144,16 @@ def detect_format(
         has_channels = has_channels if tools is None else tools.has_channels
     if has_channels:
         opened = START + prompt.rpartition(START)[2] if START in prompt else ""
-        return AnswerFormat(tools, offered, has_channels=True, opened=opened)
+        form = AnswerFormat(tools, offered, has_channels=True, opened=opened)
+        return replace(form, is_behind=MESSAGE in opened and not form.begins_inside)
     return AnswerFormat(
         tools=tools,
         functions=offered,
         reasoning=reasoning,
         answer=answer,
         opened=opened or answer_opened,
+        is_behind=bool(answer_opened)
+        or (reasoning is not None and prompt.rstrip().endswith(reasoning.closing)),
     )
 
 

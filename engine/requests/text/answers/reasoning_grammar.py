@@ -20,23 +20,30 @@ if TYPE_CHECKING:
     FindId = Callable[[str], int | None]
 
 
-def lead_rules(form: AnswerFormat, find_id: FindId, part: str) -> list[str]:
+def lead_rules(
+    form: AnswerFormat, find_id: FindId, part: str, *, is_required: bool = False
+) -> list[str]:
     """Return the rules of a whole answer, which is reasoning, if the model reasons, and ``part``,
     the right side of a rule. Of an answer in channels the part begins with its message's channel.
+    With ``is_required`` the model must reason.
 
     ``find_id`` returns the id of a text that is one token of its own in the model's vocabulary.
     """
+    may = "" if is_required else "?"
     if form.has_channels:
+        thought = _thought(CHANNEL_ENDS[0], find_id)
         begin = f'{marker(CHANNEL, find_id)} "analysis" {marker(MESSAGE, find_id)}'
         again = f'{marker(START, find_id)} "assistant"'
-        return [f"start: ({begin} thought {again})? {part}", _thought(CHANNEL_ENDS[0], find_id)]
+        if form.begins_inside:
+            return [f"start: thought {again} {part}", thought]
+        return [f"start: ({begin} thought {again}){may} {part}", thought]
     if form.reasoning is None:
         return [f"start: {part}"]
     opening, closing, _ = form.reasoning
     rules = [r"reasoning: thought /[ \n]{1,4}/?", _thought(closing, find_id)]
     if form.begins_inside:
         return [f"start: reasoning {part}", *rules]
-    return [f"start: ({marker(opening, find_id)} reasoning)? {part}", *rules]
+    return [f"start: ({marker(opening, find_id)} reasoning){may} {part}", *rules]
 
 
 def _thought(end: str, find_id: FindId) -> str:

@@ -1,0 +1,170 @@
+"""The reasoning of an answer: counted, bounded and ended, whatever tokens spell it.
+
+The oracle reads the whole text of the answer at once; the code reads it token by token.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.text.thought import Thought
+from engine.core.text.types import Reasoning
+from engine.requests.text.answers.choice_parser import parser_of
+from engine.requests.text.answers.format import REASONING, AnswerFormat
+
+WORDS = (
+    "so",
+    " we",
+    " see",
+    ". ",
+    ".\n",
+    " 3.",
+    "14",
+    "!",
+    "\n",
+    " <",
+    "/",
+    "漢。",
+    "",
+    '."',
+    " a b",
+)
+CHANNELS = Reasoning(
+    "<|channel|>analysis<|message|>", ("<|end|>", "<|return|>", "<|start|>"), repeats=True
+)
+
+
+@st.composite
+def vocabularies(draw):
+    """Return a pair of markers, the texts of the tokens, and the tokens of the closing marker: one
+    token, or several that may also be parts of words."""
+    pair = draw(st.sampled_from(REASONING))
+    texts, closing = list(WORDS), []
+    for marker in (pair.opening, pair.closing):
+        cuts = sorted(draw(st.sets(st.integers(1, len(marker) - 1), max_size=3)))
+        pieces = [marker[a:b] for a, b in zip([0, *cuts], [*cuts, len(marker)], strict=True)]
+        if draw(st.booleans()) and marker == pair.opening:
+            pieces[-1] += draw(st.sampled_from(["\n", "so"]))
+        closing = [*range(len(texts), len(texts) + len(pieces))]
+        texts += pieces
+    return pair, texts, tuple(closing)
+
+
+def write(rules, texts, wishes, *, fork_at=None):
+    """Write an answer whose model wishes these tokens; return its tokens, how many of them were
+    forced, and the state."""
+    thought, tokens, num_forced = Thought(rules, texts.__getitem__), [], 0
+    for number, wish in enumerate(wishes):
+        if number == fork_at:
+            stale, thought = thought, thought.fork()
+            stale.push(0)  # a fork is independent
+        token = thought.owed[0] if thought.owed else wish
+        num_forced += bool(thought.owed)
+        thought.push(token)
+        assert rules.budget is None or thought.num_tokens <= rules.tokens_max
+        tokens.append(token)
+    return tokens, num_forced, thought
+
+
+def is_reasoning_next(pair, rules, text):
+    """Return whether the reader of answers takes what follows ``text`` as reasoning."""
+    reader = parser_of(AnswerFormat(reasoning=pair, opened=pair.opening if rules.begun else ""))
+    reader.feed(text)
+    before = reader.feed("Z")
+    after = reader.close()
+    return (before.reasoning + after.reasoning).endswith("Z")
+
+
+@given(vocabularies(), st.data())
+def test_the_reasoning_never_exceeds_its_budget_and_ends_with_one_marker(vocabulary, data):
+    pair, texts, ending = vocabulary
+    is_open = data.draw(st.booleans())
+    budget = data.draw(st.integers(0, 30))
+    begun = pair.opening + "\n" if is_open else ""
+    rules = Reasoning(pair.opening, (pair.closing,), begun, budget=budget, ending=ending)
+    opening = [] if is_open else [*range(len(WORDS), ending[0])]
+    wishes = data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=80))
+    fork_at = data.draw(st.integers(0, 80))
+    tokens, num_forced, thought = write(rules, texts, [*opening, *wishes], fork_at=fork_at)
+    assert num_forced <= len(ending)
+    if len(wishes) >= rules.tokens_max + len(ending):
+        assert not is_reasoning_next(pair, rules, "".join(texts[token] for token in tokens))
+    if not thought.owed:
+        free, _, _ = write(replace(rules, budget=None), texts, [*opening, *wishes])
+        assert num_forced or tokens == free
+
+
+@given(vocabularies(), st.data())
+def test_the_state_agrees_with_the_reader_of_answers_at_every_token(vocabulary, data):
+    pair, texts, ending = vocabulary
+    rules = Reasoning(pair.opening, (pair.closing,), pair.opening)
+    ids = st.integers(0, len(texts) - 1)
+    wishes = data.draw(st.lists(ids, max_size=30)) + list(ending)[: data.draw(st.integers(0, 4))]
+    wishes += data.draw(st.lists(ids, max_size=5))
+    thought, text = Thought(rules, texts.__getitem__), ""
+    for wish in wishes:
+        count = thought.num_tokens
+        thought.push(wish)
+        text += texts[wish]
+        is_inside = is_reasoning_next(pair, rules, text)
+        assert thought.num_tokens == count + 1 if is_inside else thought.num_tokens <= count
+
+
+@given(vocabularies(), st.data())
+def test_the_count_is_that_of_the_tokens_before_the_marker(vocabulary, data):
+    pair, texts, ending = vocabulary
+    words = data.draw(st.lists(st.integers(0, 7), max_size=40))
+    rules = Reasoning(pair.opening, (pair.closing,), begun=pair.opening)
+    behind = data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=9))
+    _, _, thought = write(rules, texts, [*words, *ending, *behind])
+    assert thought.num_tokens == len(words)
+
+
+@pytest.mark.parametrize(
+    ("last", "at"),
+    [(".", 9), (".\n", 9), ("!", 9), ("\n", 9), ('."', 9), ("漢。", 9), (" 3.", 10), (" so", 10)],
+)
+def test_a_spent_budget_ends_the_reasoning_with_the_sentence_but_not_within_a_number(last, at):
+    texts = [" so", "</think>", last, "14"]
+    rules = Reasoning("<think>", ("</think>",), "<think>", budget=8, ending=(1,))
+    tokens, _, thought = write(rules, texts, [*[0] * 8, 2, 3, 3, 3])
+    assert (tokens.index(1), thought.num_tokens) == (at, at)
+
+
+@given(st.data())
+def test_in_channels_all_reasoning_counts_and_none_begins_behind_a_spent_budget(data):
+    texts = [*WORDS, "<|start|>", "assistant", "<|channel|>", "analysis", "final", "<|message|>"]
+    texts += ["<|end|>"]
+    start, assistant, channel, analysis, final, message, end = range(len(WORDS), len(texts))
+    budget = data.draw(st.integers(0, 20))
+    offers_tools = data.draw(st.booleans())
+    ending = (end, start, assistant, channel)
+    rules = replace(
+        CHANNELS,
+        begun="<|start|>assistant",
+        budget=budget,
+        ending=ending if offers_tools else (*ending, final, message),
+        shunned=frozenset([analysis]) if offers_tools else frozenset(),
+    )
+    head = [channel, analysis, message]
+    wishes = [*head]
+    for _ in range(data.draw(st.integers(1, 4))):
+        wishes += data.draw(st.lists(st.integers(0, 7), max_size=20))
+        wishes += [end, start, assistant, *head]
+    thought, tokens = Thought(rules, texts.__getitem__), []
+    for wish in wishes:
+        token = thought.owed[0] if thought.owed else wish
+        if token in thought.shunned:
+            assert tokens[-1] == channel
+            token = final
+        thought.push(token)
+        tokens.append(token)
+        assert thought.num_tokens <= rules.tokens_max
+    count, is_inside = 0, False
+    for number, token in enumerate(tokens):
+        is_inside = is_inside and token != end
+        count += is_inside
+        is_inside |= tokens[number - 2 : number + 1] == head
+    assert thought.num_tokens == count
