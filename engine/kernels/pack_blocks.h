@@ -32,8 +32,8 @@ struct Block {
 
 // The kinds of blocks by GGUF's numbers.
 enum BlockKind {
-    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
-    IQ4_XS = 23,
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+    IQ4_XS = 23, MXFP4 = 39,
 };
 
 // The numbers that codes of 4 bits stand for.
@@ -41,6 +41,7 @@ constexpr int8_t CENTRED[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5
 constexpr int8_t UNSIGNED[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int8_t UNEVEN[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int8_t DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // Sizes of a block. If its numbers are codes of 4 bits, ``table`` has what they stand for; else null.
 struct BlockForm {
@@ -55,11 +56,14 @@ static inline bool find_form(int64_t kind, BlockForm *form) {
         case Q5_0: *form = {32, 22, 32, nullptr}; return true;
         case Q5_1: *form = {32, 24, 32, nullptr}; return true;
         case Q8_0: *form = {32, 34, 32, nullptr}; return true;
+        case Q2_K: *form = {256, 84, 16, UNSIGNED}; return true;
+        case Q3_K: *form = {256, 110, 16, CENTRED}; return true;
         case Q4_K: *form = {256, 144, 32, UNSIGNED}; return true;
         case Q5_K: *form = {256, 176, 32, nullptr}; return true;
         case Q6_K: *form = {256, 210, 16, nullptr}; return true;
         case IQ4_NL: *form = {32, 18, 32, UNEVEN}; return true;
         case IQ4_XS: *form = {256, 136, 32, UNEVEN}; return true;
+        case MXFP4: *form = {32, 17, 32, DOUBLED}; return true;
     }
     return false;
 }
@@ -105,6 +109,13 @@ static inline void k_scales(const uint8_t *from, Block &to) {
     }
 }
 
+// 64 bytes become 256 codes of two bits: each 32 bytes have four times 32.
+static inline void quarters(const uint8_t *from, uint8_t *to) {
+    for (int quarter = 0; quarter < 8; quarter++)
+        for (int i = 0; i < 32; i++)
+            to[32 * quarter + i] = from[32 * (quarter / 4) + i] >> 2 * (quarter % 4) & 3;
+}
+
 // The scales of the eight groups of IQ4_XS: factors of six bits, less 32.
 static inline void iq4_scales(const uint8_t *from, Block &to) {
     const float scale = half_at(from);
@@ -141,6 +152,26 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
             to.scales[0] = half_at(from);
             memcpy(to.numbers, from + 2, 32);
             return;
+        case Q2_K: {
+            const float scale = half_at(from + 80), minimum = half_at(from + 82);
+            for (int group = 0; group < 16; group++) {
+                to.scales[group] = scale * (float)(from[group] & 15);
+                to.offsets[group] = -(minimum * (float)(from[group] >> 4));
+            }
+            quarters(from + 16, to.numbers);
+            return;
+        }
+        case Q3_K: {
+            const float scale = half_at(from + 108);
+            for (int group = 0; group < 16; group++) {
+                const int low = from[96 + group % 8] >> 4 * (group / 8) & 15;
+                const int high = from[104 + group % 4] >> 2 * (group / 4) & 3;
+                to.scales[group] = scale * (float)((low | high << 4) - 32);
+            }
+            quarters(from + 32, to.numbers);
+            for (int i = 0; i < 256; i++) to.numbers[i] += 4 + ((from[i % 32] >> i / 32 & 1) << 2);
+            return;
+        }
         case Q4_K:
             k_scales(from, to);
             for (int pair = 0; pair < 4; pair++)
@@ -153,6 +184,10 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
             for (int group = 0; group < 8; group++)
                 for (int i = 0; i < 32; i++)
                     to.numbers[32 * group + i] |= (from[16 + i] >> group & 1) << 4;
+            return;
+        case MXFP4:
+            to.scales[0] = std::ldexp(1.0f, from[0] - 128);  // numbers are doubled
+            nibbles(from + 1, 16, to.numbers);
             return;
         case IQ4_XS:
             iq4_scales(from, to);

@@ -36,10 +36,15 @@ from tests.conformance.test_rewrites import (
     round_inputs,
 )
 from tests.support.gguf_files import (
+    ENDS,
     F16,
     F32,
+    HALVES,
     IQ4_NL,
     IQ4_XS,
+    MXFP4,
+    Q2_K,
+    Q3_K,
     Q4_0,
     Q4_K,
     Q6_K,
@@ -249,7 +254,7 @@ def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(
     assert refused > 150
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q8_0, IQ4_NL], ids=lambda kind: BLOCK_TYPES[kind][0])
+@pytest.mark.parametrize("kind", [Q4_0, Q8_0, IQ4_NL, MXFP4], ids=lambda kind: BLOCK_TYPES[kind][0])
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3moe", "phi3", "llama, untied, biases", "lfm2"]
 )
@@ -267,11 +272,19 @@ def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
     check_rounded_alike(small, exact)
 
 
+FINER = ("q_proj", "k_proj", "v_proj", "down_proj", "lm_head")  # Q6_K, or joined with it
+# By a file's type, the layers whose inputs are rounded in blocks of 16: groups have as many.
+IN_BLOCKS_OF_16 = {
+    Q2_K: ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
+    Q3_K: (*FINER, "o_proj", "gate_proj", "up_proj"),
+    Q4_K: FINER,
+    IQ4_XS: FINER,
+}
 # How far the weights of a type may be from the floats.
-NEAR = {Q4_K: 0.09, IQ4_XS: 0.09, Q6_K: 0.03}
+NEAR = {Q2_K: 0.4, Q3_K: 0.2, Q4_K: 0.09, IQ4_XS: 0.09, Q6_K: 0.03}
 
 
-@pytest.mark.parametrize("kind", [Q4_K, IQ4_XS], ids=lambda kind: BLOCK_TYPES[kind][0])
+@pytest.mark.parametrize("kind", IN_BLOCKS_OF_16, ids=lambda kind: BLOCK_TYPES[kind][0])
 def test_a_mixed_file_computes_what_torch_does_with_the_same_roundings(
     tmp_path, scales_in_halves, kind
 ):
@@ -284,15 +297,15 @@ def test_a_mixed_file_computes_what_torch_does_with_the_same_roundings(
         file.write_config(tmp_path)
         kinds = {one.split(".", 3)[-1]: stored.dtype for one, stored in file.tensors.items()}
         assert kinds["self_attn.q_proj.weight"] == BLOCK_TYPES[kind][0]
-        assert kinds["self_attn.v_proj.weight"] == kinds["mlp.down_proj.weight"] == "Q6_K"
+        assert kinds["self_attn.v_proj.weight"] == BLOCK_TYPES[ENDS[kind]][0]
+        assert kinds["mlp.down_proj.weight"] == BLOCK_TYPES[ENDS[kind]][0]
         for one, weight in load_file(checkpoint / "model.safetensors").items():
             own = next((k for k in NEAR if BLOCK_TYPES[k][0] == file.tensors[one].dtype), None)
             limit = NEAR.get(own, 1e-9)
             assert distance(file.read(one), weight) <= limit
     small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
     exact = Built(tmp_path, torch.float32, is_stock=True, weights=GgufFile(path))
-    in_blocks_of_16 = ("q_proj", "k_proj", "v_proj", "down_proj", "lm_head")
-    round_inputs(exact.execution.model.module, in_blocks_of_16)
+    round_inputs(exact.execution.model.module, IN_BLOCKS_OF_16[kind])
     check_rounded_alike(small, exact)
 
 
@@ -440,20 +453,18 @@ def test_blocks_are_decoded_as_ggufs_own_package_does(kind):
     gguf = pytest.importorskip("gguf")
     _, block = BLOCK_TYPES[kind]
     rng = np.random.default_rng(kind)
-    raw = rng.integers(0, 256, (40, 3 * block.num_bytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (400, 3 * block.num_bytes), dtype=np.uint8)
     blocks = raw.reshape(-1, block.num_bytes)
-    halves = rng.normal(0, 0.1, (len(blocks), 2)).astype(np.float16)
-    place = 208 if block.num_bytes == 210 else 0
-    for index in range(2 if block.form.has_offsets else 1):
-        blocks[:, place + 2 * index : place + 2 * index + 2] = halves[:, index : index + 1].view(
-            np.uint8
-        )
-    wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
+    for place in HALVES[kind]:
+        halves = rng.normal(0, 0.1, (len(blocks), 1)).astype(np.float16)
+        blocks[:, place : place + 2] = halves.view(np.uint8)
+    with np.errstate(over="ignore"):  # powers of two that are near float32's largest
+        wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
     small = decode(torch.from_numpy(raw), block)
     assert torch.equal(small.expand(), torch.from_numpy(wanted))
     assert small.bits == block.form.bits
     assert (small.offsets is not None) == block.form.has_offsets
-    order = torch.randperm(40)
+    order = torch.randperm(400)
     assert torch.equal(decode(torch.from_numpy(raw), block, order).expand(), small.expand()[order])
 
 
@@ -479,7 +490,11 @@ def broken(path, what):
     [
         ("cut", "is cut short: it ends before its tensor"),
         ("header", "is not a GGUF file that can be read"),
-        ("type", "its tensor blk.0.attn_q.weight has the type IQ2_XS, which is not read"),
+        (
+            "type",
+            "its tensor blk.0.attn_q.weight has the type IQ2_XS, which is not read; download the "
+            "model's Q2_K file instead, or another of F32, F16, BF16, Q4_0,",
+        ),
     ],
 )
 def test_a_damaged_or_unknown_file_is_refused_by_what_is_wrong(checkpoints, tmp_path, what, why):

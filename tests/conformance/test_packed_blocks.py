@@ -11,12 +11,21 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, StoredBlocks
 from engine.worker.quantized.weight import defer
 from engine.worker.skeleton.modules import Linear
+from tests.support.gguf_files import (
+    HALVES,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+)
 
-HALVES = {
-    2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 12: (0, 2), 13: (0, 2), 14: (208,), 20: (0,),
-    23: (0,),
-}  # fmt: skip
-Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 2, 3, 6, 8, 12, 13, 14, 20, 23
+Q4_1, Q5_0, Q5_K = 3, 6, 13
+LARGEST = 143  # the byte of the largest scale of MXFP4 that half precision holds
 LAYERS = {
     **{name: [(kind, 40)] for kind, (name, _) in BLOCK_TYPES.items()},
     "of three types": [(Q4_K, 48), (Q5_K, 20), (Q6_K, 7)],
@@ -24,7 +33,8 @@ LAYERS = {
     "of codes and numbers": [(Q4_0, 33), (Q5_0, 16)],
     "of two kinds of codes": [(Q4_0, 5), (Q4_1, 5)],
     "of one table": [(IQ4_NL, 21), (IQ4_XS, 30)],
-    "of a table and numbers": [(IQ4_XS, 20), (Q6_K, 13), (Q4_0, 7)],
+    "of a table and numbers": [(IQ4_XS, 20), (Q6_K, 13), (MXFP4, 7)],
+    "of groups of 16": [(Q3_K, 20), (Q2_K, 13), (Q4_K, 7)],
 }
 PAIRS = {
     "two": [(Q4_K, 40), (Q4_K, 40)],
@@ -47,6 +57,8 @@ def blocks(kind, rows, inputs, seed, *, is_ordered=False):
     for place in HALVES[kind]:
         own = draw.normal(0, 1, raw.shape[:2]) * draw.choice([1, 1e-3, 1e-6, 0], raw.shape[:2])
         raw[..., place : place + 2] = own.astype("<f2")[..., None].view(np.uint8)
+    if kind == MXFP4:
+        raw[..., 0] = draw.integers(90, LARGEST + 1, raw.shape[:2])
     order = torch.from_numpy(draw.permutation(rows)) if is_ordered else None
     return StoredBlocks(torch.from_numpy(raw.reshape(rows, -1)), kind, order)
 
@@ -128,10 +140,14 @@ def test_a_scale_that_is_not_finite_is_refused_wherever_it_is(library, kind, bit
     for row, place in ((0, 0), (32, -1)):
         stored = StoredBlocks(whole.raw.clone(), kind)
         ends = stored.raw[row].view(-1, stored.type.num_bytes)[place]
-        at = HALVES[kind][-1]
-        ends[at : at + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+        for at in HALVES[kind][-1:]:
+            ends[at : at + 2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
         if kind in (Q4_K, Q5_K):
             ends[4:16] = 0x55  # the factor of a minimum that is not zero
+        if kind == Q2_K:
+            ends[:16] = 0x55
+        if kind == MXFP4:
+            ends[0] = LARGEST + 1
         with pytest.raises(Refusal, match="a scale that half precision cannot hold"):
             packed(library, [stored], is_paired=False)
 

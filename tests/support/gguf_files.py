@@ -14,6 +14,12 @@ import numpy as np
 
 ALIGNMENT = 32
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, IQ4_XS = 0, 1, 2, 8, 12, 14, 20, 23
+Q2_K, Q3_K, BF16, MXFP4 = 10, 11, 30, 39
+# The places of a block's numbers of half precision.
+HALVES = {
+    2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), Q2_K: (80, 82), Q3_K: (108,), 12: (0, 2),
+    13: (0, 2), 14: (208,), IQ4_NL: (0,), IQ4_XS: (0,), MXFP4: (),
+}  # fmt: skip
 # llama.cpp's names of a layer's modules.
 MODULES = {
     "input_layernorm": "attn_norm",
@@ -208,14 +214,74 @@ def quantise_iq4_xs(rows: np.ndarray) -> bytes:
     return np.hstack([scale[:, None].view(np.uint8), high, low, packed]).tobytes()
 
 
+def _in_quarters(codes: np.ndarray) -> np.ndarray:
+    """Return codes of two bits [blocks, 256] as bytes, each with one of each quarter of a half."""
+    quarters = codes.reshape(-1, 2, 4, 32)
+    packed = np.zeros((len(quarters), 2, 32), np.uint8)
+    for index in range(4):
+        packed |= quarters[:, :, index] << 2 * index
+    return packed.reshape(-1, 64)
+
+
+def quantise_q2_k(rows: np.ndarray) -> bytes:
+    """Return the blocks of Q2_K: for each 16 numbers a byte with two factors; codes of two bits;
+    and two scales."""
+    groups = rows.astype(np.float32).reshape(-1, 16, 16)
+    lowest = np.minimum(groups.min(2), 0)
+    steps = (groups.max(2) - lowest) / 3
+    scale, minimum = ((np.maximum(one.max(1), 1e-8) / 15).astype("<f2") for one in (steps, -lowest))
+    factors = np.rint(steps / scale[:, None].astype(np.float32)).clip(0, 15).astype(np.uint8)
+    minima = np.rint(-lowest / minimum[:, None].astype(np.float32)).clip(0, 15).astype(np.uint8)
+    own = scale[:, None].astype(np.float32) * factors
+    offsets = minimum[:, None].astype(np.float32) * minima
+    inverse = np.divide(1, own, out=np.zeros_like(own), where=own > 0)
+    codes = np.rint((groups + offsets[..., None]) * inverse[..., None]).clip(0, 3).astype(np.uint8)
+    ends = np.stack([scale, minimum], 1).view(np.uint8)
+    return np.hstack([factors | minima << 4, _in_quarters(codes), ends]).tobytes()
+
+
+def quantise_q3_k(rows: np.ndarray) -> bytes:
+    """Return the blocks of Q3_K: the third bits of 256 codes, their lower two, a factor of six bits
+    for each 16, less 32, and a scale."""
+    groups = rows.astype(np.float32).reshape(-1, 16, 16)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)[..., 0]
+    scale = (np.maximum(np.abs(largest / -4).max(1), 1e-8) / 31).astype("<f2")
+    wide = scale[:, None].astype(np.float32)
+    factors = np.rint(largest / -4 / wide).clip(-32, 31)
+    codes = _nearest(groups, wide * factors, np.arange(-4, 4)).reshape(-1, 8, 32)
+    high = np.zeros((len(codes), 32), np.uint8)
+    for index in range(8):
+        high |= codes[:, index] >> 2 << index
+    stored = (factors + 32).astype(np.uint8)
+    packed_factors = np.hstack([stored[:, :8] & 15 | (stored[:, 8:] & 15) << 4,
+                                np.zeros((len(stored), 4), np.uint8)])  # fmt: skip
+    for index in range(4):
+        packed_factors[:, 8:] |= stored[:, 4 * index : 4 * index + 4] >> 4 << 2 * index
+    return np.hstack(
+        [high, _in_quarters(codes & 3), packed_factors, scale[:, None].view(np.uint8)]
+    ).tobytes()
+
+
+DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+
+
+def quantise_mxfp4(rows: np.ndarray) -> bytes:
+    """Return the blocks of MXFP4: a power of two as a byte, and 32 codes for half of `DOUBLED`."""
+    blocks = rows.astype(np.float32).reshape(-1, 32)
+    power = np.frexp(np.abs(blocks).max(1))[1] - 3  # the largest number, 6, has the exponent 2
+    codes = _nearest(blocks, np.ldexp(np.float32(0.5), power), DOUBLED)
+    return np.hstack([(power + 127).astype(np.uint8)[:, None], _halves_of(codes)]).tobytes()
+
+
 QUANTISE = {
     Q4_0: quantise_q4_0, Q8_0: quantise_q8_0, Q4_K: quantise_q4_k, Q6_K: quantise_q6_k,
-    IQ4_NL: quantise_iq4_nl, IQ4_XS: quantise_iq4_xs,
+    IQ4_NL: quantise_iq4_nl, IQ4_XS: quantise_iq4_xs, MXFP4: quantise_mxfp4,
+    Q2_K: quantise_q2_k, Q3_K: quantise_q3_k,
 }  # fmt: skip
 PLAIN = ("ffn_gate_inp.weight", "shortconv.conv.weight")  # matrices that are F32 in any file
 # The types of embeddings, heads, and the tensors in FINER, by the file's type. In a file of another
 # type of blocks, only embeddings and heads have a type of their own, Q8_0.
-ENDS = {Q4_K: Q6_K, IQ4_XS: Q6_K}
+ENDS = {Q2_K: Q4_K, Q3_K: Q6_K, Q4_K: Q6_K, IQ4_XS: Q6_K}
 FINER = ("attn_v.weight", "ffn_down.weight")
 
 
@@ -227,11 +293,13 @@ def write_model(
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     parts: tuple[int, ...] = (),
+    types: dict[str, int] | None = None,
 ) -> Path:
     """Write the checkpoint as one GGUF file. Matrices have the type ``kind``; if that is a type of
     blocks, embedding and head have the type of `ENDS`. ``metadata`` and ``tensors`` are added.
     ``parts`` are the numbers of tensors in each part but the last: the file is then divided, and
-    the first part's path returned."""
+    the first part's path returned. ``types`` are the types of tensors by the ends of their
+    names."""
     from safetensors.numpy import load_file  # not in llama.cpp's environment
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -264,6 +332,7 @@ def write_model(
         finer = ENDS.get(kind, Q8_0) if kind in QUANTISE else kind
         is_plain = array.ndim == 1 or own.endswith((".bias", *PLAIN))
         own_kind = F32 if is_plain else finer if is_finer else kind
+        own_kind = next((k for end, k in (types or {}).items() if own.endswith(end)), own_kind)
         stored[own] = (own_kind, array.shape, _bytes(array, own_kind))
     for name, value in (tensors or {}).items():
         stored[name] = (F32, value.shape, _bytes(value, F32))
@@ -403,6 +472,9 @@ def _vocabulary(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _bytes(array: np.ndarray, kind: int) -> bytes:
     if kind in QUANTISE:
         return QUANTISE[kind](array)
+    if kind == BF16:  # rounded to nearest
+        wide = np.ascontiguousarray(array, "<f4").view("<u4")
+        return (wide + 0x7FFF + (wide >> 16 & 1) >> 16).astype("<u2").tobytes()
     return np.ascontiguousarray(array, "<f2" if kind == F16 else "<f4").tobytes()
 
 

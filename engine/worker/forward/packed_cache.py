@@ -52,7 +52,6 @@ HEADER = 4096  # a page, so that layers are aligned as the mapping is
 ALIGNMENT = 64  # of a layer's tensors, in bytes: a line of the processor's cache
 WHOLE, PARTIAL, LOCK, KNOWN = ".packed", ".partial", ".lock", ".known"
 WORTH = 32 << 20  # bytes of a model file; a smaller one is packed as fast as it would be checked
-GROWTH = 4 / 3  # packed weights, of a model file, at most: Q5_0 and Q6_K take 8.5 and 9 bits
 WRITTEN_AT_ONCE = 16 << 20  # bytes that are packed, and then written
 HASHED_AT_ONCE = 1 << 20
 SETTLED_S = 2.0  # more than a tick of any file system's clock, FAT's included
@@ -112,9 +111,12 @@ class PackedCache:
     folder: Path
     limit: int
 
-    def layers_of(self, files: Sequence[Path], library: ctypes.CDLL, bound: int) -> Layers:
+    def layers_of(
+        self, files: Sequence[Path], library: ctypes.CDLL, bound: int, expected: int
+    ) -> Layers:
         """Return the layers of a model in one file or more: those that were kept or, if there are
-        none, layers that will be kept. ``bound`` is the most bytes that they can have."""
+        none, layers that will be kept. ``bound`` is the most bytes that they can have, and
+        ``expected`` about what they will have."""
         try:
             size = sum(file.stat().st_size for file in files)
             if size < WORTH:
@@ -124,7 +126,6 @@ class PackedCache:
             name = hashlib.sha256(content.encode()).hexdigest()[:40]
             path = self.folder / f"{name}{WHOLE}"
             kept = _open_kept(path, library)
-            expected = int(size * GROWTH)
             if kept is not None:
                 return kept
             if expected > self.limit:

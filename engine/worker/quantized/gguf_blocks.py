@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.worker.quantized.mxfp4_checkpoint import DOUBLED
 from engine.worker.quantized.weight import CENTRED, Form, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -151,21 +152,46 @@ def _pairs_of_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
 
 
+def _quarters(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of two bits in 64 bytes, of which each 32 have four times 32, [..., 256]."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    return (packed.unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+
+
+def _planes(packed: torch.Tensor) -> torch.Tensor:
+    """Return the bits of 32 bytes: the lowest of all bytes, then the next ones, [..., 256]."""
+    return (packed[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
+
+
+def _q2_k(blocks: torch.Tensor) -> Parts:
+    factors = blocks[..., :16]
+    scales = _half(blocks, 80)[..., None] * (factors & 15)
+    minima = _half(blocks, 82)[..., None] * (factors >> 4)
+    return _quarters(blocks[..., 16:80]), scales.flatten(1), -minima.flatten(1)
+
+
+def _q3_k(blocks: torch.Tensor) -> Parts:
+    """A block's first 32 bytes have the third bits of its numbers, plus 4; the factors of its 16
+    groups are of six bits, less 32, the high two in the last four of twelve bytes."""
+    codes = _quarters(blocks[..., 32:96]) | _planes(blocks[..., :32]) << 2
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = (blocks[..., None, 104:108] >> shifts & 3).flatten(-2)
+    factors = (_nibbles(blocks[..., 96:104]) | high << 4).to(torch.int8) - 32
+    return codes + 4, (_half(blocks, 108)[..., None] * factors).flatten(1), None
+
+
 def _q4_k(blocks: torch.Tensor) -> Parts:
     return _pairs_of_nibbles(blocks[..., 16:]), *_k_scales(blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
-    bits = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    numbers = _pairs_of_nibbles(blocks[..., 48:]) | bits.flatten(-2) << 4
+    numbers = _pairs_of_nibbles(blocks[..., 48:]) | _planes(blocks[..., 16:48]) << 4
     return numbers.to(torch.int8), *_k_scales(blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
-    numbers = (low | high.flatten(-3) << 4).to(torch.int8) - 32
+    numbers = (low | _quarters(blocks[..., 128:192]) << 4).to(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
     return numbers, (_half(blocks, 208)[..., None] * scales).flatten(1), None
 
@@ -184,6 +210,14 @@ def _iq4_xs(blocks: torch.Tensor) -> Parts:
     return numbers, (_half(blocks, 0)[..., None] * factors).flatten(1), None
 
 
+def _mxfp4(blocks: torch.Tensor) -> Parts:
+    """The scale of a block is the power of two that its first byte says, halved, because numbers
+    are doubled. The smallest two are below float32's normal numbers."""
+    power = blocks[..., 0].to(torch.int32)
+    bits = torch.where(power < 2, 0x0020_0000 << power.clamp(max=1), (power - 1).clamp(min=0) << 23)
+    return _nibbles(blocks[..., 1:]), bits.view(torch.float32), None
+
+
 # The block types by GGUF's numbers for them. Weights of 5 and 6 bits are kept in 8 bits.
 BLOCK_TYPES = {
     2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
@@ -191,16 +225,20 @@ BLOCK_TYPES = {
     6: ("Q5_0", BlockType(32, 22, Form(8, 32), _q5_0)),
     7: ("Q5_1", BlockType(32, 24, Form(8, 32, has_offsets=True), _q5_1)),
     8: ("Q8_0", BlockType(32, 34, Form(8, 32), _q8_0)),
+    10: ("Q2_K", BlockType(256, 84, Form(4, 16, has_offsets=True), _q2_k, UNSIGNED)),
+    11: ("Q3_K", BlockType(256, 110, Form(4, 16), _q3_k, CENTRED)),
     12: ("Q4_K", BlockType(256, 144, Form(4, 32, has_offsets=True), _q4_k, UNSIGNED)),
     13: ("Q5_K", BlockType(256, 176, Form(8, 32, has_offsets=True), _q5_k)),
     14: ("Q6_K", BlockType(256, 210, Form(8, 16), _q6_k)),
     20: ("IQ4_NL", BlockType(32, 18, Form(4, 32), _iq4_nl, UNEVEN)),
     23: ("IQ4_XS", BlockType(256, 136, Form(4, 32), _iq4_xs, UNEVEN)),
+    39: ("MXFP4", BlockType(32, 17, Form(4, 32), _mxfp4, DOUBLED)),
 }
 FLOAT_TYPES = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-# The names of types that are not read. Source: ggml.h.
+# The names of types that are not read, and by their beginnings the names of published files that
+# are read and of about the same size, or the smallest. Source: ggml.h.
+INSTEAD = {"IQ1": "Q2_K", "IQ2": "Q2_K", "IQ3": "Q3_K_S", "TQ": "Q2_K"}
 OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
-    19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-    40: "NVFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip

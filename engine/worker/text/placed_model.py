@@ -327,7 +327,7 @@ def _layers_of(
     cache = open_cache(spec.packed_cache, spec.packed_cache_bytes)
     if cache is None:
         return Layers()
-    return cache.layers_of(source.gguf, native.load(), bound_of(shapes))
+    return cache.layers_of(source.gguf, native.load(), bound_of(shapes), sizes.weight_bytes)
 
 
 def state_bytes(states: Mapping[int, StateShape], dtype: torch.dtype) -> int:

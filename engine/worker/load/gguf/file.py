@@ -30,7 +30,13 @@ from engine.worker.load.gguf.parts import TENSORS, check_part
 from engine.worker.load.gguf.vocabulary import STRING_LISTS, read_vocabulary
 from engine.worker.load.reading import check_readable
 from engine.worker.load.refusal import Refusal
-from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, StoredBlocks
+from engine.worker.quantized.gguf_blocks import (
+    BLOCK_TYPES,
+    FLOAT_TYPES,
+    INSTEAD,
+    OTHER_TYPES,
+    StoredBlocks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,8 +227,10 @@ class GgufFile(Checkpoint):
         else:
             what = OTHER_TYPES.get(kind, f"number {kind}")
             known = ", ".join(name for name, _ in (*FLOAT_TYPES.values(), *BLOCK_TYPES.values()))
-            raise Refusal(f"its tensor {name} has the type {what}, which is not read; the types "
-                          f"that are read are {known}")  # fmt: skip
+            near = next((own for start, own in INSTEAD.items() if what.startswith(start)), "")
+            best = f"the model's {near} file instead, or another" if near else "a file"
+            raise Refusal(f"its tensor {name} has the type {what}, which is not read; download "
+                          f"{best} of {known}")  # fmt: skip
         if start + size > len(place.file):
             raise Refusal(f"{file} is cut short: it ends before its tensor {name}")
         if name == ROPE_FACTORS:
