@@ -279,7 +279,8 @@ class _Http1(TCPServer):
         """Drop what the ended connection has received: its parts refer to each other, and would
         wait for the collector, which comes seldom."""
         wrapper = vars(self).get("protocol")
-        for part in (self,) if wrapper is None else (wrapper.protocol, wrapper, self):
+        parts: list[Any] = [self] if wrapper is None else [wrapper.protocol, wrapper, self]
+        for part in parts:
             vars(part).clear()
 
     def __setattr__(self, name: str, value: Any) -> None:
