@@ -92,6 +92,14 @@ class AnswerFormat:
         return self.has_channels or self.reasoning is not None
 
     @property
+    def marks_end(self) -> str:
+        """What a grammar spells that has the reasoning's end in it: the marker of channels, or the
+        one that closes the reasoning. Empty without reasoning."""
+        if self.has_channels:
+            return CHANNEL
+        return "" if self.reasoning is None else self.reasoning.closing
+
+    @property
     def begins_inside(self) -> bool:
         """Whether the answer begins inside the reasoning."""
         if self.has_channels:
@@ -135,8 +143,8 @@ def detect_format(
     answer, answer_opened = _find_pair(ANSWERS, template, prompt)
     if constraint is not None:
         offered, answer = {}, None
-        ending = CHANNEL if has_channels else reasoning.closing if reasoning else None
-        if ending is None or ending not in constraint:
+        ending = AnswerFormat(reasoning=reasoning, has_channels=has_channels).marks_end
+        if not ending or ending not in constraint:
             return PLAIN
     tools = None
     if offered:

@@ -112,8 +112,9 @@ def answer_of(
         leads = False
     elif constraint is None or options.enabled is False or begun:
         leads = False
-    elif constraint.reasoning is None:
-        leads = chat is not None or options.budget_tokens is not None
+    elif constraint.reasoning is None:  # a form that spells the reasoning's end has rules for it
+        is_free = form.marks_end not in constraint.source
+        leads = is_free and (chat is not None or options.budget_tokens is not None)
     else:
         leads = constraint.reasoning
     budget = 0 if options.enabled is False else options.budget_tokens
@@ -205,7 +206,7 @@ def _check_possible(form: AnswerFormat, sampling: SamplingParams, tokenizer: Tok
     Raises:
         InvalidRequest: it does.
     """
-    end = CHANNEL_ENDS[0] if form.reasoning is None else form.reasoning.closing
+    end = form.reasoning.closing if form.reasoning is not None else CHANNEL_ENDS[0]
     needed = set(_ids_of((end,), tokenizer))
     what = f"excludes {end}, which ends the reasoning that the request bounds"
     if not needed.isdisjoint(sampling.banned_token_ids):
