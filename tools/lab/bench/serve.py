@@ -35,7 +35,7 @@ from tools.lab.bench.frame import Row, percentile, repeat_in_turn, row_of
 from tools.lab.peers.servers import ServerWithClients, start_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MEASURES = (
     "engine/core",
@@ -89,8 +89,16 @@ def measure(server: ServerWithClients, load: dict[str, Any], answers: list[Answe
     return float(answers[-1]["seconds"])
 
 
-def compare(name: str, load: dict[str, Any], servers: Sequence[ServerWithClients]) -> list[Row]:
-    """Return the rows of one load. The first of ``servers`` is ours."""
+def compare(
+    name: str,
+    load: dict[str, Any],
+    servers: Sequence[ServerWithClients],
+    peer: str = PEER,
+    bars: Mapping[str, float] = BARS,
+    compared: Sequence[int] = COMPARED,
+) -> list[Row]:
+    """Return the rows of one load. The first of ``servers`` is ours; ``peer`` is the one that it is
+    compared with by ``bars``, with so many clients."""
     answers: list[list[Answer]] = [[] for _ in servers]
     repeat_in_turn(
         [
@@ -109,13 +117,13 @@ def compare(name: str, load: dict[str, Any], servers: Sequence[ServerWithClients
         for figure, (unit, better, _) in FIGURES.items()
         for server, samples in found.items()
     ]
-    if PEER not in found:
-        return [*rows, Row(f"{name}, output: {PEER}", None, "tokens/s")]
-    has_bar = load.get("clients") in COMPARED
-    for figure, limit in BARS.items():
+    if peer not in found:
+        return [*rows, Row(f"{name}, output: {peer}", None, "tokens/s")]
+    has_bar = load.get("clients") in compared
+    for figure, limit in bars.items():
         ratios = [a / b for a, b in zip(*(one[figure] for one in found.values()), strict=True)]
         bar, better = limit if has_bar else None, FIGURES[figure][1]
-        rows.append(row_of(f"{name}, {figure} against {PEER}", ratios, "×", bar=bar, better=better))
+        rows.append(row_of(f"{name}, {figure} against {peer}", ratios, "×", bar=bar, better=better))
     return rows
 
 

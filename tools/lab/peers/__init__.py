@@ -1,6 +1,7 @@
 """Runs other engines beside ours, each in an environment and a process of its own.
 
     python -m tools.lab.peers install llama.cpp
+    python -m tools.lab.peers install llama-server
     python -m tools.lab.peers install vllm
     python -m tools.lab.peers list
 

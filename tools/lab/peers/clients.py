@@ -19,11 +19,14 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from tools.lab.peers.asked import prompts
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 # With these options, channels of one process do not share a connection, nor use a proxy.
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -95,21 +98,15 @@ class Seen:
 class Load:
     """Sends requests to a server."""
 
-    def __init__(self, kind: str, address: str, vocab: int) -> None:
-        self._protocol = PROTOCOLS[kind]()
+    def __init__(self, protocol: Any, address: str, vocab: int) -> None:
+        self._protocol = protocol
         self._address, self._vocab = address, vocab
         self._names = itertools.count()
 
     async def run(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Send a load and return its measurements. Cancellation: at once."""
         async with AsyncExitStack() as stack:
-            calls = []
-            for _ in range(asked.get("connections", 1)):
-                channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
-                await stack.enter_async_context(channel)
-                await channel.channel_ready()
-                calls.append(channel.unary_stream(self._protocol.method))
-            self._calls = itertools.cycle(calls)
+            self._calls = itertools.cycle(await self._connect(stack, asked))
             seen = Seen()
             start = time.perf_counter()
             if "rate" in asked:
@@ -118,6 +115,21 @@ class Load:
                 await self._closed_loop(asked, seen)
             seconds = time.perf_counter() - start
         return {"seconds": seconds, **vars(seen)}
+
+    async def _connect(self, stack: AsyncExitStack, asked: dict[str, Any]) -> list[Any]:
+        """Return what `_counts` calls, on connections that ``stack`` closes."""
+        calls = []
+        for _ in range(asked.get("connections", 1)):
+            channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            await stack.enter_async_context(channel)
+            await channel.channel_ready()
+            calls.append(channel.unary_stream(self._protocol.method))
+        return calls
+
+    async def _counts(self, call: Any, request: bytes) -> AsyncIterator[tuple[int, bool]]:
+        """Yield the number of tokens of each message, and whether they have just come."""
+        async for message in call(request):
+            yield self._protocol.count(message), True
 
     async def _closed_loop(self, asked: dict[str, Any], seen: Seen) -> None:
         end = time.perf_counter() + asked.get("seconds", float("inf"))
@@ -144,12 +156,13 @@ class Load:
         request = self._protocol.request(name, ids, asked["output"])
         began = last = time.perf_counter()
         tokens = 0
-        async for message in call(request):
-            count = self._protocol.count(message)
+        async for count, is_new in self._counts(call, request):
             if not count:
                 continue
             now = time.perf_counter()
-            if tokens:
+            if not is_new:
+                pass
+            elif tokens:
                 seen.gaps += [(now - last) / count] * count
             else:
                 seen.first.append(now - last)
@@ -164,7 +177,12 @@ class Load:
 
 def main() -> None:
     """Run the clients' process."""
-    load = Load(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    load = Load(PROTOCOLS[sys.argv[1]](), sys.argv[2], int(sys.argv[3]))
+    run(load)
+
+
+def run(load: Load) -> None:
+    """Answer a line of input with each load's measurements, until the input ends."""
     with asyncio.Runner() as runner:
         print("{}", flush=True)
         for line in sys.stdin:

@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.lab.peers.llama_server import build
+
 
 class PeerError(Exception):
     """A peer cannot be installed or started."""
@@ -25,7 +27,8 @@ class Peer:
     ``requires`` are the packages of its own environment; if there are none, it runs in ours.
     ``without`` are packages that are uninstalled afterwards. ``probe`` is a module whose presence
     shows that it is installed. ``preload`` is a library of the environment for LD_PRELOAD.
-    ``cmake`` are the arguments for a package that is compiled.
+    ``cmake`` are the arguments for a package that is compiled. ``source`` is a package whose source
+    has the program that the peer is (`tools.lab.peers.llama_server`), which needs no Python.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Peer:
     without: tuple[str, ...] = ()
     preload: str = ""
     cmake: str = ""
+    source: str = ""
 
     @property
     def folder(self) -> Path:
@@ -47,8 +51,15 @@ class Peer:
         return self.folder / "bin" / "python" if self.requires else Path(sys.executable)
 
     @property
+    def program(self) -> Path:
+        """The path of the program that is built from ``source``."""
+        return self.folder / "bin" / self.name
+
+    @property
     def is_installed(self) -> bool:
         """Whether its environment is complete."""
+        if self.source:
+            return self.program.exists()
         if not self.requires:
             return True
         libraries = self.folder / "lib"
@@ -64,23 +75,25 @@ class Peer:
         return found
 
 
+LLAMA_CPP = "llama-cpp-python==0.3.36"
 PEERS = {
     peer.name: peer
     for peer in (
         Peer(
             "llama.cpp",
             "tools.lab.peers.llama_cpp",
-            ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            (LLAMA_CPP, "gguf==0.19.0"),
             "llama_cpp",
         ),
         Peer(
             "llama.cpp-avx2",
             "tools.lab.peers.llama_cpp",
-            ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            (LLAMA_CPP, "gguf==0.19.0"),
             "llama_cpp",
             cmake="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
             "-DGGML_BMI2=ON -DGGML_AVX_VNNI=OFF -DGGML_AVX512=OFF",
         ),
+        Peer("llama-server", "", source=LLAMA_CPP),
         Peer(
             "vllm",
             "tools.lab.peers.vllm",
@@ -106,9 +119,17 @@ def install(name: str) -> None:
     """Make a peer's environment, or complete it.
 
     Raises:
-        PeerError: pip failed, or would download CUDA libraries. Installed packages stay.
+        PeerError: pip or a build failed, or pip would download CUDA libraries. Installed packages
+            stay.
     """
     peer = PEERS[name]
+    if peer.source:
+        try:
+            build(peer.source, peer.program)
+        except subprocess.CalledProcessError as error:
+            raise PeerError(f"{error.cmd[0]} failed with {error.returncode}") from None
+        print(f"{name} is {peer.program}")
+        return
     if not peer.requires:
         print(f"{name} needs no environment of its own")
         return
