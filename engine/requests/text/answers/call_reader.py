@@ -56,6 +56,7 @@ class CallReader(ValueReader):
         """Send the call's name, if the client wants arguments as they are generated."""
         if self._form.streams_arguments:
             self._send_offered()
+            self._drops_cut = self._is_sent
 
     def _send_offered(self) -> None:
         """Send what there is of the call, if its function was offered."""
@@ -161,6 +162,7 @@ class CallReader(ValueReader):
                     return (yield from self._read_cut((*form.call[index:], *form.closing)))
                 is_last = part.kind in WITH_ARGUMENTS
         self._send_offered()
+        self._drops_cut = False
         yield from self._read_end(form.call[index + 1 :])
         if self._is_sent:
             return Outcome.CALL
@@ -211,6 +213,7 @@ class CallReader(ValueReader):
                 break
             self._argue(self._next)
             yield from self._advance()
+        self._drops_cut = False
         return Outcome.CALL
 
     # ---- JSON
@@ -304,6 +307,8 @@ class CallReader(ValueReader):
         while True:
             space = yield from self._skip_space()
             if not (yield from self._try_marker(parameter.opening)):
+                if not self._next:
+                    return False
                 self._unread(space)
                 return True
             key = yield from self._read_up_to(parameter.middle[0], NAME_CHARS_MAX)

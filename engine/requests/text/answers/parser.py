@@ -46,7 +46,7 @@ class AnswerParser(CallReader):
                 yield from self._read_form(form, 0)
                 break
         else:
-            self._emit_text(space)
+            self._unread(space)
         yield from self._read_text()
 
     def _try_opening(self, pair: Pair) -> Trying:

@@ -69,6 +69,7 @@ class AnswerReader(ABC):
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str], str]] = []  # name, parts of the arguments, id
         self._held: list[str] | None = None
+        self._drops_cut = False  # a marker that the answer's end cuts off is dropped
         self._is_after_call = False  # only whitespace has followed the last call
         self._next = END
         self._pushed_back: list[str] = []  # characters to read once more: a stack
@@ -122,7 +123,8 @@ class AnswerReader(ABC):
         """Consume ``marker`` if it comes next, otherwise nothing. Return whether it came."""
         for index, wanted in enumerate(marker):
             if self._next != wanted:
-                self._unread(marker[:index])
+                if self._next or not self._drops_cut:
+                    self._unread(marker[:index])
                 return False
             yield from self._advance()
         return True
@@ -136,7 +138,8 @@ class AnswerReader(ABC):
             yield from self._advance()
             if read in markers:
                 return read
-        self._unread(read)
+        if self._next or not self._drops_cut:
+            self._unread(read)
         return ""
 
     def _unread(self, text: str) -> None:

@@ -96,7 +96,7 @@ class ValueReader(AnswerReader):
         while len(word) < NAME_CHARS_MAX and (self._next.isalnum() or self._next in _PLAIN):
             word.append(self._next)
             yield from self._advance()
-        plain = _plain_json("".join(word))
+        plain = _plain_json("".join(word)) if self._next else ""
         self._argue(plain)
         return plain != ""
 
@@ -135,7 +135,7 @@ class ValueReader(AnswerReader):
                     return False
                 yield from self._advance()
             name = "".join(key).strip()
-            if not name:
+            if not (name and self._next):
                 return False
             self._argue(json.dumps(name, ensure_ascii=False))
         yield from self._skip_space()
@@ -154,7 +154,9 @@ class ValueReader(AnswerReader):
                     return False
             elif self._next == quote[0] and (yield from self._try_marker(quote)):
                 space = (yield from self._skip_space()) if notation.has_escapes else ""
-                if not (notation.has_escapes and self._next) or self._next in _AFTER_STRING:
+                if not self._next:
+                    return False
+                if not notation.has_escapes or self._next in _AFTER_STRING:
                     self._argue('"')
                     return True
                 self._argue(escaped(quote + space))
@@ -202,7 +204,9 @@ class _Literal(ValueReader):
         yield from self._advance()
         is_value = yield from self._read_value(PYTHON)
         yield from self._skip_space()
-        self.is_whole = is_value and not self._next
+        is_end = self._next == ","
+        yield from self._advance()
+        self.is_whole = is_value and is_end and not self._next
         while self._next:
             yield from self._advance()
 
@@ -210,7 +214,7 @@ class _Literal(ValueReader):
 def literal_json(text: str) -> str:
     """Return the JSON of a Python literal; "" if the text is none."""
     reader = _Literal()
-    reader.feed(text)
+    reader.feed(f"{text},")  # which may follow a value, whatever it is
     reader.close()
     return "".join(reader.json) if reader.is_whole else ""
 

@@ -1,0 +1,171 @@
+"""Calls in every dialect are read as they were written, however the answer is cut.
+
+The turns are drawn and written by `tests.support.dialect_turns`, as the families' own chat
+templates write them.
+"""
+
+import json
+import random
+
+import pytest
+
+from engine.requests.text.answers.choice_parser import parser_of
+from engine.requests.text.answers.dialects import DIALECTS, dialect_named, find_dialect
+from engine.requests.text.answers.format import REASONING, AnswerFormat
+from tests.support.dialect_turns import (
+    DIGESTS,
+    FAMILIES,
+    NUM_TURNS,
+    Turn,
+    digest_of,
+    draw,
+)
+
+EVERY = range(0, NUM_TURNS, NUM_TURNS // 10)  # the ten turns that are cut everywhere
+
+
+def form_of(family, functions, *, streams=False):
+    """Return the format of a family's answers."""
+    dialect = dialect_named(family.dialect)
+    pair = next((one for one in REASONING if family.think == one[:2]), None)
+    return AnswerFormat(
+        dialect,
+        functions,
+        reasoning=pair,
+        has_channels=dialect.has_channels,
+        opened=family.think[0] if family.is_open else "",
+        streams_arguments=streams,
+    )
+
+
+def parse(form, pieces):
+    """Return an answer's text, reasoning, and calls with the parts of their arguments joined."""
+    parser = parser_of(form)
+    parts = [*(parser.feed(piece) for piece in pieces), parser.close()]
+    calls = []
+    for call in (call for part in parts for call in part.calls):
+        if call.name:
+            calls.append([call.name, ""])
+        calls[-1][1] += call.arguments_json
+    text = "".join(part.text for part in parts)
+    return text, "".join(part.reasoning for part in parts), [tuple(call) for call in calls]
+
+
+def cut(text, seed):
+    """Return the text in drawn pieces."""
+    rng, pieces = random.Random(seed), []
+    while text:
+        size = rng.choice([1, 1, 2, 3, 5, 8, 40])
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+def said_of(turn):
+    return turn.text, turn.reasoning
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "as generated"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drawn_calls_are_read_as_they_were_written(name, streams):
+    family = FAMILIES[name]
+    for seed in range(NUM_TURNS):
+        functions, turn = draw(family, seed)
+        form = form_of(family, functions, streams=streams)
+        written = family.write(turn)
+        text, reasoning, calls = answer = parse(form, [written])
+        assert (text, reasoning) == said_of(turn), (seed, written)
+        found = [(called, json.loads(arguments)) for called, arguments in calls]
+        assert found == turn.calls, (seed, written)
+        assert parse(form, cut(written, seed)) == answer, seed
+        if seed in EVERY:
+            assert parse(form, written) == answer
+            for at in range(len(written)):
+                assert parse(form, [written[:at], written[at:]]) == answer, (seed, at)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "as generated"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_functions_that_were_not_offered_are_text_byte_for_byte(name, streams):
+    family = FAMILIES[name]
+    for seed in range(NUM_TURNS):
+        _, turn = draw(family, seed)
+        written = family.write(turn)
+        form = form_of(family, {"other": {}}, streams=streams)
+        text, reasoning, calls = answer = parse(form, [written])
+        assert calls == []
+        assert parse(form, cut(written, seed)) == answer
+        if family.dialect == "channels":  # whose headers stay beside the calls
+            text, reasoning, _ = parse(form, [written.removeprefix("<|start|>assistant")])
+            assert json.dumps(turn.calls[0][1], ensure_ascii=False) in text
+            continue
+        assert reasoning == turn.reasoning
+        if family.think and family.think[1] in written:
+            written = written.partition(family.think[1])[2].lstrip()
+        assert text == written, seed
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arguments_come_as_they_are_generated(name):
+    """With argument deltas the name comes before the arguments are whole, and the parts are those
+    of the whole call; a call that is cut keeps what was generated."""
+    family = FAMILIES[name]
+    early = 0
+    for seed in range(60):
+        functions, turn = draw(family, seed)
+        written = family.write(turn)
+        form = form_of(family, functions, streams=True)
+        _, _, whole = parse(form, [written])
+        parser, sizes = parser_of(form), []
+        for character in written:
+            parts = parser.feed(character)
+            sizes += [len(call.arguments_json) for call in parts.calls]
+            early += any(call.name and len(call.arguments_json) < 2 for call in parts.calls)
+        at = len(written) * 2 // 3
+        _, _, cut_off = parse(form, [written[:at]])
+        for (called, arguments), (expected, all_of_it) in zip(cut_off, whole, strict=False):
+            assert called == expected
+            assert all_of_it.startswith(arguments), (seed, arguments, all_of_it)
+    assert early > 20
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.think])
+def test_reasoning_may_follow_a_call(name):
+    family = FAMILIES[name]
+    if family.dialect == "cohere":
+        opening, closing = family.think
+        between = f"{opening}Then the other.{closing}"
+    elif family.dialect == "channels":
+        between = "<|start|>assistant<|channel|>analysis<|message|>Then the other.<|end|>"
+    else:
+        between = "\n{}Then the other.{}\n".format(*family.think)
+    for seed in range(60):
+        functions, turn = draw(family, seed)
+        turn = Turn("Hm.", "", turn.calls)
+        once = family.write(turn)
+        again = family.write(Turn("", "", turn.calls))
+        for marker in ("<think></think>", "<think>\n\n</think>\n\n", "</think>"):
+            again = again.strip().removeprefix(marker)
+        again = again.removeprefix("<|START_THINKING|><|END_THINKING|>")
+        text, reasoning, calls = parse(form_of(family, functions), once + between + again)
+        assert (text.strip(), reasoning) == ("", "Hm.\n\nThen the other."), seed
+        assert [(one, json.loads(own)) for one, own in calls] == turn.calls * 2
+
+
+def test_the_rows_write_turns_as_the_published_templates():
+    """Red if a row changes: compare it with the templates again, and write the digests anew."""
+    assert {name: digest_of(family) for name, family in FAMILIES.items()} == json.loads(
+        DIGESTS.read_text()
+    )
+
+
+def test_every_dialect_has_a_family():
+    assert {family.dialect for family in FAMILIES.values()} == {one.name for one in DIALECTS}
+
+
+def test_a_dialect_is_found_by_any_of_its_signs():
+    for dialect in DIALECTS:
+        for signs in dialect.signs:
+            found = find_dialect(" ".join(signs))
+            assert found is dialect, (signs, found)
+    assert find_dialect("{{ messages }}") is None
