@@ -25,12 +25,13 @@ FILES = {
     "step-memory-zen3": File("Zen 3", "^s135 decode B=8 at 128"),
     "quantized-weights-peers-zen4": File("Zen 4"),
     "serve-zen4": File("Zen 4", "^(8|32) clients"),
+    "serve-openai-zen4": File("Zen 4"),
     "embed": File("Zen 3"),
+    "front-openai-zen4": File("Zen 4"),
     "front-zen4": File("Zen 4"),
     "front-real": File("Zen 4"),
     "startup": File("Zen 4"),
     "quantized-weights-zen4": File("Zen 4"),
-    "coldstart": File(),
     "workers": File("Zen 3"),
 }
 
@@ -71,7 +72,6 @@ CASES = {
     "decode B=8 at 128": "decode, 8 sequences",
     "decode B=32 at 128": "decode, 32 sequences",
     "prefill 1 × 1024": "prompt of 1,024",
-    "prefill 8 × 128": "8 prompts of 128",
 }
 ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "against the best")
 
@@ -92,7 +92,7 @@ def _decode() -> tuple[Line, ...]:
 def _gguf_lines() -> tuple[Line, ...]:
     lines = []
     for model in ("s135", "q05"):
-        for case, label in list(CASES.items())[:4]:
+        for case, label in CASES.items():
             head, one = f"{model} {case}", "B=1" in case
             best = "against the best of llama.cpp's"
             rows = (
@@ -115,10 +115,7 @@ def _servers() -> tuple[Line, ...]:
     start = ("start to ready: triolet", "start to ready: vllm", None)
     lines = [Line("start to ready", "s", start, "serve-zen4")]
     for clients in ("8 clients", "32 clients"):
-        for what in (
-            *("output", "first token p50", "first token p99"),
-            *("between tokens p50", "between tokens p99"),
-        ):
+        for what in (*("output", "first token p50", "first token p99", "between tokens p99"),):
             head = f"{clients}, {what}"
             against = f"{head} against vllm" if what in compared else None
             rows = (f"{head}: triolet", f"{head}: vllm", against)
@@ -126,6 +123,38 @@ def _servers() -> tuple[Line, ...]:
     memory = ("memory: triolet", "memory: vllm", None)
     lines.append(Line("memory", "MB", memory, "serve-zen4", is_new=True))
     return tuple(lines)
+
+
+def _http_servers() -> tuple[Line, ...]:
+    peer, lines = "llama-server", []
+    for clients in ("1 client", "8 clients", "32 clients"):
+        for what, unit in (("output", "tokens/s"), ("first token p50", "ms")):
+            head = f"{clients}, {what}"
+            rows = (f"{head}: triolet", f"{head}: {peer}", f"{head} against {peer}")
+            lines.append(Line(head, unit, rows, "serve-openai-zen4"))
+    return tuple(lines)
+
+
+def _http() -> tuple[Line, ...]:
+    file, added = "front-openai-zen4", "first token p50, a kept connection, added"
+    return (
+        *(
+            Line(
+                f"a token, {case}",
+                "µs",
+                (
+                    f"CPU per token, {case}",
+                    f"bare ASGI handler, {case}",
+                    f"against bare, {case}",
+                    f"against gRPC, {case}",
+                ),
+                file,
+                (2,),
+            )
+            for case in ("1 stream", "16 streams", "128 streams")
+        ),
+        Line("first token, added", "ms", (added, None, None, None), file, (0,)),
+    )
 
 
 def _grpc() -> tuple[Line, ...]:
@@ -137,7 +166,7 @@ def _grpc() -> tuple[Line, ...]:
             (f"CPU per message, {case}", f"plain grpc.aio, {case}", f"against plain, {case}"),
             "front-zen4",
         )
-        for case in (*cases, f"{cases[0]}, TLS", f"{cases[-1]}, TLS")
+        for case in (*cases, f"{cases[-1]}, TLS")
     )
 
 
@@ -242,6 +271,7 @@ CLAIMS = (
         _gguf_lines(),
     ),
     Claim("servers", PAGE, ("Triolet", "vLLM", "× vLLM"), _servers()),
+    Claim("http-servers", PAGE, ("Triolet", "llama-server", "× llama-server"), _http_servers()),
     Claim(
         "embeddings",
         PAGE,
@@ -250,12 +280,11 @@ CLAIMS = (
             "embed",
             ("256 requests through gRPC", "s", "256 requests through gRPC"),
             ("the library, all in one call", "s", "encode, all in one call, 1 thread"),
-            ("the library, one by one", "s", "encode, one by one, 1 thread"),
             ("throughput, × one call", "", "throughput against one call"),
-            ("throughput, × one by one", "", "throughput against one by one"),
         ),
     ),
     Claim("grpc", PAGE, ("Triolet", "plain grpc.aio", "× plain"), _grpc()),
+    Claim("http", PAGE, ("Triolet", "bare handler", "× bare", "× gRPC"), _http()),
     Claim(
         "grpc-of-a-model",
         PAGE,
@@ -283,7 +312,6 @@ CLAIMS = (
                 ("start to ready, the story model", "s", "second start, the story model"),
                 ("importing the libraries alone", "s", "floor: the libraries that this imports"),
                 ("start to ready, s135", "s", "second start, s135"),
-                ("all three demo models loaded", "s", "second start, all three demo models loaded"),
                 ("memory when ready, the story model", "MiB", "memory when ready, the story model"),
             ),
             *_one(
@@ -296,20 +324,6 @@ CLAIMS = (
                         ("8 bits", "bfloat16 int8"),
                         ("4 bits", "bfloat16 int4"),
                     )
-                ),
-            ),
-            *_one(
-                "coldstart",
-                ("500 requests for 2 cold replicas: loads", "", "500 waiters: loads"),
-                (
-                    "500 requests: growth of the process",
-                    "MiB",
-                    "500 waiters: the process's growth at most while loading",
-                ),
-                (
-                    "500 requests: the last one's wait",
-                    "ms",
-                    "500 waiters: the last waiter's wait after ready",
                 ),
             ),
         ),

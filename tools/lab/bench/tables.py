@@ -113,11 +113,14 @@ def printed(file: Path) -> str:
 
 def part(claim: Claim) -> str:
     """Return what a page shows of a claim: the commands, the table, and where it was measured. If
-    the claim has a ``brief``, that and a column with the benches' names replace the commands.
+    the claim has a ``brief``, that and a column with the benches' names replace the commands. A
+    claim without its files is not measured yet.
 
     Raises:
         KeyError: A row of the claim is not in its file.
     """
+    if not all((FIGURES / f"{name}.json").exists() for name in claim.files):
+        return "Not measured yet."
     data = {name: json.loads((FIGURES / f"{name}.json").read_text("utf-8")) for name in claim.files}
     rows = {name: {row["name"]: row for row in one["rows"]} for name, one in data.items()}
     shown = [one for one in claim.lines if not one.is_new or set(one.rows) & set(rows[one.file])]
