@@ -20,14 +20,15 @@ enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Layer`.
 // A norm that the layer does not have is null. If ``is_norm_of_heads``, the norms of queries and
-// keys are those of each head; otherwise they are those of all heads together. A layer with experts
+// keys are those of each head; otherwise they are those of all heads together. The rotary embeddings
+// of queries and keys differ only in the factor of their cosines and sines. A layer with experts
 // has neither gate_up nor down. In one with a convolution, qkv is the product that gives its gates
 // and inputs, and there is no attention.
 struct Layer {
     Linear qkv, output, gate_up, down;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;
     const float *query_norm, *key_norm;
-    int64_t is_norm_of_heads, rotary;
+    int64_t is_norm_of_heads, query_rotary, key_rotary;
     Experts experts;
     Convolution convolution;
     Attention attention;
@@ -280,14 +281,13 @@ static inline void rotate(float *head, const float *cosine, const float *sine, l
 
 // Applies the norm and the rotary embedding to one token's queries or keys, in place.
 static void prepare_heads(const Layer &layer, const Step &step, float eps, long token, float *heads,
-                          const float *weight, long num_heads) {
+                          const float *weight, long num_heads, long rotary) {
     const long width = layer.attention.width, half = step.rotary_width / 2;
     if (weight && !layer.is_norm_of_heads) norm(heads, weight, eps, num_heads * width, heads);
     for (long head = 0; head < num_heads; head++) {
         float *own = heads + head * width;
         if (weight && layer.is_norm_of_heads) norm(own, weight, eps, width, own);
-        rotate(own, step.cosines[layer.rotary] + token * half,
-               step.sines[layer.rotary] + token * half, half);
+        rotate(own, step.cosines[rotary] + token * half, step.sines[rotary] + token * half, half);
     }
 }
 
@@ -298,8 +298,10 @@ static void prepare_attention(const Model &model, const Layer &layer, const Step
     share_evenly(step.rows.num_tokens, [&](long token) {
         float *query = has.qkv + token * has.qkv_width;
         float *key = query + call.heads * call.width, *value = key + call.kv_heads * call.width;
-        prepare_heads(layer, step, model.eps, token, query, layer.query_norm, call.heads);
-        prepare_heads(layer, step, model.eps, token, key, layer.key_norm, call.kv_heads);
+        prepare_heads(layer, step, model.eps, token, query, layer.query_norm, call.heads,
+                      layer.query_rotary);
+        prepare_heads(layer, step, model.eps, token, key, layer.key_norm, call.kv_heads,
+                      layer.key_rotary);
         write_token(call, step.rows, token, key, value);
     });
 }

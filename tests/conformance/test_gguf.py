@@ -58,7 +58,7 @@ from tools.lab.measure_quantization import PIECE, STORIES, Model, compare, story
 
 ALL_SLIDING = ["sliding_attention"] * 3  # Gemma 3's layer_types for three layers
 FULL = ["full_attention"] * 5
-STOCK = ("qwen2moe", "mistral3")  # Files of these have no compiled form.
+STOCK = ("qwen2moe",)  # Files of these have no compiled form.
 # transformers' model types by llama.cpp's, and further fields of the config.
 WRITTEN = {
     "llama": ("llama", {}),

@@ -311,7 +311,7 @@ def test_a_weight_is_held_once(zoo):
 
 
 SMALL_ROWS = ["llama", "llama, untied, biases", "qwen2", "phi3", "gemma3", "olmo2", "granite",
-              "qwen3_moe", "smollm3", "mixtral", "exaone4", "seed_oss", "gpt_oss",
+              "qwen3_moe", "smollm3", "ministral3", "mixtral", "exaone4", "seed_oss", "gpt_oss",
               "lfm2"]  # fmt: skip
 
 

@@ -51,6 +51,11 @@ EXAONE_ROPE = {
     "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
     "original_max_position_embeddings": 2048,
 }  # fmt: skip
+MINISTRAL_ROPE = {
+    "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 16384,
+}  # fmt: skip
 LFM_2 = {
     "block_auto_adjust_ff_dim": True, "block_dim": 512, "block_ff_dim": 700,
     "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 64,
@@ -139,6 +144,12 @@ PUBLISHED = {
     "SmolLM3, left out": published("SmolLM3ForCausalLM", num_hidden_layers=5),
     "Ministral": published("MinistralForCausalLM", head_dim=64, sliding_window=64,
                            rope_theta=100000000.0),
+    "Ministral 3": published(
+        "Ministral3ForCausalLM", head_dim=64, sliding_window=None, pad_token_id=None,
+        max_position_embeddings=262144, rope_parameters=MINISTRAL_ROPE),
+    "Ministral 3, left out": published(
+        "Ministral3ForCausalLM", sliding_window=None, num_key_value_heads=REQUIRED,
+        rope_parameters={k: v for k, v in MINISTRAL_ROPE.items() if k != "mscale"}),
     "Mixtral": published(
         "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
         output_router_logits=False, router_aux_loss_coef=0.02, rope_theta=1000000.0),
@@ -215,7 +226,7 @@ def named_shapes(module):
 
 def numbers_of(layer):
     """Return the constants of a layer: rotary, norm of heads, experts."""
-    own = layer.rotary, layer.is_norm_of_heads
+    own = layer.query_rotary, layer.key_rotary, layer.is_norm_of_heads
     if isinstance(layer.mlp, MlpParts):
         return own
     return *own, len(layer.mlp.experts), layer.mlp.chosen, layer.mlp.is_normalised

@@ -302,7 +302,8 @@ class NativeDecoder(torch.nn.Module):
             packer.keep(layer.query_norm),
             packer.keep(layer.key_norm),
             int(layer.is_norm_of_heads),
-            layer.rotary,
+            layer.query_rotary,
+            layer.key_rotary,
             self._pack_experts(layer.mlp),
             self._pack_convolution(layer.convolution),
             structs.Attention()

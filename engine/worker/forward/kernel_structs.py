@@ -103,7 +103,8 @@ class Layer(Structure):
             )
         ),
         ("is_norm_of_heads", c_int64),
-        ("rotary", c_int64),
+        ("query_rotary", c_int64),
+        ("key_rotary", c_int64),
         ("experts", Experts),
         ("convolution", Convolution),
         ("attention", Attention),

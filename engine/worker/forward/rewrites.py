@@ -12,6 +12,7 @@ A layer's attention parameters (scaling, window, soft cap) are not read here:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +79,8 @@ class LayerParts:
     query_norm: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
     is_norm_of_heads: bool = False
-    rotary: int = 0  # index into `DecoderParts.rotaries`
+    query_rotary: int = 0  # index into `DecoderParts.rotaries`
+    key_rotary: int = 0
     call: AttentionCall | None = None
     convolution: ConvolutionParts | None = None
 
@@ -163,7 +165,9 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
     )
 
 
-def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) -> LayerParts:
+def _take_layer(
+    layer: Any, family: Family, call: AttentionCall, rotaries: tuple[int, int]
+) -> LayerParts:
     """Return the parts of one layer."""
     attention, names = layer.self_attn, family.names
     query_norm, key_norm = (
@@ -186,7 +190,8 @@ def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) ->
         query_norm=None if query_norm is None else _norm(query_norm, family),
         key_norm=None if key_norm is None else _norm(key_norm, family),
         is_norm_of_heads=is_of_heads,
-        rotary=rotary,
+        query_rotary=rotaries[0],
+        key_rotary=rotaries[1],
         call=call,
     )
 
@@ -303,23 +308,39 @@ def _embedding_scale(base: Any) -> float:
     return scale * float(getattr(base.embed_tokens, "scalar_embed_scale", 1.0))
 
 
-def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[Any, ...]]:
-    """Return the index of each layer's rotary embedding, and the rotary embeddings. A layer without
-    rotary embedding gets one whose angles are zero."""
+def _rotaries(
+    base: Any, config: Any, family: Family
+) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+    """Return the indices of the rotary embeddings of each layer's queries and keys, and the rotary
+    embeddings. A layer without rotary embedding gets one whose angles are zero."""
     rotary, count = base.rotary_emb, len(base.layers)
     example = torch.zeros(1)  # cosines and sines get its dtype and device
     if not isinstance(rotary.rope_type, dict):
+        own = partial(_both_halves, rotary)
+        if family.scales_queries:
+            return [(1, 0)] * count, (own, partial(_scaled, own, config.rope_parameters))
         still = [int(not is_rotated(config, family, layer)) for layer in range(count)]
-        own = (lambda positions: _both_halves(rotary, positions),)
+        pairs = [(index, index) for index in still]
         if not any(still):
-            return still, own
+            return pairs, (own,)
         width = rotary(example, position_ids=torch.zeros((1, 1), dtype=torch.int64))[0].shape[-1]
-        return still, (*own, lambda positions: _unturned(positions, width))
+        return pairs, (own, partial(_unturned, width))
     kinds = sorted(set(config.layer_types))
     functions = tuple(
         (lambda positions, kind=kind: rotary(example, positions, kind)) for kind in kinds
     )
-    return [kinds.index(kind) for kind in config.layer_types], functions
+    return [(kinds.index(kind),) * 2 for kind in config.layer_types], functions
+
+
+def _scaled(
+    rotary: Any, settings: Any, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of a rotary embedding, by which queries are multiplied, times
+    the factor of queries: it grows with the logarithm of the position."""
+    turns = torch.floor(positions / settings["original_max_position_embeddings"])
+    factor = (1 + settings["llama_4_scaling_beta"] * torch.log(1 + turns))[..., None]
+    cosines, sines = rotary(positions)
+    return cosines * factor, sines * factor
 
 
 def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,7 +353,7 @@ def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, to
     return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
 
 
-def _unturned(positions: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _unturned(width: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of angles of zero, [1, num_tokens, width] float32."""
     shape = (*positions.shape, width)
     return torch.ones(shape), torch.zeros(shape)

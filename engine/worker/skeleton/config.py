@@ -174,6 +174,10 @@ def _rope_parameters(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     if model_type == "phi3":
         settings.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
         own = {"partial_rotary_factor"}
+    if family.scales_queries:
+        _require(settings.get("rope_type", settings.get("type")) == "yarn")
+        _require("llama_4_scaling_beta" in settings)
+        own = {"llama_4_scaling_beta", "max_position_embeddings"}
     _standardise(settings, fields, own)
     if model_type == "phi3":
         _require(settings["rope_type"] in ("default", "longrope"))

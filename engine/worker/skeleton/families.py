@@ -105,6 +105,7 @@ class Family:
     # Without layer types in the config, layers full_each, 2 * full_each … have no window; 0: none.
     full_each: int = 2
     has_convolutions: bool = False  # Layers of the type "conv" have a short convolution.
+    scales_queries: bool = False  # Queries grow with their positions, by Ministral 3's formula.
     unrotated: str = ""  # Layers without rotary embedding: none, the config's list, or "full" ones.
 
     @property
@@ -407,6 +408,18 @@ LISTED: dict[str, Family] = {
         ),
         window="typed",
         full_each=0,
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        _fields(
+            head_dim=Field(128, OPTIONAL_COUNT),
+            num_key_value_heads=Field(8, OPTIONAL_COUNT),
+            eos_token_id=Field(2, is_ids),
+            pad_token_id=Field(11, is_id),
+            sliding_window=Field(None, OPTIONAL_COUNT),
+        ),
+        window="all",
+        scales_queries=True,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",

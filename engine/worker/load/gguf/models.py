@@ -145,6 +145,7 @@ MODELS = {
             "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
             "llama_4_scaling_beta": "attention.temperature_scale",
         },
+        extra={"pad_token_id": None},
     ),
     "phi3": GgufModel(
         "Phi3ForCausalLM",
