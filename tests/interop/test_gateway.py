@@ -17,6 +17,7 @@ import pytest
 from grpc_service.client import messages, stubs
 from tests.support.gateway import PACKAGES, free_ports, gateway, need_gateway, worker
 from tests.support.server import real
+from tests.support.tool_model import TOOL
 from tests.support.wire import generate, wait_until
 
 pytestmark = [pytest.mark.interop, pytest.mark.full, pytest.mark.model]
@@ -25,19 +26,6 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 TURNS = [{"role": "user", "content": "Tell me a story."}]
 SEEDED = {"model": "stories", "seed": 7, "temperature": 0.8, "max_tokens": 24}
 SAMPLING = {"seed": 7, "temperature": 0.8, "max_tokens": 24, "top_p": 1.0, "top_k": 0}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "maxLength": 8}},
-            "required": ["word"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")

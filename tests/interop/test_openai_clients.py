@@ -17,7 +17,7 @@ from grpc_service.client import stubs
 from tests.support import toolchains
 from tests.support.environments import virtual_environment
 from tests.support.server import fake, openai_port_of, real
-from tests.support.tool_model import make_tool_model
+from tests.support.tool_model import TOOL, make_tool_model
 from tests.support.wire import generate, list_models, wait_idle, wait_until
 from tools.lab.demo.drawings import held_out_drawing, png_of
 
@@ -30,19 +30,6 @@ LIMIT_S = 200
 KEY = "a-key-that-is-long-enough"
 TURNS = [{"role": "user", "content": "Tell me a story."}]
 TEXTS = ["The dog sleeps by the fire.", "A ship left at dawn."]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "maxLength": 8}},
-            "required": ["word"],
-            "additionalProperties": False,
-        },
-    },
-}
 NUM_MODELS = 4
 
 

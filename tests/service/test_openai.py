@@ -24,24 +24,11 @@ from tests.support.openai_calls import (
     request,
 )
 from tests.support.server import fake, openai_port_of, real
-from tests.support.tool_model import make_tool_model
+from tests.support.tool_model import TOOL, make_tool_model
 from tests.support.wire import generate, stats, wait_idle, wait_serving, wait_until
 
 TURNS = [{"role": "user", "content": "Tell me a story."}]
 SEEDED = {"model": "stories", "seed": 7, "max_tokens": 8}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks a word up.",
-        "parameters": {
-            "additionalProperties": False,
-            "properties": {"word": {"maxLength": 8, "type": "string"}},
-            "required": ["word"],
-            "type": "object",
-        },
-    },
-}
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 KEY = "a-key-that-is-long-enough"
 BODY = {"model": "fake", "prompt": [1, 2], "max_tokens": 2}
@@ -174,6 +161,50 @@ def test_an_echo_with_log_probabilities_scores_the_prompt(demo):
     events = ask(demo.openai_port, TEXT, body | {"stream": True}).events[:-1]
     streamed = [event["choices"][0]["logprobs"] for event in events]
     assert [token for one in streamed if one for token in one["tokens"]] == scores["tokens"]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("prompt", ["Once upon a time", [40, 50, 60, 70]], ids=["text", "ids"])
+def test_an_echo_of_no_tokens_is_the_prompt_with_triolet_v1s_log_probabilities(demo, prompt):
+    given = {"text": prompt} if isinstance(prompt, str) else {"prompt_ids": prompt}
+    output = {"prompt_logprobs": 2, "echo": True}
+    heard = generate(demo.channel, model="stories", max_tokens=1, output=output, **given)
+    wanted = heard.started.prompt_logprobs
+    body = {**SEEDED, "prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0, "n": 2}
+    body |= {"return_token_ids": True, "ignore_eos": True, "stop": ["e"], "logit_bias": {"0": -100}}
+    answer = ask(demo.openai_port, TEXT, body).json
+    assert answer["usage"]["prompt_tokens"] == heard.started.prompt_tokens
+    assert answer["usage"]["completion_tokens"] == 0
+    for choice in answer["choices"]:
+        assert heard.text().startswith(choice["text"])
+        assert choice["text"] == "".join([one.text for one in wanted if one.text != "<|bos|>"])
+        assert (choice["finish_reason"], choice["token_ids"]) == ("length", [])
+        scores = choice["logprobs"]
+        assert scores["tokens"] == [one.text for one in wanted]
+        found = [logprob for logprob in scores["token_logprobs"] if logprob is not None]
+        assert found == [pytest.approx(one.logprob, abs=1e-6) for one in wanted[1:]]
+        assert list(map(set, scores["top_logprobs"][1:])) == [
+            {other.text for other in one.alternatives} for one in wanted[1:]
+        ]
+    streamed = ask(demo.openai_port, TEXT, body | {"stream": True, "n": 1}).events[:-1]
+    choices = [event["choices"][0] for event in streamed]
+    assert "".join([one["text"] for one in choices]) == answer["choices"][0]["text"]
+    assert choices[0]["logprobs"] == answer["choices"][0]["logprobs"]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXT, {"prompt": "Once", "max_tokens": 0}, "max_tokens"),
+        (TEXT, {"prompt": "Once", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        (CHAT, {"messages": TURNS, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_no_tokens_are_refused_where_there_is_no_echo(demo, path, fields, param):
+    answer = ask(demo.openai_port, path, {"model": "stories", **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
 
 
 @pytest.mark.model

@@ -1,4 +1,4 @@
-"""The story model with a chat template that takes tools, in Hermes' format."""
+"""A tool, and the story model with a chat template that takes tools, in Hermes' format."""
 
 import json
 import shutil
@@ -18,6 +18,20 @@ TEMPLATE = """{{- bos_token -}}
 {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {
+            "additionalProperties": False,
+            "properties": {"word": {"maxLength": 8, "type": "string"}},
+            "required": ["word"],
+            "type": "object",
+        },
+    },
+}
 
 
 def make_tool_model(parent):
