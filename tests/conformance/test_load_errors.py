@@ -379,7 +379,8 @@ def test_half_a_download_is_not_taken_for_a_model(hub, stock):
         resolve.resolve("some-org/tiny")
 
 
-def test_a_name_that_is_no_id_is_not_looked_up(hub):
+def test_a_name_that_is_no_id_is_not_looked_up(hub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     for name in ("a/b/c", "../x", "/no/such/place", "with space"):
         with pytest.raises(resolve.Refusal, match="there is no such directory"):
             resolve.resolve(name)
