@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra. No index has the package, and pip asks none for a
+    package that is installed, be it from a wheel or from a source checkout."""
+    return f"pip install 'triolet[{extra}]'"
+
+
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
     """A field with an invalid value: its path in the proto, such as ``sampling.top_p``, and one

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, install_command
 from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.app.health import HealthServicer, health_methods
 from grpc_service.app.listening import listen_for_gateway
@@ -49,7 +49,7 @@ def check_gateways(engine_config: EngineConfig, config: ServerConfig) -> None:
     if config.vllm_engine_ports and find_spec(PROTOS) is None:
         raise ConfigError(
             "--vllm-engine-port needs the protos of smg; install them with "
-            "`pip install 'triolet[smg]'`"
+            f"`{install_command('smg')}`"
         )
     ports_by_model(engine_config, config)
 

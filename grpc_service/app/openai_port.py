@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, install_command
 from grpc_service.addresses import is_loopback
 from grpc_service.app.health import model_states
 from grpc_service.app.listening import listen_for_openai
@@ -42,7 +42,7 @@ def check_openai(config: ServerConfig) -> None:
     """
     if config.openai_port is not None and find_spec(PACKAGE) is None:
         raise ConfigError(
-            "--openai-port needs an HTTP server; install it with `pip install 'triolet[openai]'`"
+            f"--openai-port needs an HTTP server; install it with `{install_command('openai')}`"
         )
 
 

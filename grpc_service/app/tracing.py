@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import install_command
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -46,7 +48,7 @@ def open_tracing(environ: Mapping[str, str]) -> Tracing | None:
 
         exporter = _exporter(kind)
     except ImportError as error:
-        log.warning("no traces: %s is not installed; see triolet[tracing]", error.name)
+        log.warning("no traces: no %s; %s", error.name, install_command("tracing"))
         return None
     name = environ.get("OTEL_SERVICE_NAME", "triolet")
     resource = Resource.create({"service.name": name})

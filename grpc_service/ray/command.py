@@ -15,7 +15,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, install_command
 from grpc_service.cli.flags import engine_config_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def read_fleet(path: str) -> dict[str, Any]:
         ConfigError: the extra is not installed, or the file is wrong; the message names the place.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("this needs Ray Serve; install it with `pip install 'triolet[ray]'`")
+        raise ConfigError(f"this needs Ray Serve; install it with `{install_command('ray')}`")
     import yaml
 
     try:

@@ -263,7 +263,7 @@ def test_a_sentencepiece_model_without_the_package_names_it(tmp_path, monkeypatc
         load_tokenizer(tmp_path)
     assert str(caught.value) == (
         "Worker spawn failed: the model has tokenizer.model instead of tokenizer.json, which "
-        'cannot be converted here; pip install "triolet[sentencepiece]"'
+        "cannot be converted here; pip install 'triolet[sentencepiece]'"
     )
 
 

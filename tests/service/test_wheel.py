@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import DEMO_MODELS
+from engine.errors import install_command
 from engine.worker.forward.variants import VARIANTS, best_variant, features_of
 from tests.support.server import MODEL_START_LIMIT_S, READY, ROOT, process
 from tests.support.wire import SERVING, connect, generate, health, list_models, wait_until
@@ -109,6 +112,20 @@ def test_the_wheel_serves_the_demo_models_from_a_directory_of_its_users(installe
     assert (tmp_path / "api/triolet/v1/inference.proto").read_bytes() == (
         ROOT / "proto/triolet/v1/inference.proto"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("source", ["wheel", "checkout"])
+def test_the_command_that_messages_name_installs_an_extra_though_no_index_has_the_package(
+    installed, tmp_path, source
+):
+    """pip takes the extra's packages, which are there, from the metadata of what is installed."""
+    _, _, *arguments = shlex.split(install_command("openai"))
+    argv = [*PIP[:3], "install", "--no-index", "--dry-run", *arguments]
+    env = {"PYTHONPATH": str(installed)} if source == "wheel" else {}
+    told = run(argv, cwd=tmp_path, env=os.environ | env)
+    [first] = [line for line in told.splitlines() if "satisfied: triolet[openai] in" in line]
+    assert (str(installed) in first) == (source == "wheel")
+    assert re.search(r"satisfied: anycorn.*from triolet\[openai\]", told)
 
 
 @pytest.mark.full

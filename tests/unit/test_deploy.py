@@ -171,12 +171,9 @@ def test_each_extra_that_a_page_or_a_message_names_is_one_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "engine").rglob("*.py")]
     texts += (ROOT / "grpc_service").rglob("*.py")
-    named = {
-        extra
-        for text in texts
-        for extra in re.findall(r"(?:triolet|\.)\[([a-z]+)\]['\"`]", text.read_text())
-    }
-    assert {"smg", "ray", "images", "tracing", "sentencepiece"} <= named
+    form = re.compile(r"(?:\.\[|install_command\(['\"])([a-z]+)(?:\]['\"`]|['\"]\))")
+    named = {extra for text in texts for extra in form.findall(text.read_text())}
+    assert {"smg", "ray", "images", "tracing", "sentencepiece", "openai"} <= named
     assert named <= set(project["optional-dependencies"])
     pages = [path for path in texts if path.suffix == ".md"]
     unpublished = [path.name for path in pages if "triolet[" in path.read_text()]

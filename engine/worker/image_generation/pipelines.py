@@ -15,6 +15,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import install_command
 from engine.worker.image_generation.noise_names import NAMES_OF_CLASSES
 from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
@@ -110,7 +111,7 @@ def read(directory: Path) -> Pipeline:
         raise Refusal(f"{architecture} is not served; the pipelines that are served: {served}")
     if importlib.util.find_spec(NEEDED) is None:
         raise Refusal(
-            f"image models need {NEEDED}, which is not installed: pip install 'triolet[images]'"
+            f"image models need {NEEDED}, which is not installed: {install_command('images')}"
         )
     for name, entry in index.items():
         if not name.startswith("_") and isinstance(entry, list):

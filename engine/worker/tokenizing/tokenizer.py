@@ -24,7 +24,7 @@ from uuid import uuid4
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from engine.errors import InvalidRequest, SpawnFailed
+from engine.errors import InvalidRequest, SpawnFailed, install_command
 from engine.worker.import_lock import holds_import_lock
 from engine.worker.load.reading import check_readable, has_file, read_text, reading
 from engine.worker.tokenizing.call_turns import CallForm, form_of, in_form
@@ -292,7 +292,7 @@ def _convert(directory: Path) -> HfTokenizer:
         check_readable(directory / name)
     files = " and ".join(older[0])
     if files == "tokenizer.model" and find_spec("sentencepiece") is None:
-        raise _not_converted(files, 'pip install "triolet[sentencepiece]"')
+        raise _not_converted(files, install_command("sentencepiece"))
     from transformers import AutoTokenizer
 
     elsewhere = "where transformers can, AutoTokenizer's save_pretrained writes tokenizer.json"

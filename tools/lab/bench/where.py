@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from engine.errors import install_command
 from engine.worker.forward.native import SWITCH
 from tools.lab.bench.frame import Row
 from tools.lab.bench.step import settings
@@ -40,7 +41,7 @@ def py_spy() -> str:
     beside = Path(sys.executable).parent / "py-spy"
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:
-        raise SystemExit("py-spy is not installed: pip install triolet[measure]")
+        raise SystemExit(f"py-spy is not installed: {install_command('measure')}")
     return found
 
 
