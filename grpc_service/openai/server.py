@@ -37,7 +37,6 @@ class HttpServer:
         self._connections: dict[HttpConnection, None] = {}
         self._config = _config_of(shared)
         self._context = WorkerContext(None)
-        self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
         self._changed = trio.Event()  # a request has reached the engine, or has ended
 
@@ -53,16 +52,7 @@ class HttpServer:
         """
         with self._serving:
             async with trio.open_nursery() as nursery:
-                try:
-                    with self._listening:
-                        async with trio.open_nursery() as accepting:
-                            for listener in listeners:
-                                accepting.start_soon(
-                                    self._reception.take, listener, nursery, self._serve
-                                )
-                finally:
-                    for listener in listeners:
-                        listener.close()
+                await self._reception.run(listeners, nursery, self._serve)
 
     async def settle(self) -> None:
         """Wait until the engine has every request that is on its way; at most for
@@ -76,7 +66,7 @@ class HttpServer:
 
         Cancellation: the server goes on without accepting.
         """
-        self._listening.cancel(reason="the server stops")
+        self._reception.close()
         await self._context.terminated.set()  # connections without a request end at once
         with trio.move_on_after(grace_s):
             await self._wait(lambda: not self.num_calls)

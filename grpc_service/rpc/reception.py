@@ -24,7 +24,7 @@ from grpc_service.rpc.entrance import Entrance, Pass
 from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from grpc_service.rpc.connection import Shared
     from grpc_service.rpc.sockets import PlainTransport, SocketListener
@@ -44,16 +44,41 @@ class Reception:
         self._shared = shared
         self._limits = shared.limits
         self._entrance = Entrance(shared.limits)
+        self._listening = trio.CancelScope()
+        self._listeners: Sequence[SocketListener] = ()
         self._warned_at = -math.inf  # when refused connections were last logged
         self._reported: set[str] = set()  # reasons of failed handshakes that were logged
 
-    async def take(self, listener: SocketListener, nursery: trio.Nursery, serve: Serve) -> None:
-        """Take connections until cancelled; ``serve`` serves each in a task of ``nursery``: an open
-        transport, its client's address as grpc writes it, and its pass. Its place is freed when
-        ``serve`` returns.
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more connections are taken."""
+        return self._listening.cancel_called
+
+    def close(self) -> None:
+        """Take no more connections, and close the listeners at once. Idempotent."""
+        self._listening.cancel(reason="no more connections are taken")
+        for listener in self._listeners:
+            listener.close()
+
+    async def run(
+        self, listeners: Sequence[SocketListener], nursery: trio.Nursery, serve: Serve
+    ) -> None:
+        """Take connections until `close`; close the listeners at the end. ``serve`` serves each in
+        a task of ``nursery``: an open transport, its client's address as grpc writes it, and its
+        pass. Its place is freed when ``serve`` returns.
 
         Cancellation: safe; no connection is lost.
         """
+        self._listeners = listeners
+        try:
+            with self._listening:
+                async with trio.open_nursery() as accepting:
+                    for listener in listeners:
+                        accepting.start_soon(self._take, listener, nursery, serve)
+        finally:
+            self.close()
+
+    async def _take(self, listener: SocketListener, nursery: trio.Nursery, serve: Serve) -> None:
         while True:
             for transport, peer in await listener.accept():
                 given = self._entrance.admit(address_of(peer))

@@ -63,8 +63,6 @@ class RpcServer:
         )
         self._connections: dict[Connection, None] = {}
         self._reception = Reception(self.shared)
-        self._listeners: Sequence[SocketListener] = ()
-        self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
         # The server keeps too many bytes, or a request waits for room.
         self._is_short = trio.Event()
@@ -80,29 +78,17 @@ class RpcServer:
 
         Cancellation: every call is cancelled, and every connection closed.
         """
-        self._listeners = listeners
         with self._serving:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.shared.overhead.run)
                 nursery.start_soon(self._make_room)
-                try:
-                    with self._listening:
-                        async with trio.open_nursery() as accepting:
-                            for listener in listeners:
-                                accepting.start_soon(
-                                    self._reception.take, listener, nursery, self._serve
-                                )
-                finally:
-                    for listener in listeners:
-                        listener.close()
+                await self._reception.run(listeners, nursery, self._serve)
 
     def leave(self) -> None:
         """Accept no more connections, and ask all clients to open no more calls here. Calls that
         run, or were sent before clients knew, are served, and so are `Limits.lasting_methods` on
         connections that their clients keep open. Idempotent."""
-        self._listening.cancel(reason="the server leaves")
-        for listener in self._listeners:  # before clients are asked to leave and connect anew
-            listener.close()
+        self._reception.close()  # before clients are asked to leave and connect anew
         for connection in self.connections:
             connection.drain(stays=True)
 
@@ -155,7 +141,7 @@ class RpcServer:
         connection = Connection(self.shared, transport, peer)
         connection.http2.is_reserved = given is Pass.RESERVED
         self._connections[connection] = None
-        if self._listening.cancel_called:  # the client was accepted just before `leave`
+        if self._reception.is_closed:  # the client was accepted just before `leave`
             connection.drain()
             connection.http2.send_goaway(knows=False)  # at once, as it has no calls yet
         try:
