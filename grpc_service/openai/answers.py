@@ -7,6 +7,7 @@ vLLM's ``stop_reason``, ``token_ids`` and ``reasoning_content``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.types import Usage
     from engine.requests.text.values import StreamEvent, ToolCallDelta
+    from grpc_service.openai.work import Encoder
 
 DONE = b"data: [DONE]\n\n"
 REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
@@ -373,6 +375,30 @@ class TextWhole(_Whole):
             entries = [*self._prompt_logprobs[index // self._num_choices], *kept.logprobs]
             logprobs = _text_logprobs(entries, text, 0)
         return {"text": text, "logprobs": logprobs}
+
+
+class EchoAlone(WholeEncoder):
+    """An encoder of text completions that leaves out all that the model generated."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def encode(self, source: int, events: Sequence[StreamEvent]) -> list[bytes]:
+        """Return what is to be written for events of a request."""
+        return self._encoder.encode(source, list(map(_without_answer, events)))
+
+    def is_heavy(self, events: Sequence[StreamEvent]) -> bool:
+        """Return whether encoding these events takes some milliseconds."""
+        return self._encoder.is_heavy(events)
+
+
+def _without_answer(event: StreamEvent) -> StreamEvent:
+    if isinstance(event, Tokens):
+        return event._replace(token_ids=())
+    if isinstance(event, Finished) and event.reason.is_success:
+        usage = replace(event.usage, completion_tokens=0)
+        return replace(event, reason=EndReason.LENGTH, matched=None, usage=usage)
+    return event
 
 
 # ---- parts

@@ -25,7 +25,7 @@ from engine.requests.text.values import (
     ReasoningOptions,
     SamplingParams,
 )
-from grpc_service.openai.answers import ChatStream, ChatWhole, TextStream, TextWhole
+from grpc_service.openai.answers import ChatStream, ChatWhole, EchoAlone, TextStream, TextWhole
 from grpc_service.openai.fields import (
     UINT64_MAX,
     Fields,
@@ -34,7 +34,7 @@ from grpc_service.openai.fields import (
     most_of,
     texts_or_ids,
 )
-from grpc_service.openai.work import Context, Work
+from grpc_service.openai.work import Context, Encoder, Work
 from grpc_service.services.text_codec import function_tool
 
 if TYPE_CHECKING:
@@ -269,6 +269,9 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
     is_stream, with_usage = _stream_of(fields)
     fields.expect("suffix", "")
     shared = _request_of(fields, context, output, text="")
+    is_echo_alone = echoes and shared.sampling.max_tokens == 0
+    if is_echo_alone:
+        shared = _echo_alone(fields, shared)
     fields.done()
     many = len(prompts) > 1
     requests = tuple(
@@ -276,7 +279,7 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
         for number, prompt in enumerate(prompts)
     )
     made = TextStream if is_stream else TextWhole
-    encoder = made(
+    encoder: Encoder = made(
         f"cmpl-{shared.request_id}",
         context.created,
         num_choices=shared.n or 1,
@@ -286,10 +289,24 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
         with_ids=bool(output.token_ids),
         stop_ids=shared.sampling.stop_token_ids,
     )
+    if is_echo_alone:
+        encoder = EchoAlone(encoder)
     is_list = isinstance(body["prompt"], list) and not is_ids(body["prompt"])
     where = "prompt[{}]" if is_list else "prompt"
     rename = partial(_as_sent, fields.sent_as, where)
     return Work(shared.request_id, requests, encoder, is_stream, rename=rename)
+
+
+def _echo_alone(fields: Fields, request: GenerateRequest) -> GenerateRequest:
+    """Return the request for a prompt's echo without an answer. The engine computes at least one
+    token: here one that has no text, since it ends the choice, and that `EchoAlone` leaves out."""
+    if request.sampling.min_tokens:
+        fields.refuse("min_tokens", "must not exceed max_tokens")
+    shapes: dict[str, Any] = {"stop": (), "include_stop": None, "bad_words": (), "logit_bias": {}}
+    shapes |= {"allowed_token_ids": (0,), "banned_token_ids": (), "stop_token_ids": (0,)}
+    sampling = replace(request.sampling, max_tokens=1, min_tokens=0, **shapes)
+    output = replace(request.output, logprobs=None)
+    return replace(request, sampling=sampling, output=output, constraint=None, check=False)
 
 
 def _as_sent(sent_as: Mapping[str, str], prompt: str, source: int, path: str) -> str:
