@@ -23,7 +23,8 @@ TYPES = {
 }
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    b"img-src 'self' data: blob:; base-uri 'none'; frame-ancestors 'none'; form-action 'none'"
+    b"img-src 'self' data: blob:; base-uri 'none'; frame-ancestors 'none'; form-action 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = (
     (b"content-security-policy", POLICY),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import toolchains
-from tests.support.server import fake
+from tests.support.server import fake, openai_port_of, real
 from tests.support.wire import wait_idle, wait_serving
 from tools.lab.demo.drawings import held_out_drawing, png_of
 
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 LIMIT_S = 280
-CASES = ("conversation", "stop", "picture", "abort", "key", "keyboard", "foreign", "rebound")
+CASES = ["conversation", "stop", "picture", "seen", "abort"]
+CASES += ["key", "keyboard", "foreign", "rebound"]
 SCREENSHOTS = "TRIOLET_SCREENSHOTS"  # a folder that keeps them, for people to look at
 KEY = "a-key-that-is-long-enough"
 ATTACK = (
@@ -30,6 +31,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: <think>{% endif %}"
 )
+DRAWING = held_out_drawing(0, 0)
 MODELS = [
     {
         "name": "talker",
@@ -83,7 +85,7 @@ def drive(elsewhere, tmp_path_factory):
     toolchains.need_programs("chromium", leave_out=toolchains.LEAVE_OUT)
     folder = tmp_path_factory.mktemp("page")
     picture = folder / "picture.png"
-    picture.write_bytes(png_of(held_out_drawing(0, 0)))
+    picture.write_bytes(png_of(DRAWING))
     keys = folder / "keys"
     keys.write_text(f"ours {KEY}\n")
     keyed_settings = {"openai_port": 0, "api_key_file": str(keys)}
@@ -91,11 +93,13 @@ def drive(elsewhere, tmp_path_factory):
     with (
         fake(models=MODELS, server={"openai_port": 0}) as server,
         fake(models=keyed_models, server=keyed_settings) as keyed,
+        real("--openai-port", 0, model="demo-see") as seeing,
     ):
         wait_serving(server.channel)
         given = {
             "url": f"http://127.0.0.1:{server.openai_port}",
             "keyed_url": f"http://127.0.0.1:{keyed.openai_port}",
+            "seeing_url": f"http://127.0.0.1:{openai_port_of(seeing)}",
             "foreign_url": elsewhere,
             "key": KEY,
             "picture": str(picture),
@@ -145,6 +149,7 @@ def test_what_a_model_writes_is_text(found):
     assert ATTACK in found["conversation"]["text"]
     assert found["conversation"]["elements"] == 0
     assert found["conversation"]["injected"] is None
+    assert found["conversation"]["written"] == "TypeError"  # HTML from a string (trusted types)
 
 
 def test_an_answer_stops_by_key_and_by_button(found):
@@ -162,6 +167,13 @@ def test_a_picture_goes_to_a_model_that_reads_pictures(found):
     assert case["shown"] > 0
     assert (case["failed"], case["troubles"]) == (0, [])
     assert "tokens" in case["figures"]
+
+
+@pytest.mark.model
+def test_a_model_describes_the_picture_that_it_was_shown(found):
+    case = found["seen"]
+    assert all(thing.name in case["text"] for thing in DRAWING.scene.things), case["text"]
+    assert case["troubles"] == []
 
 
 def test_a_request_is_seen_explained_and_aborted(found):

@@ -32,6 +32,8 @@ ALLOWED = {
     "base-uri": "'none'",
     "frame-ancestors": "'none'",
     "form-action": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
 }
 KEY = "a-key-that-is-long-enough"
 

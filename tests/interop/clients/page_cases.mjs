@@ -1,5 +1,5 @@
 // Drives the page at "/" in Debian's Chromium, over the DevTools protocol. Reads from standard input
-// {url, keyed_url, foreign_url, key, picture, screenshots, chromium, cases}, and prints the result of each case by its name.
+// {url, keyed_url, seeing_url, foreign_url, key, picture, screenshots, chromium, cases}, and prints the result of each case by its name.
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
@@ -81,13 +81,23 @@ const cases = {
     const limited = await second.locator(".figures").innerText();
     await page.click("#again");
     await answered(page);
+    const troubles = [...page.troubles];
+    const written = await page.evaluate(() => {
+      try {
+        document.createElement("p").innerHTML = "<b>text</b>";
+        return "written";
+      } catch (error) {
+        return error.name;
+      }
+    });
     return {
+      written,
       text, folded: thought === null && !hidden, reasoning, figures, limited,
       roles: body.messages.map((one) => one.role), max_tokens: body.max_tokens,
       turns: await page.locator("#turns li").count(),
       injected: await page.evaluate(() => globalThis.stolen ?? null),
       elements: await page.locator("#turns img, #turns script").count(),
-      troubles: page.troubles,
+      troubles,
       hosts: [...page.hosts].filter((host) => host !== new URL(given.url).host),
     };
   },
@@ -137,6 +147,18 @@ const cases = {
       shown: await page.locator("#turns .user img").evaluate((one) => one.naturalWidth),
       troubles: page.troubles,
     };
+  },
+  async seen() {
+    const page = await open(given.seeing_url);
+    await ready(page);
+    await page.setInputFiles("#picture", given.picture);
+    await page.waitForSelector("#pictures img");
+    await page.evaluate(() => { document.querySelector("#settings").open = true; });
+    await page.fill("#temperature", "0");
+    await page.fill("#message", "Describe the picture.");
+    await page.click("#send");
+    const answer = await answered(page);
+    return { text: await answer.locator(":scope > .text").textContent(), troubles: page.troubles };
   },
   async abort() {
     const page = await open(given.url);
