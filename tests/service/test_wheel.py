@@ -119,13 +119,13 @@ def test_the_command_that_messages_name_installs_an_extra_though_no_index_has_th
     installed, tmp_path, source
 ):
     """pip takes the extra's packages, which are there, from the metadata of what is installed."""
-    _, _, *arguments = shlex.split(install_command("openai"))
+    _, _, *arguments = shlex.split(install_command("images"))
     argv = [*PIP[:3], "install", "--no-index", "--dry-run", *arguments]
     env = {"PYTHONPATH": str(installed)} if source == "wheel" else {}
     told = run(argv, cwd=tmp_path, env=os.environ | env)
-    [first] = [line for line in told.splitlines() if "satisfied: triolet[openai] in" in line]
+    [first] = [line for line in told.splitlines() if "satisfied: triolet[images] in" in line]
     assert (str(installed) in first) == (source == "wheel")
-    assert re.search(r"satisfied: anycorn.*from triolet\[openai\]", told)
+    assert re.search(r"satisfied: diffusers.*from triolet\[images\]", told)
 
 
 @pytest.mark.full
