@@ -1,4 +1,4 @@
-"""How requests end early, over real gRPC. test_endings.py has each way in each phase.
+"""How requests end early, over both doors. test_endings.py has each way in each phase.
 
 Clients cancel at random moments, stall or run out of time, a server drains, steps fail. The end
 concerns only that request, and its blocks are free after at most one step.
@@ -15,9 +15,11 @@ import grpc
 import pytest
 
 from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from grpc_service.rpc.framing import MessageReader
 from tests.support import http2
 from tests.support.core_driver import expected_tokens
+from tests.support.doors import DOORS, GRPC, failure_at
 from tests.support.fake_server import POISONED_ROW, POISONED_STEP
 from tests.support.server import ROOT, fake, fake_process
 from tests.support.wire import (
@@ -26,7 +28,6 @@ from tests.support.wire import (
     SMALL_WINDOW,
     Generation,
     connect,
-    details,
     ended,
     generate,
     generate_request,
@@ -42,6 +43,19 @@ from tests.support.wire import (
 STEP_S = 0.1
 LONG = 2000  # more tokens than any test waits for
 DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
+PORTS = {"openai_port": 0}
+
+
+@pytest.fixture(params=DOORS, ids=lambda door: door.name)
+def door(request):
+    """Return each of the doors that a test's clients use."""
+    return request.param
+
+
+def ask(door, server, **fields):
+    """Make a text request at a door, read its answer to the end, and return what came."""
+    with door.generate(door.client(server), **fields) as call:
+        return call.finish()
 
 
 # ---- clients that leave ------------------------------------------------------------------------
@@ -54,12 +68,14 @@ def slow():
         script={"step_s": STEP_S},
         runner={"max_model_len": 4096},
         engine={"max_num_seqs": 2, "max_num_batched_tokens": 16},
+        server=PORTS,
     ) as server:
         wait_serving(server.channel)
         yield server
 
 
-def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output():
+@pytest.mark.quick(2)
+def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output(door):
     """There are so few blocks that requests are preempted.
 
     At least a hundred calls are cancelled, and more until the server has counted 51 cancels: a very
@@ -72,22 +88,24 @@ def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output
         script={"step_s": 0.002},
         runner={"num_blocks": 64, "max_model_len": 512},
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 64},
+        server=PORTS,
     ) as server:
         wait_serving(server.channel)
-        generate(server.channel, max_tokens=1)  # the first step opens an eventfd, which stays
+        ask(door, server, max_tokens=1)  # the first step opens an eventfd, which stays
         files = server.num_files()
 
         def cancel_some(number):
             draw = random.Random(number)
-            with connect(server.address) as own:
-                while len(made) < 100 or ended(own).get("cancelled", 0) <= 50:
+            with door.connect(door.address(server)) as own:
+                while len(made) < 100 or ended(server.channel).get("cancelled", 0) <= 50:
                     made.append(number)
                     assert len(made) < 2000
-                    prompt = [draw.randrange(1, 900)] * draw.randrange(1, 200)
-                    with Generation(own, prompt_ids=prompt, max_tokens=200, n=draw.choice((1, 3))):
+                    fields = {"prompt_ids": [draw.randrange(1, 900)] * draw.randrange(1, 200)}
+                    with door.generate(own, max_tokens=200, n=draw.choice((1, 3)), **fields):
                         time.sleep(draw.random() * 0.05)
 
-        with Generation(server.channel, prompt_ids=[77], max_tokens=500) as control:
+        own = door.client(server)
+        with door.generate(own, prompt_ids=[77], max_tokens=500) as control:
             threads = [
                 threading.Thread(target=cancel_some, args=(moments.random(),)) for _ in range(5)
             ]
@@ -113,83 +131,81 @@ def deadline_server():
     """Serve as slowly as `slow`, with a deadline of the server before any client's."""
     models = [{"name": "fake"}, {"name": "late", "lazy": True, "script": {"load_s": 1.5}}]
     engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "default_deadline_s": 0.6}
-    with fake(models=models, script={"step_s": STEP_S}, engine=engine) as server:
+    with fake(models=models, script={"step_s": STEP_S}, engine=engine, server=PORTS) as server:
         wait_serving(server.channel)
         yield server
 
 
-def deadline_of(heard):
-    """Return what a DEADLINE_EXCEEDED reports: the phase and the number of tokens."""
-    assert heard.error.code() is DEADLINE
-    info = details(heard.error)["ErrorInfo"]
-    assert info.reason == "DEADLINE_EXCEEDED"
-    return info.metadata["phase"], int(info.metadata["tokens_done"])
-
-
-def test_a_deadline_during_decode_says_how_many_tokens_were_made(deadline_server):
+def test_a_deadline_during_decode_says_how_many_tokens_were_made(deadline_server, door):
     """On a busy machine the deadline may pass before the first token; then the test asks again."""
     num_tokens = 0
     while not num_tokens:
         ends = ended(deadline_server.channel)
-        heard = generate(deadline_server.channel, prompt_ids=[3])
-        phase, num_tokens = deadline_of(heard)
+        with door.generate(door.client(deadline_server), prompt_ids=[3]) as call:
+            found = failure_at(door, call)
+        assert found.has(DEADLINE, "DEADLINE_EXCEEDED")
+        heard, num_tokens = call.heard, found.num_done
         wait_idle(deadline_server.channel)
         assert ended(deadline_server.channel)["deadline"] == ends.get("deadline", 0) + 1
-    assert phase == "decode"
+    assert found.phase == "decode"
     assert heard.ids() == expected_tokens([3], count=num_tokens)
     assert num_tokens <= 6
 
 
-def test_a_clients_own_deadline_comes_before_the_servers(deadline_server):
-    heard = generate(deadline_server.channel, prompt_ids=[3], max_tokens=9, timeout=10)
+def test_a_clients_own_deadline_comes_before_the_servers(deadline_server, door):
+    heard = ask(door, deadline_server, prompt_ids=[3], max_tokens=9, timeout=10)
     assert heard.ids() == expected_tokens([3], count=9)
 
 
-def test_many_deadlines_at_nearly_the_same_time_are_all_counted():
+def test_many_deadlines_at_nearly_the_same_time_are_all_counted(door):
     """Red if an end by the engine's timer counts as a cancel (`Supervisor._count`).
 
     tests/simulation/test_deadlines.py shows, at exact instants, that every client gets the details
     before its own timer ends the call.
     """
-    with fake(script={"step_s": 0.1}) as server:
+    with fake(script={"step_s": 0.1}, server=PORTS) as server, contextlib.ExitStack() as stack:
         wait_serving(server.channel)
-        fields = {"prompt_ids": [7], "max_tokens": LONG}
+        fields, own = {"prompt_ids": [7], "max_tokens": LONG}, door.client(server)
         calls = [
-            Generation(server.channel, server_timeout=0.4 + 0.02 * number, **fields)
+            stack.enter_context(door.generate(own, server_timeout=0.4 + 0.02 * number, **fields))
             for number in range(30)
         ]
-        assert [call.finish().error.code() for call in calls] == [DEADLINE] * 30
+        reasons = [failure_at(door, call).reason for call in calls]
+        assert reasons == ["DEADLINE_EXCEEDED"] * 30
         wait_idle(server.channel)
         assert ended(server.channel) == {"deadline": 30}
 
 
-def test_a_prompt_that_cannot_be_computed_in_time_is_refused_at_once():
+def test_a_prompt_that_cannot_be_computed_in_time_is_refused_at_once(door):
     engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-    with fake(script={"step_s": 0.3}, engine=engine) as server:
+    with fake(script={"step_s": 0.3}, engine=engine, server=PORTS) as server:
         wait_serving(server.channel)
-        assert generate(server.channel, prompt_ids=[8] * 32, max_tokens=1).error is None
-        start = time.monotonic()
-        heard = generate(server.channel, prompt_ids=[9] * 1000, timeout=15)  # takes 62 steps
+        assert ask(door, server, prompt_ids=[8] * 32, max_tokens=1).error is None
+        start, own = time.monotonic(), door.client(server)
+        with door.generate(own, prompt_ids=[9] * 1000, timeout=15) as call:  # takes 62 steps
+            found = failure_at(door, call)
         assert time.monotonic() - start < 5
-        assert heard.error.code() is DEADLINE
-        info = details(heard.error)["ErrorInfo"]
-        assert (info.reason, info.metadata["phase"]) == ("DEADLINE_INFEASIBLE", "queued")
-        assert not heard.messages
+        assert found.has(DEADLINE, "DEADLINE_INFEASIBLE")
+        assert found.phase == "queued"
+        assert not call.heard.messages
         assert stats(server.channel).step_count == 2
         # the cached tokens need not be computed, so there is time enough
-        again = generate(server.channel, prompt_ids=[8] * 40, max_tokens=1, timeout=15)
+        again = ask(door, server, prompt_ids=[8] * 40, max_tokens=1, timeout=15)
         assert again.error is None
 
 
-def test_a_deadline_that_passes_at_once_leaves_nothing(slow):
+def test_a_deadline_that_passes_at_once_leaves_nothing(slow, door):
     """The client's transport rounds the deadline up to a millisecond, in which a step may start.
 
     tests/simulation/test_deadlines.py shows that a request whose deadline passed on arrival starts
     no step.
     """
     before = wait_idle(slow.channel)
-    heard = generate(slow.channel, timeout=1e-6)
-    assert heard.error.code() is DEADLINE
+    error = ask(door, slow, timeout=1e-6).error
+    if door is GRPC:  # its own timer ends the call
+        assert error.code() is DEADLINE
+    else:
+        assert error.has(DEADLINE, "DEADLINE_EXCEEDED")
     assert wait_idle(slow.channel).step_count - before.step_count <= 1
 
 
@@ -203,12 +219,12 @@ NUM_LOOKS, LOOK_S = 12, 0.02  # a stream is parked for good when its figures sta
 
 
 @contextlib.contextmanager
-def stalling(server, **fields):
+def stalling(server, door=GRPC, **fields):
     """Yield a request whose client has stopped reading, once the server has parked it."""
     fields = {"prompt_ids": [42], "max_tokens": PARKED_TOKENS} | fields
     with (
-        connect(server.address, *SMALL_WINDOW) as own,
-        Generation(own, **fields) as call,
+        door.connect(door.address(server), is_small=True) as own,
+        door.generate(own, **fields) as call,
     ):
         call.read_deltas(1)
         wait_until(lambda: is_parked_for_good(server.channel), 20, "parked")
@@ -233,18 +249,19 @@ def is_parked_for_good(channel):
 @pytest.fixture(scope="module")
 def buffered():
     """Yield a server with small buffers."""
-    with fake(engine={"stream_buffer": BUFFER}) as server:
+    with fake(engine={"stream_buffer": BUFFER}, server=PORTS) as server:
         wait_serving(server.channel)
         yield server
 
 
-def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffered):
+@pytest.mark.quick(2)
+def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffered, door):
     channel = buffered.channel
-    with stalling(buffered) as call:
+    with stalling(buffered, door) as call:
         parked = stats(channel)
         memory = buffered.memory_bytes()
         for number in range(20):
-            other = generate(channel, prompt_ids=[number], max_tokens=50)
+            other = ask(door, buffered, prompt_ids=[number], max_tokens=50)
             assert other.ids() == expected_tokens([number], count=50)
         now = stats(channel)
         assert now.parked == 1
@@ -253,7 +270,8 @@ def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffer
         heard = call.finish()
     assert heard.error is None
     assert heard.ids() == expected_tokens([42], count=PARKED_TOKENS)
-    assert heard.finished().timings.parked.ToTimedelta().total_seconds() > 0
+    if door is GRPC:
+        assert heard.finished().timings.parked.ToTimedelta().total_seconds() > 0
     wait_idle(channel)
 
 
@@ -285,8 +303,8 @@ def test_a_reader_that_stops_is_ahead_by_its_buffer_and_window_only(buffered):
     wait_idle(channel)
 
 
-def test_several_choices_of_a_stopped_reader_park_together_and_all_arrive(buffered):
-    with stalling(buffered, n=3, max_tokens=900) as call:
+def test_several_choices_of_a_stopped_reader_park_together_and_all_arrive(buffered, door):
+    with stalling(buffered, door, n=3, max_tokens=900) as call:
         heard = call.finish()
     assert heard.error is None
     for choice in range(3):
@@ -296,15 +314,16 @@ def test_several_choices_of_a_stopped_reader_park_together_and_all_arrive(buffer
 
 def test_fifty_rounds_of_four_cancelled_streams_leave_memory_files_and_health_as_they_were(
     buffered,
+    door,
 ):
     """Each client leaves after its first tokens."""
-    channel = buffered.channel
+    channel, own = buffered.channel, door.client(buffered)
 
     def run(num_rounds):
         for _ in range(num_rounds):
             with contextlib.ExitStack() as stack:
                 for number in range(4):
-                    call = Generation(channel, prompt_ids=[number], max_tokens=LONG)
+                    call = door.generate(own, prompt_ids=[number], max_tokens=LONG)
                     stack.enter_context(call).read_deltas(1)
         wait_idle(channel)
 
@@ -317,19 +336,20 @@ def test_fifty_rounds_of_four_cancelled_streams_leave_memory_files_and_health_as
     assert health(channel) == SERVING
 
 
-def test_stopped_readers_give_their_blocks_to_those_who_read():
+def test_stopped_readers_give_their_blocks_to_those_who_read(door):
     """The parked request's blocks go to the others, and are computed again later."""
     with fake(
         engine={"stream_buffer": BUFFER, "prefix_cache": False},
         runner={"num_blocks": 128, "max_model_len": 2048},
+        server=PORTS,
     ) as server:
         wait_serving(server.channel)
-        with stalling(server) as call:
+        with stalling(server, door) as call:
             parked = stats(server.channel)
             assert parked.free_blocks < 2000 // 16, "there is room for both"
             for number in range(2):
                 prompt = [number + 1] * 1900
-                heard = generate(server.channel, prompt_ids=prompt, max_tokens=100)
+                heard = ask(door, server, prompt_ids=prompt, max_tokens=100)
                 assert heard.ids() == expected_tokens(prompt, count=100)
             heard = call.finish()
         assert heard.ids() == expected_tokens([42], count=PARKED_TOKENS)
@@ -418,23 +438,35 @@ def test_a_failed_call_gets_its_status_though_its_client_does_not_read():
 # ---- the server's own end --------------------------------------------------------------------
 
 
-def test_waiting_requests_finish_too_when_the_server_drains():
-    with fake(script={"step_s": 0.02}, engine={"max_num_seqs": 1}) as server:
+def test_waiting_requests_finish_too_when_the_server_drains(door):
+    engine = {"max_num_seqs": 1}
+    with fake(script={"step_s": 0.02}, engine=engine, server=PORTS) as server:
         wait_serving(server.channel)
-        calls = [Generation(server.channel, prompt_ids=[i], max_tokens=6) for i in range(3)]
-        for call in calls:
-            assert call.read().HasField("started")
+        own = door.client(server)
+        calls = [
+            door.generate(own, prompt_ids=[i], max_tokens=6, request_id=f"{i}") for i in range(3)
+        ]
+        for number in range(3):
+            wait_until(lambda number=number: has_come(server, f"{number}"), 10, "the requests")
         server.signal()
         for number, call in enumerate(calls):
             assert call.finish().ids() == expected_tokens([number], count=6)
         assert server.wait() == 0
 
 
-def test_a_drain_does_not_wait_for_a_reader_that_never_reads():
+def has_come(server, request_id):
+    """Return whether the server has a request, or had it."""
+    request = pb.ExplainRequest(request_id=request_id)
+    with contextlib.suppress(grpc.RpcError):
+        return bool(stubs.ControlStub(server.channel).Explain(request).state)
+    return False
+
+
+def test_a_drain_does_not_wait_for_a_reader_that_never_reads(door):
     engine = {"stream_buffer": BUFFER, "drain_timeout_s": 0.5}
-    with fake(engine=engine) as server:
+    with fake(engine=engine, server=PORTS) as server:
         wait_serving(server.channel)
-        with stalling(server):
+        with stalling(server, door):
             start = time.monotonic()
             assert server.stop() == 75
             assert time.monotonic() - start < 5
@@ -451,11 +483,12 @@ def test_sigusr1_logs_statistics_and_sigterm_ends_an_idle_server_that_has_client
         assert time.monotonic() - start < 3
 
 
-def test_a_signal_during_a_load_lets_waiting_requests_finish():
-    with fake(script={"load_s": 1.0}) as server:
+def test_a_signal_during_a_load_lets_waiting_requests_finish(door):
+    with fake(script={"load_s": 1.0}, server=PORTS) as server:
         assert health(server.channel) == NOT_SERVING  # this connects the channel
-        with Generation(server.channel, prompt_ids=[9], max_tokens=5) as call:
-            stats(server.channel)  # answered, so the server has received the call before
+        fields = {"prompt_ids": [9], "max_tokens": 5, "request_id": "x"}
+        with door.generate(door.client(server), **fields) as call:
+            wait_until(lambda: has_come(server, "x"), 10, "the request")
             server.signal()
             assert call.finish().ids() == expected_tokens([9], count=5)
         assert server.wait() == 0
@@ -468,25 +501,25 @@ def test_a_signal_during_a_load_lets_waiting_requests_finish():
 def failing():
     """Yield a server whose steps can fail."""
     may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed"
-    with fake(script={"step_s": 0.01}, may_log=may_log) as server:
+    with fake(script={"step_s": 0.01}, may_log=may_log, server=PORTS) as server:
         wait_serving(server.channel)
         yield server
 
 
 @pytest.mark.parametrize(("first", "num_tokens"), [(POISONED_STEP, 0), (POISONED_ROW, 2)])
-def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first, num_tokens):
-    channel = failing.channel
+def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first, num_tokens, door):
+    channel, own = failing.channel, door.client(failing)
     ends = ended(channel)
     with (
-        Generation(channel, prompt_ids=[1], max_tokens=60) as before,
-        Generation(channel, prompt_ids=[2], max_tokens=60) as beside,
+        door.generate(own, prompt_ids=[1], max_tokens=60) as before,
+        door.generate(own, prompt_ids=[2], max_tokens=60) as beside,
     ):
         before.read_deltas(3)
-        bad = generate(channel, prompt_ids=[first, 8, 9], max_tokens=50)
-        assert bad.error.code() is grpc.StatusCode.INTERNAL
-        assert reason(bad.error) == "STEP_FAILED"
-        assert "secret" not in bad.error.details()
-        assert "Error" not in bad.error.details()
+        with door.generate(own, prompt_ids=[first, 8, 9], max_tokens=50) as call:
+            found, bad = failure_at(door, call), call.heard
+        assert found.has(grpc.StatusCode.INTERNAL, "STEP_FAILED")
+        assert "secret" not in found.told
+        assert "Error" not in found.told
         assert bad.ids() == expected_tokens([first, 8, 9], count=num_tokens)
         assert before.finish().ids() == expected_tokens([1], count=60)
         assert beside.finish().ids() == expected_tokens([2], count=60)
@@ -496,9 +529,10 @@ def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first
     assert health(channel) == SERVING
 
 
-def test_a_choice_that_fails_ends_its_request_with_one_status(failing):
-    bad = generate(failing.channel, prompt_ids=[POISONED_ROW], max_tokens=20, n=4)
-    assert reason(bad.error) == "STEP_FAILED"
+def test_a_choice_that_fails_ends_its_request_with_one_status(failing, door):
+    fields = {"prompt_ids": [POISONED_ROW], "max_tokens": 20, "n": 4}
+    with door.generate(door.client(failing), **fields) as call:
+        assert failure_at(door, call).reason == "STEP_FAILED"
     wait_idle(failing.channel)
 
 

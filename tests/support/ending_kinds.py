@@ -5,6 +5,7 @@ In a phase with a ``script``, the fake waits at the gate (`tests.support.gate`) 
 would sleep for a cost of the script, except for the first ``passes`` times.
 """
 
+import json
 import os
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -21,7 +22,7 @@ from tests.simulator.encode_oracle import image_file, pixels_in
 from tests.support import encode_wire
 from tests.support import image_generation_wire as draw_wire
 from tests.support.core_driver import expected_tokens
-from tests.support.wire import SMALL_WINDOW, Generation
+from tests.support.doors import GRPC
 
 COST_S = 1e-6  # the cost of work at which a fake waits
 LONG = 2000  # tokens, more than a stopped client's window and buffer take
@@ -34,7 +35,8 @@ NEVER_S = 1e6  # a timeout that never comes first, though the tests skip time
 class Phase:
     """A way into a phase, for a request with ``fields``.
 
-    ``counted_as`` is the server's own name for the phase, if it is another one. Explain's answer
+    With ``is_unread`` the client stops reading, and its window is small. ``counted_as`` is the
+    server's own name for the phase, if it is another one. Explain's answer
     for the request has ``state``, and ``waits_for`` in the field of that name.
     """
 
@@ -44,7 +46,7 @@ class Phase:
     script: dict | None = None
     passes: int = 0
     engine: dict = field(default_factory=dict)
-    window: tuple = ()
+    is_unread: bool = False
     counted_as: str = ""
     holds_decoder: bool = False
 
@@ -67,20 +69,23 @@ def phases(*, short, queued, blocked, parked, long_text=None, images=None, **mor
         "queued": Phase(queued, script={"step_s": COST_S}, engine=blocked),
         "load": Phase(short, "model load"),
         **more,
-        "parked": Phase(parked[0], "reader", "PARKED", engine=parked[1], window=SMALL_WINDOW),
+        "parked": Phase(parked[0], "reader", "PARKED", engine=parked[1], is_unread=True),
     }
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of work.
+    """A kind of work at one door.
 
     Requests are for ``model`` unless their fields say otherwise. ``after`` are the fields of a
     request that must succeed after an end. ``blockers`` are the fields of requests that take every
     seat, while ``num_waiting`` inputs of another request wait in the queue. When a request's reader
     stops, ``num_parked`` of its choices or inputs are parked. ``runner`` are fields of the fake
-    text model, and ``server`` others of `tests.support.fake_server.start`.
+    text model, and ``server`` others of `tests.support.fake_server.start`. The blockers come by
+    ``blocking``, the kind itself unless it is another.
     """
+
+    door = GRPC
 
     name: str
     model: str
@@ -91,6 +96,10 @@ class Kind:
     num_parked: int = 1
     runner: dict = field(default_factory=dict)
     server: dict = field(default_factory=dict)
+
+    @property
+    def blocking(self):
+        return self
 
     def read_result(self, call):
         """Read the first result."""
@@ -123,7 +132,11 @@ class Text(Kind):
         return [{"name": "fake", "capability": "vision", "script": script}]
 
     def renewed(self, fields):
-        """Return the fields with new images, because a server does not decode an image twice."""
+        """Return the fields with new images, because a server does not decode an image twice, or
+        with a new constraint."""
+        if "constraint" in fields:
+            schema = {"const": os.urandom(8).hex()}  # a server does not compile a form twice
+            return fields | {"constraint": {"json_schema": json.dumps(schema)}}
         if "chat" not in fields:
             return fields
         parts = [{"image": image_file(os.urandom(48))} for _ in range(12)]
@@ -141,8 +154,9 @@ class Text(Kind):
             ids += (IMAGE_ID,) * count
         return ids, images
 
-    def call(self, channel, fields, **options):
-        return Generation(channel, **fields, **options)
+    def call(self, client, fields, **options):
+        """Return a call at the kind's door."""
+        return self.door.generate(client, **fields, **options)
 
     def read_result(self, call):
         call.read_deltas(1)
@@ -257,6 +271,9 @@ TEXT = Text(
         queued=SHORT,
         blocked=FEW,
         parked=(SHORT | {"max_tokens": LONG}, {"stream_buffer": 16}),
+        compile=Phase(
+            SHORT | {"constraint": {}}, "constraint", script={"compile_s": COST_S}, engine=FEW
+        ),
         prefill=running(SHORT | {"text": "x" * 1500}, 2, engine=FEW, **UNFORKED),
         # Each image costs 2 to 14 tokens, so that a step has one or a few.
         encode_image=running(
@@ -302,7 +319,7 @@ DRAW = Draw(
         encode=running({}, cost={"verb_s": {"encode": COST_S}}),
         denoise=running({"steps": 10}, 2, cost={"verb_s": {"denoise": COST_S}}),
         decode=running(TILED, 2, cost={"verb_s": {"decode": COST_S}}),
-        write=Phase(LARGE | {"steps": 1}, "has not taken", window=SMALL_WINDOW),
+        write=Phase(LARGE | {"steps": 1}, "has not taken", is_unread=True),
     ),
 )
 KINDS = (TEXT, ENCODE, DRAW)

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -36,7 +37,7 @@ from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.reception import Reception
 from grpc_service.services.call_writer import CallWriter
 from tests.simulator.drafters import drafter
-from tests.support.gate import GATE, SleepAtGate
+from tests.support.gate import GATE, SleepAtGate, compile_slowly
 
 POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
 POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token
@@ -268,15 +269,19 @@ def make_script(
     acceptance=None,
     verb_s=None,
     passes=None,
+    compile_s=None,
     **fields,
 ):
     """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k. With an
     ``acceptance``, the fake drafts tokens, of which this share is right. ``verb_s`` has the seconds
-    of an image model's steps by their verbs. ``passes`` makes `SleepAtGate` the script's sleep."""
+    of an image model's steps by their verbs. ``passes`` makes `SleepAtGate` the script's sleep, and
+    compiling a constraint takes ``compile_s`` of it."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     if passes is not None:
         fields["sleep"] = SleepAtGate(passes)
     script = FakeScript(step_faults=faults, **fields)
+    if compile_s is not None:
+        script.compile = partial(compile_slowly, script.sleep, compile_s)
     script.plan_fault, script.encode_fault = Poison(script), EncodePoison(script)
     script.image_fault = ImagePoison(script, verb_s or {})
     if load_error is not None:

@@ -56,6 +56,11 @@ class Gate:
             self._num_free -= self._is_held
 
 
+def compile_slowly(sleep, seconds, constraint):
+    """Compile a constraint of a script, which takes some seconds of ``sleep``."""
+    sleep(seconds)
+
+
 GATE = Gate()
 
 

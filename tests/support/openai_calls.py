@@ -134,7 +134,10 @@ class Connection:
 
     def read(self):
         """Return a whole `Answer`."""
-        status, headers = self.read_head()
+        return self.read_body(*self.read_head())
+
+    def read_body(self, status, headers):
+        """Return the `Answer` whose head was read."""
         if not status:
             return Answer(0, {}, b"", True)
         if "content-length" in headers:

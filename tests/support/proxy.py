@@ -10,6 +10,8 @@ from contextlib import closing
 class Proxy:
     """Forward every connection to ``HOST:PORT``; ``address`` is where the proxy listens."""
 
+    _buffer_bytes = None  # of each socket; None: as the system has it
+
     def __init__(self, target):
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
@@ -23,7 +25,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
+                server = socket.socket()
+                if self._buffer_bytes:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._buffer_bytes)
+                    server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
+                server.connect(self._target)
                 self._upstreams.append(server)
                 self._sockets += [client, server]
                 for source, sink in ((client, server), (server, client)):
@@ -33,6 +39,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
+        with contextlib.suppress(OSError):  # the source has ended, or was reset
+            sink.shutdown(socket.SHUT_WR)
 
     def reset(self):
         """Send a TCP reset to the server on every connection."""
@@ -58,6 +66,12 @@ class Proxy:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+
+class SmallProxy(Proxy):
+    """A proxy with small buffers, so that a server soon notices that a client does not read."""
+
+    _buffer_bytes = 4096
 
 
 class HoldingProxy(Proxy):
