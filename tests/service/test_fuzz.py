@@ -27,14 +27,14 @@ from grpc_service._generated.triolet.v1 import (
     inference_pb2,
     models_pb2,
 )
-from tests.support import http2
+from tests.support import http2, http_floods
 from tests.support.core_driver import expected_tokens
+from tests.support.doors import DOORS
 from tests.support.fuzz import messages, nearly_right
 from tests.support.images import hostile, picture
 from tests.support.raw_http2 import RawClient
 from tests.support.server import children_of, fake
 from tests.support.wire import (
-    connect,
     details,
     generate,
     wait_idle,
@@ -87,7 +87,8 @@ def small_server():
     of requests that are refused, so a connection's budget is large enough for all of them;
     `tests/unit/rpc` tests connections that exceed their budgets."""
     runner = {"max_model_len": 96, "num_blocks": 64}
-    with fake(runner=runner, models=MODELS, server={"connection_budget": 10**8}) as one:
+    settings = {"connection_budget": 10**8, "openai_port": 0}
+    with fake(runner=runner, models=MODELS, server=settings) as one:
         wait_serving(one.channel)
         yield one
 
@@ -113,9 +114,14 @@ def nothing_is_left(server):
 
 
 def check_served(server):
-    """Check that another client, on a new connection, is served soon."""
-    with connect(server.address) as channel:
-        heard = generate(channel, prompt_ids=[5], sampling={"ignore_eos": True}, max_tokens=9)
+    """Check that another client, on a new connection, is served soon at each door."""
+    for door in DOORS:
+        fields = {"prompt_ids": [5], "sampling": {"ignore_eos": True}, "max_tokens": 9}
+        with (
+            door.connect(door.address(server)) as own,
+            door.generate(own, **fields) as one,
+        ):
+            heard = one.finish()
         assert heard.error is None, heard.error
         assert heard.ids() == expected_tokens([5], count=9)
 
@@ -323,9 +329,11 @@ NOISE = st.lists(
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("num_examples", [60, pytest.param(3000, marks=pytest.mark.full)])
-def test_any_bytes_on_the_port_end_their_own_connection_only(server, num_examples):
-    host, _, port = server.address.rpartition(":")
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+def test_any_bytes_on_the_port_end_their_own_connection_only(server, num_examples, door):
+    host, _, port = door.address(server).rpartition(":")
 
     @settings(max_examples=num_examples, deadline=None, database=None)
     @given(NOISE, st.booleans())
@@ -416,19 +424,26 @@ FLOODS = [pings, settings_frames, rapid_resets, tiny_windows, headers_that_never
 FLOODS += [requests_that_never_come, empty_data, window_updates]
 
 
-@pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
+def flood_by_http2(flood, server):
+    """Flood the gRPC port."""
+    with http2.connect(server.address) as connection:
+        connection.answers_settings = False
+        flood(connection)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("flood", [*FLOODS, *http_floods.FLOODS], ids=lambda flood: flood.__name__)
 def test_a_flood_costs_others_nothing_but_time(flood):
     with small_server() as server, nothing_is_left(server):
         done = threading.Event()
 
         def run():
             # the server may close the connection, or stop reading from it
-            with (
-                contextlib.suppress(ConnectionError, TimeoutError),
-                http2.connect(server.address) as connection,
-            ):
-                connection.answers_settings = False
-                flood(connection)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                if flood in FLOODS:
+                    flood_by_http2(flood, server)
+                else:
+                    flood(server.openai_port)
             done.set()
 
         thread = threading.Thread(target=run)
