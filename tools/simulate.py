@@ -32,6 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--faults", help=f"comma-separated, or none; default: drawn. All: {','.join(FAULTS)}"
     )
+    parser.add_argument("--http", action="store_true", help="clients come by the HTTP port")
     parser.add_argument("-x", action="store_true", dest="stop", help="stop at the first failure")
     parser.add_argument("--journal", action="store_true", help="print every event")
     parser.add_argument(
@@ -54,7 +55,8 @@ def faults_of(text: str | None) -> frozenset[str] | None:
 def replay_command(args: argparse.Namespace, seed: int) -> str:
     """Return the command that runs this seed again."""
     faults = f" --faults {args.faults}" if args.faults is not None else ""
-    return f"python -m tools.simulate --seed {seed} --requests {args.requests}{faults}"
+    door = " --http" if args.http else ""
+    return f"python -m tools.simulate --seed {seed} --requests {args.requests}{faults}{door}"
 
 
 def report(outcome: Outcome, seconds: float) -> str:
@@ -114,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     while True:
         began = time.monotonic()
         try:
-            outcome = simulate(seed, num_requests=args.requests, faults=faults)
+            outcome = simulate(seed, num_requests=args.requests, faults=faults, over_http=args.http)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -53,6 +53,25 @@ def test_drawn_worlds_keep_every_promise(chunk):
 
 
 @pytest.mark.parametrize(
+    "seeds",
+    [
+        range(2),
+        pytest.param(range(2, 20), marks=pytest.mark.slow),
+        pytest.param(range(20, 200), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_drawn_worlds_keep_every_promise_over_http(seeds):
+    """The clients over the wire come by the HTTP port."""
+    for seed in seeds:
+        try:
+            simulate(seed, num_requests=100, over_http=True)
+        except BaseException as error:
+            error.add_note(f"replay: python -m tools.simulate --http --seed {seed} --requests 100")
+            raise
+
+
+@pytest.mark.parametrize(
     "seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 9))]
 )
 def test_a_kind_that_the_product_does_not_know_keeps_every_promise(seed):

@@ -47,6 +47,7 @@ from engine.requests.text import kept_events, prepare_chat
 from engine.requests.text import stream as text_stream
 from engine.worker.process import answers, group
 from grpc_service.access import interceptor
+from grpc_service.openai import call
 from grpc_service.rpc import connection, http2, server
 from grpc_service.services import call_writer
 from tests.simulator import rolling
@@ -59,6 +60,11 @@ NUM_WORLDS = 200
 def run_small(seed: int) -> None:
     """Run a small drawn world."""
     simulate(seed, num_requests=NUM_REQUESTS)
+
+
+def run_over_http(seed: int) -> None:
+    """Run a small drawn world whose clients come by the HTTP port."""
+    simulate(seed, num_requests=NUM_REQUESTS, over_http=True)
 
 
 @dataclass(frozen=True)
@@ -1041,6 +1047,34 @@ MUTANTS = (
         "lasts_only and not self._is_lasting(headers)",
         "lasts_only",
         run=rolling.simulate,
+    ),
+    Mutant(
+        "nobody notices that an HTTP client has left",
+        call.HttpCall.watch,
+        'self.scope.cancel(reason="the client has left")',
+        "pass",
+        run=run_over_http,
+    ),
+    Mutant(
+        "an HTTP client that does not read keeps its connection",
+        call.HttpCall._send_part,
+        "self.connection.cut()",
+        "pass",
+        run=run_over_http,
+    ),
+    Mutant(
+        "an answer over HTTP does not wait for its reader",
+        call.HttpCall._send_part,
+        "if stream.is_clear and not stream.is_broken:",
+        "if True:",
+        run=run_over_http,
+    ),
+    Mutant(
+        "a failure over HTTP is not told",
+        call.HttpCall.fail,
+        "if self.status is None:",
+        "if True:\n            return\n        if self.status is None:",
+        run=run_over_http,
     ),
 )
 

@@ -7,7 +7,8 @@ the end. Each violation that they raise breaks an invariant of engine/README.md.
 import math
 import random
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -49,7 +50,7 @@ from engine.worker.fakes.text import FakeScript
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tests.simulator import adapters, counting, pool_faults, resumption, vision
+from tests.simulator import adapters, counting, http_door, pool_faults, resumption, vision
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
@@ -121,10 +122,13 @@ def _reader_of(client: Client) -> Reader:
 
 
 class Simulation:
-    """One world's run."""
+    """One world's run. ``over_http``: the clients over the wire come by the HTTP port, except those
+    that may attach to their streams."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, over_http: bool = False) -> None:
         self.world = world
+        self._over_http = over_http
+        self._front: http_door.Front
         self.outcome = Outcome(world.seed)
         self._threads = VirtualThreads()
         self._watchdog = VirtualWatchdog(world.config.step_timeout_s)
@@ -143,6 +147,7 @@ class Simulation:
         self._holder = Quota("clients over the wire")
         self._aborted_at: dict[str, float] = {}
         self._has_been_full = False  # a full engine may end streams that wait for clients
+        self._num_asked = 0  # requests over HTTP
         self._num_continued = 0  # requests that continue a cut stream
         self._load_failures = Counter(dict(world.pool.load_failures))
         self._adapter_names = adapters.Names()
@@ -341,7 +346,7 @@ class Simulation:
             make_place = partial(self._make_place, engine.detached)
             engine.detached.make_place = make_place  # type: ignore[method-assign]
             backend = Backend(engine, self._unread_calls())
-            async with trio.open_nursery() as nursery:
+            async with self._opened(engine, backend), trio.open_nursery() as nursery:
                 for client in world.clients:
                     nursery.start_soon(self._client, engine, backend, client)
                     if client.abort_before_s is not None:
@@ -365,6 +370,18 @@ class Simulation:
                 late = engine.submit(request, buffer=2)
                 if getattr(late.error, "reason", "") != "SHUTTING_DOWN":
                     raise Violation(f"{late} was accepted by a closed engine")
+
+    @asynccontextmanager
+    async def _opened(self, engine: Engine, backend: Backend) -> AsyncIterator[None]:
+        """Have the HTTP door, if this world has one, while the block runs."""
+        if not self._over_http:
+            yield
+            return
+        self._front = http_door.Front(engine, backend.unread_calls, self._writers.append)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._front.run)
+            yield
+            nursery.cancel_scope.cancel(reason="no client is left")
 
     def _check_ended(self, engine: Engine) -> None:
         """Check that an abort of the last request that succeeded finds it ended."""
@@ -615,6 +632,8 @@ class Simulation:
         """Make one RPC: a handler with a scope, which its client may cancel."""
         client, scope = reader.client, trio.CancelScope()
         await trio.sleep(self.world.latency_s)
+        if self._over_http and getattr(client.request, "resume_window_s", None) is None:
+            return await self._ask(engine, backend, reader)
         self._holder.enter()
         writer, call = self._open(backend, reader)
         stream = call.stream
@@ -622,7 +641,7 @@ class Simulation:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wait_for_end, stream, client, stream.started_at)
             if client.cancel_at_s is not None and not client.aborts:
-                nursery.start_soon(self._cancel_call, scope, stream, client)
+                nursery.start_soon(self._cancel_call, scope.cancel, stream, client)
             else:
                 nursery.start_soon(self._cancel, engine, stream, client)
             try:
@@ -630,14 +649,48 @@ class Simulation:
                     await serve(writer, call)
             finally:
                 self._holder.leave()
-                if trio.current_time() > self._cut_at + MOMENT_S:
-                    raise Violation(f"the handler of {stream} outlives its server")
+                self._check_cut(stream)
             nursery.cancel_scope.cancel(reason="served to the end")
         if not self._waits(engine, stream):
             await stream.wait_closed()
         if not reader.has_left and reader.error is not stream.error:
             raise Violation(f"{stream}: {stream.error!r} came over as {reader.error!r}")
         return stream
+
+    async def _ask(self, engine: Engine, backend: Backend, reader: Reader) -> RequestStream[Any]:
+        """Make one request over HTTP, on a connection that its client may close."""
+        client, self._num_asked = reader.client, self._num_asked + 1
+        most, unread_calls = self._connections[0].most_unread, backend.unread_calls
+        http = http_door.HttpClient(
+            self._num_asked,
+            reader,
+            unread_calls,
+            self._is_window_closed,
+            most,
+            may_fail=bool(self.world.bug_share),
+        )
+        self._front.take(http)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(http.serve, self._front.door)
+            await http.has_begun.wait()
+            stream = http.call.stream
+            self._generations.append(stream)
+            nursery.start_soon(self._wait_for_end, stream, client, stream.started_at)
+            if client.cancel_at_s is not None and not client.aborts:
+                nursery.start_soon(self._cancel_call, http.leave, stream, client)
+            else:
+                nursery.start_soon(self._cancel, engine, stream, client)
+            await http.has_ended.wait()
+            self._check_cut(stream)
+            await stream.wait_closed()
+            nursery.cancel_scope.cancel(reason="served to the end")
+        if not reader.has_left and reader.error is not stream.error:
+            raise Violation(f"{stream}: {stream.error!r} came over as {reader.error!r}")
+        return stream
+
+    def _check_cut(self, stream: RequestStream[Any]) -> None:
+        if trio.current_time() > self._cut_at + MOMENT_S:
+            raise Violation(f"the handler of {stream} outlives its server")
 
     def _open(self, backend: Backend, reader: Reader) -> tuple[CallWriter, SimulatedCall]:
         """Submit a request as `Inference` does."""
@@ -706,11 +759,11 @@ class Simulation:
                 raise Violation(f"{generation}: a cancel waited for the engine")
 
     async def _cancel_call(
-        self, scope: trio.CancelScope, generation: RequestStream[Any], client: Client
+        self, leave: Callable[[], object], generation: RequestStream[Any], client: Client
     ) -> None:
         """Let the client leave: its reset cancels the handler."""
         await trio.sleep((client.cancel_at_s or 0.0) + self.world.latency_s)
-        scope.cancel(reason="the client ended the call")
+        leave()
         asked = trio.current_time()
         await generation.wait_closed()
         if trio.current_time() != asked:
@@ -878,10 +931,15 @@ class Simulation:
 
 
 def simulate(
-    seed: int, *, num_requests: int = 200, faults: frozenset[str] | None = None
+    seed: int,
+    *,
+    num_requests: int = 200,
+    faults: frozenset[str] | None = None,
+    over_http: bool = False,
 ) -> Outcome:
     """Draw and run one world."""
-    return Simulation(draw_world(seed, num_requests=num_requests, faults=faults)).run()
+    world = draw_world(seed, num_requests=num_requests, faults=faults)
+    return Simulation(world, over_http=over_http).run()
 
 
 __all__ = ["Outcome", "Simulation", "Violation", "simulate"]
