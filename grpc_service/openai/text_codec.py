@@ -126,6 +126,9 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
     )
     chat.look_through()
     is_stream, with_usage = _stream_of(fields)
+    # A stream's calls come as they are generated, as clients of OpenAI's API expect.
+    has_deltas = fields.switch("tool_argument_deltas")
+    output = replace(output, tool_argument_deltas=is_stream if has_deltas is None else has_deltas)
     request = _request_of(fields, context, output, chat=chat, reasoning=reasoning)
     fields.done()
     request_id = request.request_id

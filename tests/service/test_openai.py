@@ -87,9 +87,16 @@ def test_a_demanded_call_comes_in_openais_form_whole_and_streamed(demo):
     ]
     assert parts[0]["function"]["name"] == "look_up"
     assert {part["index"] for part in parts} == {0}
+    assert len(parts) > 2  # the arguments come as they are generated
     joined = "".join([part["function"].get("arguments", "") for part in parts])
     assert joined == call["function"]["arguments"]
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    at_once = body | {"stream": True, "tool_argument_deltas": False}
+    deltas = [
+        one["choices"][0]["delta"] for one in ask(demo.openai_port, CHAT, at_once).events[:-1]
+    ]
+    [part] = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    assert part["function"]["arguments"] == joined
 
 
 @pytest.mark.model
@@ -107,6 +114,12 @@ def test_a_call_is_that_of_triolet_v1_and_its_answer_goes_on_in_a_second_turn(de
         "".join(call.arguments_json for call in calls)
         == (message["tool_calls"][0]["function"]["arguments"])
     )
+    output = {"tool_argument_deltas": True}
+    grown = generate(demo.channel, chat=chat, model="stories", seed=7, max_tokens=90, output=output)
+    parts = [call for delta in grown.deltas for call in delta.tool_calls]
+    assert [bool(part.name) for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert len(parts) > 2
+    assert "".join(part.arguments_json for part in parts) == calls[0].arguments_json
     found = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a boat"}
     second = {**SEEDED, "messages": [*TURNS, message, found], "tools": [TOOL]}
     answer = ask(demo.openai_port, CHAT, second)

@@ -101,6 +101,30 @@ def test_an_answer_is_parsed_in_each_choice_whatever_the_buffer(n, buffer):
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE), buffer=buffer)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("buffer", [3, 4096])
+def test_arguments_come_as_they_are_generated_if_the_client_wants_it(n, buffer):
+    """The name comes before the arguments are whole; a call that is cut stays a call."""
+
+    async def body(engine):
+        asked = GenerateRequest(
+            chat=Messages(ASK, tools=TOOLS), n=n, output={"tool_argument_deltas": True}
+        )
+        for most in (100, 6 + CALL.index("1")):
+            sampling = SamplingParams(max_tokens=most)
+            events = await events_of(engine, replace(asked, sampling=sampling))
+            for choice in range(n):
+                text, reasoning, [first, *rest] = told(events, choice)
+                assert (text, reasoning) == ("So." + " <tool_" * (most == 100), "hm")
+                assert (first.position, first.name, len(first.call_id)) == (0, "add", 9)
+                assert len(rest) > 2
+                assert {call[:3] for call in rest} == {(0, "", "")}
+                written = "".join(call.arguments_json for call in (first, *rest))
+                assert written == ('{"a": 1}' if most == 100 else '{"a": ')
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE), buffer=buffer)
+
+
 @in_engine(FakeScript(words=WORDS, chat_template=TEMPLATE))
 async def test_the_parser_looks_only_for_what_request_and_template_have(engine):
     without_tools = await events_of(engine, GenerateRequest(chat=Messages(ASK)))

@@ -104,7 +104,7 @@ MESSAGES = {
     """,
     "OutputOptions": """
         logprobs:uint32? prompt_logprobs:uint32? token_ids:bool? echo:bool?
-        skip_special_tokens:bool?
+        skip_special_tokens:bool? tool_argument_deltas:bool?
     """,
     "GenerateResponse": "event/started:Started event/delta:Delta event/finished:Finished",
     "Started": """

@@ -129,6 +129,7 @@ ANY_VALUE = {
     "output.token_ids",
     "output.echo",
     "output.skip_special_tokens",
+    "output.tool_argument_deltas",
     "chat.messages.parts.text",
     "chat.messages.name",
     "continuation.choices.finished",

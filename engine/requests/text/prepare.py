@@ -143,6 +143,8 @@ class TextPreparer:
             images=images,
             reasoning=reasoning,
         )
+        if request.output.tool_argument_deltas and form.tools is not None:
+            form = replace(form, streams_arguments=True)
         hold = None if constraint is None else partial(self._hold_compiled, constraint)
         return PreparedText(core_request, hold, None if form.is_plain else form, echo, dropped)
 

@@ -153,6 +153,7 @@ class OutputOptions(TypedFields):
     token_ids: bool | None = None
     echo: bool | None = None
     skip_special_tokens: bool | None = None
+    tool_argument_deltas: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

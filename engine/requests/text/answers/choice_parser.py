@@ -46,11 +46,14 @@ class ChoiceParser:
 
     def skip(self, text: str) -> None:
         """Read text that the client has already: what follows is parsed as its continuation."""
-        self._num_calls += len(self._parser.feed(text).calls)
+        self._num_calls += sum([bool(call.name) for call in self._parser.feed(text).calls])
 
     def _delta(self, call: ToolCall) -> ToolCallDelta:
         """Return the call with an id: the model's own, or else nine letters and digits, which
-        Mistral's templates require and all others accept."""
+        Mistral's templates require and all others accept. A part without a name continues the last
+        call."""
+        if not call.name:
+            return ToolCallDelta(self._num_calls - 1, "", "", call.arguments_json)
         position, self._num_calls = self._num_calls, self._num_calls + 1
         digest = blake2b(f"{self._name}/{position}".encode()).hexdigest()[:9]
         return ToolCallDelta(position, call.call_id or digest, call.name, call.arguments_json)

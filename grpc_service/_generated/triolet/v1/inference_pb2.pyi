@@ -208,18 +208,20 @@ class PromptOptions(_message.Message):
     def __init__(self, truncate_to: _Optional[int] = ..., truncate_left: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logprobs", "prompt_logprobs", "token_ids", "echo", "skip_special_tokens")
+    __slots__ = ("logprobs", "prompt_logprobs", "token_ids", "echo", "skip_special_tokens", "tool_argument_deltas")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_ARGUMENT_DELTAS_FIELD_NUMBER: _ClassVar[int]
     logprobs: int
     prompt_logprobs: int
     token_ids: bool
     echo: bool
     skip_special_tokens: bool
-    def __init__(self, logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
+    tool_argument_deltas: bool
+    def __init__(self, logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., tool_argument_deltas: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
