@@ -25,6 +25,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
 SPECULATIONS = ("off", "lookup", "model")
+TOOL_FORMATS = (  # the rows of engine.requests.text.answers.dialects
+    *("auto", "channels", "mistral-ids", "mistral-named", "mistral", "kimi-k2", "deepseek-v3"),
+    *("deepseek-v3.1", "minimax-m2", "seed-oss", "glm", "qwen3-coder", "cohere", "gemma", "gemma4"),
+    *("lfm2", "phi-4", "phi-4-marked", "granite", "hermes", "pythonic", "llama"),
+)
 RANKS_MAX = 64  # ranks of a model; as many as it may have replicas
 THREADS_MAX = 1024  # more than a machine has cores; each thread takes memory
 
@@ -277,6 +282,11 @@ class ModelChoices:
         "a small model of the same tokenizer, which guesses a text model's next tokens, too; it "
         "implies --speculation model, and drafts nothing where that does not pay",
         unit="NAME_OR_DIR",
+    )
+    tool_format: str = setting(
+        "auto",
+        "the dialect in which a text model writes tool calls; auto: that of its chat template",
+        choices=TOOL_FORMATS,
     )
     tp: int = setting(
         1,

@@ -11,7 +11,8 @@ import pytest
 
 from engine.requests.text.answers.choice_parser import parser_of
 from engine.requests.text.answers.dialects import DIALECTS, dialect_named, find_dialect
-from engine.requests.text.answers.format import REASONING, AnswerFormat
+from engine.requests.text.answers.format import REASONING, AnswerFormat, detect_format
+from engine.settings import TOOL_FORMATS
 from tests.support.dialect_turns import (
     DIGESTS,
     FAMILIES,
@@ -169,3 +170,11 @@ def test_a_dialect_is_found_by_any_of_its_signs():
             found = find_dialect(" ".join(signs))
             assert found is dialect, (signs, found)
     assert find_dialect("{{ messages }}") is None
+
+
+def test_a_setting_names_the_dialect_in_place_of_the_template():
+    assert ("auto", *(dialect.name for dialect in DIALECTS)) == TOOL_FORMATS
+    for name in TOOL_FORMATS[1:]:
+        form = detect_format("<tool_call>", functions={"f": {}}, prompt="", tool_format=name)
+        assert form.tools is dialect_named(name)
+        assert form.has_channels == (name == "channels")

@@ -190,6 +190,7 @@ class TextPreparer:
             template,
             functions={one["name"]: _schema_of(one) for one in offered},
             prompt=text,
+            tool_format=replica.info.tool_format,
         )
         return prompt, answer_of(request, form, text, template, replica.tokenizer), dropped
 

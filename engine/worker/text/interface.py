@@ -42,6 +42,7 @@ class ModelInfo(WorkerInfo):
     kv_dtype: str = ""  # The KV pool's dtype, such as bfloat16.
     num_states: int = 0  # The number of state slots; 0: the model has no recurrent layers.
     pool_bytes: int = 0  # The size of one rank's KV pool.
+    tool_format: str = "auto"  # The dialect of its tool calls; auto: its chat template's.
 
     @property
     def capability(self) -> Capability:

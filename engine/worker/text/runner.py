@@ -156,6 +156,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
             kv_dtype=str(placed.cache.dtype).removeprefix("torch."),
             num_states=pool.num_states,
             pool_bytes=pool.num_bytes,
+            tool_format=spec.tool_format,
         )
 
     # Methods that subclasses override: the runners of a divided model's ranks, and of models that

@@ -126,12 +126,12 @@ def detect_format(
     functions: Functions | None = None,
     prompt: str,
     constraint: str | None = None,
-    tool_format: str = "",
+    tool_format: str = "auto",
 ) -> AnswerFormat:
     """Return the format in which a model with this chat template answers.
 
     ``functions`` are those that the request offers; only calls of these are parsed, in the dialect
-    ``tool_format`` or, if that is empty, in the template's. ``prompt`` is the text that the
+    ``tool_format``; "auto" is the template's. ``prompt`` is the text that the
     template rendered for the request: if it ends with the marker that opens the reasoning or the
     text, the answer begins inside it. ``constraint`` is the source of the answer's grammar: the
     whole answer is then text, unless the source contains the marker that ends the reasoning or
@@ -148,7 +148,7 @@ def detect_format(
             return PLAIN
     tools = None
     if offered:
-        tools = dialect_named(tool_format) if tool_format else find_dialect(template)
+        tools = find_dialect(template) if tool_format == "auto" else dialect_named(tool_format)
         has_channels = has_channels if tools is None else tools.has_channels
     if has_channels:
         opened = START + prompt.rpartition(START)[2] if START in prompt else ""
