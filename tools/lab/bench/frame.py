@@ -113,6 +113,11 @@ def repeat_in_turn(
     results of each."""
     for measure in measures:
         measure()
+    return in_turn(measures, repeats)
+
+
+def in_turn(measures: Sequence[Callable[[], SeenT]], repeats: int = REPEATS) -> list[list[SeenT]]:
+    """Do as `repeat_in_turn`, with measures that are warm."""
     samples: list[list[SeenT]] = [[] for _ in measures]
     there = list(zip(measures, samples, strict=True))
     for turn in range(repeats):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
-from tools.lab.bench.gguf_shapes import SHAPES, random_gguf
+from tools.lab.bench.gguf_shapes import random_gguf
 from tools.lab.bench.served import READY, START_LIMIT_S
 from tools.lab.bench.startup import STORIES, floor
 from tools.lab.bench.wire import END_LIMIT_S, ROOT
@@ -156,4 +156,4 @@ def run() -> list[Row]:
     """Return the bench's rows."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise there is no second start
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
-    return [row for name in SHAPES if wanted.search(name) for row in rows_of(name)]
+    return [row for name in FIRST_BAR_S if wanted.search(name) for row in rows_of(name)]

@@ -1,10 +1,14 @@
-"""Writes GGUF files of published shapes with random blocks, in the mix of types of llama.cpp's
-Q4_K_M, without a checkpoint or llama.cpp.
+"""Writes GGUF files of published shapes with random blocks, in the mixes of types of llama.cpp's
+quantiser, without a checkpoint or llama.cpp.
 
 ``q05`` has the shape of Qwen2-0.5B: a width of 896 is no multiple of 256, so that most of its
-matrices are Q5_0 and Q8_0, as llama.cpp stores them. ``q4b`` has the shape of Qwen3-4B. Blocks are
-random bytes with small scales, which load, decompress and multiply as a trained model's do, and
-say nothing. The vocabulary has as many tokens and merges as Qwen's, of made-up words.
+matrices have the types of `FALLBACK`, as llama.cpp stores them. ``q17`` and ``q4b`` have the shapes
+of Qwen3-1.7B and Qwen3-4B. In all of them the embedding is also the head.
+
+Blocks are random bytes with small scales, which load, decompress and multiply as a trained model's
+do, and say nothing. The weights of a group are around zero, as a trained model's are: where a group
+has an offset, it is that of its middle code. The vocabulary has as many tokens and merges as
+Qwen's, of made-up words.
 """
 
 from __future__ import annotations
@@ -16,21 +20,96 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.gguf_files import ALIGNMENT, F32, Q4_K, Q6_K, Q8_0, write_head
+from tests.support.gguf_files import (
+    ALIGNMENT,
+    F32,
+    IQ4_NL,
+    IQ4_XS,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+    write_head,
+)
 from tools.lab.peers.environments import cache_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT = 1  # raised when the written files change
-Q5_0 = 6
-# For each type: inputs and bytes of a block, and where its scales of half precision are.
-BLOCKS = {Q5_0: (32, 22, (0,)), Q8_0: (32, 34, (0,)), Q4_K: (256, 144, (0, 2)),
-          Q6_K: (256, 210, (208,))}  # fmt: skip
-FALLBACK = {Q4_K: Q5_0, Q6_K: Q8_0}  # of rows that blocks of 256 do not divide
-SCALES = {Q5_0: 2e-3, Q8_0: 2e-4, Q4_K: 1e-4, Q6_K: 2e-5}
+    Tensor = tuple[str, int, tuple[int, ...]]
+
+FORMAT = 2  # raised when the written files change
+Q5_0, Q5_1, Q5_K = 6, 7, 13
+
+
+@dataclass(frozen=True)
+class Block:
+    """A type of blocks: a block's inputs and bytes, where its scale of half precision is, and the
+    scale's size, with which weights have a standard deviation of about 0.02. The half behind the
+    scale is ``middle`` times as large, or random if ``middle`` is 0."""
+
+    inputs: int
+    num_bytes: int
+    place: int
+    scale: float
+    middle: float = 0.0
+
+
+BLOCKS = {
+    Q4_0: Block(32, 18, 0, 4.3e-3),
+    Q5_0: Block(32, 22, 0, 2.2e-3),
+    Q5_1: Block(32, 24, 0, 2.2e-3, -15.5),
+    Q8_0: Block(32, 34, 0, 2.7e-4),
+    Q4_K: Block(256, 144, 0, 1.2e-4, 7.5),
+    Q5_K: Block(256, 176, 0, 6.0e-5, 15.5),
+    Q6_K: Block(256, 210, 208, 1.5e-5),
+    IQ4_NL: Block(32, 18, 0, 2.8e-4),
+    IQ4_XS: Block(256, 136, 0, 1.5e-5),
+}
+WITH_FACTORS = (Q4_K, Q5_K)  # their groups have factors of scale and offset, in bytes 4 to 15
+# The types of rows that blocks of 256 do not divide. Source: llama.cpp's `tensor_type_fallback`.
+FALLBACK = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0, IQ4_XS: IQ4_NL}
 VOCAB, TOKENS = 151936, 151643
 LONGEST = 14  # letters of a made-up token
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The types that llama.cpp's quantiser gives the tensors of a file, without an importance
+    matrix. Source: its `llama_tensor_get_type_impl`.
+
+    ``kind`` is the type of most matrices, and ``head`` that of the tied embedding. ``finer`` is the
+    type of the value and down projections in half of the layers (`_has_more_bits`). With
+    ``is_iq``, it is the type of all value projections that four or more query heads share, and of
+    the down projections in the first eighth of the layers."""
+
+    number: int  # of llama.cpp's file types, which a file's metadata names
+    kind: int
+    head: int = Q6_K
+    finer: int | None = None
+    is_iq: bool = False
+
+    def type_of(self, module: str, layer: int, shape: GgufShape) -> int:
+        """Return the type of a layer's matrix."""
+        if self.finer is None or module not in ("attn_v", "ffn_down"):
+            return self.kind
+        if not self.is_iq:
+            is_finer = _has_more_bits(layer, shape.layers)
+        elif module == "attn_v":
+            is_finer = shape.heads // shape.kv_heads >= 4
+        else:
+            is_finer = layer < shape.layers // 8
+        return self.finer if is_finer else self.kind
+
+
+MIXES = {
+    "Q4_K_M": Mix(15, Q4_K, finer=Q6_K),
+    "Q5_K_M": Mix(17, Q5_K, finer=Q6_K),
+    "Q6_K": Mix(18, Q6_K),
+    "IQ4_XS": Mix(30, IQ4_XS, finer=Q5_K, is_iq=True),
+    "Q8_0": Mix(7, Q8_0, head=Q8_0),
+    "Q4_0": Mix(2, Q4_0),
+}
 
 
 @dataclass(frozen=True)
@@ -47,29 +126,31 @@ class GgufShape:
     has_bias: bool = False
     has_head_norms: bool = False
 
-    def tensors(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Return the name, the type in the mix Q4_K_M, and the shape of each tensor. The embedding
-        is also the head."""
-        found = [("token_embd.weight", _fitting(Q6_K, self.hidden), (VOCAB, self.hidden)),
-                 ("output_norm.weight", F32, (self.hidden,))]  # fmt: skip
+    def tensors(self, mix: Mix) -> list[Tensor]:
+        """Return the name, the type and the shape of each tensor. The embedding is also the
+        head."""
+        found: list[Tensor] = [
+            ("token_embd.weight", _fitting(mix.head, self.hidden), (VOCAB, self.hidden)),
+            ("output_norm.weight", F32, (self.hidden,)),
+        ]
         for index in range(self.layers):
-            found += [(f"blk.{index}.{n}", kind, shape) for n, kind, shape in self._layer(index)]
+            found += [(f"blk.{index}.{n}", kind, size) for n, kind, size in self._layer(index, mix)]
         return found
 
-    def _layer(self, index: int) -> list[tuple[str, int, tuple[int, ...]]]:
-        finer = Q6_K if _has_more_bits(index, self.layers) else Q4_K
+    def _layer(self, index: int, mix: Mix) -> list[Tensor]:
         queries, keys, hidden = self.heads * self.head, self.kv_heads * self.head, self.hidden
-        matrices = [
-            ("attn_q", Q4_K, (queries, hidden)),
-            ("attn_k", Q4_K, (keys, hidden)),
-            ("attn_v", finer, (keys, hidden)),
-            ("attn_output", Q4_K, (hidden, queries)),
-            ("ffn_gate", Q4_K, (self.mlp, hidden)),
-            ("ffn_up", Q4_K, (self.mlp, hidden)),
-            ("ffn_down", finer, (hidden, self.mlp)),
-        ]
-        found: list[tuple[str, int, tuple[int, ...]]] = [
-            (f"{name}.weight", _fitting(kind, shape[1]), shape) for name, kind, shape in matrices
+        matrices = {
+            "attn_q": (queries, hidden),
+            "attn_k": (keys, hidden),
+            "attn_v": (keys, hidden),
+            "attn_output": (hidden, queries),
+            "ffn_gate": (self.mlp, hidden),
+            "ffn_up": (self.mlp, hidden),
+            "ffn_down": (hidden, self.mlp),
+        }
+        found: list[Tensor] = [
+            (f"{name}.weight", _fitting(mix.type_of(name, index, self), size[1]), size)
+            for name, size in matrices.items()
         ]
         found += [(f"{name}.weight", F32, (hidden,)) for name in ("attn_norm", "ffn_norm")]
         if self.has_bias:
@@ -81,60 +162,76 @@ class GgufShape:
 
 
 def _has_more_bits(index: int, layers: int) -> bool:
-    """Return whether a layer's value and down projections are in Q6_K, as by llama.cpp's rule."""
+    """Return whether a layer's value and down projections have more bits, as by llama.cpp's
+    `use_more_bits`."""
     eighth = layers // 8
     return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
 
 
 def _fitting(kind: int, inputs: int) -> int:
-    return FALLBACK[kind] if inputs % BLOCKS[kind][0] else kind
+    return FALLBACK[kind] if inputs % BLOCKS[kind].inputs else kind
 
 
 SHAPES = {
     "q05": GgufShape("qwen2", 24, 896, 14, 2, 64, 4864, has_bias=True),
+    "q17": GgufShape("qwen3", 28, 2048, 16, 8, 128, 6144, has_head_norms=True),
     "q4b": GgufShape("qwen3", 36, 2560, 32, 8, 128, 9728, has_head_norms=True),
 }
 
 
-def random_gguf(name: str) -> Path:
-    """Return the file of a shape, and write it if it is missing."""
-    file = cache_folder("triolet-bench") / f"{name}-random-Q4_K_M-v{FORMAT}.gguf"
+def random_gguf(name: str, mix: str = "Q4_K_M") -> Path:
+    """Return the file of a shape in a mix of types, and write it if it is missing."""
+    file = cache_folder("triolet-bench") / f"{name}-random-{mix}-v{FORMAT}.gguf"
     if not file.exists():
         print(f"writing {file}", file=sys.stderr)
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
-        _write(partial, SHAPES[name])
+        write_random(partial, SHAPES[name], MIXES[mix])
         partial.rename(file)
     return file
 
 
-def _write(path: Path, shape: GgufShape) -> None:
+def tensor_bytes(shape: GgufShape, mix: Mix) -> int:
+    """Return the bytes of all tensors of a file."""
+    return sum(_num_bytes(kind, size) for _, kind, size in shape.tensors(mix))
+
+
+def write_random(path: Path, shape: GgufShape, mix: Mix) -> None:
+    """Write the file of a shape in a mix of types."""
     draw = np.random.default_rng(0)
-    tensors = shape.tensors()
+    tensors = shape.tensors(mix)
     sizes = {name: (kind, own, _num_bytes(kind, own)) for name, kind, own in tensors}
     with path.open("wb") as file:
-        write_head(file, _metadata(shape), sizes)
-        for _, kind, own in tensors:
-            data = _random_tensor(draw, kind, own)
+        write_head(file, _metadata(shape) | {"general.file_type": mix.number}, sizes)
+        for name, kind, own in tensors:
+            data = _random_tensor(draw, name, kind, own)
             file.write(data + b"\0" * (-len(data) % ALIGNMENT))
 
 
 def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
     numbers = int(np.prod(shape))
-    if kind == F32:
-        return 4 * numbers
-    inputs, size, _ = BLOCKS[kind]
-    return numbers // inputs * size
+    return 4 * numbers if kind == F32 else numbers // BLOCKS[kind].inputs * BLOCKS[kind].num_bytes
 
 
-def _random_tensor(draw: np.random.Generator, kind: int, shape: tuple[int, ...]) -> bytes:
+def _random_tensor(
+    draw: np.random.Generator, name: str, kind: int, shape: tuple[int, ...]
+) -> bytes:
     if kind == F32:
-        return draw.normal(1.0, 0.1, shape).astype("<f4").tobytes()
-    _, size, scales = BLOCKS[kind]
-    blocks = draw.integers(0, 256, (_num_bytes(kind, shape) // size, size), dtype=np.uint8)
-    for place in scales:
-        own = draw.uniform(0.5, 1.5, len(blocks)) * SCALES[kind]
-        blocks[:, place : place + 2] = own.astype("<f2")[:, None].view(np.uint8)
+        around, wide = (0.0, 0.01) if name.endswith("bias") else (1.0, 0.1)
+        return draw.normal(around, wide, shape).astype("<f4").tobytes()
+    block = BLOCKS[kind]
+    count = _num_bytes(kind, shape) // block.num_bytes
+    blocks = draw.integers(0, 256, (count, block.num_bytes), dtype=np.uint8)
+    scales = draw.uniform(0.5, 1.5, count) * block.scale
+    if not block.middle:  # codes are not around zero; with both signs their weights are
+        scales *= draw.choice((-1.0, 1.0), count)
+    halves = [scales, scales * block.middle] if block.middle else [scales]
+    for place, half in enumerate(halves):
+        own = slice(block.place + 2 * place, block.place + 2 * place + 2)
+        blocks[:, own] = half.astype("<f2")[:, None].view(np.uint8)
+    if kind in WITH_FACTORS:  # a group's offset has the factor of its scale
+        blocks[:, 8:12] = blocks[:, 4:8]
+        blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
     return blocks.tobytes()
 
 

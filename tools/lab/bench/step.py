@@ -138,10 +138,10 @@ def settings(shape: str, seqs: int) -> dict[str, Any]:
 
 
 class Measured:
-    """Measures one case with one engine and keeps the answers."""
+    """Measures one case with one engine and keeps the answers. ``steps`` are those of a decode."""
 
-    def __init__(self, engine: EngineProcess, case: Case) -> None:
-        self.engine, self.case = engine, case
+    def __init__(self, engine: EngineProcess, case: Case, steps: int = STEPS) -> None:
+        self.engine, self.case, self.steps = engine, case, steps
         self.answers: list[dict[str, Any]] = []
         self._calls = count()
 
@@ -150,10 +150,10 @@ class Measured:
         case = self.case
         turn = next(self._calls) if case.what == "prefill" else ""  # new prompts for each turn
         answer = self.engine.ask(
-            case.what, f"{case.name} {turn}", case.batch, case.length, steps=STEPS
+            case.what, f"{case.name} {turn}", case.batch, case.length, steps=self.steps
         )
         self.answers.append(answer)
-        tokens = STEPS if case.what == "decode" else case.length
+        tokens = self.steps if case.what == "decode" else case.length
         return float(case.batch * tokens / answer["seconds"])
 
     def same_share(self, other: Measured) -> float:
@@ -170,7 +170,7 @@ class Measured:
         """For our engine: the time of a step outside the model; else ""."""
         if "outside_s" not in self.answers[0]:
             return ""
-        outside = sorted(one["outside_s"] / STEPS for one in self.answers[1:])
+        outside = sorted(one["outside_s"] / self.steps for one in self.answers[1:])
         return f"outside the model {1e3 * outside[len(outside) // 2]:.2f} ms a step"
 
 

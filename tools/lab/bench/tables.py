@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 # The names that may follow the last colon of a row's name, and then have a column of their own:
 # engines, and the ways to compute the same model.
-ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
+ENGINES = (
+    *("triolet", "llama.cpp", "ik_llama.cpp", "openvino"),
+    *("vllm", "transformers", "transformers-cb"),
+)
 WAYS = tuple(
     f"{dtype}{form}" for dtype in ("float32", "bfloat16") for form in ("", " int8", " int4")
 )

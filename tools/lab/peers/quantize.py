@@ -15,18 +15,15 @@ import llama_cpp
 
 from tools.lab.peers.llama_cpp import log_errors
 
-KINDS = {
-    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
-    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-}
+KINDS = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "IQ4_XS")
 
 
 def quantize(kind: str, source: str, target: str) -> None:
     """Write ``target`` from ``source``."""
+    assert kind in KINDS, kind
     llama_cpp.llama_log_set(log_errors, ctypes.c_void_p())
     wanted = llama_cpp.llama_model_quantize_default_params()
-    wanted.ftype = KINDS[kind]
+    wanted.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     failed = llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(wanted))
     if failed:
         raise SystemExit(f"llama.cpp could not make {target}: it says {failed}")

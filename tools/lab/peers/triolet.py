@@ -98,6 +98,7 @@ class TrioletEngine:
             "forward_s": sum(one.forward_s for one in self._timings),
             "outside_s": sum(t.prepare_s + t.sample_s + t.text_s for t in self._timings),
             "memory_bytes": self._memory_bytes,
+            "weights_bytes": self._weights_bytes,
             "peak_bytes": self._used_bytes() - self._bytes_before,
         }
 
@@ -108,6 +109,12 @@ class TrioletEngine:
 
             return torch.cuda.max_memory_allocated()
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    @property
+    def _weights_bytes(self) -> int:
+        """The bytes of the tensors that the loaded model holds; 0 of a model in other processes."""
+        model = getattr(self._runner, "_model", None)
+        return 0 if model is None else int(model.num_bytes)
 
     @property
     def worker_bytes(self) -> int:
