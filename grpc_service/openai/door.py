@@ -23,7 +23,16 @@ from urllib.parse import urlsplit
 import trio
 
 from engine import logs
-from engine.errors import InvalidRequest, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
+from engine.errors import (
+    DeadlineInfeasible,
+    DuplicateRequest,
+    InvalidRequest,
+    ModelNotFound,
+    NotAllowed,
+    Overloaded,
+    ShuttingDown,
+    Unsupported,
+)
 from engine.requests.stream import server_deadline
 from grpc_service.access import access_log, policy
 from grpc_service.addresses import is_loopback
@@ -57,6 +66,11 @@ log = logging.getLogger(__name__)
 # The worst body of this size takes the loop about 3 ms; a hop to a thread and back takes 0.2 ms.
 SMALL_BYTES = 2**14
 USELESS_S = 8e-4  # processor time of a request that is refused, or asks for the health. Measured.
+# With these the engine refuses a request.
+REFUSALS = (
+    *(InvalidRequest, Unsupported, ModelNotFound, DuplicateRequest),
+    *(Overloaded, DeadlineInfeasible),
+)
 INFERENCE = "triolet.v1.Inference/"
 RESPONSES = "this server has no /v1/responses; send the conversation to /v1/chat/completions"
 
@@ -251,7 +265,8 @@ class Door:
         except Disconnected:
             raise
         except Exception as error:
-            await self._pay(call)
+            if record.stream is None or isinstance(error, REFUSALS):
+                await self._pay(call)  # one that was accepted is told of its end at once
             await call.fail(_renamed(error, rename))
             await call.finish()
 

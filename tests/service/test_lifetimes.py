@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 
 import grpc
 import pytest
@@ -481,6 +482,34 @@ def test_sigusr1_logs_statistics_and_sigterm_ends_an_idle_server_that_has_client
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 3
+
+
+@pytest.mark.quick(2)
+def test_a_drain_that_is_over_tells_each_of_many_clients(door):
+    """They are told within `STOP_GRACE_S`, which is too short to wait as refusals do (D21)."""
+    count = 300
+    engine = {"max_num_seqs": 8, "drain_timeout_s": 0.2}
+    with (
+        fake(script={"step_s": 0.05}, engine=engine, server=PORTS) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        wait_serving(server.channel)
+        own = door.client(server)
+        calls = [
+            stack.enter_context(door.generate(own, prompt_ids=[index + 1], max_tokens=LONG))
+            for index in range(count)
+        ]
+        wait_until(lambda: num_live(server) == count, 30, "all of them")
+        server.signal()
+        reasons = Counter(failure_at(door, call).reason for call in calls)
+        assert reasons == {"SHUTTING_DOWN": count}
+        assert server.wait() == 75
+
+
+def num_live(server):
+    """Return the number of requests that run or wait."""
+    now = stats(server.channel)
+    return now.running + now.waiting
 
 
 def test_a_signal_during_a_load_lets_waiting_requests_finish(door):
