@@ -98,12 +98,12 @@ static inline long most_first_outputs(const Model &model) {
     return most;
 }
 
-// Returns the memory for the rounded rows of any layer with weights of 8 or 4 bits, or 0 if there
+// Returns the memory for the rounded rows of any layer with weights of 8 bits or fewer, or 0 if there
 // is none.
 static inline size_t most_rounded_bytes(const Model &model, long rows) {
     size_t most = 0;
     auto count = [&](const Linear &linear, long own_rows) {
-        const size_t own = linear.scales ? rounded_bytes(own_rows, linear.inputs) : 0;
+        const size_t own = rounded_bytes(own_rows, linear);
         if (own > most) most = own;
     };
     count(model.head, rows);

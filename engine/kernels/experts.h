@@ -132,7 +132,7 @@ static void route(const Experts &experts, const T *x, long rows, const Routing<T
 template <class T, class Take>
 static void linear_of_experts(const Linear *linears, const Experts &experts, const int32_t *starts,
                               long places, const T *x, long ldx, Scratch &scratch, Take take) {
-    const Rounded rounded = round_all(linears[0], x, ldx, places, scratch);
+    RoundedRows rounded = round_all(linears[0], x, ldx, places, scratch);
     const Panels panels(linears[0], (places + experts.count - 1) / experts.count);
     share_tasks(experts.count * panels.groups, 1, [&](long task) {
         const long expert = task / panels.groups;

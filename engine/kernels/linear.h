@@ -10,10 +10,10 @@ namespace triolet {
 constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
 constexpr long ROWS_OF_LONG_TASKS = 4;  // long tasks are a fifth faster; slower from 8 rows on (Zen 3)
 constexpr long DEPTH_AT_ONCE = 640;  // inputs of a pass: two panels of so many fit a core's L1
-constexpr long SMALL_AT_ONCE = 512;  // inputs of weights of 4 bits that are unpacked at once
+constexpr long SMALL_AT_ONCE = 512;  // inputs whose codes are unpacked at once
 
 // A thread's memory: a task's sums, [ROWS_AT_ONCE][PANELS_MOST x 16], and an unpacked pair of
-// panels. All threads share ``rounded``, memory for the rows of layers with weights of 8 or 4 bits.
+// panels. All threads share ``rounded``, memory for the rows of layers with weights of few bits.
 struct Scratch {
     alignas(64) float sums[ROWS_AT_ONCE * PANELS_MOST * PANEL];
     alignas(64) uint8_t unpacked[2 * SMALL_AT_ONCE * PANEL];
@@ -22,22 +22,52 @@ struct Scratch {
 
 static inline long padded_rows(long rows) { return (rows + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
 
-// Returns the number of bytes of memory for ``rows`` rounded rows of at most ``inputs`` numbers.
-static inline size_t rounded_bytes(long rows, long inputs) {
-    const size_t depth = (size_t)small_depth(inputs), per_block = 3 * sizeof(float);
-    return rows * (depth + depth / FINEST_BLOCK * per_block);
+// Calls ``use`` with each part of a layer, or with the layer if it has no parts.
+template <class Use>
+static inline void each_part(const Linear &linear, Use use) {
+    if (!linear.parts) return use(linear);
+    for (int64_t i = 0; i < linear.num_parts; i++) use(linear.parts[i]);
 }
 
-// Divides ``memory`` of `rounded_bytes` for one layer.
-static inline Rounded rounded_in(char *memory, long rows, const Linear &linear) {
-    Rounded to;
-    to.depth = small_depth(linear.inputs);
-    to.block = block_of(linear);
-    to.row_scales = (float *)memory;
-    to.totals = to.row_scales + rows * to.blocks();
-    to.sums_ = (int32_t *)(to.totals + rows * to.blocks());
-    to.numbers = (int8_t *)(to.sums_ + rows * to.blocks());
-    return to;
+// A layer's rows, rounded as each of its parts needs them.
+struct RoundedRows {
+    Rounded of[PARTS_MOST];
+    int count;
+
+    // Returns those for ``part``, or null.
+    Rounded *find(const Linear &part) {
+        for (int i = 0; i < count; i++)
+            if (of[i].block == block_of(part) && of[i].added == added_of(part)) return of + i;
+        return nullptr;
+    }
+};
+
+// Divides ``memory`` for the rounded rows of a layer, and returns how many bytes of it they take: 0 if
+// its weights are floats.
+static inline size_t lay_out_rounded(char *memory, long rows, const Linear &linear,
+                                     RoundedRows &to) {
+    const char *begin = memory;
+    to.count = 0;
+    each_part(linear, [&](const Linear &part) {
+        if (!part.scales || to.find(part)) return;
+        Rounded &own = to.of[to.count++];
+        own.depth = small_depth(part.inputs);
+        own.block = block_of(part);
+        own.added = added_of(part);
+        const long blocks = rows * own.blocks();
+        own.row_scales = (float *)memory;
+        own.totals = own.row_scales + blocks;
+        own.starts = (int32_t *)(own.totals + blocks);
+        own.numbers = (int8_t *)(own.starts + blocks);
+        memory = (char *)(own.numbers + rows * own.depth);
+    });
+    return memory - begin;
+}
+
+// Returns the number of bytes of memory for ``rows`` rounded rows of a layer.
+static inline size_t rounded_bytes(long rows, const Linear &linear) {
+    RoundedRows unused;
+    return lay_out_rounded(nullptr, rows, linear, unused);
 }
 
 // Returns how many panels a task has: an even number, because gates and ups alternate. Up to
@@ -59,10 +89,18 @@ static inline long even_step(long depth) {
     return ((depth + passes - 1) / passes + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
 }
 
-// Computes the sums of a task.
+// Where the sums of a task's panels go: [rows][ld].
+struct SumsPlace {
+    float *to;
+    long ld;
+
+    SumsPlace behind(long panels) const { return {to + panels * PANEL, ld}; }
+};
+
+// Computes the sums of a task with weights that are floats.
 template <class T>
 static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long panel, long panels,
-                     Scratch &scratch) {
+                     SumsPlace sums_) {
     const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
     const long step = rows <= ROW_PAD ? depth : even_step(depth);
     // The threads take tasks in turn, so that a thread's next one is probably so far behind this.
@@ -73,14 +111,15 @@ static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long
         const auto *next = is_last ? nullptr : weights + behind * stride;
         for (long k = 0; k < depth; k += step)
             multiply(x, ldx, rows, own, stride, panels, k, k + step < depth ? k + step : depth,
-                     scratch.sums, panels * PANEL, k > 0, next);
+                     sums_.to, sums_.ld, k > 0, next);
     });
 }
 
-// Computes the sums of a task with weights of 4 bits and many rows: unpacks as much of a pair of
-// panels as fits into a core's L1, multiplies, and goes on.
-static inline void sum_unpacked_task(const SmallPanels &own, const Rounded &x, long row, long rows,
-                                     long panels, Scratch &scratch) {
+// Computes the sums of a task with codes and many rows: unpacks as much of a pair of panels as fits
+// into a core's L1, multiplies, and goes on.
+template <int BITS, bool HAS_TABLE>
+static void sum_unpacked_task(const SmallPanels &own, const Rounded &x, long row, long rows,
+                              long panels, SumsPlace sums_, Scratch &scratch) {
     constexpr long STRIDE = SMALL_AT_ONCE * PANEL;
     for (long n = 0; n < panels; n += 2) {
         const long pair = panels - n < 2 ? 1 : 2;
@@ -90,31 +129,68 @@ static inline void sum_unpacked_task(const SmallPanels &own, const Rounded &x, l
         for (long k = 0; k < x.depth; k += SMALL_AT_ONCE) {
             const long count = x.depth - k < SMALL_AT_ONCE ? x.depth - k : SMALL_AT_ONCE;
             for (long i = 0; i < pair; i++)
-                (own.is_centred ? unpack<true> : unpack<false>)(
-                    own.weight + (n + i) * own.stride + k * PANEL / 2, own.table, count,
-                    scratch.unpacked + i * STRIDE);
-            multiply_small<8>(x, row, rows, wide, pair, k, k + count, scratch.sums + n * PANEL,
-                              panels * PANEL, k > 0);
+                unpack<BITS, HAS_TABLE>(own.weight + (n + i) * own.stride + k * PANEL * BITS / 8,
+                                        own.table, count, scratch.unpacked + i * STRIDE);
+            multiply_small<8, false, SumOf<BITS, HAS_TABLE>>(x, row, rows, wide, pair, k, k + count,
+                                                             sums_.to + n * PANEL, sums_.ld, k > 0);
         }
     }
 }
 
-// Computes the sums of a task with weights of 8 or 4 bits.
+// Computes the sums of a task with weights of 8 bits or fewer.
 static inline void sum_small_task(const Linear &linear, const Rounded &x, long row, long rows,
-                                  long panel, long panels, Scratch &scratch) {
+                                  long panel, long panels, SumsPlace sums_, Scratch &scratch) {
     const SmallPanels own = panels_of(linear, panel);
-    if (linear.table && rows > PACKED_ROWS) {
-        sum_unpacked_task(own, x, row, rows, panels, scratch);
+    with_form(own, [&](auto bits, auto has_table) {
+        constexpr int BITS = decltype(bits)::value;
+        constexpr bool HAS_TABLE = decltype(has_table)::value;
+        constexpr long MOST = BITS > 4 ? LONGER_PACKED_ROWS : PACKED_ROWS;
+        if constexpr (BITS < 8 && MOST < LONG_MAX)
+            if (rows > MOST)
+                return sum_unpacked_task<BITS, HAS_TABLE>(own, x, row, rows, panels, sums_, scratch);
+        const long step = rows <= ROW_PAD ? x.depth : even_step(x.depth);
+        for (long k = 0; k < x.depth; k += step) {
+            SmallPanels from = own;
+            from.weight += k * PANEL * BITS / 8;
+            multiply_small<BITS, HAS_TABLE, SumOf<BITS, HAS_TABLE>>(
+                x, row, rows, from, panels, k, k + step < x.depth ? k + step : x.depth, sums_.to,
+                sums_.ld, k > 0);
+        }
+    });
+}
+
+// Computes the sums of a task of one part of a layer.
+template <class T>
+static void sum_part(const Linear &part, const T *x, long ldx, RoundedRows &rounded, long row,
+                     long rows, long panel, long panels, SumsPlace sums_, Scratch &scratch) {
+    if (part.scales)
+        sum_small_task(part, *rounded.find(part), row, rows, panel, panels, sums_, scratch);
+    else
+        sum_task(part, x + row * ldx, ldx, rows, panel, panels, sums_);
+}
+
+// Computes the sums of a task of a layer, which may have panels of several parts.
+template <class T>
+static void sum_parts(const Linear &linear, const T *x, long ldx, RoundedRows &rounded,
+                      long row, long rows, long panel, long panels, SumsPlace sums_,
+                      Scratch &scratch) {
+    const long count = linear.num_parts, end = panel + panels;
+    auto add = [&](const Linear &part, long first, long number, SumsPlace to) {
+        sum_part(part, x, ldx, rounded, row, rows, first, number, to, scratch);
+    };
+    if (!linear.parts) return add(linear, panel, panels, sums_);
+    if (linear.alternates) {
+        for (long n = panel; n < end; n++)
+            add(linear.parts[n % count], n / count, 1, sums_.behind(n - panel));
         return;
     }
-    const long step = rows <= ROW_PAD ? x.depth : even_step(x.depth);
-    for (long k = 0; k < x.depth; k += step) {
-        SmallPanels from = own;
-        from.weight += linear.table ? k * PANEL / 2 : k * PANEL;
-        (linear.table ? multiply_small<4> : multiply_small<8>)(
-            x, row, rows, from, panels, k, k + step < x.depth ? k + step : x.depth, scratch.sums,
-            panels * PANEL, k > 0);
-    }
+    long first = 0;
+    each_part(linear, [&](const Linear &part) {
+        const long behind = first + (part.outputs + PANEL - 1) / PANEL;
+        const long from = first > panel ? first : panel, to = behind < end ? behind : end;
+        if (from < to) add(part, from - first, to - from, sums_.behind(from - panel));
+        first = behind;
+    });
 }
 
 // Adds the layer's bias to sums, if it has one.
@@ -149,7 +225,8 @@ static void shrink(const Adaptation<T> &with, const T *x, long ldx, Scratch &scr
         const long left = with.count(group) - part;
         const long rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
         const long row = with.first(group) + part;
-        sum_task(adapted.shrink, x + row * ldx, ldx, rows, panel, panels, scratch);
+        sum_task(adapted.shrink, x + row * ldx, ldx, rows, panel, panels,
+                 {scratch.sums, panels * PANEL});
         for (long m = 0; m < rows; m++)
             for (long n = 0; n < panels; n++) {
                 const v16 scale = load(adapted.scales + (panel + n) * PANEL);
@@ -159,13 +236,15 @@ static void shrink(const Adaptation<T> &with, const T *x, long ldx, Scratch &scr
     });
 }
 
-// Called by all members of a team. Rounds the rows for a layer with weights of 8 or 4 bits;
+// Called by all members of a team. Rounds the rows for a layer with weights of 8 bits or fewer;
 // another layer takes its rows as they are.
 template <class T>
-static Rounded round_all(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch) {
-    if (!linear.scales) return Rounded{};
-    const Rounded rounded = rounded_in(scratch.rounded, rows, linear);
-    round_rows(x, ldx, rows, linear.inputs, rounded);
+static RoundedRows round_all(const Linear &linear, const T *x, long ldx, long rows,
+                             Scratch &scratch) {
+    RoundedRows rounded;
+    lay_out_rounded(scratch.rounded, rows, linear, rounded);
+    for (int i = 0; i < rounded.count; i++)
+        round_rows(x, ldx, rows, linear.inputs, rounded.of[i]);
     return rounded;
 }
 
@@ -191,14 +270,12 @@ struct Panels {
 // them on as ``take(first row, rows, first panel, panels, sums)``, with sums [rows][panels x 16].
 // ``with`` are the adapters of rows, which are shrunk, or null.
 template <class T, class Take>
-static void run_task(const Linear &linear, const T *x, long ldx, const Rounded &rounded, long row,
-                     long end, Panels::Part panels, Scratch &scratch, Take take,
+static void run_task(const Linear &linear, const T *x, long ldx, RoundedRows &rounded,
+                     long row, long end, Panels::Part panels, Scratch &scratch, Take take,
                      const Adaptation<T> *with = nullptr) {
     const long rows = end - row < ROWS_AT_ONCE ? end - row : ROWS_AT_ONCE;
-    if (linear.scales)
-        sum_small_task(linear, rounded, row, rows, panels.first, panels.count, scratch);
-    else
-        sum_task(linear, x + row * ldx, ldx, rows, panels.first, panels.count, scratch);
+    sum_parts(linear, x, ldx, rounded, row, rows, panels.first, panels.count,
+              {scratch.sums, panels.count * PANEL}, scratch);
     add_bias(linear, rows, panels.first, panels.count, scratch.sums);
     if (with) expand(*with, row, rows, panels.first, panels.count, scratch.sums);
     take(row, rows, panels.first, panels.count, scratch.sums);
@@ -210,7 +287,7 @@ template <class T, class Take>
 static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch,
                    Take take, const Adaptation<T> *with = nullptr) {
     if (with) shrink(*with, x, ldx, scratch);
-    const Rounded rounded = round_all(linear, x, ldx, rows, scratch);
+    RoundedRows rounded = round_all(linear, x, ldx, rows, scratch);
     const Panels panels(linear, rows);
     const long parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     share_tasks(panels.groups * parts, 1, [&](long task) {

@@ -5,7 +5,7 @@
 //   float32   [inputs][16], of float32, bfloat16 or half precision, which is widened in registers
 //   bfloat16  [inputs / 2][16][2], of bfloat16, with the inputs padded with 0 to a multiple of 32,
 //             as AVX512-BF16 and AMX multiply it
-// Weights of 8 and 4 bits are in small_weights.h. Widening is exact: a product with 16-bit weights
+// Weights of 8 bits or fewer are in small_weights.h. Widening is exact: a product with 16-bit weights
 // has the same bits as one with the same numbers in float32.
 //
 // Rule 1: the product of a row does not depend on the other rows. Every kernel adds up the terms of

@@ -1,12 +1,10 @@
 // Packs GGUF's blocks into the panels of small_weights.h, without numbers in between.
 //
-// Rule: panels, scales and offsets are bit for bit those that `triolet_pack_small` and
-// `triolet_pack_scales` make of `engine.worker.quantized.gguf_blocks.decode`, which describes the
-// blocks (tests/conformance/test_packed_blocks.py). Scales are multiplied in float32 and rounded to
-// half precision.
+// Rule: panels, scales and offsets are bit for bit those that `triolet_pack_small` and its siblings
+// make of `engine.worker.quantized.gguf_blocks.decode`, which describes the blocks
+// (tests/conformance/test_packed_blocks.py). Nothing is rounded: numbers, scales and factors are the
+// file's.
 #pragma once
-
-#include <cmath>
 
 #include "small_weights.h"
 
@@ -24,16 +22,18 @@ struct BlockRows {
 constexpr int BLOCK_MOST = 256;  // inputs of a block
 constexpr int GROUPS_MOST = 16;  // of a block: LANES of simd.h
 
-// A decoded block.
+// A decoded block. Its scales and offsets are in half precision or, if they are nested, bytes and a
+// factor.
 struct Block {
-    uint8_t numbers[BLOCK_MOST];
-    float scales[GROUPS_MOST], offsets[GROUPS_MOST];
+    uint8_t numbers[BLOCK_MOST];  // codes, or int8
+    f16 scales[1], offsets[1];    // or the factors
+    int8_t nested_scales[GROUPS_MOST], nested_offsets[GROUPS_MOST];
 };
 
 // The kinds of blocks by GGUF's numbers.
 enum BlockKind {
-    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
-    IQ4_XS = 23, MXFP4 = 39,
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
+    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39,
 };
 
 // The numbers that codes of 4 bits stand for.
@@ -43,45 +43,37 @@ constexpr int8_t UNEVEN[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                1,    13,   25,  38,  53,  69,  89,  113};
 constexpr int8_t DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// Sizes of a block. If its numbers are codes of 4 bits, ``table`` has what they stand for; else null.
+// Sizes of a block, and its weights' form: the bits of a number, and `Linear::nested`.
 struct BlockForm {
-    int inputs, bytes, group;
-    const int8_t *table;
+    int inputs, bytes, group, bits, nested;
 };
 
 static inline bool find_form(int64_t kind, BlockForm *form) {
     switch (kind) {
-        case Q4_0: *form = {32, 18, 32, CENTRED}; return true;
-        case Q4_1: *form = {32, 20, 32, UNSIGNED}; return true;
-        case Q5_0: *form = {32, 22, 32, nullptr}; return true;
-        case Q5_1: *form = {32, 24, 32, nullptr}; return true;
-        case Q8_0: *form = {32, 34, 32, nullptr}; return true;
-        case Q2_K: *form = {256, 84, 16, UNSIGNED}; return true;
-        case Q3_K: *form = {256, 110, 16, CENTRED}; return true;
-        case Q4_K: *form = {256, 144, 32, UNSIGNED}; return true;
-        case Q5_K: *form = {256, 176, 32, nullptr}; return true;
-        case Q6_K: *form = {256, 210, 16, nullptr}; return true;
-        case IQ4_NL: *form = {32, 18, 32, UNEVEN}; return true;
-        case IQ4_XS: *form = {256, 136, 32, UNEVEN}; return true;
-        case MXFP4: *form = {32, 17, 32, DOUBLED}; return true;
+        case Q4_0: *form = {32, 18, 32, 4, 0}; return true;
+        case Q4_1: *form = {32, 20, 32, 4, 0}; return true;
+        case Q5_0: *form = {32, 22, 32, 5, 0}; return true;
+        case Q5_1: *form = {32, 24, 32, 5, 0}; return true;
+        case Q8_0: *form = {32, 34, 32, 8, 0}; return true;
+        case Q2_K: *form = {256, 84, 16, 4, 2}; return true;
+        case Q3_K: *form = {256, 110, 16, 4, 1}; return true;
+        case Q4_K: *form = {256, 144, 32, 4, 2}; return true;
+        case Q5_K: *form = {256, 176, 32, 5, 2}; return true;
+        case Q6_K: *form = {256, 210, 16, 6, 1}; return true;
+        case IQ4_NL: *form = {32, 18, 32, 4, 0}; return true;
+        case IQ4_XS: *form = {256, 136, 32, 4, 1}; return true;
+        case MXFP4: *form = {32, 17, 32, 4, 0}; return true;
     }
     return false;
 }
 
-static inline float half_at(const uint8_t *from) {
+static inline f16 half_at(const uint8_t *from) {
     f16 half;
     memcpy(&half, from, sizeof half);
-    return to_float(half);
+    return half;
 }
 
-// Rounds 16 scales or offsets to half precision. Returns whether it can hold the first ``count``.
-static inline bool to_halves(const float *from, int count, f16 *to) {
-    constexpr float TOO_LARGE = 65520.0f;  // would be rounded to infinity
-    bool fits = true;
-    for (int i = 0; i < count; i++) fits &= std::fabs(from[i]) < TOO_LARGE;  // NaN does not, either
-    store(to, load(from));
-    return fits;
-}
+static inline bool is_finite(f16 half) { return (half.bits & 0x7c00) != 0x7c00; }
 
 // ``count`` bytes become twice as many codes: the low nibbles, then the high ones.
 static inline void nibbles(const uint8_t *from, int count, uint8_t *to) {
@@ -97,15 +89,16 @@ static inline void fifth_bits(const uint8_t *from, uint8_t *numbers) {
     for (int i = 0; i < 32; i++) numbers[i] |= (bits >> i & 1) << 4;
 }
 
-// The scales and offsets of the eight groups of Q4_K and Q5_K.
+// The scales and offsets of the eight groups of Q4_K and Q5_K. Minima are subtracted.
 static inline void k_scales(const uint8_t *from, Block &to) {
-    const float scale = half_at(from), minimum = half_at(from + 2);
+    to.scales[0] = half_at(from), to.offsets[0] = half_at(from + 2);
+    to.offsets[0].bits ^= 0x8000;
     const uint8_t *low = from + 4, *middle = from + 8, *high = from + 12;
     for (int i = 0; i < 4; i++) {
-        to.scales[i] = scale * (float)(low[i] & 63);
-        to.scales[4 + i] = scale * (float)((high[i] & 15) | (low[i] >> 6) << 4);
-        to.offsets[i] = -(minimum * (float)(middle[i] & 63));
-        to.offsets[4 + i] = -(minimum * (float)(high[i] >> 4 | (middle[i] >> 6) << 4));
+        to.nested_scales[i] = low[i] & 63;
+        to.nested_scales[4 + i] = (high[i] & 15) | (low[i] >> 6) << 4;
+        to.nested_offsets[i] = middle[i] & 63;
+        to.nested_offsets[4 + i] = high[i] >> 4 | (middle[i] >> 6) << 4;
     }
 }
 
@@ -116,14 +109,21 @@ static inline void quarters(const uint8_t *from, uint8_t *to) {
             to[32 * quarter + i] = from[32 * (quarter / 4) + i] >> 2 * (quarter % 4) & 3;
 }
 
-// The scales of the eight groups of IQ4_XS: factors of six bits, less 32.
+// The scales of the eight groups of IQ4_XS: six bits, less 32.
 static inline void iq4_scales(const uint8_t *from, Block &to) {
-    const float scale = half_at(from);
     const uint8_t *high = from + 2, *low = from + 4;
+    to.scales[0] = half_at(from);
     for (int i = 0; i < 8; i++) {
         const int factor = (low[i / 2] >> 4 * (i % 2) & 15) | (high[i / 4] >> 2 * (i % 4) & 3) << 4;
-        to.scales[i] = scale * (float)(factor - 32);
+        to.nested_scales[i] = (int8_t)(factor - 32);
     }
+}
+
+// Returns 2^exponent in half precision: 0 if that is too small, and infinity if it is too large.
+static inline f16 power_of_two(int exponent) {
+    if (exponent < -24) return {0};
+    if (exponent < -14) return {(uint16_t)(1 << (exponent + 24))};
+    return {(uint16_t)(exponent > 15 ? 0x7c00 : (exponent + 15) << 10)};
 }
 
 static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
@@ -141,7 +141,6 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
             to.scales[0] = half_at(from);
             nibbles(from + 6, 16, to.numbers);
             fifth_bits(from + 2, to.numbers);
-            for (int i = 0; i < 32; i++) to.numbers[i] -= 16;
             return;
         case Q5_1:
             to.scales[0] = half_at(from), to.offsets[0] = half_at(from + 2);
@@ -152,26 +151,25 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
             to.scales[0] = half_at(from);
             memcpy(to.numbers, from + 2, 32);
             return;
-        case Q2_K: {
-            const float scale = half_at(from + 80), minimum = half_at(from + 82);
+        case Q2_K:
+            to.scales[0] = half_at(from + 80), to.offsets[0] = half_at(from + 82);
+            to.offsets[0].bits ^= 0x8000;
             for (int group = 0; group < 16; group++) {
-                to.scales[group] = scale * (float)(from[group] & 15);
-                to.offsets[group] = -(minimum * (float)(from[group] >> 4));
+                to.nested_scales[group] = from[group] & 15;
+                to.nested_offsets[group] = from[group] >> 4;
             }
             quarters(from + 16, to.numbers);
             return;
-        }
-        case Q3_K: {
-            const float scale = half_at(from + 108);
+        case Q3_K:
+            to.scales[0] = half_at(from + 108);
             for (int group = 0; group < 16; group++) {
                 const int low = from[96 + group % 8] >> 4 * (group / 8) & 15;
                 const int high = from[104 + group % 4] >> 2 * (group / 4) & 3;
-                to.scales[group] = scale * (float)((low | high << 4) - 32);
+                to.nested_scales[group] = (int8_t)((low | high << 4) - 32);
             }
             quarters(from + 32, to.numbers);
             for (int i = 0; i < 256; i++) to.numbers[i] += 4 + ((from[i % 32] >> i / 32 & 1) << 2);
             return;
-        }
         case Q4_K:
             k_scales(from, to);
             for (int pair = 0; pair < 4; pair++)
@@ -186,7 +184,7 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
                     to.numbers[32 * group + i] |= (from[16 + i] >> group & 1) << 4;
             return;
         case MXFP4:
-            to.scales[0] = std::ldexp(1.0f, from[0] - 128);  // numbers are doubled
+            to.scales[0] = power_of_two(from[0] - 128);  // numbers are doubled
             nibbles(from + 1, 16, to.numbers);
             return;
         case IQ4_XS:
@@ -202,94 +200,112 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
                 for (int quarter = 0; quarter < 4; quarter++)
                     for (int i = 0; i < 32; i++)
                         numbers[32 * quarter + i] =
-                            (numbers[32 * quarter + i] | (high[i] >> 2 * quarter & 3) << 4) - 32;
+                            numbers[32 * quarter + i] | (high[i] >> 2 * quarter & 3) << 4;
             }
-            const float scale = half_at(from + 208);
-            for (int group = 0; group < 16; group++)
-                to.scales[group] = scale * (float)(int8_t)from[192 + group];
+            to.scales[0] = half_at(from + 208);
+            memcpy(to.nested_scales, from + 192, GROUPS_MOST);
     }
 }
 
-// Where the panels of a layer go, and their form. ``offsets`` is null without offsets.
+// Where the panels of a layer go, and their form. ``offsets`` is null without offsets, and if they are
+// nested.
 struct PackedPanels {
-    uint8_t *numbers;
-    f16 *scales, *offsets;
-    int64_t bits, group, inputs;
+    uint8_t *numbers, *scales, *offsets;
+    BlockForm form;
+    int64_t inputs;
 
-    long stride() const { return small_depth(inputs) * PANEL * bits / 8; }
-    long groups() const { return num_groups(inputs, group); }
+    long stride() const { return panel_bytes(form.bits, inputs); }
+    long scale_stride() const { return scale_bytes(inputs, form.group, form.nested); }
 };
 
-// Packs the numbers of a block of one output, from input ``first`` on, into its lane of a panel.
-static inline void pack_numbers(const uint8_t *numbers, int count, long first, int lane, int bits,
+// Packs ``count`` numbers of one output, of a byte each, into its lane of a panel. They begin at input
+// ``first``, where codes that lie together begin.
+template <int BITS>
+static inline void pack_numbers(const uint8_t *numbers, int count, long first, int lane,
                                 uint8_t *panel) {
-    if (bits == 8) {
-        uint8_t *to = panel + first * PANEL + lane * 4;
-        for (int k = 0; k < count; k += 4, to += 4 * PANEL) {
-            uint32_t four;
-            memcpy(&four, numbers + k, sizeof four);
-            four ^= ZERO * 0x01010101u;
-            memcpy(to, &four, sizeof four);
+    constexpr int INPUTS = TOGETHER<BITS>, UPPER = BITS - 4;
+    uint8_t *to = panel + first * PANEL * BITS / 8 + lane * 4;
+    for (int k = 0; k < count; k += INPUTS, to += INPUTS * PANEL * BITS / 8) {
+        uint32_t quads[INPUTS / 4], upper = 0;
+        memcpy(quads, numbers + k, sizeof quads);
+        for (int i = 0; i < INPUTS / 4; i += 2) {
+            if constexpr (BITS == 8) {
+                quads[i] ^= ZERO * 0x01010101u, quads[i + 1] ^= ZERO * 0x01010101u;
+                memcpy(to + i * 64, quads + i, 4);
+                memcpy(to + (i + 1) * 64, quads + i + 1, 4);
+            } else {
+                const uint32_t low = quads[i] & 0x0f0f0f0fu, high = quads[i + 1] & 0x0f0f0f0fu;
+                const uint32_t pair = low | high << 4;
+                memcpy(to + i / 2 * 64, &pair, sizeof pair);
+                if constexpr (UPPER > 0)
+                    upper |= (quads[i] >> 4 & 0x0f0f0f0fu) << i * UPPER |
+                             (quads[i + 1] >> 4 & 0x0f0f0f0fu) << (i + 1) * UPPER;
+            }
         }
-    } else {
-        uint8_t *to = panel + first * PANEL / 2 + lane * 4;
-        for (int k = 0; k < count; k += 8, to += 4 * PANEL) {
-            uint32_t low, high;
-            memcpy(&low, numbers + k, sizeof low);
-            memcpy(&high, numbers + k + 4, sizeof high);
-            low |= high << 4;
-            memcpy(to, &low, sizeof low);
-        }
+        if constexpr (UPPER > 0 && BITS < 8) memcpy(to + INPUTS * 8, &upper, sizeof upper);
+    }
+}
+
+static inline void pack_numbers(int64_t bits, const uint8_t *numbers, int count, long first,
+                                int lane, uint8_t *panel) {
+    switch (bits) {
+        case 4: return pack_numbers<4>(numbers, count, first, lane, panel);
+        case 5: return pack_numbers<5>(numbers, count, first, lane, panel);
+        case 6: return pack_numbers<6>(numbers, count, first, lane, panel);
+        default: pack_numbers<8>(numbers, count, first, lane, panel);
     }
 }
 
 // Packs one output's row of blocks into its lane. Returns whether its scales are finite.
-static inline bool pack_row(const BlockRows &source, int64_t output, const BlockForm &form, int lane,
+static inline bool pack_row(const BlockRows &source, int64_t output, int lane,
                             const PackedPanels &to, long place) {
+    const BlockForm &form = to.form;
     const int64_t at = output - source.first, row = source.order ? source.order[at] : at;
     const uint8_t *from = source.data + row * source.row_bytes;
     uint8_t *panel = to.numbers + place * to.stride();
-    f16 *scales = to.scales + place * to.groups() * PANEL + lane;
-    f16 *offsets = to.offsets ? to.offsets + place * to.groups() * PANEL + lane : nullptr;
-    const int8_t *widened = to.bits == 8 ? form.table : nullptr;
-    const int own_groups = form.inputs / form.group, repeats = (int)(form.group / to.group);
-    bool is_finite = true;
+    uint8_t *scales = to.scales + place * to.scale_stride();
+    bool are_finite = true;
     Block block = {};
     for (long first = 0; first < to.inputs; first += form.inputs, from += form.bytes) {
         read_block(source.kind, from, block);
-        if (widened)
-            for (int i = 0; i < form.inputs; i++)
-                block.numbers[i] = (uint8_t)widened[block.numbers[i]];
-        pack_numbers(block.numbers, form.inputs, first, lane, (int)to.bits, panel);
-        f16 halves[GROUPS_MOST];
-        is_finite &= to_halves(block.scales, own_groups, halves);
-        for (int group = 0; group < own_groups; group++)
-            for (int i = 0; i < repeats; i++, scales += PANEL) *scales = halves[group];
-        if (!offsets) continue;
-        is_finite &= to_halves(block.offsets, own_groups, halves);
-        for (int group = 0; group < own_groups; group++)
-            for (int i = 0; i < repeats; i++, offsets += PANEL) *offsets = halves[group];
+        pack_numbers(form.bits, block.numbers, form.inputs, first, lane, panel);
+        are_finite &= is_finite(block.scales[0]) && is_finite(block.offsets[0]);
+        if (form.nested) {
+            const NestedPlaces own(form.group, form.nested);
+            f16 *factors = (f16 *)(scales + own.factors(first)) + lane;
+            int8_t *nested = (int8_t *)scales + own.scales(first) + lane;
+            factors[0] = block.scales[0];
+            if (form.nested == 2) factors[PANEL] = block.offsets[0];
+            for (int group = 0; group < form.inputs / form.group; group++) {
+                nested[group * form.nested * PANEL] = block.nested_scales[group];
+                if (form.nested == 2)
+                    nested[(group * form.nested + 1) * PANEL] = block.nested_offsets[group];
+            }
+            continue;
+        }
+        const long group = first / form.group * PANEL + lane;
+        ((f16 *)scales)[group] = block.scales[0];
+        if (to.offsets)
+            ((f16 *)(to.offsets + place * to.scale_stride()))[group] = block.offsets[0];
     }
-    return is_finite;
+    return are_finite;
 }
 
 // Packs the outputs ``first`` to ``first`` + ``count`` - 1 as the panel at ``place``.
 static bool pack_panel(const BlockRows *sources, long num_sources, long first, long count,
                        const PackedPanels &to, long place) {
-    const long room = to.groups() * PANEL;
-    memset(to.numbers + place * to.stride(), to.bits == 8 ? ZERO : 0, to.stride());
-    memset(to.scales + place * room, 0, room * sizeof *to.scales);
-    if (to.offsets) memset(to.offsets + place * room, 0, room * sizeof *to.offsets);
-    bool is_finite = true;
+    const long room = to.scale_stride();
+    memset(to.numbers + place * to.stride(), to.form.bits == 8 ? ZERO : 0, to.stride());
+    memset(to.scales + place * room, 0, room);
+    if (to.offsets) memset(to.offsets + place * room, 0, room);
+    bool are_finite = true;
     for (long output = first; output < first + count; output++)
         for (long i = 0; i < num_sources; i++) {
             const BlockRows &source = sources[i];
-            BlockForm form;
             if (output < source.first || output >= source.first + source.count) continue;
-            if (find_form(source.kind, &form))
-                is_finite &= pack_row(source, output, form, (int)(output - first), to, place);
+            are_finite &= pack_row(source, output, (int)(output - first), to, place);
         }
-    return is_finite;
+    return are_finite;
 }
 
 // --- checksums ----------------------------------------------------------------------------------

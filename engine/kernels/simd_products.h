@@ -69,22 +69,23 @@ constexpr long FETCHING_ROWS = 0;
 constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 
-// For weights of 8 and 4 bits: how many rows of centred numbers (`CENTRE`) a block computes, how many
+// For weights of 8 bits or fewer: how many rows of codes (`CodeSum`) a block computes, how many
 // panels a block of a single row computes, how many bytes ahead weights and scales are fetched (0: they
-// are not), and for how many rows weights of 4 bits are not unpacked first. A single row reads one
-// panel that is fetched in time faster than several side by side (measured on Zen 3 and Zen 4).
+// are not), and for how many rows codes of 4 bits, and longer ones, are not unpacked first. A single
+// row reads one panel that is fetched in time faster than several side by side (measured on Zen 3 and
+// Zen 4).
 #if defined(__AVX512F__)
-// Measured on Zen 4: codes that are taken apart in registers, again for every six rows, are faster
-// than codes that are unpacked to memory once.
-constexpr int CENTRED_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 1;
-constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = LONG_MAX;
+// Measured on Zen 4: codes of 4 bits that are taken apart in registers, again for every six rows, are
+// faster than codes that are unpacked to memory once.
+constexpr int CODE_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 1;
+constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = LONG_MAX, LONGER_PACKED_ROWS = 64;
 #elif defined(__AVX2__) && !defined(__AVXVNNI__)
 // Measured on Zen 3: with two rows the sums of floats are in registers, too.
-constexpr int CENTRED_ROWS = 2, FEW_SMALL_PANELS = 1;
-constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = 16;
+constexpr int CODE_ROWS = 2, FEW_SMALL_PANELS = 1;
+constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = 16, LONGER_PACKED_ROWS = 4;
 #else
-constexpr int CENTRED_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 2;
-constexpr long SMALL_AHEAD = 0, PACKED_ROWS = 4;
+constexpr int CODE_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 2;
+constexpr long SMALL_AHEAD = 0, PACKED_ROWS = 4, LONGER_PACKED_ROWS = 4;
 #endif
 
 // How many keys a decode scores at once, and how many vectors of values it adds up at once: their sums
@@ -235,12 +236,10 @@ TRIOLET_INLINE i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
 #endif
 }
 
-// What is added to weights' numbers of -8 to 7, instead of ZERO: then the bytes are their 4-bit codes.
-constexpr int CENTRE = 8;
-
 // One vector of sums over a block of inputs, which begins with ``start``: minus what was added to each
 // weight's number, times the sum of the row's numbers.
 struct WideSum {
+    static constexpr bool TAKES_EIGHT = false;
     i16v own;
 
     inline void begin(int32_t start) { own = splat(start); }
@@ -249,31 +248,50 @@ struct WideSum {
 };
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-// A vector of sums of bytes from 0 to 15. The products of a block fit 16 bits, which takes half as
+typedef Lanes<int16_t, 64, REGISTER> Pairs;  // each lane has the products of two inputs
+
+TRIOLET_INLINE Pairs pairs_of(b64 bytes, int32_t quad) {
+    const __m256i all = _mm256_set1_epi32(quad);
+    return Pairs::each([=](int i) {
+        return (Pairs::Part)_mm256_maddubs_epi16((__m256i)bytes.part[i], all);
+    });
+}
+
+TRIOLET_INLINE i16v add_up(Pairs pairs) {
+    return i16v::each([=](int i) {
+        return (i16v::Part)_mm256_madd_epi16((__m256i)pairs.part[i], _mm256_set1_epi16(1));
+    });
+}
+
+// A vector of sums of codes of BITS. The products of eight inputs fit 16 bits, which takes half as
 // many instructions.
-struct CentredSum {
-    typedef Lanes<int16_t, 64, REGISTER> Pairs;  // each lane has the products of two inputs
-    static_assert(2 * 2 * CENTRE * 127 * (32 / 4) < 1 << 15, "a block has up to 32 inputs");
+template <int BITS>
+struct CodeSum {
+    static constexpr bool TAKES_EIGHT = true;
+    static_assert(2 * 2 * ((1 << BITS) - 1) * 127 < 1 << 15);
+    i16v own;
+
+    inline void begin(int32_t start) { own = splat(start); }
+    inline void add(b64 low, int32_t quad, b64 high, int32_t other) {
+        own += add_up(pairs_of(low, quad) + pairs_of(high, other));
+    }
+    inline i16v total(int32_t) const { return own; }
+};
+
+// Of 4 bits, those of a whole block do.
+template <>
+struct CodeSum<4> {
+    static constexpr bool TAKES_EIGHT = false;
+    static_assert(2 * 15 * 127 * (32 / 4) < 1 << 15, "a block has up to 32 inputs");
     Pairs own;
 
     inline void begin(int32_t) { own = Pairs::splat(0); }
-
-    inline void add(b64 bytes, int32_t quad) {
-        const __m256i all = _mm256_set1_epi32(quad);
-        own += Pairs::each([=](int i) {
-            return (Pairs::Part)_mm256_maddubs_epi16((__m256i)bytes.part[i], all);
-        });
-    }
-
-    inline i16v total(int32_t start) const {
-        const Pairs pairs = own;
-        return start + i16v::each([=](int i) {
-            return (i16v::Part)_mm256_madd_epi16((__m256i)pairs.part[i], _mm256_set1_epi16(1));
-        });
-    }
+    inline void add(b64 bytes, int32_t quad) { own += pairs_of(bytes, quad); }
+    inline i16v total(int32_t start) const { return start + add_up(own); }
 };
 #else
-typedef WideSum CentredSum;
+template <int BITS>
+using CodeSum = WideSum;
 #endif
 
 // The sums of ROWS rows and PANELS panels over one block of inputs.
@@ -296,8 +314,21 @@ struct QuadSums {
     template <class Low, class High>
     __attribute__((always_inline)) inline void add(const int8_t *from, long stride, Low low,
                                                    High high) {
-        add_half(from, stride, low);
-        add_half(from + 4, stride, high);
+        if constexpr (Sum::TAKES_EIGHT) {
+            b64 first[PANELS], second[PANELS];
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++) first[n] = low(n), second[n] = high(n);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t quad = load_as<int32_t>(from + m * stride);
+                const int32_t other = load_as<int32_t>(from + m * stride + 4);
+#pragma GCC unroll 4
+                for (int n = 0; n < PANELS; n++) of[m][n].add(first[n], quad, second[n], other);
+            }
+        } else {
+            add_half(from, stride, low);
+            add_half(from + 4, stride, high);
+        }
     }
 
     template <class Quads>
@@ -378,11 +409,10 @@ template <int ROWS, int PANELS>
 struct PairSums;
 #endif
 
-// The type for a block's sums on this processor. ``IS_CENTRED``: weights have CENTRE added, not ZERO.
-template <int ROWS, int PANELS, bool IS_CENTRED>
-using BlockSums = std::conditional_t<
-    HAS_ROW_PAIRS && ROWS % 2 == 0, PairSums<ROWS, PANELS>,
-    QuadSums<ROWS, PANELS, std::conditional_t<IS_CENTRED, CentredSum, WideSum>>>;
+// The type for a block's sums on this processor.
+template <int ROWS, int PANELS, class Sum>
+using BlockSums = std::conditional_t<HAS_ROW_PAIRS && ROWS % 2 == 0, PairSums<ROWS, PANELS>,
+                                     QuadSums<ROWS, PANELS, Sum>>;
 
 // Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
 static inline b64 spread_table(const uint8_t *table) {

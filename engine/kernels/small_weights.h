@@ -1,13 +1,20 @@
-// Products of rows with weights of 8 or 4 bits, by exact sums of integers.
+// Products of rows with weights of 8, 6, 5 or 4 bits, by exact sums of integers.
 //
 // A weight is scale * number, or scale * number + offset. ``group`` inputs of an output share scale
-// and offset, which are stored in half precision as [panels][groups][16]. The numbers are int8, kept
-// as number + ZERO (see simd_products.h), in panels of 16 outputs:
-//   8 bits    [inputs / 4][16][4]
+// and offset. The numbers are in panels of 16 outputs, with the inputs padded to a multiple of 32:
+//   8 bits    [inputs / 4][16][4], as number + ZERO (see simd_products.h)
 //   4 bits    [inputs / 8][16][4], where a byte has the code of input i of 8 below, and that of
-//             i + 4 above; a table of 16 numbers says which one a code stands for (most often
-//             code - CENTRE, which needs no table)
-// with the inputs padded to a multiple of 32. `vpdpbusd` and `sdot` multiply this order as it is.
+//             i + 4 above
+//   5 bits    for 32 inputs, their lower 4 bits as above, and [16][4] bytes: bit j of one is the
+//             upper bit of input 4 * j + i
+//   6 bits    for 16 inputs likewise, with the two upper bits of input 4 * j + i from bit 2 * j on
+// A code stands for itself minus ``centre`` or, of 4 bits, for one of a table of 16 numbers.
+// `vpdpbusd` and `sdot` multiply this order as it is.
+//
+// Scales and offsets are in half precision, as [panels][groups][16]. If they are nested, they are
+// int8 times a factor in half precision, which `NESTED` inputs share. Then a panel has for every
+// NESTED inputs the 16 factors of its scales (and of its offsets), and for each group its 16 scales
+// (and its offsets).
 //
 // Rows are rounded to int8, too: the largest number of a block of 32 inputs (16, if the groups are
 // no multiple of 32) becomes 127. A block's sum of products is an exact integer. It is multiplied by
@@ -24,7 +31,8 @@
 namespace triolet {
 
 constexpr long SMALL_DEPTH_PAD = 32;
-constexpr int64_t PACKED_LAYOUT = 1;  // raised when panels, scales or offsets are laid out anew
+constexpr int64_t PACKED_LAYOUT = 2;  // raised when panels, scales or offsets are laid out anew
+constexpr long NESTED = 256;  // inputs that share a factor
 constexpr float INT8_MAX_MAGNITUDE = 127.0f;
 
 // The numbers of a weight that has no scales: of the rows' type, or narrower than rows in float32.
@@ -32,17 +40,23 @@ constexpr float INT8_MAX_MAGNITUDE = 127.0f;
 enum WeightKind { WEIGHTS_OF_ROWS = 0, WEIGHTS_BF16 = 1, WEIGHTS_F16 = 2 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Linear`.
+// A layer may consist of ``parts``, whose weights have forms of their own, and then has no weight.
+// Their panels follow one another or, if it ``alternates``, take turns.
 struct Linear {
-    const void *weight;       // in panels, see the top of this file and of matmul.h
-    const float *bias;        // [outputs] or null
-    const uint16_t *scales;   // of weights of 8 or 4 bits, else null
-    const uint16_t *offsets;  // likewise, or null
-    const int8_t *table;      // 16 numbers of weights of 4 bits, else null
+    const void *weight;      // in panels, see the top of this file and of matmul.h
+    const float *bias;       // [outputs] or null
+    const uint8_t *scales;   // of weights of 8 bits or fewer, else null
+    const uint8_t *offsets;  // likewise, or null; nested ones are among the scales
+    const int8_t *table;     // the 16 numbers of codes that have no centre, else null
+    const Linear *parts;
     int64_t outputs, inputs, group;
     int64_t kind;  // a `WeightKind`
+    int64_t bits, centre;
+    int64_t nested;  // 1: the scales are nested; 2: and the offsets; 0: neither
+    int64_t num_parts, alternates;
 };
 
-// Calls ``use`` with the weights as numbers of their type. Weights of 8 or 4 bits are not among them.
+// Calls ``use`` with the weights as numbers of their type. Weights of 8 bits or fewer are not among them.
 template <class T, class Use>
 static inline void with_weights(const void *weights, int64_t kind, Use use) {
     if constexpr (std::is_same_v<T, float>) {
@@ -64,13 +78,45 @@ static inline long num_groups(long inputs, long group) {
 // Returns how many inputs of a row share a scale.
 static inline long block_of(const Linear &linear) { return linear.group % 32 ? 16 : 32; }
 
-// Returns whether the codes of a layer are its numbers plus CENTRE, so that no table is needed.
-static inline bool is_centred(const Linear &linear) {
-    if (!linear.table) return false;
-    for (int i = 0; i < 16; i++)
-        if (linear.table[i] != i - CENTRE) return false;
-    return true;
+// Returns what the bytes of a layer's weights have more than their numbers, when they are multiplied.
+static inline int32_t added_of(const Linear &linear) {
+    return linear.bits == 8 || linear.table ? ZERO : (int32_t)linear.centre;
 }
+
+// Returns how many bytes a panel's numbers have.
+static inline long panel_bytes(long bits, long inputs) {
+    return small_depth(inputs) * PANEL * bits / 8;
+}
+
+// Returns how many bytes NESTED inputs of a panel have in their scales and offsets.
+static inline long nested_bytes(long group, long nested) {
+    return nested * PANEL * ((long)sizeof(uint16_t) + NESTED / group);
+}
+
+// Returns how many bytes the scales of a panel have; as many have its offsets, unless they are nested.
+static inline long scale_bytes(long inputs, long group, long nested) {
+    if (!nested) return num_groups(inputs, group) * PANEL * (long)sizeof(uint16_t);
+    return (small_depth(inputs) + NESTED - 1) / NESTED * nested_bytes(group, nested);
+}
+
+// Where the nested scales of a panel are. Groups have 16 or 32 inputs.
+struct NestedPlaces {
+    long stride, nested;
+    int shift;
+
+    NestedPlaces(long group, long nested_)
+        : stride(nested_bytes(group, nested_)), nested(nested_), shift(group == 16 ? 4 : 5) {}
+
+    // Returns where the factors of an input are, and the scales (and then the offsets) of its group.
+    long factors(long input) const { return input / NESTED * stride; }
+    long scales(long input) const {
+        return factors(input) + nested * PANEL * ((long)sizeof(uint16_t) + (input % NESTED >> shift));
+    }
+};
+
+// How many inputs' codes lie together in a panel.
+template <int BITS>
+constexpr long TOGETHER = BITS == 5 ? 32 : BITS == 6 ? 16 : 8;
 
 // --- rows ---------------------------------------------------------------------------------------
 
@@ -79,13 +125,12 @@ struct Rounded {
     int8_t *numbers;    // [rows][depth]
     float *row_scales;  // [rows][blocks]
     float *totals;      // [rows][blocks] the sum of a block's rounded inputs: scale * numbers
-    int32_t *sums_;     // [rows][blocks] the sum of a block's numbers
+    int32_t *starts;    // [rows][blocks] the sum of a block's numbers times -added
     long depth, block;
+    int32_t added;      // what the weights' bytes have more than their numbers
 
     long blocks() const { return depth / block; }
 };
-
-constexpr long FINEST_BLOCK = 16;
 
 // Rounds one block of at most 32 numbers, of which ``count`` exist.
 template <class T>
@@ -121,7 +166,7 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
     to.row_scales[at] = row_scale;
     to.totals[at] = row_scale * (float)total;
-    to.sums_[at] = total;
+    to.starts[at] = -to.added * total;
 }
 
 // Called by all members of a team. Rounds rows for a layer; returns when all are rounded.
@@ -139,28 +184,32 @@ static void round_rows(const T *x, long ldx, long rows, long inputs, const Round
 
 // Some panels of a layer, from one of their inputs on.
 struct SmallPanels {
-    const uint8_t *weight;    // of input ``begin`` of the first panel
-    long stride;              // bytes between panels
-    const uint16_t *scales, *offsets;  // of the first panel's first group; offsets may be null
-    long groups, group;       // of a panel
-    alignas(16) uint8_t table[16];  // of weights of 4 bits that are not centred, with ZERO added
-    bool is_centred;
+    const uint8_t *weight;  // of input ``begin`` of the first panel
+    const uint8_t *scales, *offsets;  // of the first panel's first group; offsets may be null
+    long stride, scale_stride;        // bytes between panels, and between their scales
+    long group, nested, bits;
+    bool has_table;
+    alignas(16) uint8_t table[16];  // with ZERO added
 };
 
-// Returns the numbers of the first four of 8 inputs of a panel, of which ``codes`` are the first 64
-// bytes.
-template <int BITS, bool IS_CENTRED>
-static inline b64 low_quads(b64 codes, b64 table) {
-    if constexpr (BITS == 8) return codes;
-    return IS_CENTRED ? codes & 15 : look_up(codes & 15, table);
+// Returns the bytes of the inputs 4 * QUAD to 4 * QUAD + 3 of the TOGETHER inputs of a panel that
+// begin at ``from``: their codes, or their numbers plus ZERO.
+template <int BITS, bool HAS_TABLE, int QUAD>
+TRIOLET_INLINE b64 quad_of(const uint8_t *from, b64 table) {
+    if constexpr (BITS == 8) return load_as<b64>(from + 64 * QUAD);
+    const b64 pair = load_as<b64>(from + QUAD / 2 * 64);
+    const b64 low = (QUAD % 2 ? (b64)((u16v)pair >> 4) : pair) & 15;
+    if constexpr (BITS == 4) return HAS_TABLE ? look_up(low, table) : low;
+    const u16v upper = load_as<u16v>(from + TOGETHER<BITS> * 8);
+    constexpr int UP = 4 - QUAD * (BITS - 4);
+    const u16v moved = UP > 0 ? upper << (UP > 0 ? UP : 0) : upper >> (UP > 0 ? 0 : -UP);
+    return low | ((b64)moved & (uint8_t)((1 << BITS) - 16));
 }
 
-// Returns the numbers of the other four inputs. In 8 bits they are the 64 bytes from ``from`` + 64 on.
-template <int BITS, bool IS_CENTRED>
-static inline b64 high_quads(const uint8_t *from, b64 codes, b64 table) {
-    if constexpr (BITS == 8) return load_as<b64>(from + 64);
-    const b64 high = (b64)((u16v)codes >> 4) & 15;
-    return IS_CENTRED ? high : look_up(high, table);
+// Calls ``use`` with 0, 1, … as constants.
+template <class Use, int... I>
+TRIOLET_INLINE void each_constant(std::integer_sequence<int, I...>, Use use) {
+    (use(std::integral_constant<int, I>{}), ...);
 }
 
 // Fetches the BYTES bytes that are SMALL_AHEAD behind ``from`` into L2, where this processor gains by
@@ -197,55 +246,68 @@ using SmallSums = std::conditional_t<(SMALL_PANELS > 1 || ROWS * PANELS <= 2), S
 
 // Computes ROWS rows from ``row`` on by PANELS panels: the inputs ``begin`` to ``end`` - 1, which
 // begin and end with blocks.
-template <int BITS, bool IS_CENTRED, int ROWS, int PANELS>
+template <int BITS, bool HAS_TABLE, class Sum, int ROWS, int PANELS>
 TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPanels &w, long begin,
                                       long end, float *out, long ldo, bool is_more) {
-    constexpr long BYTES_OF_8 = BITS * PANEL;
+    constexpr long INPUTS = TOGETHER<BITS>, BYTES = INPUTS * BITS * PANEL / 8;
     const long blocks = x.blocks();
     const int8_t *numbers = x.numbers + row * x.depth;
     const float *row_scales = x.row_scales + row * blocks, *totals = x.totals + row * blocks;
-    const int32_t *sums_ = x.sums_ + row * blocks;
+    const int32_t *starts = x.starts + row * blocks;
     SmallSums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     long group = begin / w.group, next = (group + 1) * w.group;
     const uint8_t *weight = w.weight;
     const b64 table = spread_table(w.table);
+    const NestedPlaces places(x.block, w.nested);
+    const bool has_offsets = w.offsets || w.nested == 2;
     long index = begin / x.block;
     for (long k = begin; k < end; k += x.block, index++) {
         if (k >= next) group++, next += w.group;
         const auto start = [&](int m) __attribute__((always_inline)) {
-            constexpr int ADDED = IS_CENTRED ? CENTRE : ZERO;
-            return ADDED ? -ADDED * sums_[m * blocks + index] : 0;
+            return starts[m * blocks + index];
         };
-        BlockSums<ROWS, PANELS, IS_CENTRED> whole;
+        BlockSums<ROWS, PANELS, Sum> whole;
         whole.begin(start);
+        const long factors = places.factors(k);
+        const long at = w.nested ? places.scales(k) : group * PANEL * (long)sizeof(f16);
         for (int n = 0; n < PANELS; n++)
-            fetch_ahead<sizeof(uint16_t) * PANEL>(w.scales + (n * w.groups + group) * PANEL);
-        for (long c = 0; c < x.block; c += 8, weight += BYTES_OF_8) {
-            for (int n = 0; n < PANELS; n++) fetch_ahead<BYTES_OF_8>(weight + n * w.stride);
-            b64 codes[PANELS];
-#pragma GCC unroll 4
-            for (int n = 0; n < PANELS; n++) codes[n] = load_as<b64>(weight + n * w.stride);
-            whole.add(
-                numbers + k + c, x.depth,
-                [&](int n) __attribute__((always_inline)) {
-                    return low_quads<BITS, IS_CENTRED>(codes[n], table);
-                },
-                [&](int n) __attribute__((always_inline)) {
-                    return high_quads<BITS, IS_CENTRED>(weight + n * w.stride, codes[n], table);
-                });
+            fetch_ahead<sizeof(f16) * PANEL>(w.scales + n * w.scale_stride + at);
+        for (long c = 0; c < x.block; c += INPUTS, weight += BYTES) {
+            for (int n = 0; n < PANELS; n++) fetch_ahead<BYTES>(weight + n * w.stride);
+            each_constant(std::make_integer_sequence<int, INPUTS / 8>{}, [&](auto eight)
+                          __attribute__((always_inline)) {
+                constexpr int QUAD = 2 * decltype(eight)::value;
+                whole.add(
+                    numbers + k + c + 4 * QUAD, x.depth,
+                    [&](int n) __attribute__((always_inline)) {
+                        return quad_of<BITS, HAS_TABLE, QUAD>(weight + n * w.stride, table);
+                    },
+                    [&](int n) __attribute__((always_inline)) {
+                        return quad_of<BITS, HAS_TABLE, QUAD + 1>(weight + n * w.stride, table);
+                    });
+            });
         }
 #pragma GCC unroll 4
         for (int n = 0; n < PANELS; n++) {
-            const long at = (n * w.groups + group) * PANEL;
-            const v16 scale = load((const f16 *)w.scales + at);
+            const uint8_t *own = w.scales + n * w.scale_stride;
+            v16 scale;
+            if (w.nested)
+                scale = load((const f16 *)(own + factors)) * load((const int8_t *)(own + at));
+            else
+                scale = load((const f16 *)(own + at));
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
                 sums.set(m, n,
                          multiply_add(to_floats(whole.total(m, n, start(m))),
                                       scale * row_scales[m * blocks + index], sums.get(m, n)));
-            if (!w.offsets) continue;
-            const v16 offset = load((const f16 *)w.offsets + at);
+            if (!has_offsets) continue;
+            v16 offset;
+            if (w.nested)
+                offset = load((const f16 *)(own + factors) + PANEL) *
+                         load((const int8_t *)(own + at) + PANEL);
+            else
+                offset = load((const f16 *)(w.offsets + n * w.scale_stride + at));
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
                 sums.set(m, n,
@@ -256,25 +318,25 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
 }
 
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
-template <int BITS, bool IS_CENTRED, int ROWS, int PANELS>
+template <int BITS, bool HAS_TABLE, class Sum, int ROWS, int PANELS>
 static long small_blocks(long m, const Rounded &x, long row, long rows, const SmallPanels &w,
                          long begin, long end, float *out, long ldo, bool is_more) {
     for (; rows - m >= ROWS; m += ROWS)
-        small_block<BITS, IS_CENTRED, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo, ldo,
-                                                    is_more);
+        small_block<BITS, HAS_TABLE, Sum, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo,
+                                                        ldo, is_more);
     return m;
 }
 
-template <int BITS, bool IS_CENTRED, int PANELS>
+template <int BITS, bool HAS_TABLE, class Sum, int PANELS>
 static void small_rows(const Rounded &x, long row, long rows, const SmallPanels &w, long begin,
                        long end, float *out, long ldo, bool is_more) {
     long m = 0;
     auto add = [&](auto size) {
-        m = small_blocks<BITS, IS_CENTRED, size.value, PANELS>(m, x, row, rows, w, begin, end, out,
-                                                               ldo, is_more);
+        m = small_blocks<BITS, HAS_TABLE, Sum, size.value, PANELS>(m, x, row, rows, w, begin, end,
+                                                                   out, ldo, is_more);
     };
     if constexpr (PANELS <= SMALL_PANELS) {
-        constexpr int MOST = IS_CENTRED ? CENTRED_ROWS : SMALL_ROWS;
+        constexpr int MOST = std::is_same_v<Sum, WideSum> ? SMALL_ROWS : CODE_ROWS;
         if constexpr (MOST > 4) add(std::integral_constant<int, MOST>{});
         if constexpr (MOST >= 4) add(std::integral_constant<int, 4>{});
     }
@@ -285,77 +347,106 @@ static void small_rows(const Rounded &x, long row, long rows, const SmallPanels 
 
 static inline SmallPanels behind(const SmallPanels &w, long panels) {
     SmallPanels other = w;
-    const long skipped = panels * w.groups * PANEL;
     other.weight += panels * w.stride;
-    other.scales += skipped;
-    if (w.offsets) other.offsets += skipped;
+    other.scales += panels * w.scale_stride;
+    if (w.offsets) other.offsets += panels * w.scale_stride;
     return other;
 }
 
 // Computes out[rows][panels x 16] = (if ``is_more``: out +) the product of rows and panels over the
 // inputs ``begin`` to ``end`` - 1.
-template <int BITS, bool IS_CENTRED>
+template <int BITS, bool HAS_TABLE, class Sum>
 static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
                            long begin, long end, float *out, long ldo, bool is_more) {
     long n = 0;
     auto take = [&](auto count) {
         for (; panels - n >= count.value; n += count.value)
-            small_rows<BITS, IS_CENTRED, count.value>(x, row, rows, behind(w, n), begin, end,
-                                                      out + n * PANEL, ldo, is_more);
+            small_rows<BITS, HAS_TABLE, Sum, count.value>(x, row, rows, behind(w, n), begin, end,
+                                                          out + n * PANEL, ldo, is_more);
     };
     if (rows <= SMALL_PANELS) take(std::integral_constant<int, FEW_SMALL_PANELS>{});
     if constexpr (SMALL_PANELS > 1) take(std::integral_constant<int, SMALL_PANELS>{});
     take(std::integral_constant<int, 1>{});
 }
 
-// Calls the function above for the layer's kind of codes: centred, or with a table.
-template <int BITS>
-static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
-                           long begin, long end, float *out, long ldo, bool is_more) {
-    (w.is_centred ? multiply_small<BITS, true> : multiply_small<BITS, false>)(
-        x, row, rows, w, panels, begin, end, out, ldo, is_more);
+// Calls ``use`` with the bits of the panels' form and whether they have a table, as constants.
+template <class Use>
+static void with_form(const SmallPanels &w, Use use) {
+    constexpr std::false_type no;
+    switch (w.bits) {
+        case 4:
+            if (w.has_table) return use(std::integral_constant<int, 4>{}, std::true_type{});
+            return use(std::integral_constant<int, 4>{}, no);
+        case 5: return use(std::integral_constant<int, 5>{}, no);
+        case 6: return use(std::integral_constant<int, 6>{}, no);
+        default: use(std::integral_constant<int, 8>{}, no);
+    }
 }
+
+// The type of the sums of bytes that stand for codes of BITS.
+template <int BITS, bool HAS_TABLE>
+using SumOf = std::conditional_t<HAS_TABLE || BITS == 8, WideSum, CodeSum<BITS>>;
 
 // Returns all panels of a layer from ``panel`` on.
 static inline SmallPanels panels_of(const Linear &linear, long panel) {
     SmallPanels own;
-    own.stride = small_depth(linear.inputs) * PANEL / (linear.table ? 2 : 1);
-    own.weight = (const uint8_t *)linear.weight + panel * own.stride;
+    own.bits = linear.bits;
+    own.has_table = linear.table;
     own.group = linear.group;
-    own.groups = num_groups(linear.inputs, linear.group);
-    own.scales = linear.scales + panel * own.groups * PANEL;
-    own.offsets = linear.offsets ? linear.offsets + panel * own.groups * PANEL : nullptr;
-    own.is_centred = is_centred(linear);
+    own.nested = linear.nested;
+    own.stride = panel_bytes(linear.bits, linear.inputs);
+    own.scale_stride = scale_bytes(linear.inputs, linear.group, linear.nested);
+    own.weight = (const uint8_t *)linear.weight;
+    own.scales = linear.scales;
+    own.offsets = linear.offsets;
     for (int i = 0; i < 16; i++) own.table[i] = linear.table ? (uint8_t)(linear.table[i] + ZERO) : 0;
-    return own;
+    return behind(own, panel);
 }
 
-// Converts ``count`` inputs of a panel from 4 to 8 bits.
-template <bool IS_CENTRED>
+// Converts ``count`` inputs of a panel, which begin at ``from``, to a byte each.
+template <int BITS, bool HAS_TABLE>
 static inline void unpack(const uint8_t *from, const uint8_t *table, long count, uint8_t *to) {
+    constexpr long INPUTS = TOGETHER<BITS>;
     const b64 own = spread_table(table);
-    for (long k = 0; k < count; k += 8, from += 4 * PANEL, to += 8 * PANEL) {
-        const b64 codes = load_as<b64>(from);
-        store_as(to, low_quads<4, IS_CENTRED>(codes, own));
-        store_as(to + 64, high_quads<4, IS_CENTRED>(from, codes, own));
-    }
+    for (long k = 0; k < count; k += INPUTS, from += INPUTS * BITS * PANEL / 8)
+        each_constant(std::make_integer_sequence<int, INPUTS / 4>{}, [&](auto quad)
+                      __attribute__((always_inline)) {
+            store_as(to, quad_of<BITS, HAS_TABLE, decltype(quad)::value>(from, own));
+            to += 64;
+        });
 }
 
-// Returns one weight of a layer with weights of 8 or 4 bits.
+// Returns the number of a layer's weight.
+static inline int small_number(const Linear &linear, long output, long input) {
+    const long bits = linear.bits, upper = bits - 4, at = output % PANEL * 4 + input % 4;
+    const uint8_t *panel =
+        (const uint8_t *)linear.weight + output / PANEL * panel_bytes(bits, linear.inputs);
+    if (bits == 8) return (int8_t)(panel[input / 4 * 64 + at] - ZERO);
+    const long inputs = bits == 5 ? TOGETHER<5> : bits == 6 ? TOGETHER<6> : TOGETHER<4>;
+    const long quad = input % inputs / 4;
+    const uint8_t *from = panel + input / inputs * inputs * PANEL * bits / 8 + at;
+    int code = from[quad / 2 * 64] >> quad % 2 * 4 & 15;
+    if (upper) code |= (from[inputs * 8] >> quad * upper & ((1 << upper) - 1)) << 4;
+    return linear.table ? linear.table[code] : code - (int)linear.centre;
+}
+
+// Returns one weight of a layer with weights of 8 bits or fewer.
 static inline float small_weight(const Linear &linear, long output, long input) {
-    const long panel = output / PANEL, lane = output % PANEL;
-    const long at = (panel * num_groups(linear.inputs, linear.group) + input / linear.group) * PANEL + lane;
-    const uint8_t *weight = (const uint8_t *)linear.weight;
-    const long first = panel * small_depth(linear.inputs) * PANEL;
-    int number;
-    if (linear.table) {
-        const uint8_t byte = weight[first / 2 + (input / 8 * PANEL + lane) * 4 + input % 4];
-        number = linear.table[input % 8 < 4 ? byte & 15 : byte >> 4];
-    } else {
-        number = (int8_t)(weight[first + (input / 4 * PANEL + lane) * 4 + input % 4] - ZERO);
+    const long group = linear.group, lane = output % PANEL;
+    const long first = output / PANEL * scale_bytes(linear.inputs, group, linear.nested);
+    const float number = (float)small_number(linear, output, input);
+    if (linear.nested) {
+        const NestedPlaces places(group, linear.nested);
+        const f16 *factors = (const f16 *)(linear.scales + first + places.factors(input)) + lane;
+        const int8_t *scales = (const int8_t *)linear.scales + first + places.scales(input) + lane;
+        const float value = to_float(factors[0]) * (float)scales[0] * number;
+        if (linear.nested == 1) return value;
+        return value + to_float(factors[PANEL]) * (float)scales[PANEL];
     }
-    const float value = to_float(((const f16 *)linear.scales)[at]) * (float)number;
-    return linear.offsets ? value + to_float(((const f16 *)linear.offsets)[at]) : value;
+    const long at = input / group * PANEL + lane;
+    const float value = to_float(((const f16 *)(linear.scales + first))[at]) * number;
+    if (!linear.offsets) return value;
+    return value + to_float(((const f16 *)(linear.offsets + first))[at]);
 }
 
 }  // namespace triolet

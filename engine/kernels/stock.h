@@ -50,7 +50,7 @@ static int run_linear(const Linear &layer, const T *x, long rows, T *out, long n
     const long depth = padded_depth<T>(layer.inputs), padded = padded_rows(rows);
     const size_t size = padded * depth * sizeof(T);
     const size_t scratch_size = sizeof(Scratch) * num_threads;
-    const size_t rounded_size = layer.scales ? rounded_bytes(rows, layer.inputs) : 0;
+    const size_t rounded_size = rounded_bytes(rows, layer);
     if (!arena.reserve(size + scratch_size + rounded_size)) return NO_MEMORY;
     Scratch *scratch = (Scratch *)arena.memory;
     T *own = (T *)(arena.memory + scratch_size);

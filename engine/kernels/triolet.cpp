@@ -69,31 +69,37 @@ void triolet_pack(int64_t kind, int64_t weight_kind, const void *weight, int64_t
 
 // Returns how many bytes the panels of a layer with weights of ``bits`` have (see small_weights.h).
 int64_t triolet_small_bytes(int64_t bits, int64_t outputs, int64_t inputs) {
-    return (outputs + PANEL - 1) / PANEL * PANEL * small_depth(inputs) * bits / 8;
+    return (outputs + PANEL - 1) / PANEL * panel_bytes(bits, inputs);
 }
 
-// Packs ``numbers`` [outputs][inputs] of a byte each into panels of 8 or 4 ``bits``: int8, or codes
-// below 16. ``pair`` is as for `triolet_pack`.
+// Packs ``numbers`` [outputs][inputs] of a byte each into panels of 8, 6, 5 or 4 ``bits``: int8, or
+// codes. ``pair`` is as for `triolet_pack`.
 void triolet_pack_small(int64_t bits, const uint8_t *numbers, int64_t outputs, int64_t inputs,
                         int64_t pair, uint8_t *panels) {
-    const long stride = small_depth(inputs) * PANEL * bits / 8;
+    const long stride = panel_bytes(bits, inputs), together = bits == 5 ? 32 : bits == 6 ? 16 : 8;
     each_panel(outputs, pair, [&](long place, long first, long count) {
-        uint8_t *to = panels + place * stride;
-        memset(to, bits == 8 ? ZERO : 0, stride);
-        for (long lane = 0; lane < count; lane++, to += 4) {
+        uint8_t *panel = panels + place * stride;
+        memset(panel, bits == 8 ? ZERO : 0, stride);
+        for (long lane = 0; lane < count; lane++) {
             const uint8_t *from = numbers + (first + lane) * inputs;
-            for (long k = 0; k < inputs; k++)
-                if (bits == 8)
-                    to[k / 4 * 64 + k % 4] = (uint8_t)(from[k] + ZERO);
-                else
-                    to[k / 8 * 64 + k % 4] |= (uint8_t)(k % 8 < 4 ? from[k] : from[k] << 4);
+            for (long k = 0; k < inputs; k++) {
+                uint8_t *to = panel + k / together * together * PANEL * bits / 8 + lane * 4 + k % 4;
+                const long quad = k % together / 4;
+                if (bits == 8) {
+                    to[quad * 64] = (uint8_t)(from[k] + ZERO);
+                    continue;
+                }
+                to[quad / 2 * 64] |= (from[k] & 15) << (quad % 2 ? 4 : 0);
+                if (bits > 4) to[together * 8] |= (from[k] >> 4) << (quad * (bits - 4));
+            }
         }
     });
 }
 
-// Returns how many numbers the packed scales of a layer have, and so its offsets.
-int64_t triolet_packed_scales(int64_t outputs, int64_t inputs, int64_t group) {
-    return (outputs + PANEL - 1) / PANEL * PANEL * num_groups(inputs, group);
+// Returns how many bytes the packed scales of a layer have; as many have its offsets, unless they are
+// nested, too (`Linear::nested`).
+int64_t triolet_scale_bytes(int64_t outputs, int64_t inputs, int64_t group, int64_t nested) {
+    return (outputs + PANEL - 1) / PANEL * scale_bytes(inputs, group, nested);
 }
 
 // Packs scales or offsets [outputs][groups] of half precision into panels [groups][16], with zeros
@@ -110,24 +116,47 @@ void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs
     });
 }
 
-// Packs the rows of ``count`` tensors in blocks as one layer of ``bits`` and ``group``, with offsets
-// unless ``offsets`` is null. Sizes and ``pair`` are as above. Of all panels it packs those at the
+// Packs nested scales or offsets, int8 [outputs][groups], and their factors [outputs][inputs / NESTED].
+// Those of ``kind`` 0 are scales and those of 1 offsets; the memory is zeroed before.
+void triolet_pack_nested(int64_t kind, const int8_t *scales, const uint16_t *factors,
+                         int64_t outputs, int64_t inputs, int64_t group, int64_t nested,
+                         int64_t pair, uint8_t *panels) {
+    const long room = scale_bytes(inputs, group, nested);
+    const long groups = (inputs + group - 1) / group, parts = (inputs + NESTED - 1) / NESTED;
+    const NestedPlaces places(group, nested);
+    each_panel(outputs, pair, [&](long place, long first, long count) {
+        uint8_t *to = panels + place * room;
+        for (long lane = kind * PANEL; lane < kind * PANEL + count; lane++) {
+            const long output = first + lane - kind * PANEL;
+            for (long own = 0; own < groups; own++) {
+                const long input = own * group;
+                ((uint16_t *)(to + places.factors(input)))[lane] =
+                    factors[output * parts + input / NESTED];
+                to[places.scales(input) + lane] = (uint8_t)scales[output * groups + own];
+            }
+        }
+    });
+}
+
+// Packs the rows of ``count`` tensors in blocks of one kind as one layer. Sizes and ``pair`` are as
+// above; ``offsets`` is null if there are none, or they are nested. Of all panels it packs those at the
 // places ``begin`` to ``end`` - 1, and the memory begins with the first of them. Returns 1, or 0 if a
-// scale or an offset is not finite in half precision.
+// scale or an offset is not finite.
 int triolet_pack_blocks(const BlockRows *sources, int64_t count, int64_t outputs, int64_t inputs,
-                        int64_t pair, int64_t bits, int64_t group, int64_t begin, int64_t end,
-                        uint8_t *panels, f16 *scales, f16 *offsets) {
-    const PackedPanels to{panels, scales, offsets, bits, group, inputs};
-    int is_finite = 1;
+                        int64_t pair, int64_t begin, int64_t end, uint8_t *panels, uint8_t *scales,
+                        uint8_t *offsets) {
+    PackedPanels to{panels, scales, offsets, {}, inputs};
+    if (!find_form(sources[0].kind, &to.form)) return 0;
+    int are_finite = 1;
     const long number = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(dynamic, 4) reduction(& : is_finite)
+#pragma omp parallel for schedule(dynamic, 4) reduction(& : are_finite)
     for (long place = begin; place < end; place++) {
         const long panel = pair ? place % pair * (number / pair) + place / pair : place;
         const long first = panel * PANEL, left = outputs - first;
-        is_finite &= pack_panel(sources, count, first, left < PANEL ? left : (long)PANEL, to,
-                                place - begin);
+        are_finite &= pack_panel(sources, count, first, left < PANEL ? left : (long)PANEL, to,
+                                 place - begin);
     }
-    return is_finite;
+    return are_finite;
 }
 
 // Returns a number of ``count`` bytes that changes with them, except for 1 of 2^32 changes.

@@ -272,11 +272,11 @@ def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
     check_rounded_alike(small, exact)
 
 
-FINER = ("q_proj", "k_proj", "v_proj", "down_proj", "lm_head")  # Q6_K, or joined with it
 # By a file's type, the layers whose inputs are rounded in blocks of 16: groups have as many.
+FINER = ("v_proj", "down_proj", "lm_head")  # Q6_K
 IN_BLOCKS_OF_16 = {
-    Q2_K: ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
-    Q3_K: (*FINER, "o_proj", "gate_proj", "up_proj"),
+    Q2_K: ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"),
+    Q3_K: ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", *FINER),
     Q4_K: FINER,
     IQ4_XS: FINER,
 }
@@ -285,12 +285,9 @@ NEAR = {Q2_K: 0.4, Q3_K: 0.2, Q4_K: 0.09, IQ4_XS: 0.09, Q6_K: 0.03}
 
 
 @pytest.mark.parametrize("kind", IN_BLOCKS_OF_16, ids=lambda kind: BLOCK_TYPES[kind][0])
-def test_a_mixed_file_computes_what_torch_does_with_the_same_roundings(
-    tmp_path, scales_in_halves, kind
-):
+def test_a_mixed_file_computes_what_torch_does_with_the_same_roundings(tmp_path, kind):
     """In a Q4_K_M file, value projections, down projections and the embedding are Q6_K, so that the
-    joint product of queries, keys and values is computed with 8 bits. Weights are near the
-    floats."""
+    joint product of queries, keys and values has parts. Weights are near the floats."""
     checkpoint = make(tmp_path / "made", "llama", Shape(2, 256, 4, 2, 512, 500, 256))
     path = write_model(checkpoint, tmp_path / "model.gguf", kind)
     with GgufFile(path) as file:
@@ -306,6 +303,34 @@ def test_a_mixed_file_computes_what_torch_does_with_the_same_roundings(
     small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
     exact = Built(tmp_path, torch.float32, is_stock=True, weights=GgufFile(path))
     round_inputs(exact.execution.model.module, IN_BLOCKS_OF_16[kind])
+    check_rounded_alike(small, exact)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        {"attn_q.weight": Q8_0, "attn_k.weight": Q6_K, "attn_v.weight": F32},
+        {"ffn_gate.weight": Q6_K},
+        {"ffn_up.weight": F32, "ffn_down.weight": Q3_K},
+    ],
+    ids=", ".join,
+)
+def test_every_tensor_may_have_a_type_of_its_own(tmp_path, types):
+    """Red if a part of queries, keys and values begins at a wrong output, if gates are in the place
+    of ups, or if rows are rounded as another part needs them."""
+    checkpoint = make(tmp_path / "made", "llama", Shape(2, 256, 4, 2, 512, 500, 256))
+    types = types | {"token_embd.weight": Q4_K}
+    path = write_model(checkpoint, tmp_path / "model.gguf", Q4_0, types=types)
+    with GgufFile(path) as file:
+        file.write_config(tmp_path)
+    small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
+    exact = Built(tmp_path, torch.float32, is_stock=True, weights=GgufFile(path))
+    names = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "ffn_gate": "gate_proj",
+             "ffn_up": "up_proj", "ffn_down": "down_proj"}  # fmt: skip
+    own = {names[one.partition(".")[0]]: kind for one, kind in types.items() if "embd" not in one}
+    finer = tuple(name for name, kind in own.items() if kind in (Q3_K, Q6_K))
+    floats = tuple(name for name, kind in own.items() if kind == F32)
+    round_inputs(exact.execution.model.module, finer, floats)
     check_rounded_alike(small, exact)
 
 

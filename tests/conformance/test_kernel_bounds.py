@@ -21,9 +21,10 @@ from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 from engine.worker.forward.adapters import AdapterGroup
 from engine.worker.forward.attention import KEYWORD, AttentionCall
-from engine.worker.forward.decoder import GROUPS, NativeDecoder, Packer
+from engine.worker.forward.decoder import GROUPS, NativeDecoder
 from engine.worker.forward.image_rows import IMAGES, ImageRows
 from engine.worker.forward.kv_cache import KvCache
+from engine.worker.forward.packer import Packer
 from engine.worker.forward.packing import pack
 from engine.worker.forward.recurrent import RowState
 from engine.worker.forward.rewrites import ExpertParts, take_apart

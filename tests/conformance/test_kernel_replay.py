@@ -23,8 +23,8 @@ FAULTS = {  # part of the names of cases that fail, a file, its line, and what r
     "the codes of 4 bits are in the other order": (
         " bits, ",
         "triolet.cpp",
-        "(uint8_t)(k % 8 < 4 ? from[k] : from[k] << 4)",
-        "(uint8_t)(k % 8 < 4 ? from[k] << 4 : from[k])",
+        "|= (from[k] & 15) << (quad % 2 ? 4 : 0);",
+        "|= (from[k] & 15) << (quad % 2 ? 0 : 4);",
     ),
     "the last lane of a panel is dropped": (
         " bits, ",
@@ -32,17 +32,41 @@ FAULTS = {  # part of the names of cases that fail, a file, its line, and what r
         "to_floats(whole.total(m, n, start(m)))",
         "to_floats((i16v)((u16v)whole.total(m, n, start(m)) & (u16v)(lane_numbers() < 15)))",
     ),
-    "what was added to centred numbers is not taken off": (
-        " bits, ",
+    "what codes have more than their numbers is not taken off": (
+        "4 bits, ",
         "small_weights.h",
-        "constexpr int ADDED = IS_CENTRED ? CENTRE : ZERO;",
-        "constexpr int ADDED = ZERO;",
+        "return linear.bits == 8 || linear.table ? ZERO : (int32_t)linear.centre;",
+        "return linear.centre ? 8 : ZERO;",
     ),
-    "the codes of any table are taken for centred numbers": (
+    "the upper bits of a code are those of the next input but four": (
+        "6 bits, ",
+        "small_weights.h",
+        "constexpr int UP = 4 - QUAD * (BITS - 4);",
+        "constexpr int UP = 4 - (QUAD ^ 1) * (BITS - 4);",
+    ),
+    "the fifth bit is dropped": (
+        "5 bits, ",
+        "small_weights.h",
+        "(uint8_t)((1 << BITS) - 16)",
+        "(uint8_t)((1 << BITS) - 16 & 32)",
+    ),
+    "a group has the scales of the one before": (
+        "nested 2",
+        "small_weights.h",
+        "(input % NESTED >> shift));",
+        "((input % NESTED >> shift) / 2 * 2));",
+    ),
+    "offsets have the factors of scales": (
+        "nested 2",
+        "small_weights.h",
+        "offset = load((const f16 *)(own + factors) + PANEL) *",
+        "offset = load((const f16 *)(own + factors)) *",
+    ),
+    "codes of any table are their numbers and a centre": (
         " bits, ",
         "small_weights.h",
-        "if (linear.table[i] != i - CENTRE) return false;",
-        "if (false) return false;",
+        "own.has_table = linear.table;",
+        "own.has_table = false;",
     ),
     "values have the scales of keys": (
         "attention, ",

@@ -1,6 +1,6 @@
 """Records cases of the kernels, and builds and runs the driver in C++ that replays them.
 
-A case has its inputs and what comes out: for weights of 8 and 4 bits, the bits of the references in
+A case has its inputs and what comes out: for weights of few bits, the bits of the references in
 `tests.conformance.test_quantized_weights`; for the others, numbers in float64 and the tolerance of
 their tests. The driver (tests/support/kernel_replay.cpp) needs no Python, so that it also runs
 where only an emulator is.
@@ -19,6 +19,7 @@ from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native, variants
 from engine.worker.forward.attention import AttentionCall
 from engine.worker.forward.native_attention import NativeStep
+from engine.worker.quantized.weight import centre_of
 from tests.conformance import test_native_attention as attention
 from tests.conformance import test_native_products as products
 from tests.conformance import test_quantized_weights as small
@@ -39,7 +40,7 @@ def write_cases(path: Path, count: int) -> int:
 
 
 def small_cases(count: int) -> Iterator[bytes]:
-    """Yield products with weights of 8 and 4 bits."""
+    """Yield products with weights of 8 bits or fewer."""
     for seed in range(count):
         rng = random.Random(seed)
         is_exact, dtype = rng.random() < 0.3, rng.choice(small.DTYPES)
@@ -47,23 +48,31 @@ def small_cases(count: int) -> Iterator[bytes]:
         weight = small.make_weight(
             shape,
             rng.choice(GROUPS),
-            small.TABLES[seed % 3],
+            small.TABLES[seed % len(small.TABLES)],
             has_offsets=rng.random() < 0.5,
             seed=seed,
             is_exact=is_exact,
+            is_nested=rng.random() < 0.4,
         )
         drawn = torch.randn((rows, shape[1]), generator=torch.Generator().manual_seed(seed))
         x = (small.whole_rows(rows, shape[1], seed) if is_exact else drawn).to(dtype)
         bias = torch.arange(shape[0]).float() if rng.random() < 0.3 else None
         wanted = small.reference(weight, x, bias).to(dtype)
-        name = f"{weight.bits} bits, {shape}, group {weight.group}, {rows} rows, {dtype}"
         own = weight.in_halves()
-        halves = [b"" if one is None else raw(one) for one in (own.scales, own.offsets)]
+        name = f"{weight.bits} bits, {shape}, group {weight.group}, {rows} rows, {dtype}"
+        name += f", nested {own.form.nested}"
+        scales = (own.scales, own.offsets, own.factors, own.offset_factors)
+        centre = centre_of(own.table) if own.table else 0
+        table = b"" if centre is not None else bytes(n & 255 for n in own.table)
         yield b"".join(
             (
                 array(name.encode()),
                 wholes(0, structs.KINDS[dtype], weight.bits, rows, 0, *shape, weight.group),
-                *map(array, (raw(own.numbers), *halves, bytes(n & 255 for n in own.table))),
+                wholes(own.form.nested, centre or 0),
+                *map(
+                    array, (raw(own.numbers), *(b"" if one is None else raw(one) for one in scales))
+                ),
+                array(table),
                 *map(array, (b"" if bias is None else raw(bias), raw(x), raw(wanted), b"")),
                 struct.pack("<d", 0.0),
             )
@@ -88,8 +97,8 @@ def float_cases(count: int) -> Iterator[bytes]:
         yield b"".join(
             (
                 array(f"{dtype}, {of_weight} weights, {shape}, {rows} rows".encode()),
-                wholes(0, structs.KINDS[dtype], 0, rows, kind, *shape, 0),
-                *map(array, (raw(weight), b"", b"", b"", bias, raw(x), b"", raw(wanted))),
+                wholes(0, structs.KINDS[dtype], 0, rows, kind, *shape, 0, 0, 0),
+                *map(array, (raw(weight), *(b"",) * 5, bias, raw(x), b"", raw(wanted))),
                 struct.pack("<d", max(1.5 * error, 1e-6 if dtype == torch.float32 else 3e-3)),
             )
         )

@@ -21,8 +21,10 @@ int64_t triolet_packed_numbers(int64_t, int64_t, int64_t);
 void triolet_pack(int64_t, int64_t, const void *, int64_t, int64_t, int64_t, void *);
 int64_t triolet_small_bytes(int64_t, int64_t, int64_t);
 void triolet_pack_small(int64_t, const uint8_t *, int64_t, int64_t, int64_t, uint8_t *);
-int64_t triolet_packed_scales(int64_t, int64_t, int64_t);
+int64_t triolet_scale_bytes(int64_t, int64_t, int64_t, int64_t);
 void triolet_pack_scales(const uint16_t *, int64_t, int64_t, int64_t, int64_t, uint16_t *);
+void triolet_pack_nested(int64_t, const int8_t *, const uint16_t *, int64_t, int64_t, int64_t, int64_t,
+                         int64_t, uint8_t *);
 void *triolet_arena_new(void);
 void triolet_arena_free(void *);
 int triolet_attend(int64_t, const Attention *, const Rows *, const void *, const void *,
@@ -119,8 +121,12 @@ static std::string replay_linear(Reader &from, void *arena) {
     linear.outputs = from.whole();
     linear.inputs = from.whole();
     linear.group = from.whole();
+    linear.nested = from.whole();
+    linear.centre = from.whole();
+    linear.bits = bits;
     auto weight = from.array<uint8_t>();
-    auto scales = from.array<uint16_t>(), offsets = from.array<uint16_t>();
+    auto scales = from.array<uint8_t>(), offsets = from.array<uint8_t>();
+    auto factors = from.array<uint16_t>(), offset_factors = from.array<uint16_t>();
     auto table = from.array<int8_t>();
     auto bias = from.array<float>();
     auto x = from.array<uint8_t>();
@@ -129,22 +135,29 @@ static std::string replay_linear(Reader &from, void *arena) {
     const double tolerance = from.number();
 
     std::vector<uint8_t> panels;
-    std::vector<uint16_t> packed_scales, packed_offsets;
+    std::vector<uint8_t> packed_scales, packed_offsets;
     if (bits) {
         panels.resize(find<decltype(&triolet_small_bytes)>("triolet_small_bytes")(
             bits, linear.outputs, linear.inputs));
         find<decltype(&triolet_pack_small)>("triolet_pack_small")(
             bits, weight.data(), linear.outputs, linear.inputs, 0, panels.data());
-        const size_t count = find<decltype(&triolet_packed_scales)>("triolet_packed_scales")(
-            linear.outputs, linear.inputs, linear.group);
-        auto pack = [&](std::vector<uint16_t> &stored, std::vector<uint16_t> &to) {
+        const size_t count = find<decltype(&triolet_scale_bytes)>("triolet_scale_bytes")(
+            linear.outputs, linear.inputs, linear.group, linear.nested);
+        auto pack = [&](int64_t kind, std::vector<uint8_t> &stored, std::vector<uint16_t> &own,
+                        std::vector<uint8_t> &to) {
             if (stored.empty()) return;
             to.resize(count);
-            find<decltype(&triolet_pack_scales)>("triolet_pack_scales")(
-                stored.data(), linear.outputs, linear.inputs, linear.group, 0, to.data());
+            if (linear.nested)
+                find<decltype(&triolet_pack_nested)>("triolet_pack_nested")(
+                    kind, (const int8_t *)stored.data(), own.data(), linear.outputs, linear.inputs,
+                    linear.group, linear.nested, 0, to.data());
+            else
+                find<decltype(&triolet_pack_scales)>("triolet_pack_scales")(
+                    (const uint16_t *)stored.data(), linear.outputs, linear.inputs, linear.group, 0,
+                    (uint16_t *)to.data());
         };
-        pack(scales, packed_scales);
-        pack(offsets, packed_offsets);
+        pack(0, scales, factors, packed_scales);
+        pack(1, offsets, offset_factors, linear.nested ? packed_scales : packed_offsets);
     } else {
         panels.resize(find<decltype(&triolet_packed_numbers)>("triolet_packed_numbers")(
                           kind, linear.outputs, linear.inputs) * size_of(kind || linear.kind));

@@ -12,7 +12,6 @@ import torch
 
 from engine.worker.forward import kernel_structs as structs
 from engine.worker.load.refusal import Refusal
-from engine.worker.quantized.gguf_blocks import joined_type
 
 if TYPE_CHECKING:
     import ctypes
@@ -24,7 +23,7 @@ PANEL = 16  # outputs in a panel of a packed weight; PANEL in engine/kernels/sim
 
 
 class Packed(NamedTuple):
-    """The bytes of a packed layer, uint8; without offsets, these are empty."""
+    """The bytes of a packed layer, uint8. Without offsets, or with nested ones, these are empty."""
 
     panels: torch.Tensor
     scales: torch.Tensor
@@ -41,7 +40,7 @@ class Piece:
 
 
 class BlockLayer:
-    """A layer that is packed of tensors in blocks, whose outputs follow one another. If
+    """A layer that is packed of tensors in blocks of one type, whose outputs follow one another. If
     ``is_paired``, they are gates and ups, or one tensor with both; their panels alternate, and each
     half has whole panels. ``sizes`` are the bytes of its panels, scales and offsets."""
 
@@ -58,12 +57,15 @@ class BlockLayer:
             rows = [-(-count // PANEL) * PANEL for count in rows]
         self._firsts = [sum(rows[:index]) for index in range(len(rows))]
         self.outputs, self.inputs = sum(rows), parts[0].inputs
-        self.form, self.table = joined_type(parts)
-        scales = 2 * library.triolet_packed_scales(self.outputs, self.inputs, self.form.group)
+        self.form, self.table = parts[0].type.form, parts[0].type.table
+        scales = library.triolet_scale_bytes(
+            self.outputs, self.inputs, self.form.group, self.form.nested
+        )
+        has_own_offsets = self.form.has_offsets and not self.form.is_nested
         self.sizes = (
             int(library.triolet_small_bytes(self.form.bits, self.outputs, self.inputs)),
             int(scales),
-            int(scales) if self.form.has_offsets else 0,
+            int(scales) if has_own_offsets else 0,
         )
 
     @property
@@ -126,13 +128,11 @@ class BlockLayer:
             self.outputs,
             self.inputs,
             self._pair,
-            self.form.bits,
-            self.form.group,
             begin,
             end,
             packed.panels.data_ptr(),
             packed.scales.data_ptr(),
-            packed.offsets.data_ptr() if self.form.has_offsets else None,
+            packed.offsets.data_ptr() if len(packed.offsets) else None,
         )
         if not is_finite:
             raise Refusal("one of its weights has a scale that half precision cannot hold")

@@ -1,9 +1,7 @@
 """Runs a transformers model by one compiled call per step.
 
-Rule 1: every weight is stored once. Packing replaces a stock layer's tensors one by one and frees
-each before the next is packed, so that at its peak a load holds only one weight twice. Rule 2: a
-step computes exactly the rows it was given. The forward keeps no state except memory that it
-reuses, so that a step that failed can be repeated.
+Rule: a step computes exactly the rows it was given. The forward keeps no state except memory that
+it reuses, so that a step that failed can be repeated.
 """
 
 from __future__ import annotations
@@ -14,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.block_layer import PANEL, BlockLayer
 from engine.worker.forward.image_rows import IMAGES
 from engine.worker.forward.native_attention import NativeStep, native_call
-from engine.worker.forward.packed_cache import Layers
+from engine.worker.forward.packer import Packer, form_of, read
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
 from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import StoredBlocks
-from engine.worker.quantized.weight import QuantizedWeight, join, release, weight_of
+from engine.worker.quantized.weight import (
+    release,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.collectives import SumCall
     from engine.worker.forward.kv_cache import KvCache, PoolSize
     from engine.worker.forward.native_attention import NativeBackend
+    from engine.worker.forward.packed_cache import Layers
     from engine.worker.forward.rewrites import ConvolutionParts, DecoderParts, LayerParts
 
 PART = 512  # Attention splits a context into parts of so many tokens (PART in paged_cache.h).
@@ -50,208 +50,6 @@ class Output:
     float32; the next forward overwrites them."""
 
     logits: torch.Tensor
-
-
-class Packer:
-    """Packs weights for one library and dtype, and keeps the packed tensors alive. ``layers`` packs
-    those that are in blocks. ``note`` gets the bytes of each weight of a file that is packed."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        dtype: torch.dtype,
-        layers: Layers | None = None,
-        note: Callable[[int], None] | None = None,
-    ) -> None:
-        self._layers = layers or Layers()
-        self.note = note or (lambda _: None)
-        self.library = library
-        self.dtype = dtype
-        self.kind = structs.KINDS[dtype]
-        self.packed: list[torch.Tensor] = []  # Weights: floats, or bytes.
-        self.small: list[torch.Tensor] = []  # Norms and biases in float32, scales in float16.
-
-    def linear(
-        self, layers: Sequence[torch.nn.Linear], *, is_paired: bool = False
-    ) -> structs.Linear:
-        """Pack ``layers`` into one and free their own tensors. Their outputs follow one another;
-        if ``is_paired``, the panels of gates and ups alternate."""
-        bias = self._joined_bias(layers, is_paired)
-        stored = [weight_of(layer) for layer in layers]
-        for layer in layers:
-            release(layer)
-            layer.register_parameter("bias", None)
-        packed = self._pack_together(stored, bias, is_paired=is_paired)
-        self.note(sum(getattr(layer, "stored_bytes", 0) for layer in layers))
-        return packed
-
-    def _pack_together(
-        self, stored: list[Any], bias: torch.Tensor | None, *, is_paired: bool
-    ) -> structs.Linear:
-        blocks = [weight for weight in stored if isinstance(weight, StoredBlocks)]
-        if len(blocks) == len(stored):
-            return self.pack_blocks(blocks, bias, is_paired=is_paired)
-        weights = []
-        while stored:
-            weights.append(_read(stored.pop(0)))
-        if is_paired:
-            weights = [part for weight in weights for part in _whole_halves(weight, len(weights))]
-        weight = _joined(weights, self.dtype)
-        del weights
-        return self.pack(weight, bias, pair=2 if is_paired else 0)
-
-    def pack(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, pair: int = 0
-    ) -> structs.Linear:
-        """Pack ``weight`` [outputs, inputs] into panels. ``pair``: 2 for gates and ups, else 0."""
-        kept = None if bias is None else self.keep(_whole_panels(bias.to(torch.float32)))
-        if isinstance(weight, QuantizedWeight):
-            return self._pack_small(weight.in_halves(), kept, pair)
-        outputs, inputs = weight.shape
-        kind = self.kind_of(weight.dtype)
-        weight = (weight if kind else weight.to(self.dtype)).contiguous()
-        count = self.library.triolet_packed_numbers(self.kind, outputs, inputs)
-        panels = torch.empty(count, dtype=weight.dtype)
-        self.library.triolet_pack(
-            self.kind, kind, weight.data_ptr(), outputs, inputs, pair, panels.data_ptr()
-        )
-        self.packed.append(panels)
-        return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs, kind=kind)
-
-    def kind_of(self, dtype: torch.dtype) -> int:
-        """Return `kernel_structs.Linear.kind` of float weights of this dtype: 0 if it is the
-        model's."""
-        return structs.WEIGHT_KINDS.get(dtype, 0) if self.dtype is torch.float32 else 0
-
-    def pack_blocks(
-        self, parts: Sequence[StoredBlocks], bias: torch.Tensor | None, *, is_paired: bool = False
-    ) -> structs.Linear:
-        """Pack tensors that are in GGUF's blocks into one layer, as `linear` says.
-
-        Raises:
-            Refusal: Half precision cannot hold a scale.
-        """
-        layer = BlockLayer(self.library, parts, is_paired=is_paired)
-        panels, scales, offsets = self._layers.packed(layer)
-        self.packed.append(panels)
-        self.small += scales, offsets
-        return structs.Linear(
-            panels.data_ptr(),
-            None if bias is None else self.keep(_whole_panels(bias.to(torch.float32))),
-            scales.data_ptr(),
-            offsets.data_ptr() if layer.form.has_offsets else None,
-            self._table(layer.table),
-            layer.outputs,
-            layer.inputs,
-            layer.form.group,
-        )
-
-    def finish(self) -> None:
-        """Keep the packed layers, where that is wanted. Call it after the last one."""
-        self._layers.finish()
-
-    def _table(self, table: tuple[int, ...]) -> int | None:
-        if not table:
-            return None
-        self.small.append(torch.tensor(table, dtype=torch.int8))
-        return self.small[-1].data_ptr()
-
-    def _pack_small(self, weight: QuantizedWeight, bias: int | None, pair: int) -> structs.Linear:
-        outputs, inputs = weight.numbers.shape
-        numbers = weight.numbers.contiguous()
-        size = self.library.triolet_small_bytes(weight.bits, outputs, inputs)
-        panels = torch.empty(size, dtype=torch.uint8)
-        self.library.triolet_pack_small(
-            weight.bits, numbers.data_ptr(), outputs, inputs, pair, panels.data_ptr()
-        )
-        self.packed.append(panels)
-        scales, offsets = (
-            None if tensor is None else self._pack_scales(tensor, weight, pair)
-            for tensor in (weight.scales, weight.offsets)
-        )
-        table = self._table(weight.table)
-        return structs.Linear(
-            panels.data_ptr(), bias, scales, offsets, table, outputs, inputs, weight.group
-        )
-
-    def _pack_scales(self, scales: torch.Tensor, weight: QuantizedWeight, pair: int) -> int:
-        outputs, inputs = weight.numbers.shape
-        count = self.library.triolet_packed_scales(outputs, inputs, weight.group)
-        panels = torch.empty(count, dtype=torch.float16)
-        scales = scales.contiguous()
-        self.library.triolet_pack_scales(
-            scales.data_ptr(), outputs, inputs, weight.group, pair, panels.data_ptr()
-        )
-        self.small.append(panels)
-        return panels.data_ptr()
-
-    def keep(self, tensor: torch.Tensor | None) -> int | None:
-        """Keep a tensor in float32 for as long as the model lives, and return its address."""
-        if tensor is None:
-            return None
-        self.small.append(tensor.to(torch.float32).contiguous())
-        return self.small[-1].data_ptr()
-
-    def _joined_bias(
-        self, layers: Sequence[torch.nn.Linear], is_paired: bool
-    ) -> torch.Tensor | None:
-        """Return the layers' biases in one tensor, with zeros for a layer without one, or None if
-        no layer has one."""
-        if all(layer.bias is None for layer in layers):
-            return None
-        parts = [
-            torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float()
-            for layer in layers
-        ]
-        if not is_paired:
-            return torch.cat(parts)
-        return _alternate_panels(*(parts[0].chunk(2) if len(parts) == 1 else parts))
-
-
-def _read(weight: Any) -> torch.Tensor | QuantizedWeight:
-    """Return a layer's weight, read from its file if it is still there."""
-    return weight.detach() if isinstance(weight, torch.Tensor) else weight()
-
-
-def _joined(
-    weights: list[torch.Tensor | QuantizedWeight], dtype: torch.dtype
-) -> torch.Tensor | QuantizedWeight:
-    """Join ``weights`` by outputs. If only some of them are quantized, these are expanded to
-    ``dtype``."""
-    if len(weights) == 1:
-        return weights[0]
-    small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if len(small) == len(weights):
-        return join(small)
-    return torch.cat(
-        [
-            weight.expand().to(dtype) if isinstance(weight, QuantizedWeight) else weight
-            for weight in weights
-        ]
-    )
-
-
-def _whole_halves(weight: torch.Tensor | QuantizedWeight, count: int) -> list[Any]:
-    """Return ``weight`` padded to whole panels, as a list. If ``count`` is 1, it holds both gates
-    and ups, and becomes two parts."""
-    if isinstance(weight, QuantizedWeight):
-        halves = weight.halves() if count == 1 else [weight]
-        return [half.each(_whole_panels) for half in halves]
-    return [_whole_panels(half) for half in (weight.chunk(2) if count == 1 else [weight])]
-
-
-def _alternate_panels(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return biases of gates and ups as one tensor, in the order of their packed panels."""
-    pairs = torch.stack((_whole_panels(gate), _whole_panels(up)))
-    return pairs.view(2, -1, PANEL).transpose(0, 1).reshape(-1)
-
-
-def _whole_panels(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` padded with zeros to a multiple of PANEL along its first dimension."""
-    missing = -len(tensor) % PANEL
-    if not missing:
-        return tensor
-    return pad(tensor, (0,) * (2 * tensor.dim() - 1) + (missing,))
 
 
 class NativeDecoder(torch.nn.Module):
@@ -348,7 +146,7 @@ class NativeDecoder(torch.nn.Module):
         gate_up = array(*(packer.linear(e.gate_up, is_paired=True) for e in parts.experts))
         down = array(*(packer.linear([e.down]) for e in parts.experts))
         for linears in (gate_up, down):
-            if len({(linear.scales is None, linear.group) for linear in linears}) > 1:
+            if len({form_of(linear) for linear in linears}) > 1:
                 raise Refusal("the weights of one layer's experts are in different forms")
         self._experts += gate_up, down
         if parts.stock is not None:
@@ -377,7 +175,7 @@ class NativeDecoder(torch.nn.Module):
         elif isinstance(shared, StoredBlocks):
             table = head if is_tied else packer.pack_blocks([shared], None)
         elif not is_tied:
-            table = packer.pack(_read(shared), None)
+            table = packer.pack(read(shared), None)
         packer.note(getattr(parts.embedding, "stored_bytes", 0))
         return structs.Model(
             self._layers,

@@ -24,13 +24,15 @@ PARTS_MOST = 3  # adapted parts of a packed product; PARTS_MOST in engine/kernel
 
 
 class Linear(Structure):
-    """A packed linear layer: its panels, bias and size. Only weights of 8 or 4 bits have scales,
-    offsets, a table and a size of groups. The ``kind`` of others is 0 if their dtype is the
-    model's, else one of `WEIGHT_KINDS`."""
+    """A packed linear layer: its panels, bias and size. Only weights of 8 bits or fewer have
+    scales, bits and a size of groups; ``nested`` is `engine.worker.quantized.weight.Form.nested`.
+    The ``kind`` of others is 0 if their dtype is the model's, else one of `WEIGHT_KINDS`. A layer
+    of ``parts`` has no weight of its own."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "bias", "scales", "offsets", "table")),
-        *((name, c_int64) for name in ("outputs", "inputs", "group", "kind")),
+        *((name, c_void_p) for name in ("weight", "bias", "scales", "offsets", "table", "parts")),
+        *((name, c_int64) for name in ("outputs", "inputs", "group", "kind", "bits", "centre")),
+        *((name, c_int64) for name in ("nested", "num_parts", "alternates")),
     )
 
 
@@ -223,15 +225,19 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "triolet_pack_blocks": (
         c_int32,
-        (POINTER(BlockRows), *(c_int64,) * 8, *(c_void_p,) * 3),
+        (POINTER(BlockRows), *(c_int64,) * 6, *(c_void_p,) * 3),
     ),
     "triolet_checksum": (c_uint64, (c_void_p, c_int64)),
     "triolet_texts": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "triolet_layout": (c_int64, ()),
-    "triolet_packed_scales": (c_int64, (c_int64, c_int64, c_int64)),
+    "triolet_scale_bytes": (c_int64, (c_int64,) * 4),
     "triolet_pack_scales": (
         _RETURNS_NOTHING,
         (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
+    ),
+    "triolet_pack_nested": (
+        _RETURNS_NOTHING,
+        (c_int64, c_void_p, c_void_p, *(c_int64,) * 5, c_void_p),
     ),
     "triolet_arena_new": (c_void_p, ()),
     "triolet_arena_free": (_RETURNS_NOTHING, (c_void_p,)),

@@ -37,7 +37,6 @@ from engine.worker.quantized.weight import (
     Form,
     RoundedLater,
     defer,
-    joined_form,
 )
 from engine.worker.skeleton.config import SkeletonConfig, Unusual, read_skeleton
 from engine.worker.skeleton.division_plans import is_one_expert
@@ -60,8 +59,6 @@ NOT_READ = {
     "quantization_config",
 }
 HEAD = "lm_head.weight"
-# The layers whose weights are packed into one: queries, keys and values; gates and ups.
-PACKED_TOGETHER = re.compile(r"(?<=\.)([qkv]_proj|(gate|up)_proj|w[13])(?=\.weight$)")
 NARROW = ("bfloat16", "float16")
 GROUPED_BYTES = 16  # torch.nn.functional.grouped_mm takes rows of a multiple of so many bytes
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
@@ -150,11 +147,10 @@ def weight_bytes(
 ) -> int:
     """Return the memory for a checkpoint's weights by the headers, without padding. Weights of 16
     bits stay so in a compiled model (`stays_narrow`). Weights of 8 or 4 bits are expanded in a
-    model that does not run compiled, and in the joined experts of a stock module; those that are
-    packed into one weight get one form (`joined_form`). A head that the config ties counts once,
-    because such a copy is the embedding's in all but damaged files."""
+    model that does not run compiled, and in the joined experts of a stock module. A head that the
+    config ties counts once, because such a copy is the embedding's in all but damaged files."""
     is_skeleton = isinstance(config, SkeletonConfig)
-    sizes: dict[str, list[tuple[Form | None, StoredTensor]]] = {}
+    total = 0
     for tensor in checkpoint.tensors.values():
         if UNREAD.search(tensor.name) or _is_tied_copy(tensor, checkpoint, config):
             continue
@@ -163,15 +159,9 @@ def weight_bytes(
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
             form = Form(8 if is_end else ROUNDED[quantization], GROUP)
-        whole = PACKED_TOGETHER.sub("joined", tensor.name)
-        sizes.setdefault(whole, []).append((form, tensor))
-    total = 0
-    for parts in sizes.values():
-        form = joined_form([form for form, _ in parts])
-        for _, tensor in parts:
-            is_narrow = is_compiled and is_skeleton and stays_narrow(tensor, dtype)
-            size = torch.float16.itemsize if is_narrow else dtype.itemsize
-            total += form.num_bytes(tensor.shape) if form else prod(tensor.shape) * size
+        is_narrow = is_compiled and is_skeleton and stays_narrow(tensor, dtype)
+        size = torch.float16.itemsize if is_narrow else dtype.itemsize
+        total += form.num_bytes(tensor.shape) if form else prod(tensor.shape) * size
     return total
 
 

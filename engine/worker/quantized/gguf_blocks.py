@@ -1,14 +1,14 @@
 """Decodes the blocks of GGUF's quantised types into the one form of quantized weights.
 
 A row of a tensor is a sequence of blocks. Each function takes blocks [outputs, blocks, bytes] uint8
-and returns numbers [outputs, inputs], scales and offsets [outputs, groups]. Numbers, scales and
-offsets equal ggml's in float32, bit for bit. Source: ggml-quants.c, and gguf's quants.py.
+and returns numbers [outputs, inputs], scales and offsets [outputs, groups], and what they are
+multiplied by if they are nested. Expanded to float32, weights equal ggml's, bit for bit. Source:
+ggml-quants.c, and gguf's quants.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,19 +17,21 @@ from engine.worker.quantized.mxfp4_checkpoint import DOUBLED
 from engine.worker.quantized.weight import CENTRED, Form, QuantizedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    Parts = dict[str, torch.Tensor]
 
 UNSIGNED = tuple(range(16))
+UNSIGNED_OF_5, CENTRED_OF_5 = tuple(range(32)), tuple(range(-16, 16))
+CENTRED_OF_6 = tuple(range(-32, 32))
 # The numbers of IQ4_NL and IQ4_XS: denser about zero, as the weights are.
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of GGUF's quantised types: a block's inputs and bytes, and its weights' ``form`` and
-    ``decode``, which returns blocks' numbers, scales and offsets."""
+    """One of GGUF's quantised types: a block's inputs and bytes, its weights' ``form``, and
+    ``decode``, which returns the tensors of blocks' `QuantizedWeight`."""
 
     inputs: int
     num_bytes: int
@@ -44,8 +46,9 @@ def decode(
     """Return the weight in a tensor's bytes, uint8 [rows, bytes]. ``order`` has for each output the
     index of its row; None: the order is the same."""
     rows = raw if order is None else raw[order]
-    numbers, scales, offsets = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
-    return QuantizedWeight(numbers.flatten(1), scales, kind.form.group, offsets, kind.table)
+    parts = kind.decode(rows.view(len(rows), -1, kind.num_bytes))
+    flat = {name: tensor.flatten(1) for name, tensor in parts.items()}
+    return QuantizedWeight(group=kind.form.group, table=kind.table, **flat)
 
 
 class StoredBlocks:
@@ -89,15 +92,6 @@ class StoredBlocks:
         return StoredBlocks(self.raw, self.kind, self.order[chosen], self.name)
 
 
-def joined_type(parts: Sequence[StoredBlocks]) -> tuple[Form, tuple[int, ...]]:
-    """Return the form and the table of a layer that is packed of all parts, as of the weights that
-    `engine.worker.quantized.weight.join` returns."""
-    types = {(part.type.form, part.type.table) for part in parts}
-    if len(types) == 1:
-        return types.pop()
-    return Form(8, gcd(*(form.group for form, _ in types)), has_offsets=True), ()
-
-
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """Return each block's float16 number at byte ``start``, [outputs, blocks] float32."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0].float()
@@ -113,38 +107,47 @@ def _bits(packed: torch.Tensor) -> torch.Tensor:
     return (packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
+def _with_fifth(nibbles: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    return nibbles | _bits(bits) << 4
+
+
 def _q4_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
+    return {"numbers": _nibbles(blocks[..., 2:]), "scales": _half(blocks, 0)}
 
 
 def _q4_1(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
+    return {"numbers": _nibbles(blocks[..., 4:]), **_halves(blocks)}
 
 
 def _q5_0(blocks: torch.Tensor) -> Parts:
-    numbers = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return numbers.to(torch.int8) - 16, _half(blocks, 0), None
+    numbers = _with_fifth(_nibbles(blocks[..., 6:]), blocks[..., 2:6])
+    return {"numbers": numbers, "scales": _half(blocks, 0)}
 
 
 def _q5_1(blocks: torch.Tensor) -> Parts:
-    numbers = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return numbers.to(torch.int8), _half(blocks, 0), _half(blocks, 2)
+    return {"numbers": _with_fifth(_nibbles(blocks[..., 8:]), blocks[..., 4:8]), **_halves(blocks)}
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+    return {"numbers": blocks[..., 2:].contiguous().view(torch.int8), "scales": _half(blocks, 0)}
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and offsets of the eight groups of each block of Q4_K or Q5_K. A block
-    packs its groups' factors, of six bits, into twelve bytes."""
+def _halves(blocks: torch.Tensor) -> Parts:
+    return {"scales": _half(blocks, 0), "offsets": _half(blocks, 2)}
+
+
+def _k_scales(blocks: torch.Tensor) -> Parts:
+    """Return the nested scales and offsets of the eight groups of each block of Q4_K or Q5_K. A
+    block packs them, of six bits, into twelve bytes. Minima are subtracted."""
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
     minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
-    return (
-        (_half(blocks, 0)[..., None] * scales).flatten(1),
-        -(_half(blocks, 2)[..., None] * minima).flatten(1),
-    )
+    return {
+        "scales": scales.to(torch.int8),
+        "offsets": minima.to(torch.int8),
+        "factors": _half(blocks, 0),
+        "offset_factors": -_half(blocks, 2),
+    }
 
 
 def _pairs_of_nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -164,50 +167,61 @@ def _planes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q2_k(blocks: torch.Tensor) -> Parts:
-    factors = blocks[..., :16]
-    scales = _half(blocks, 80)[..., None] * (factors & 15)
-    minima = _half(blocks, 82)[..., None] * (factors >> 4)
-    return _quarters(blocks[..., 16:80]), scales.flatten(1), -minima.flatten(1)
+    both = blocks[..., :16]
+    return {
+        "numbers": _quarters(blocks[..., 16:80]),
+        "scales": (both & 15).to(torch.int8),
+        "offsets": (both >> 4).to(torch.int8),
+        "factors": _half(blocks, 80),
+        "offset_factors": -_half(blocks, 82),
+    }
 
 
 def _q3_k(blocks: torch.Tensor) -> Parts:
-    """A block's first 32 bytes have the third bits of its numbers, plus 4; the factors of its 16
+    """A block's first 32 bytes have the third bits of its numbers, plus 4; the scales of its 16
     groups are of six bits, less 32, the high two in the last four of twelve bytes."""
     codes = _quarters(blocks[..., 32:96]) | _planes(blocks[..., :32]) << 2
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (blocks[..., None, 104:108] >> shifts & 3).flatten(-2)
-    factors = (_nibbles(blocks[..., 96:104]) | high << 4).to(torch.int8) - 32
-    return codes + 4, (_half(blocks, 108)[..., None] * factors).flatten(1), None
+    return {
+        "numbers": codes + 4,
+        "scales": (_nibbles(blocks[..., 96:104]) | high << 4).to(torch.int8) - 32,
+        "factors": _half(blocks, 108),
+    }
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
-    return _pairs_of_nibbles(blocks[..., 16:]), *_k_scales(blocks)
+    return {"numbers": _pairs_of_nibbles(blocks[..., 16:]), **_k_scales(blocks)}
 
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
     numbers = _pairs_of_nibbles(blocks[..., 48:]) | _planes(blocks[..., 16:48]) << 4
-    return numbers.to(torch.int8), *_k_scales(blocks)
+    return {"numbers": numbers, **_k_scales(blocks)}
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
-    numbers = (low | _quarters(blocks[..., 128:192]) << 4).to(torch.int8) - 32
-    scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return numbers, (_half(blocks, 208)[..., None] * scales).flatten(1), None
+    return {
+        "numbers": low | _quarters(blocks[..., 128:192]) << 4,
+        "scales": blocks[..., 192:208].contiguous().view(torch.int8),
+        "factors": _half(blocks, 208),
+    }
 
 
 def _iq4_nl(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[..., 2:]), _half(blocks, 0), None
+    return {"numbers": _nibbles(blocks[..., 2:]), "scales": _half(blocks, 0)}
 
 
 def _iq4_xs(blocks: torch.Tensor) -> Parts:
-    """A block has for each of eight groups a factor of six bits, less 32: the high two are in two
+    """A block has for each of eight groups a scale of six bits, less 32: the high two are in two
     bytes, and the low four in four."""
     high = blocks[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
     low = blocks[..., 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8) & 15
-    factors = (low.flatten(-2) | high.flatten(-2) << 4).to(torch.int8) - 32
-    numbers = _nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
-    return numbers, (_half(blocks, 0)[..., None] * factors).flatten(1), None
+    return {
+        "numbers": _nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2),
+        "scales": (low.flatten(-2) | high.flatten(-2) << 4).to(torch.int8) - 32,
+        "factors": _half(blocks, 0),
+    }
 
 
 def _mxfp4(blocks: torch.Tensor) -> Parts:
@@ -215,23 +229,24 @@ def _mxfp4(blocks: torch.Tensor) -> Parts:
     are doubled. The smallest two are below float32's normal numbers."""
     power = blocks[..., 0].to(torch.int32)
     bits = torch.where(power < 2, 0x0020_0000 << power.clamp(max=1), (power - 1).clamp(min=0) << 23)
-    return _nibbles(blocks[..., 1:]), bits.view(torch.float32), None
+    return {"numbers": _nibbles(blocks[..., 1:]), "scales": bits.view(torch.float32)}
 
 
-# The block types by GGUF's numbers for them. Weights of 5 and 6 bits are kept in 8 bits.
+_K = Form(4, 32, has_offsets=True, is_nested=True)
+# The block types by GGUF's numbers for them. Weights of 2 and 3 bits are kept in 4 bits.
 BLOCK_TYPES = {
     2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
     3: ("Q4_1", BlockType(32, 20, Form(4, 32, has_offsets=True), _q4_1, UNSIGNED)),
-    6: ("Q5_0", BlockType(32, 22, Form(8, 32), _q5_0)),
-    7: ("Q5_1", BlockType(32, 24, Form(8, 32, has_offsets=True), _q5_1)),
+    6: ("Q5_0", BlockType(32, 22, Form(5, 32), _q5_0, CENTRED_OF_5)),
+    7: ("Q5_1", BlockType(32, 24, Form(5, 32, has_offsets=True), _q5_1, UNSIGNED_OF_5)),
     8: ("Q8_0", BlockType(32, 34, Form(8, 32), _q8_0)),
-    10: ("Q2_K", BlockType(256, 84, Form(4, 16, has_offsets=True), _q2_k, UNSIGNED)),
-    11: ("Q3_K", BlockType(256, 110, Form(4, 16), _q3_k, CENTRED)),
-    12: ("Q4_K", BlockType(256, 144, Form(4, 32, has_offsets=True), _q4_k, UNSIGNED)),
-    13: ("Q5_K", BlockType(256, 176, Form(8, 32, has_offsets=True), _q5_k)),
-    14: ("Q6_K", BlockType(256, 210, Form(8, 16), _q6_k)),
+    10: ("Q2_K", BlockType(256, 84, replace(_K, group=16), _q2_k, UNSIGNED)),
+    11: ("Q3_K", BlockType(256, 110, Form(4, 16, is_nested=True), _q3_k, CENTRED)),
+    12: ("Q4_K", BlockType(256, 144, _K, _q4_k, UNSIGNED)),
+    13: ("Q5_K", BlockType(256, 176, replace(_K, bits=5), _q5_k, UNSIGNED_OF_5)),
+    14: ("Q6_K", BlockType(256, 210, Form(6, 16, is_nested=True), _q6_k, CENTRED_OF_6)),
     20: ("IQ4_NL", BlockType(32, 18, Form(4, 32), _iq4_nl, UNEVEN)),
-    23: ("IQ4_XS", BlockType(256, 136, Form(4, 32), _iq4_xs, UNEVEN)),
+    23: ("IQ4_XS", BlockType(256, 136, Form(4, 32, is_nested=True), _iq4_xs, UNEVEN)),
     39: ("MXFP4", BlockType(32, 17, Form(4, 32), _mxfp4, DOUBLED)),
 }
 FLOAT_TYPES = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}

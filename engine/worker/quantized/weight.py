@@ -1,7 +1,8 @@
-"""Weights of 8 or 4 bits: the one form that every stored format is decoded to, and rounding to it.
+"""Weights of 8 bits or fewer: the form that every stored format is decoded to, and rounding to it.
 
 A weight is scale * number, or scale * number + offset. The inputs of an output are divided into
-groups; the weights of a group share scale and offset.
+groups; the weights of a group share scale and offset. These may be nested: then they are int8,
+times a factor that `NESTED` inputs share.
 
 Rule 1: a weight that will be quantized stays in its file until its layer is packed or expanded
 (`defer`), so that a load never holds the float weights of a whole model. Rule 2: rounding is to
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DEPTH_PAD = 32  # packed inputs are a multiple; SMALL_DEPTH_PAD in engine/kernels/small_weights.h
+NESTED = 256  # inputs that share a factor; NESTED in small_weights.h
 GROUP = 32  # inputs of a group, as in llama.cpp's Q8_0 and Q4_0
 CENTRED = tuple(range(-8, 8))  # the numbers that 4-bit codes of `quantise` stand for
 ROUNDED = {"int8": 8, "int4": 4}  # the bits of each value of `--quantization`
@@ -35,41 +36,64 @@ ROUNDED_AT_ONCE = 1 << 19  # weights: a few float32 tensors of so many fit a cor
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A packed weight's form: a number's bits, a group's inputs, and whether it has offsets."""
+    """A packed weight's form: a number's bits, a group's inputs, whether it has offsets, and
+    whether scales and offsets are nested."""
 
     bits: int
     group: int
     has_offsets: bool = False
+    is_nested: bool = False
+
+    @property
+    def nested(self) -> int:
+        """`kernel_structs.Linear.nested`: how many of scales and offsets are nested."""
+        return (1 + self.has_offsets) * self.is_nested
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Return the memory of a weight of this shape, without padding."""
         outputs, inputs = shape
-        of_group = torch.float16.itemsize * (2 if self.has_offsets else 1)
-        return outputs * (inputs * self.bits // 8 + -(-inputs // self.group) * of_group)
+        groups, size = -(-inputs // self.group), torch.float16.itemsize
+        of_scales = groups + -(-inputs // NESTED) * size if self.is_nested else groups * size
+        return outputs * (inputs * self.bits // 8 + of_scales * (1 + self.has_offsets))
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs] in 8 or 4 bits. ``group`` is a multiple of 16."""
+    """A weight [outputs, inputs] in 8, 6, 5 or 4 bits. ``group`` is a multiple of 16, and of 32 in
+    5 bits. If scales and offsets are nested, they are int8, and it is 16 or 32."""
 
-    numbers: torch.Tensor  # [outputs, inputs] int8; with a table: codes below 16, uint8
+    numbers: torch.Tensor  # [outputs, inputs] int8; with a table: codes, uint8
     scales: torch.Tensor  # [outputs, groups] float16 or float32
     group: int
     offsets: torch.Tensor | None = None  # [outputs, groups], in the scales' type
-    table: tuple[int, ...] = ()  # the numbers that the codes of 4 bits stand for
+    table: tuple[int, ...] = ()  # the 16, 32 or 64 numbers that codes stand for
+    factors: torch.Tensor | None = None  # [outputs, inputs / NESTED] of nested scales
+    offset_factors: torch.Tensor | None = None  # likewise, of nested offsets
 
     @property
     def bits(self) -> int:
-        """The bits of one number: 4 or 8."""
-        return 4 if self.table else 8
+        """The bits of one number: 4, 5, 6 or 8."""
+        return bits_of(self.table)
+
+    @property
+    def form(self) -> Form:
+        """The form that it is packed in."""
+        return Form(self.bits, self.group, self.offsets is not None, self.factors is not None)
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         """Return the weight with ``change`` applied to every tensor. It may select rows (outputs)
         or change their order, and must keep the columns."""
-        offsets = None if self.offsets is None else change(self.offsets)
-        return replace(
-            self, numbers=change(self.numbers), scales=change(self.scales), offsets=offsets
-        )
+        return self._with({name: change(tensor) for name, tensor in self.tensors.items()})
+
+    def _with(self, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
+        changed: dict[str, Any] = dict(tensors)
+        return replace(self, **changed)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by the names of their fields."""
+        own = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     def halves(self) -> list[QuantizedWeight]:
         """Return the first half of the outputs and the second."""
@@ -78,11 +102,18 @@ class QuantizedWeight:
 
     def expand(self) -> torch.Tensor:
         """Return the weight in float32, [outputs, inputs]."""
-        inputs = self.numbers.shape[1]
-        values = self._plain_numbers().float() * _per_input(self.scales, self.group, inputs)
+        values = self.plain_numbers().float() * self._per_input(self.scales, self.factors)
         if self.offsets is not None:
-            values += _per_input(self.offsets, self.group, inputs)
+            values += self._per_input(self.offsets, self.offset_factors)
         return values
+
+    def _per_input(self, grouped: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        """Return scales or offsets as [outputs, inputs] float32."""
+        inputs = self.numbers.shape[1]
+        own = grouped.float().repeat_interleave(self.group, 1)[:, :inputs]
+        if factors is None:
+            return own
+        return factors.float().repeat_interleave(NESTED, 1)[:, :inputs] * own
 
     def in_halves(self) -> QuantizedWeight:
         """Return the weight with scales and offsets in half precision, as the kernels take them.
@@ -97,51 +128,52 @@ class QuantizedWeight:
                     f"one of its weights, {list(self.numbers.shape)} in groups of {self.group}, "
                     f"has scales of the shape {list(tensor.shape)}, and needs {list(wanted)}"
                 )
-        scales = self.scales.half()
-        offsets = None if self.offsets is None else self.offsets.half()
-        if not scales.isfinite().all() or not (offsets is None or offsets.isfinite().all()):
+        names = ("factors", "offset_factors") if self.factors is not None else ("scales", "offsets")
+        halves = {
+            name: tensor.half().contiguous()
+            for name, tensor in self.tensors.items()
+            if name in names
+        }
+        if not all(tensor.isfinite().all() for tensor in halves.values()):
             raise Refusal("one of its weights has a scale that half precision cannot hold")
-        return replace(self, scales=scales.contiguous(), offsets=offsets)
+        return self._with(halves)
 
-    def widened(self, group: int) -> QuantizedWeight:
-        """Return the same weight in 8 bits and smaller groups, with offsets."""
-        offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
-        inputs = self.numbers.shape[1]
-        scales, offsets = (
-            _per_input(tensor, self.group, inputs)[:, ::group].contiguous()
-            for tensor in (self.scales, offsets)
-        )
-        return QuantizedWeight(self._plain_numbers(), scales, group, offsets)
-
-    def _plain_numbers(self) -> torch.Tensor:
+    def plain_numbers(self) -> torch.Tensor:
+        """Return the numbers, int8, that the codes stand for."""
         if not self.table:
             return self.numbers
         return torch.tensor(self.table, dtype=torch.int8)[self.numbers.long()]
 
 
-def joined_form(forms: Sequence[Form | None]) -> Form | None:
-    """Return the form that weights of these forms have after `join`; None if one is a float weight,
-    with which the others are expanded."""
-    if None in forms or len(set(forms)) == 1:
-        return None if None in forms else forms[0]
-    return Form(8, gcd(*(form.group for form in forms if form)), has_offsets=True)
+TENSORS = ("numbers", "scales", "offsets", "factors", "offset_factors")
+
+
+def bits_of(table: tuple[int, ...]) -> int:
+    """Return the bits of numbers that are codes of this table, or int8 without one."""
+    return len(table).bit_length() - 1 if table else 8
+
+
+def centre_of(table: tuple[int, ...]) -> int | None:
+    """Return what a code of this table has more than its number, or None if that is not the same
+    for all codes."""
+    return -table[0] if table == tuple(range(table[0], table[0] + len(table))) else None
+
+
+def are_alike(weights: Sequence[QuantizedWeight]) -> bool:
+    """Return whether weights have one form, in which `join` joins them."""
+    return len({(weight.form, weight.table) for weight in weights}) == 1
 
 
 def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the outputs (rows) of all these weights, in their order. If they
-    differ in bits, groups or offsets, all get 8 bits, offsets, and groups that fit all of them."""
+    """Return one weight with the outputs (rows) of all these weights, which `are_alike`, in their
+    order."""
     if len(weights) == 1:
         return weights[0]
-    forms = {(weight.table, weight.group, weight.offsets is None) for weight in weights}
-    if len(forms) > 1:
-        group = gcd(*(weight.group for weight in weights))
-        weights = [weight.widened(group) for weight in weights]
-    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
-    return replace(
-        weights[0],
-        numbers=torch.cat([weight.numbers for weight in weights]),
-        scales=torch.cat([weight.scales for weight in weights]),
-        offsets=torch.cat(offsets) if offsets else None,
+    return weights[0]._with(
+        {
+            name: torch.cat([weight.tensors[name] for weight in weights])
+            for name in weights[0].tensors
+        }
     )
 
 
@@ -194,11 +226,6 @@ def _nearest(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
     wide = scales.float()
     return torch.where(wide == 0, wide, 1.0 / wide)
-
-
-def _per_input(grouped: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
-    """Return ``grouped``, one number for each group, as [outputs, inputs] float32."""
-    return grouped.float().repeat_interleave(group, 1)[:, :inputs]
 
 
 # ---- layers whose weight is still in its file
