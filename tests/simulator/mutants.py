@@ -34,6 +34,7 @@ from engine.core.text import (
     sequence,
     step_builder,
     step_times,
+    thought,
 )
 from engine.core.text.drafting import drafts
 from engine.core.text.memory import blocks, sequence_keys, snapshots, states
@@ -1075,6 +1076,42 @@ MUTANTS = (
         "if self.status is None:",
         "if True:\n            return\n        if self.status is None:",
         run=run_over_http,
+    ),
+    Mutant(
+        "reasoning ends with its budget's margin or not at all",
+        thought.Thought._decide,
+        "self.num_tokens >= self._rules.tokens_max",
+        "False",
+        seed=3,
+    ),
+    Mutant(
+        "a sentence's end does not end reasoning whose budget is spent",
+        thought.Thought._decide,
+        "or is_end",
+        "or False",
+        seed=26,
+    ),
+    Mutant(
+        "the marker that ends the reasoning counts as reasoning",
+        thought.Thought._leaves,
+        "self.num_tokens -= was_counted",
+        "pass",
+        seed=26,
+    ),
+    Mutant(
+        "the end of a choice loses the count of its reasoning",
+        commit.Committer._take_result,
+        "seq.num_reasoning = result.num_reasoning",
+        "pass",
+        seed=3,
+    ),
+    Mutant(
+        "a worker learns of no reasoning",
+        planned_step._admission,
+        "request.reasoning,",
+        "None,",
+        seed=3,
+        owner=planned_step,
     ),
 )
 

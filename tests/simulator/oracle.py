@@ -4,7 +4,7 @@ Rule: this follows the fake model's definition (`engine.worker.fakes.text`) and 
 primitive functions. A stop string is searched in the whole text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.core.common.types import EndReason
@@ -17,6 +17,8 @@ from engine.worker.fakes.tokenizer import EOS, IMAGE_ID, FakeTokenizer
 from tests.simulator.encode_oracle import pixels_in
 
 MAX_MODEL_LEN = 160
+NO_MARKERS: Mapping[int, str] = {}
+CLOSING = "</think>"
 
 
 def is_end(digest: int) -> bool:
@@ -32,6 +34,7 @@ class Expected:
     text: str
     reason: EndReason
     matched: str | int | None
+    num_reasoning: int = 0
 
 
 def prompt_of(request: GenerateRequest) -> tuple[int, ...]:
@@ -69,17 +72,24 @@ def _contents_of(request: GenerateRequest) -> list[bytes]:
     return [b""] * len(prompt_of(request))
 
 
-def echo_of(request: GenerateRequest) -> str:
-    """Return the text that comes before the output."""
+def echo_of(request: GenerateRequest, markers: Mapping[int, str] = NO_MARKERS) -> str:
+    """Return the text that comes before the output. ``markers`` are the texts of some ids."""
     if not request.output.echo:
         return ""
-    return "".join(f"<{token}>" for token in prompt_of(request) if token != EOS)
+    prompt = prompt_of(request)
+    return "".join(markers.get(token, f"<{token}>") for token in prompt if token != EOS)
 
 
 def expected_output(
-    request: GenerateRequest, choice: int, *, has_ends: bool, adapter: str = ""
+    request: GenerateRequest,
+    choice: int,
+    *,
+    has_ends: bool,
+    adapter: str = "",
+    markers: Mapping[int, str] = NO_MARKERS,
 ) -> Expected:
-    """Return the fake model's output for one choice, with an adapter of this digest.
+    """Return the fake model's output for one choice, with an adapter of this digest. ``markers``
+    are the texts of some ids; the first that closes the reasoning is forced.
 
     No request may have both stop strings and min_tokens: its end would depend on how text is held
     back, which is not modelled here.
@@ -89,7 +99,7 @@ def expected_output(
     longest = min(asked.max_tokens or room, room)
     least = min(asked.min_tokens or 0, longest)
     stop_ids = set(asked.stop_token_ids) | (set() if asked.ignore_eos else {EOS})
-    tokens, text = [], ""
+    tokens, text, thought = [], "", Bounded(request)
     digest = first_digest(adapter)
     for token, content in zip(prompt, _contents_of(request), strict=True):
         digest = digest_after(digest, token, content)
@@ -97,15 +107,43 @@ def expected_output(
         token = next_token(digest, asked.seed, choice)
         if has_ends and len(tokens) + 1 >= least and is_end(digest):
             token = EOS
+        if thought.is_spent:
+            token = next(one for one, own in markers.items() if own == CLOSING)
         digest = digest_after(digest, token)
         tokens.append(token)
-        text += "" if token == EOS else f"<{token}>"
+        piece = markers.get(token, f"<{token}>")
+        thought.add(piece)
+        text += "" if token == EOS else piece
         hits = sorted((text.find(s) + len(s), s) for s in asked.stop if s in text)
         if hits:
             end, stop = hits[0]
             shown = text[:end] if asked.include_stop else text[: end - len(stop)]
-            return Expected(tuple(tokens), shown, EndReason.STOP, stop)
+            return Expected(tuple(tokens), shown, EndReason.STOP, stop, thought.count)
         if token in stop_ids and len(tokens) >= least:
-            return Expected(tuple(tokens), text, EndReason.STOP, token)
+            return Expected(tuple(tokens), text, EndReason.STOP, token, thought.count)
         if len(tokens) >= longest:
-            return Expected(tuple(tokens), text, EndReason.LENGTH, None)
+            return Expected(tuple(tokens), text, EndReason.LENGTH, None, thought.count)
+
+
+class Bounded:
+    """The reasoning of an answer that begins within it, if the request has a budget."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.count = 0
+        self._budget = request.reasoning.budget_tokens
+        self._is_inside = self._budget is not None
+        self._last = ""
+
+    def add(self, piece: str) -> None:
+        """Append the text of a token."""
+        self._is_inside = self._is_inside and piece != CLOSING
+        self.count += self._is_inside
+        self._last = piece
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the reasoning ends now: behind a sentence, or at the end of the margin."""
+        if not self._is_inside or self._budget is None or self.count < self._budget:
+            return False
+        margin = min(64, self._budget // 4)
+        return self._last.endswith(". ") or self.count >= self._budget + margin

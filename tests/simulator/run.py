@@ -50,7 +50,7 @@ from engine.worker.fakes.text import FakeScript
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tests.simulator import adapters, counting, http_door, pool_faults, resumption, vision
+from tests.simulator import adapters, counting, http_door, pool_faults, resumption, thinking, vision
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
@@ -152,6 +152,7 @@ class Simulation:
         self._load_failures = Counter(dict(world.pool.load_failures))
         self._adapter_names = adapters.Names()
         self._names = Counter(client.request.request_id for client in world.clients)
+        self._markers = thinking.MARKERS if thinking.FAULT in world.faults else {}
         self._cut_at = math.inf if world.cancelled_at_s is None else world.cancelled_at_s
 
     def run(self) -> Outcome:
@@ -205,6 +206,7 @@ class Simulation:
             image_s=world.step_s / 10,
             chat_template="<think></think><tool_call></tool_call>",  # the parser looks for both
             load_error=self._draw_load_error(model.name),
+            markers=self._markers,
             eos_at=is_end if world.has_ends else None,
             sleep=self._threads.note_sleep,
             plan_fault=self._draw_fault,
@@ -816,7 +818,13 @@ class Simulation:
             self._adapter_names.digests(request.model, since, trio.current_time())
         ):
             wanted = [
-                expected_output(request, choice, has_ends=self.world.has_ends, adapter=digest)
+                expected_output(
+                    request,
+                    choice,
+                    has_ends=self.world.has_ends,
+                    adapter=digest,
+                    markers=self._markers,
+                )
                 for choice in reader.tokens
             ]
             got = [tuple(tokens) for tokens in reader.tokens.values()]
@@ -828,7 +836,7 @@ class Simulation:
         """Check that each choice got the start of its expected output, or all of it."""
         request = reader.client.request
         assert isinstance(request, GenerateRequest)
-        echo = echo_of(request)
+        echo = echo_of(request, self._markers)
         name = request.request_id
         if reader.prompt_tokens != len(prompt_of(request)):
             raise Violation(f"{name}: started with {reader.prompt_tokens} tokens")
@@ -836,7 +844,9 @@ class Simulation:
         for choice in range(request.n or 1):
             got = reader.tokens.get(choice, [])
             end = reader.finished.get(choice)
-            expected = expected_output(request, choice, has_ends=has_ends, adapter=adapter)
+            expected = expected_output(
+                request, choice, has_ends=has_ends, adapter=adapter, markers=self._markers
+            )
             text = echo + expected.text
             if tuple(got) != expected.tokens[: len(got)]:
                 raise Violation(f"{name}/{choice}: wrong tokens")
@@ -848,6 +858,8 @@ class Simulation:
                 continue
             if (end.reason, end.matched) != (expected.reason, expected.matched):
                 raise Violation(f"{name}/{choice}: {end}, not {expected}")
+            if end.usage.reasoning_tokens != expected.num_reasoning:
+                raise Violation(f"{name}/{choice}: {end.usage}, not {expected.num_reasoning}")
             heard = request.continuation.choices if request.continuation is not None else ()
             had = heard[choice].token_ids if heard and not heard[choice].finished else ()
             is_new = not (heard and heard[choice].finished)

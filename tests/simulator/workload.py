@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tests.simulator import adapters, counting, pool_faults, resumption, states, vision
+from tests.simulator import adapters, counting, pool_faults, resumption, states, thinking, vision
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_beside, draw_client
 from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
@@ -46,6 +46,7 @@ FAULTS = (
     vision.FAULT,
     drawings.FAULT,
     states.FAULT,
+    thinking.FAULT,
     counting.FAULT,
 )
 SHARES = {  # share of worlds with each of these faults, which end a world early or hide others
@@ -57,7 +58,7 @@ SHARES = {  # share of worlds with each of these faults, which end a world early
 }
 # The faults that the world's own generator draws. The others are drawn separately, except the last,
 # counting, which a world has only if ``faults`` names it.
-DRAWN = FAULTS[:-7]
+DRAWN = FAULTS[:-8]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -118,6 +119,8 @@ def draw_world(
         drawn |= {drawings.FAULT}
     if states.is_drawn(seed):
         drawn |= {states.FAULT}
+    if thinking.is_drawn(seed):
+        drawn |= {thinking.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -154,6 +157,8 @@ def draw_world(
         config, clients = adapters.add(config), adapters.ask(seed, clients)
     if vision.FAULT in active:
         config, clients = vision.add(config), vision.show(seed, clients)
+    if thinking.FAULT in active:
+        clients = thinking.bound(seed, clients)
     beside: Any = counting if counting.FAULT in active else drawings
     if beside.FAULT in active:
         config = drawings.add(seed, config, beside.MODEL)

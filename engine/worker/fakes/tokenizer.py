@@ -81,9 +81,10 @@ class FakeTokenizer:
         return [partial(self.encode_spans, text, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return each id as ``<id>``."""
+        """Return each id as the script's ``markers`` have it, or else as ``<id>``."""
         shown = (i for i in token_ids if not (skip_special_tokens and i == EOS))
-        return "".join(f"<{token_id}>" for token_id in shown)
+        markers = {} if self._script is None else self._script.markers
+        return "".join(markers.get(token_id, f"<{token_id}>") for token_id in shown)
 
     def is_known(self, token_id: int) -> bool:
         """Return False, because there is no vocabulary."""
