@@ -11,9 +11,17 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.support.server import DEMO, READY, listen_until_ready, process, real, serve_argv
+from tests.support.doors import DOORS
+from tests.support.server import (
+    DEMO,
+    READY,
+    listen_until_ready,
+    openai_port_of,
+    process,
+    real,
+    serve_argv,
+)
 from tests.support.wire import (
-    SMALL_WINDOW,
     Generation,
     connect,
     ended,
@@ -34,7 +42,8 @@ SEATS = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--stream-buff
 @pytest.fixture(scope="module")
 def narrow():
     """Yield a server with the demo model and two seats."""
-    with real(*SEATS) as server:
+    with real(*SEATS, "--openai-port", "0") as server:
+        server.openai_port = openai_port_of(server)
         yield server
 
 
@@ -81,29 +90,31 @@ PHASES = {
 }
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_cancel_frees_the_blocks(narrow, phase, free_within):
+def test_a_cancel_frees_the_blocks(narrow, phase, free_within, door):
     channel = narrow.channel
     fields, is_there = PHASES[phase]
     before = wait_idle(channel)
     with (
         both_seats_taken(channel, phase == "queued"),
-        connect(narrow.address, *SMALL_WINDOW) as own,
+        door.connect(door.address(narrow), is_small=True) as own,
     ):
         ends = ended(channel)
         name = {"request_id": phase}
         fields = {"max_tokens": LONG, "sampling": {"ignore_eos": True}} | name | fields
-        with Generation(own, **fields) as call:
+        with door.generate(own, **fields) as call:
             if phase == "tokenize":
                 wait_until(lambda: is_tokenized(channel, fields["request_id"]), 20, phase)
             wait_until(lambda: is_there(stats(channel), before), 20, phase)
             start = time.monotonic()
-            call.call.cancel()
+            call.cancel()
             if phase == "queued":
                 wait_until(lambda: stats(channel).waiting == 0, FREE_WITHIN_S)
             else:
                 wait_until(lambda: is_idle(stats(channel)), FREE_WITHIN_S, "blocks free")
-            free_within[phase] = time.monotonic() - start
+            free_within[f"{phase}, {door.name}"] = time.monotonic() - start
         wait_until(lambda: ended(channel) != ends, FREE_WITHIN_S)
         assert ended(channel)["cancelled"] == ends.get("cancelled", 0) + 1
     wait_idle(channel)

@@ -13,6 +13,7 @@ import pytest
 
 from grpc_service.client import messages as pb
 from tests.support.core_driver import expected_tokens
+from tests.support.doors import DOORS, failure_at
 from tests.support.fake_server import BROKEN_STEP, EXITING_STEP, HUNG_STEP, OUT_OF_MEMORY_STEP
 from tests.support.server import fake
 from tests.support.wire import (
@@ -277,11 +278,13 @@ def test_such_a_bug_ends_the_process_also_while_a_step_hangs(fault):
         assert elapsed(start) < 2 * SOON_S
 
 
-def test_a_bug_in_one_calls_task_ends_that_call_alone():
-    with serving(is_command=False) as (server, call):
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+def test_a_bug_in_one_calls_task_ends_that_call_alone(door):
+    with serving(is_command=False, server={"openai_port": 0}) as (server, call):
         server.tell("break_call")
-        error = generate(server.channel, prompt_ids=[3], max_tokens=3).error
-        assert (error.code(), reason(error)) == (INTERNAL, "ENGINE_BUG")
+        with door.generate(door.client(server), prompt_ids=[3], max_tokens=3) as broken:
+            assert failure_at(door, broken).has(INTERNAL, "ENGINE_BUG")
         assert generate(server.channel, prompt_ids=[3], max_tokens=3).error is None
         ids = call.read_deltas(5)
         assert call.heard.ids() == expected_tokens([7], count=len(call.heard.ids())), ids

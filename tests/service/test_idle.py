@@ -2,22 +2,29 @@
 
 import time
 
+from tests.support.doors import DOORS
+from tests.support.openai_calls import Connection
 from tests.support.server import fake
-from tests.support.wire import Generation, connect, generate, wait_idle, wait_serving
+from tests.support.wire import generate, wait_idle, wait_serving
 
 IDLE_S = 10.0
+PORTS = {"openai_port": 0}
 
 
 def serve_a_few(server):
     """Serve requests that could leave something behind: ended, cancelled, late, and lost ones."""
-    channel = server.channel
-    wait_serving(channel)
-    assert generate(channel, prompt_ids=[1, 2, 3], max_tokens=5, n=2).error is None
-    assert generate(channel, prompt_ids=[1], max_tokens=5, timeout=30).error is None
-    with connect(server.address) as other, Generation(other, prompt_ids=[2]) as call:
-        call.read_deltas(1)
-    assert generate(channel, prompt_ids=[1], timeout=0.05).error is not None
-    wait_idle(channel)
+    wait_serving(server.channel)
+    for door in DOORS:
+        own = door.client(server)
+        whole = {"prompt_ids": [1, 2, 3], "max_tokens": 5, "n": 2}
+        for fields in (whole, whole | {"timeout": 30}):
+            with door.generate(own, **fields) as call:
+                assert call.finish().error is None
+        with door.connect(door.address(server)) as other:
+            door.generate(other, prompt_ids=[2]).read_deltas(1)
+        with door.generate(own, prompt_ids=[1], timeout=0.05) as call:
+            assert call.finish().error is not None
+    wait_idle(server.channel)
 
 
 def waits(counts):
@@ -39,10 +46,12 @@ def settled(server):
 def test_an_idle_server_makes_no_wake_ups():
     script = {"step_s": 0.001}
     with (
-        fake(script=script, counts=True) as counted,
-        fake(script=script) as plain,
+        fake(script=script, counts=True, server=PORTS) as counted,
+        fake(script=script, server=PORTS) as plain,
+        Connection(counted.openai_port) as idle,
     ):
         before = []
+        assert idle.ask("/health", verb="GET").status == 200
         for server in (counted, plain):
             serve_a_few(server)
             before.append(settled(server))

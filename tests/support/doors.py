@@ -266,6 +266,8 @@ def text_request(fields):
     fields = dict(fields)
     fields.pop("output", None)
     body = {"return_token_ids": True, **fields.pop("sampling", {})}
+    if "prompt" in fields:
+        body["truncate_prompt_tokens"] = fields.pop("prompt")["truncate_to"]
     if "constraint" in fields:
         schema = json.loads(fields.pop("constraint")["json_schema"])
         form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
