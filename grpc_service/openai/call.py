@@ -74,6 +74,7 @@ class HttpCall:
         self._receive = receive
         self._send = send
         self.num_read = 0  # bytes of the body
+        self.num_parts = 0  # of the answer that were sent
         self._has_body = False  # the request's body has come whole
         self._is_stream = False  # of events
         self._has_ended = (
@@ -220,7 +221,9 @@ class HttpCall:
 
     def try_write(self, data: bytes) -> bool:
         """Write a part of a stream now; return False if the task has to do it."""
-        return self.status is not None and self.connection.write_now(data)
+        is_sent = self.status is not None and self.connection.write_now(data)
+        self.num_parts += is_sent
+        return is_sent
 
     async def answer(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
@@ -304,6 +307,7 @@ class HttpCall:
 
     async def _send_part(self, data: bytes) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
+        self.num_parts += 1
         stream = self.connection.stream
         if stream.is_clear and not stream.is_broken:
             return

@@ -19,6 +19,7 @@ from anycorn.events import Closed, Updated
 from anycorn.tcp_server import TCPServer
 from anyio.abc import SocketAttribute
 
+from grpc_service.rpc.accounts import POINT_S, SERVING, Account
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.rpc.held_bytes import Holder, Holding
 from grpc_service.rpc.sockets import address_of
@@ -60,6 +61,11 @@ class DoorStream:
         self.is_broken = False
         self._is_cut = False
         self._is_closed = False
+
+    @property
+    def opening_s(self) -> float:
+        """The processor time that the transport's opening took, about, in seconds."""
+        return self._transport.opening_s
 
     @property
     def has_left(self) -> bool:
@@ -188,8 +194,9 @@ class DoorStream:
 
 class HttpConnection:
     """One client's connection, over an open ``transport``. Its calls count the bytes that they keep
-    for its ``holder``. ``arrivals`` has the calls whose requests the engine has not got yet;
-    ``on_change`` is called when one has reached it, or has ended."""
+    for its ``holder``, and what they cost in its ``account``. ``arrivals`` has the calls whose
+    requests the engine has not got yet; ``on_change`` is called when one has reached it, or has
+    ended."""
 
     def __init__(
         self,
@@ -203,6 +210,7 @@ class HttpConnection:
         self.peer = peer
         self.address = address_of(peer)
         self.holder = Holder(self.address)
+        self.account = Account(shared.limits, trio.current_time)
         self._output = Holding(self.holder, self.cut)
         transport.limit_unsent(UNSENT_BYTES)
         self.stream = DoorStream(transport, self._output, shared)
@@ -252,6 +260,8 @@ class HttpConnection:
                 await self._server.run()
                 nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
+            self.account.owe(SERVING + self.stream.opening_s / POINT_S)
+            self.shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             self.shared.held.close(self._output)
             try:
                 await self.stream.aclose()

@@ -43,6 +43,7 @@ from grpc_service.openai.errors import CANCELLED, CODES, HttpError
 from grpc_service.openai.json_text import encode_json, parse_json
 from grpc_service.openai.operator import OPERATOR, Operator
 from grpc_service.openai.work import Context
+from grpc_service.rpc import accounts
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.rpc.status import StatusCode
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
@@ -65,6 +66,8 @@ log = logging.getLogger(__name__)
 
 # The worst body of this size takes the loop about 3 ms; a hop to a thread and back takes 0.2 ms.
 SMALL_BYTES = 2**14
+OK = 200
+LOST_WORK = 100.0  # points of a request that was computed and failed, or was left. Guess.
 USELESS_S = 8e-4  # processor time of a request that is refused, or asks for the health. Measured.
 # With these the engine refuses a request.
 REFUSALS = (
@@ -382,6 +385,7 @@ class Door:
             call.connection.num_calls -= 1
             call.connection.note_taken(call)
             call.on_answer()
+            _settle(call, has_work=record.stream is not None)
             record.leave_quota()
             code = CODES.get(call.code or CANCELLED, StatusCode.UNKNOWN.name)
             record.method = call.method
@@ -469,6 +473,17 @@ class HttpWriter(CallWriter):
         if not self._is_heavy(events):
             return self._encode(events)
         return await encode_in_thread(lambda: self._encode(events))
+
+
+def _settle(call: HttpCall, *, has_work: bool) -> None:
+    """Take note of what a call was worth to its connection (`grpc_service.rpc.accounts`). Work that
+    was answered pays for a connection, because many clients open one for each request."""
+    account = call.connection.account
+    account.earn(accounts.SENT_DATA * call.num_parts)
+    if has_work and call.code == OK:
+        account.earn(accounts.CONNECTION)
+    elif has_work:
+        account.owe(LOST_WORK)
 
 
 def _check_type(call: HttpCall) -> None:

@@ -15,8 +15,10 @@ from grpc_service.app.server_config import ServerConfig
 from grpc_service.openai import server as http_server
 from grpc_service.openai.call import HttpCall, HttpRecord
 from grpc_service.openai.connection import DoorStream, HttpConnection
+from grpc_service.rpc import server as rpc_server
+from grpc_service.rpc.accounts import Addresses
 from grpc_service.rpc.held_bytes import Holding
-from tests.support.openai_calls import TEXT, Connection
+from tests.support.openai_calls import TEXT, Connection, request
 
 OURS = (HttpCall, HttpRecord, HttpConnection, DoorStream, Holding)
 STREAM = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "stream": True}
@@ -30,7 +32,8 @@ COUNT = 4
 
 
 def run_beside(client):
-    """Run a server in this process, and ``client(port)`` in a thread; return what that returns."""
+    """Run a server in this process, and ``client(port)`` in a thread; return what that returned,
+    and the names of our classes of which objects are left."""
 
     async def main():
         async with trio.open_nursery() as nursery:
@@ -87,3 +90,26 @@ def test_a_kept_connection_is_closed_when_no_request_follows(monkeypatch):
             return connection.socket.recv(1)
 
     assert run_beside(client)[0] == b""
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["answered", "left"])
+def test_work_that_is_left_costs_its_address_time_and_answered_work_pays(monkeypatch, is_left):
+    debts = []
+
+    class Debts(Addresses):
+        def add_debt_s(self, address, seconds):
+            debts.append(seconds)
+
+    monkeypatch.setattr(rpc_server, "Addresses", Debts)
+
+    def client(port):
+        with Connection(port) as connection:
+            connection.send(request(TEXT, STREAM | {"max_tokens": 500} if is_left else STREAM))
+            if is_left:
+                connection.read_until(b"data: ")
+            else:
+                connection.read()
+
+    run_beside(client)
+    [debt_s] = debts
+    assert (debt_s > 0) == is_left
