@@ -23,9 +23,11 @@ struct Stream {
     const C *at[2 * PART];
     const float *scales_at[HAS_SCALES<C> ? 2 * PART : 1];
     long count, length;  // the number of positions, without and with the padding
+    long scales_apart;   // positions whose scales of all heads fit a line of the processor's cache
 
     Stream(const Attention &call, const Rows &rows, long row, long key_head, long begin, long end)
-        : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE) {
+        : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE),
+          scales_apart(larger(1, 64 / (long)sizeof(float) / call.kv_heads)) {
         const long heads = call.kv_heads, width = call.width, size = rows.block_size;
         for (long position = begin, j = 0; position < end;) {
             const long own = smaller(size - position % size, end - position);
@@ -68,8 +70,11 @@ struct Stream {
             const char *line = (const char *)(at[j] + offset);
             for (const char *end = line + width * sizeof(C); line < end; line += 64)
                 __builtin_prefetch(line, 0, 2);
-            if constexpr (HAS_SCALES<C>) __builtin_prefetch(scales_at[j], 0, 2);
         }
+        if constexpr (HAS_SCALES<C>)
+            if (!offset)  // the scales of all heads and of the next positions lie side by side
+                for (long j = tile; j < smaller(tile + TILE, 2 * length); j += scales_apart)
+                    __builtin_prefetch(scales_at[j], 0, 2);
     }
 };
 
@@ -165,6 +170,91 @@ static void score_keys(const Attention &call, const Stream<C> &stream, long tile
     while (heads >= 1) score(std::integral_constant<int, 1>{});
 }
 
+// The queries of a part that are multiplied with int8 keys as integers, in memory for floats: a
+// query is scale * (256 * high + low), and so has 16 bits. Each query's bytes are padded with zeros to
+// a multiple of 64.
+struct IntegerQueries {
+    int8_t *bytes;  // [queries][2][padded]: high and low
+    long padded;
+    float scales[QUERIES];
+    int32_t starts[QUERIES][2];  // minus ZERO times the sums of high and low
+
+    IntegerQueries(const float *query, long width, long count, void *memory)
+        : bytes((int8_t *)memory), padded((width + 63) / 64 * 64) {
+        memset(bytes, 0, count * 2 * padded);
+        for (long i = 0; i < count; i++) {
+            const float *own = query + i * width;
+            uint32_t bits = 0;
+            for (long d = 0; d < width; d += LANES) {
+                const uint32_t one = highest_magnitude((u16v)load(own + d));
+                bits = one > bits ? one : bits;
+            }
+            float most;
+            memcpy(&most, &bits, sizeof most);
+            const bool is_finite = bits < 0x7f800000;
+            scales[i] = is_finite ? most / MOST : NAN;
+            const float factor = is_finite && most > 1e-30f ? MOST / most : 0.0f;
+            i16v sums_[2] = {splat((int32_t)0), splat((int32_t)0)};
+            for (long d = 0; d < width; d += LANES) {
+                const v16 number = is_finite ? load(own + d) * factor : splat(0.0f);
+                const i16v whole = to_integers(number), high = (whole + 128) >> 8;
+                const i16v low = whole - high * 256;
+                store_bytes(bytes + (2 * i) * padded + d, high);
+                store_bytes(bytes + (2 * i + 1) * padded + d, low);
+                sums_[0] += high;
+                sums_[1] += low;
+            }
+            for (int part = 0; part < 2; part++) starts[i][part] = -ZERO * sum(sums_[part]);
+        }
+    }
+
+    static constexpr float MOST = 127 * 256.0f;  // then no high part exceeds 127
+};
+
+// Computes the scores of a tile's keys, of one key head, for HEADS queries from ``first`` on.
+template <int HEADS>
+static inline void score_integers(const Attention &call, const int8_t *const *keys, long offset,
+                                  const IntegerQueries &queries, long first, v16 scales,
+                                  float *scores) {
+    i16v acc[HEADS][2];
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
+        for (int part = 0; part < 2; part++) acc[h][part] = splat(queries.starts[first + h][part]);
+    for (long d = 0; d < call.width; d += 64) {
+        b64 quads[16];
+        load_quads(keys, offset + d, call.width - d, quads);
+        const int8_t *own = queries.bytes + 2 * first * queries.padded + d;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; part++)
+                    acc[h][part] = add_quads(
+                        acc[h][part], quads[i],
+                        load_as<int32_t>(own + (2 * h + part) * queries.padded + 4 * i));
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++) {
+        const v16 own = to_floats(acc[h][0]) * 256.0f + to_floats(acc[h][1]);
+        store(scores + h * PART, shape_scores(call, own * queries.scales[first + h] * scales));
+    }
+}
+
+// Does so for ``heads`` queries.
+static inline void score_keys(const Attention &call, const Stream<int8_t> &stream, long tile,
+                              long key_head, const IntegerQueries &queries, long first,
+                              long heads, float *scores) {
+    const int8_t *const *keys = stream.keys() + tile;
+    const long offset = key_head * call.width;
+    const v16 scales = stream.scales(tile, key_head);
+    for (; heads >= 4; heads -= 4, first += 4, scores += 4 * PART)
+        score_integers<4>(call, keys, offset, queries, first, scales, scores);
+    if (heads == 3) score_integers<3>(call, keys, offset, queries, first, scales, scores);
+    if (heads == 2) score_integers<2>(call, keys, offset, queries, first, scales, scores);
+    if (heads == 1) score_integers<1>(call, keys, offset, queries, first, scales, scores);
+}
+
 // Turns scores [count] into ``weights``. The weights that pad the last tile become 0.
 template <class T>
 static Partial weigh(float *scores, long count, T *weights) {
@@ -243,16 +333,27 @@ static void attend_part(const Attention &call, const Stream<C> &stream, long key
     const long width = call.width, depth = padded_depth<Q>(width), heads = key_heads * group;
     Q *own = has.query<Q>(), *all_weights = has.weights<Q>();
     for (long tile = 0; tile < AHEAD; tile += TILE) stream.fetch(tile, 0, key_heads * width);
-    if (depth > width) memset(own, 0, heads * depth * sizeof(Q));
-    for (long i = 0; i < heads; i++)
-        for (long d = 0; d < width; d += LANES)
-            store(own + i * depth + d, load(query + i * width + d));
-    for (long j = 0; j < stream.length; j += TILE)
-        for (long g = 0; g < key_heads; g++) {
-            stream.fetch(j + AHEAD, g * width, width);
-            score_keys(call, stream, j, g, own + g * group * depth, group, depth,
-                       has.scores + g * group * PART + j);
-        }
+    auto each_tile = [&](auto score) {
+        for (long j = 0; j < stream.length; j += TILE)
+            for (long g = 0; g < key_heads; g++) {
+                stream.fetch(j + AHEAD, g * width, width);
+                score(j, g, has.scores + g * group * PART + j);
+            }
+    };
+    if constexpr (HAS_SCALES<C> && SCORES_INTEGERS) {
+        const IntegerQueries queries(query, width, heads, own);
+        each_tile([&](long j, long g, float *scores) {
+            score_keys(call, stream, j, g, queries, g * group, group, scores);
+        });
+    } else {
+        if (depth > width) memset(own, 0, heads * depth * sizeof(Q));
+        for (long i = 0; i < heads; i++)
+            for (long d = 0; d < width; d += LANES)
+                store(own + i * depth + d, load(query + i * width + d));
+        each_tile([&](long j, long g, float *scores) {
+            score_keys(call, stream, j, g, own + g * group * depth, group, depth, scores);
+        });
+    }
     for (long h = 0; h < heads; h++)
         partials[h] = weigh(has.scores + h * PART, stream.count, all_weights + h * PART);
     memset(has.out, 0, heads * width * sizeof *has.out);

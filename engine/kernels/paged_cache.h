@@ -4,7 +4,8 @@
 // A cache stores numbers of type C. Attention converts them to type Q (`Computed`) and rounds
 // queries and weights to Q: bfloat16 for a bfloat16 cache on a processor that multiplies bfloat16,
 // else float32. Sums are float32. In an int8 cache, the key of a position and head is integers of
-// -127 to 127 times one scale, and so is the value.
+// -127 to 127 times one scale, and so is the value. Where the processor multiplies fours of bytes by one
+// instruction, decodes round their queries to 16 bits, and multiply them with keys as integers.
 #pragma once
 
 #include "matmul.h"

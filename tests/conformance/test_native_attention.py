@@ -32,7 +32,7 @@ SHAPES = [
 TOLERANCE = {
     (torch.float32, torch.float32): 2e-6,
     (torch.float32, torch.float16): 2e-6,
-    (torch.float32, torch.int8): 2e-6,
+    (torch.float32, torch.int8): 5e-5,  # with VNNI, the queries of decodes have 16 bits
     (torch.float32, torch.bfloat16): 1.2e-2,
     (torch.bfloat16, torch.bfloat16): 1.2e-2,
     (torch.bfloat16, torch.int8): 1.2e-2,
