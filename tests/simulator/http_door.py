@@ -172,6 +172,9 @@ class HttpClient(SimulatedConnection):
             self.has_ended.set()
         elif isinstance(body, bytes):
             code = json.loads(body.removeprefix(b"data: "))["error"]["code"]
+            if not self.has_begun.is_set():
+                self.violation = Violation(f"{self.request} was refused by the door: {code}")
+                return
             error = self.call.stream.error
             if self.may_fail and code == EngineBug.reason.lower():
                 self.reader.has_left = True  # a drawn bug
@@ -187,6 +190,9 @@ class HttpClient(SimulatedConnection):
     def is_clear(self) -> bool:
         """Whether the client has taken everything."""
         return not self._unsent
+
+    def resume(self, part_bytes: int = 0) -> None:
+        """Do nothing: the request comes in one part."""
 
     async def wait_sent(self) -> None:
         """Wait until the client has taken everything. Raises Disconnected."""
