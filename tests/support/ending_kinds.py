@@ -86,6 +86,7 @@ class Kind:
     """
 
     door = GRPC
+    rare = ()  # names of phases that only --full has
 
     name: str
     model: str

@@ -32,6 +32,8 @@ class HttpText(AtHttp, ending_kinds.Text):
 class WholeText(HttpText):
     """Completions and chats whose answers are sent whole."""
 
+    rare = ("tokenize", "load", "compile", "encode_image")
+
     def call(self, client, fields, **options):
         return HttpGeneration(client, is_stream=False, **fields, **options)
 
@@ -43,6 +45,8 @@ class WholeText(HttpText):
 
 class HttpEncode(AtHttp, ending_kinds.Encode):
     """Embeddings and rankings."""
+
+    rare = ("tokenize", "load", "encode_for_best")
 
     blocking = ENCODE
 
@@ -80,6 +84,8 @@ class Ranking(Vectors):
 
 class HttpDraw(AtHttp, ending_kinds.Draw):
     """Drawings, which are sent whole."""
+
+    rare = ("tokenize", "load", "encode")
 
     blocking = DRAW
 
