@@ -16,6 +16,7 @@ until `AFTER_S` after its answer. ``BENCH_ONLY`` is a pattern for names of attac
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 import statistics
@@ -240,10 +241,13 @@ def fill_batch(address: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Return a port that nothing has on any address, and that the system gives to no client:
+    attackers open many connections."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("", port))
+            return port
 
 
 def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:

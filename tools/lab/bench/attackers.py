@@ -271,10 +271,12 @@ def http(path: str, body: bytes, *, num_bytes: int | None = None) -> bytes:
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 UNREAD = b'{"prompt": "a", "max_tokens": 2000, "ignore_eos": true, "stream": true, "logprobs": 20}'
 VALUES = b'{"messages": [' + b"{}," * 300_000 + b"{}]}"
+TOKEN = b'{"prompt": "a", "max_tokens": 1, "stream": true}'
 OF_HTTP = {
     "HTTP: unknown paths": Attack(repeat(http("/x", b"")), is_http=True),
     "HTTP: garbage": Attack(repeat(http(TEXT, b"{")), is_http=True),
     "HTTP: probes": Attack(repeat(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"), is_http=True),
+    "HTTP: requests for a token": Attack(repeat(http(TEXT, TOKEN)), is_http=True),
     "HTTP: half heads": Attack(once(b"POST /v1/comp"), is_http=True, num_connections=80),
     "HTTP: half bodies": Attack(
         once(http(TEXT, b" " * (MESSAGE_BYTES - 10), num_bytes=MESSAGE_BYTES)),
@@ -344,6 +346,7 @@ ATTACKS = {
     "ends not read": Attack(
         once(setting(INITIAL_WINDOW, 0) + b"".join(generate(n, 1) for n in range(1, 129, 2)))
     ),
+    "requests for a token": Attack(calls(lambda stream: generate(stream, 1)), keeps_windows=True),
     "half messages": Attack(half_messages(), keeps_windows=True),
     "half images": Attack(half_messages(EMBED, IMAGE_BYTES), keeps_windows=True),
     "streams without a window": Attack(

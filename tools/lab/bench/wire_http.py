@@ -80,10 +80,15 @@ async def serve_bare(step_s: float, chunk: str) -> None:
 
 
 class StreamClient:
-    """A client of one stream at a time, with one connection."""
+    """A client of one stream at a time, with one connection, and with another when the server ends
+    that, as it does after a thousand requests."""
 
     def __init__(self, address: str) -> None:
-        host, port = address.split(":")
+        self._address = address.split(":")
+        self._connect()
+
+    def _connect(self) -> None:
+        host, port = self._address
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -99,6 +104,9 @@ class StreamClient:
             seen += data
             if not first and mark in seen:
                 first = time.perf_counter()
+        if b"connection: close" in seen.partition(b"\r\n\r\n")[0].lower():
+            self.close()
+            self._connect()
         return first
 
     def close(self) -> None:
