@@ -334,6 +334,23 @@ def test_every_tensor_may_have_a_type_of_its_own(tmp_path, types):
     check_rounded_alike(small, exact)
 
 
+@pytest.mark.parametrize("kind", [Q4_0, Q4_K, Q8_0], ids=lambda kind: BLOCK_TYPES[kind][0])
+@pytest.mark.parametrize("types", [{}, {"attn_k.weight": Q8_0, "ffn_up.weight": Q6_K}], ids=len)
+def test_a_token_reads_the_bytes_of_its_file(tmp_path, kind, types):
+    """A token reads every packed weight, norm and bias once. Red if a tensor is widened because
+    another one beside it has more bits."""
+    shape = Shape(layers=2, hidden=512, heads=8, kv_heads=4, mlp=1024, vocab=2048)
+    checkpoint = make(tmp_path / "made", "llama", shape)
+    path = write_model(checkpoint, tmp_path / "model.gguf", kind, types=types)
+    with GgufFile(path) as file:
+        file.write_config(tmp_path)
+        stored = sum(tensor.num_bytes for tensor in file.tensors.values())
+    built = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
+    module = built.execution.model.module
+    read = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    assert 0.99 * stored <= read <= 1.03 * stored
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["the story model's", "random"])
 def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights):
