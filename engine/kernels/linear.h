@@ -4,6 +4,7 @@
 #pragma once
 
 #include "adapters.h"
+#include "team.h"
 
 namespace triolet {
 
@@ -243,8 +244,14 @@ static RoundedRows round_all(const Linear &linear, const T *x, long ldx, long ro
                              Scratch &scratch) {
     RoundedRows rounded;
     lay_out_rounded(scratch.rounded, rows, linear, rounded);
-    for (int i = 0; i < rounded.count; i++)
-        round_rows(x, ldx, rows, linear.inputs, rounded.of[i]);
+    long total = 0;
+    for (int i = 0; i < rounded.count; i++) total += rows * rounded.of[i].blocks();
+    if (total)
+        share_evenly(total, [&](long block) {
+            const Rounded *to = rounded.of;
+            for (; block >= rows * to->blocks(); to++) block -= rows * to->blocks();
+            round_block_of(x, ldx, linear.inputs, block, *to);
+        });
     return rounded;
 }
 

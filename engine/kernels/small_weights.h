@@ -26,7 +26,6 @@
 #pragma once
 
 #include "matmul.h"
-#include "team.h"
 
 namespace triolet {
 
@@ -169,15 +168,12 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     to.starts[at] = -to.added * total;
 }
 
-// Called by all members of a team. Rounds rows for a layer; returns when all are rounded.
+// Rounds block ``i`` of all blocks of rows.
 template <class T>
-static void round_rows(const T *x, long ldx, long rows, long inputs, const Rounded &to) {
-    const long blocks = to.blocks();
-    share_evenly(rows * blocks, [&](long i) {
-        const long row = i / blocks, index = i % blocks;
-        const long first = index * to.block, left = inputs - first;
-        round_block(x + row * ldx + first, left < to.block ? left : to.block, to, row, index);
-    });
+static inline void round_block_of(const T *x, long ldx, long inputs, long i, const Rounded &to) {
+    const long row = i / to.blocks(), index = i % to.blocks();
+    const long first = index * to.block, left = inputs - first;
+    round_block(x + row * ldx + first, left < to.block ? left : to.block, to, row, index);
 }
 
 // --- products -----------------------------------------------------------------------------------
