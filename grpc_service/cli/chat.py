@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.requests.text.truncation import choose_dropped, truncation_limits, without_messages
-from grpc_service.cli.client import break_note, explain, run_client
+from grpc_service.cli.client import break_note, explain, message_from, run_client
 from grpc_service.cli.generate import json_line, sampling_of
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
 from grpc_service.client import CallError, InvalidArgument, messages
@@ -190,13 +190,14 @@ class Conversation:
     def _answer(self, turns: Sequence[Turn], num_dropped: int) -> str:
         """Print the answer as it comes, after a note if messages were left out to make room for it.
         Return the text that has come, also when Ctrl-C ended the answer."""
-        stream = self._client.chat(
-            map(message_of, turns),
+        request = messages.GenerateRequest(
             model=self._args.model,
+            chat=messages.Chat(messages=map(message_of, turns)),
             sampling=self._sampling,
-            timeout=self._args.timeout,
-            on_break=break_note(self._args),
+            reasoning=message_from(messages.Reasoning, self._args),
         )
+        on_break = break_note(self._args)
+        stream = self._client.generate(request, timeout=self._args.timeout, on_break=on_break)
         printer = _Printer(is_json=self._args.json)
         try:
             with naming_files(turns):

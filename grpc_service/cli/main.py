@@ -230,6 +230,19 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "left out, with a note."
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    parser.add_argument(
+        "--reasoning",
+        dest="enabled",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model reasons before it answers (default: as its template does)",
+    )
+    parser.add_argument(
+        "--reasoning-budget",
+        dest="budget_tokens",
+        type=_number("count"),
+        metavar="N",
+        help="most tokens of reasoning; a sentence may end up to a quarter or 64 tokens later",
+    )
     _add_images(parser, "images (JPEG, PNG, WebP or GIF) that go before the first message")
     _add_sampling(parser)
     _add_client(parser, timeout_s=None)

@@ -7,7 +7,6 @@ made of several, and in "channels" the answer is messages in channels.
 import json
 import random
 import re
-import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +24,7 @@ from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.continuation import Continuation, ContinuedChoice
 from engine.requests.text.values import AnswerTokens, GenerateRequest, Tokens
-from engine.worker.load.resolve import resolve
+from tests.support.thinkers import KINDS, make_thinker
 
 ASK = [{"role": "user", "content": "Tell me a story."}]
 SCHEMA = {
@@ -41,41 +40,12 @@ FORMS = {
     "lark": (Constraint("lark", 'start: "yes" tail\ntail: /[!?]{2}/'), re.compile("yes[!?]{2}")),
     "choice": (Constraint("choice", "red\0green <b>"), re.compile("red|green <b>")),
 }
-THINKS = "{%- if add_generation_prompt -%}{{- '<think>\\n' -}}{%- endif -%}"
-# What stands in the place of the model's own special tokens, and behind its template.
-KINDS = {
-    "text": ({}, THINKS),
-    "tokens": ({"<|pad|>": "</think>", "<|system|>": "<think>"}, THINKS),
-    "tokens, not opened": ({"<|pad|>": "</think>", "<|system|>": "<think>"}, "{#</think>#}"),
-    "channels": (
-        {
-            "<|pad|>": "<|channel|>",
-            "<|system|>": "<|start|>",
-            "<|user|>": "<|message|>",
-            "<|assistant|>": "<|call|>",
-        },
-        "{{- '<|start|>assistant<|channel|>analysis<|message|>' -}}",
-    ),
-}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def directory(request, tmp_path_factory):
     """Return the shipped model with a template that thinks."""
-    renamed, behind = KINDS[request.param]
-    made = tmp_path_factory.mktemp("thinker") / request.param.split(",")[0]
-    shutil.copytree(resolve("demo-stories").directory, made)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        text = (made / name).read_text()
-        for own, marker in renamed.items():
-            text = text.replace(own, marker)
-        (made / name).write_text(text)
-    config = json.loads((made / "tokenizer_config.json").read_text())
-    config["chat_template"] += behind
-    (made / "tokenizer_config.json").write_text(json.dumps(config))
-    own = json.loads((made / "generation_config.json").read_text())
-    (made / "generation_config.json").write_text(json.dumps(own | {"eos_token_id": [1]}))
-    return made
+    return make_thinker(tmp_path_factory.mktemp("thinker"), request.param)
 
 
 def engine(directory, **config):
@@ -110,8 +80,8 @@ def is_valid(text, judge):
 
 def opened(directory):
     """Return the settings with which the answer begins with reasoning."""
-    is_open = "<think>" in (directory / "tokenizer_config.json").read_text().split("template")[1]
-    return {} if is_open or directory.name == "channels" else {"reasoning": {"enabled": True}}
+    template = (directory / "tokenizer_config.json").read_text()
+    return {"reasoning": {"enabled": True}} if "{#</think>#}" in template else {}
 
 
 async def test_a_greedy_thought_is_the_same_up_to_its_budget(directory):
