@@ -19,7 +19,8 @@ from engine.core.common.types import EndReason
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.answers.choice_parser import parser_of
-from engine.requests.text.answers.format import detect_format
+from engine.requests.text.answers.dialects import DIALECTS, dialect_named
+from engine.requests.text.answers.format import AnswerFormat, detect_format
 from engine.requests.text.answers.tool_grammar import tool_constraint
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import AnswerTokens, GenerateRequest, Tokens
@@ -27,6 +28,7 @@ from engine.worker.sampling.constraint_compiler import ConstraintCompiler
 from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.checkpoints.text import EOS
 from tests.support import toy_tokenizers
+from tests.support.dialect_turns import FAMILIES, draw
 from tests.support.model_zoo import Zoo
 
 SCHEMAS = {
@@ -51,6 +53,12 @@ TOOLS = [
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
 MARKERS += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>")
 MARKERS += ("<|end|>", "<|constrain|>", "<|call|>", "[THINK]", "[/THINK]")
+MARKERS += tuple(
+    marker
+    for dialect in DIALECTS
+    for marker in dialect.markers
+    if marker not in MARKERS and marker[0] + marker[-1] in ("<>", "[]")
+)
 TEMPLATES = {
     "hermes": "<tool_call></tool_call>",
     "hermes, reasoning": "<think></think><tool_call></tool_call>",
@@ -61,6 +69,13 @@ TEMPLATES = {
     "mistral, named": "[TOOL_CALLS][ARGS]",
     "mistral, named with ids": "[TOOL_CALLS][CALL_ID][ARGS]",
     "channels": "<|start|><|channel|><|message|>",
+    **{
+        dialect.name: " ".join(dialect.signs[0])
+        for dialect in DIALECTS
+        if dialect.name not in ("channels", "hermes", "llama", "mistral")
+    },
+    "glm, reasoning": "</think><arg_key>",
+    "minimax-m2, reasoning": "</think><minimax:tool_call>",
 }
 
 
@@ -157,12 +172,123 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
     assert named == ({only} if only else set(SCHEMAS))
 
 
+def with_short_texts(schema):
+    """Return a drawn schema in which a random walk comes to the end of every string and array."""
+    if isinstance(schema, dict):
+        short = {key: with_short_texts(value) for key, value in schema.items()}
+        bounds = {"string": {"minLength": 1, "maxLength": 5}, "array": {"maxItems": 2}}
+        kind = short.get("type")
+        if "enum" not in short and isinstance(kind, str):
+            short |= bounds.get(kind, {})
+        return short
+    return [with_short_texts(one) for one in schema] if isinstance(schema, list) else schema
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drawn_schemas_are_kept_in_every_dialect(compiler, name):
+    """Nested schemas, of which some properties are required."""
+    tokenizer, grammars = compiler
+    family = FAMILIES[name]
+    dialect = dialect_named(family.dialect)
+    num_calls, lead = 0, ()
+    if dialect.has_channels:  # a random walk would never end the reasoning
+        lead = tokenizer.encode("<|channel|>commentary", add_special_tokens=False)
+    for seed in range(10):
+        drawn, _ = draw(family, seed)
+        functions = with_short_texts(drawn)
+        for schema in functions.values():
+            schema["required"] = sorted(schema["properties"])[::2]
+            schema["additionalProperties"] = False
+        form = AnswerFormat(dialect, functions, has_channels=dialect.has_channels)
+        tools = [
+            {"function": {"name": called, "parameters": own}} for called, own in functions.items()
+        ]
+        constraint = tool_constraint(tools, "", form, tokenizer.added_id_of)
+        grammars.compile(constraint)
+        for begin in range(3):
+            tokens = walk(grammars.start(constraint), 10 * seed + begin, lead)
+            written = tokenizer.decode(tokens, skip_special_tokens=False)
+            text, reasoning, calls = parse(form, written)
+            assert (text, reasoning) == ("", ""), written
+            assert calls, written
+            num_calls += len(calls)
+            for call in calls:
+                arguments = json.loads(call.arguments_json)
+                validator = jsonschema.Draft202012Validator(functions[call.name])
+                assert validator.is_valid(arguments), (written, functions[call.name])
+        grammars.forget(constraint)
+    assert num_calls >= 30
+
+
+REQUIRED = {"type": "object", "required": ["a"]}
+EXACT = {
+    "pattern": {"type": "string", "pattern": "^[a-c]{2,3}$"},
+    "part of a pattern": {"type": "string", "pattern": "a/b", "maxLength": 6},
+    "numbers": {"type": "number", "minimum": 2, "exclusiveMaximum": 4},
+    "text or null": {"type": ["string", "null"], "maxLength": 5},
+    "anything short": {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 2}]},
+    "mixed values": {"enum": ["a", 'b "c"', 3, None]},
+    "a list": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+    "itself": {"$ref": "#/$defs/Tree"},
+    "not named": None,
+}
+TREE = {
+    "type": "object",
+    "properties": {
+        "leaf": {"type": "boolean"},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/Tree"}]},
+    },
+    "required": ["next"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("what", EXACT)
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "gemma", "hermes"])
+def test_a_value_has_what_its_schema_asks_for(compiler, name, what):
+    tokenizer, grammars = compiler
+    properties = {} if EXACT[what] is None else {"a": EXACT[what]}
+    if EXACT[what] is None and name != "pythonic":
+        properties = {"a": {"maxLength": 4, "type": ["string", "integer"]}}
+    schema = {**REQUIRED, "properties": properties, "$defs": {"Tree": TREE}}
+    if EXACT[what] is None and name == "pythonic":
+        schema["required"] = []
+    form = AnswerFormat(dialect_named(name), {"f": schema})
+    tool = {"name": "f", "parameters": schema}
+    constraint = tool_constraint([tool], "f", form, tokenizer.added_id_of)
+    grammars.compile(constraint)
+    for seed in range(12):
+        tokens = walk(grammars.start(constraint), seed, ())
+        written = tokenizer.decode(tokens, skip_special_tokens=False)
+        _, _, [call] = parse(form, written)
+        arguments = json.loads(call.arguments_json)
+        assert jsonschema.Draft202012Validator(schema).is_valid(arguments), written
+    grammars.forget(constraint)
+
+
+@pytest.mark.parametrize(
+    ("own", "what"),
+    [
+        ({"type": "string", "format": "date"}, "format"),
+        ({"allOf": [{"type": "string"}]}, "allOf"),
+        ({"type": "string", "not": {"const": "a"}}, "not"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma", "pythonic"])
+def test_what_a_dialect_cannot_enforce_is_refused_by_name(name, own, what):
+    schema = {"type": "object", "properties": {"a": own}}
+    form = AnswerFormat(dialect_named(name), {"f": schema})
+    tool = {"name": "f", "parameters": schema}
+    with pytest.raises(Unsupported, match=what) as caught:
+        tool_constraint([tool], "f", form, lambda _: None)
+    assert caught.value.field == "chat.tools[0].parameters"
+
+
 def test_a_format_that_is_not_known_cannot_be_enforced():
-    for template in ("", "<tool_call>\n<function=name>", "<tool_call>name\n<arg_key>"):
-        form = detect_format(template, functions=SCHEMAS, prompt="")
-        with pytest.raises(Unsupported, match=r"^chat\.tool_choice cannot be enforced") as caught:
-            tool_constraint(TOOLS, "", form, lambda _: None)
-        assert caught.value.field == "chat.tool_choice"
+    form = detect_format("", functions=SCHEMAS, prompt="")
+    with pytest.raises(Unsupported, match=r"^chat\.tool_choice cannot be enforced") as caught:
+        tool_constraint(TOOLS, "", form, lambda _: None)
+    assert caught.value.field == "chat.tool_choice"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from engine.requests.text.answers.dialects import (
 )
 from engine.requests.text.answers.reader import NAME_CHARS_MAX
 from engine.requests.text.answers.reasoning_grammar import lead_rules, literal, marker
+from engine.requests.text.answers.value_grammar import SPACING, ValueGrammar
 from engine.requests.text.chat_values import function_of
 from engine.requests.text.values import MAX_CONSTRAINT_CHARS
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     Tool = Mapping[str, Any]
 
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS = frozenset({"type", "properties"})  # the keys of a schema without arguments
 PLAIN_NAME = re.compile(rf"[\w.-]{{1,{NAME_CHARS_MAX}}}")
 
@@ -130,10 +130,12 @@ class _Grammar:
         if part.kind == "arguments":
             self.rules.append(f"a{index}: {_arguments(index, function)}")
             return f"a{index}"
-        raise Unsupported(
-            f"chat.tool_choice cannot be enforced yet in the dialect {self._dialect.name}",
-            field="chat.tool_choice",
-        )
+        schema = _schema_of(index, function)
+        field = f"chat.tools[{index}].parameters"
+        values = ValueGrammar(form, schema, f"v{index}", field, self._find_id)
+        right = values.parameters() if part.kind == "parameters" else values.keywords()
+        self.rules += [f"a{index}: {right}", *values.rules]
+        return f"a{index}"
 
     def _object(self, index: int, function: Tool) -> str:
         """Return how the object of a call is written."""
@@ -174,13 +176,19 @@ def _check_name(index: int, name: str) -> None:
 def _arguments(index: int, function: Tool) -> str:
     """Return the right side of the grammar's rule for a function's arguments: an object that the
     function's schema accepts, and an empty object without a schema."""
-    schema = function.get("parameters") or {}
-    field = f"chat.tools[{index}].parameters"
-    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise InvalidRequest.of(field, "must be the schema of an object")
+    schema = _schema_of(index, function)
     if not schema.get("properties") and schema.keys() <= NO_ARGUMENTS:
         return '"{}"'
     try:
         return "%json " + json.dumps({"type": "object", **schema, "x-guidance": SPACING})
     except (TypeError, ValueError):
-        raise InvalidRequest.of(field, "is not JSON") from None
+        raise InvalidRequest.of(f"chat.tools[{index}].parameters", "is not JSON") from None
+
+
+def _schema_of(index: int, function: Tool) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments."""
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        field = f"chat.tools[{index}].parameters"
+        raise InvalidRequest.of(field, "must be the schema of an object")
+    return schema
