@@ -8,6 +8,7 @@ written when, and how an answer ends.
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import trio
@@ -20,10 +21,11 @@ from engine.requests.image_generation.values import DrawingFinished, DrawRequest
 from engine.requests.stream import RequestStream
 from engine.requests.text.values import GenerateRequest
 from grpc_service.access.unread_calls import UnreadCalls
+from grpc_service.openai.connection import HttpConnection
 from grpc_service.openai.door import Access, Answers, Door, Route
 from grpc_service.openai.work import Context, WholeEncoder, Work
+from grpc_service.rpc.connection import Shared
 from grpc_service.rpc.errors import Disconnected
-from grpc_service.rpc.held_bytes import Holder
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
@@ -69,10 +71,10 @@ class LeavingCall(SimulatedCall):
 
 
 class HttpClient(SimulatedConnection):
-    """A client's connection with one request. It is also the stream of the connection, whose bytes
-    wait in the server until the client takes them. ``may_fail``: writes have drawn bugs."""
+    """A client with one request on a connection. It is also the stream of the connection, whose
+    bytes wait in the server until the client takes them. ``may_fail``: writes have drawn bugs."""
 
-    peer, address = "ipv4:127.0.0.1:5", "127.0.0.1"
+    connection: "ClientConnection"  # set when the request is on its way
 
     def __init__(
         self,
@@ -89,11 +91,6 @@ class HttpClient(SimulatedConnection):
         self.reader = reader
         self.may_fail = may_fail
         self.call = LeavingCall(self, reader, unread_calls, is_window_closed)
-        self.stream = self
-        self.holder = Holder(self.address)
-        self.shared: Any = None
-        self.arrivals: set[Any] = set()
-        self.num_calls = 0
         self.has_begun = trio.Event()  # the engine has the request
         self.has_ended = trio.Event()
         self.is_broken = self.has_left = False
@@ -137,7 +134,7 @@ class HttpClient(SimulatedConnection):
         }
         try:
             with self._scope:
-                await door(scope, self.receive, self.send, cast("Any", self))
+                await door(scope, self.receive, self.send, self.connection)
         finally:
             self.reader.has_left |= not self.has_ended.is_set()
             self.has_ended.set()
@@ -184,7 +181,7 @@ class HttpClient(SimulatedConnection):
         else:
             self._unsent.extend(body)
 
-    # ---- the connection, and its stream
+    # ---- the connection's stream
 
     @property
     def is_clear(self) -> bool:
@@ -212,6 +209,29 @@ class HttpClient(SimulatedConnection):
         self.is_broken = self.reader.has_left = True
         self._unsent.clear()
         self._scope.cancel(reason="the connection is cut")
+
+
+class ClientConnection(HttpConnection):
+    """A client's connection as the door has it. Its output goes to the client itself."""
+
+    def __init__(self, shared: Shared, client: HttpClient) -> None:
+        transport = SimpleNamespace(limit_unsent=lambda num_bytes: None)
+        super().__init__(shared, cast("Any", transport), "ipv4:127.0.0.1:5")
+        self.stream = cast("Any", client)
+        self._client = client
+
+    @property
+    def is_being_read(self) -> bool:
+        """False: a client that waits does not read."""
+        return False
+
+    def cut(self) -> None:
+        """End the connection."""
+        self._client.cut()
+
+    def write_now(self, data: Any) -> bool:
+        """Have the client take a part, or return False."""
+        return self._client.write_now(data)
 
 
 class Front:
@@ -255,7 +275,7 @@ class Front:
 
     def take(self, client: HttpClient) -> None:
         """Expect the request of a client."""
-        client.shared = self._shared
+        client.connection = ClientConnection(self._shared, client)
         self._clients[client.number] = client
 
     def _decode(self, body: dict[str, Any], context: Context) -> Work:
