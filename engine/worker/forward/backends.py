@@ -165,7 +165,7 @@ def prepare(
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
     ``recurrent`` is the class of its recurrent layers, which adapters cannot change if stock.
     ``layers`` packs the layers of a compiled model that are in blocks, and ``note`` gets the bytes
-    of each stored weight that is packed.
+    of each weight in a file that is packed.
 
     Raises:
         Refusal: weights with ``quantization`` need compiled kernels and a compiled decoder,
@@ -192,8 +192,9 @@ def prepare(
             why = f"{quantization} weights need the compiled decoder, and {error}"
             raise Refusal(why) from error
         model = _expanded(model)
-        module = pack_linears(model.module, backend, model.dtype)
-        why = f"{name} runs stock with compiled attention and products ({kind}): {error}"
+        module = pack_linears(model.module, backend, model.dtype, note)
+        what = f", {model.quantization} weights" if model.is_narrow else ""
+        why = f"{name} runs stock with compiled attention and products ({kind}{what}): {error}"
         stock = StockAdapters(module, model.dtype, model.device, places, head)
         return _logged(Execution(_with(model, module), backend, why, stock))
     packed = packed_places(parts, model.module)
@@ -214,6 +215,8 @@ def prepare(
 def _expanded(model: LoadedModel) -> LoadedModel:
     """Return ``model`` with its weights of 8 or 4 bits in its dtype."""
     expand_deferred(model.module, model.dtype, model.device)
+    if model.is_narrow:
+        return model
     form = model.quantization.removesuffix(" (experts expanded)")
     return replace(model, quantization=f"{form} (expanded)" if form else "")
 

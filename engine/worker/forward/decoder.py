@@ -331,10 +331,16 @@ def _check_rotaries(parts: DecoderParts) -> None:
 class PackedLinear(torch.nn.Module):
     """A `torch.nn.Linear` computed by the compiled kernels. It takes the stock layer's weight."""
 
-    def __init__(self, stock: torch.nn.Linear, backend: NativeBackend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        stock: torch.nn.Linear,
+        backend: NativeBackend,
+        dtype: torch.dtype,
+        note: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__()
         self._backend = backend
-        self._packer = packer = Packer(backend.library, dtype)
+        self._packer = packer = Packer(backend.library, dtype, note=note)
         self._linear = packer.linear([stock])
         self._outputs = stock.out_features
         self.packed = torch.nn.Parameter(packer.packed[0], requires_grad=False)
@@ -361,9 +367,13 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack_linears(
-    module: torch.nn.Module, backend: NativeBackend, dtype: torch.dtype
+    module: torch.nn.Module,
+    backend: NativeBackend,
+    dtype: torch.dtype,
+    note: Callable[[int], None] | None = None,
 ) -> torch.nn.Module:
-    """Pack the linear layers of ``module`` one after another and return it. A layer that shares its
+    """Pack the linear layers of ``module`` one after another and return it. ``note`` gets the bytes
+    of each weight that was still in its file. A layer that shares its
     weight with another part (a tied head) is not packed: its weight would be stored twice."""
     seen: dict[int, int] = {}
     for submodule in module.modules():
@@ -371,8 +381,9 @@ def pack_linears(
             seen[id(parameter)] = seen.get(id(parameter), 0) + 1
     for owner in list(module.modules()):
         for name, child in list(owner.named_children()):
-            if type(child) is torch.nn.Linear and seen[id(child.weight)] == 1:
-                setattr(owner, name, PackedLinear(child, backend, dtype))
+            is_deferred = child.__dict__.get("stored") is not None
+            if type(child) is torch.nn.Linear and (is_deferred or seen[id(child.weight)] == 1):
+                setattr(owner, name, PackedLinear(child, backend, dtype, note))
     return module
 
 

@@ -35,6 +35,7 @@ from engine.worker.quantized.weight import (
     GROUP,
     ROUNDED,
     Form,
+    NarrowLater,
     RoundedLater,
     defer,
 )
@@ -43,7 +44,7 @@ from engine.worker.skeleton.division_plans import is_one_expert
 from engine.worker.skeleton.modules import Skeleton
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from engine.worker.load.architectures import Architecture
@@ -144,11 +145,13 @@ def weight_bytes(
     quantization: str,
     *,
     is_compiled: bool = True,
+    narrow: Collection[str] = (),
 ) -> int:
     """Return the memory for a checkpoint's weights by the headers, without padding. Weights of 16
-    bits stay so in a compiled model (`stays_narrow`). Weights of 8 or 4 bits are expanded in a
-    model that does not run compiled, and in the joined experts of a stock module. A head that the
-    config ties counts once, because such a copy is the embedding's in all but damaged files."""
+    bits stay so in a skeleton that is compiled, and those named in ``narrow``. Weights of 8 or 4
+    bits are expanded in a model that does not run compiled, and in the joined experts of a stock
+    module. A head that the config ties counts once, because such a copy is the embedding's in all
+    but damaged files."""
     is_skeleton = isinstance(config, SkeletonConfig)
     total = 0
     for tensor in checkpoint.tensors.values():
@@ -159,17 +162,33 @@ def weight_bytes(
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
             form = Form(8 if is_end else ROUNDED[quantization], GROUP)
-        is_narrow = is_compiled and is_skeleton and stays_narrow(tensor, dtype)
+        may_stay = (is_compiled and is_skeleton) or tensor.name in narrow
+        is_narrow = may_stay and stays_narrow(tensor, dtype)
         size = torch.float16.itemsize if is_narrow else dtype.itemsize
         total += form.num_bytes(tensor.shape) if form else prod(tensor.shape) * size
     return total
 
 
 def stays_narrow(tensor: StoredTensor, dtype: torch.dtype) -> bool:
-    """Return whether a compiled model that computes in ``dtype`` keeps a weight in its own 16 bits:
-    kernels widen it to float32 exactly, in registers."""
+    """Return whether compiled products in ``dtype`` take a weight in its own 16 bits: kernels widen
+    it to float32 exactly, in registers."""
     is_narrow = FLOAT_SIZES.get(tensor.dtype) == torch.float16.itemsize
     return is_narrow and len(tensor.shape) == 2 and dtype is torch.float32
+
+
+def narrow_linears(architecture: Architecture, config: Any) -> frozenset[str]:
+    """Return the names of a stock module's weights that compiled products take as they are stored:
+    those of linear layers that share them with no other part. A name may lack the base model's
+    prefix in a checkpoint, so that both forms are there.
+
+    Raises:
+        Refusal: The config does not describe such a model.
+    """
+    module = build_empty(architecture, config)
+    tied = {name for pair in module.all_tied_weights_keys.items() for name in pair}
+    names = {f"{n}.weight" for n, child in module.named_modules() if type(child) is torch.nn.Linear}
+    prefix = f"{module.base_model_prefix}."
+    return frozenset(own for n in names - tied for own in (n, n.removeprefix(prefix)))
 
 
 def _is_tied_copy(tensor: StoredTensor, checkpoint: Checkpoint, config: Any) -> bool:
@@ -189,10 +208,12 @@ def load_model(
     device: torch.device,
     progress: Callable[[LoadProgress], None],
     quantization: str = "none",
+    narrow: Collection[str] = (),
 ) -> LoadedModel:
     """Build the model and give it the open checkpoint's weights. With a `SkeletonConfig`, the
     module is a `Skeleton`, which must be compiled to run. With ``quantization``, the weights of
-    linear layers and embeddings are left in their files, to be rounded when they are packed.
+    linear layers and embeddings are left in their files, to be rounded when they are packed; so are
+    those of 16 bits that ``narrow`` names (`narrow_linears`), to be packed as they are.
 
     Raises:
         Refusal: The checkpoint does not fit the model (Rule 1), or is quantised.
@@ -202,7 +223,7 @@ def load_model(
     module = _build_empty(architecture, config)
     if _has_narrow_experts(module, dtype):
         module.set_experts_implementation("eager")
-    fill(module, checkpoint, dtype, device, progress, quantization)
+    fill(module, checkpoint, dtype, device, progress, quantization, narrow)
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     form = checkpoint.quantization if quantization == "none" else quantization
     has_small_experts = any(
@@ -210,9 +231,11 @@ def load_model(
     )
     if has_small_experts and not isinstance(module, Skeleton):
         form += " (experts expanded)"
-    narrow = [p for p in module.parameters() if p.dtype is not dtype]
-    if narrow and not form:
-        form = _name_of(max(narrow, key=torch.Tensor.numel).dtype)
+    later = [child.__dict__.get("stored") for child in module.modules()]
+    kept = [p for p in module.parameters() if p.dtype is not dtype]
+    kept += [stored() for stored in later if isinstance(stored, NarrowLater)]
+    if kept and not form:
+        form = _name_of(max(kept, key=torch.Tensor.numel).dtype)
     return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
 
@@ -223,13 +246,14 @@ def fill(
     device: torch.device,
     progress: Callable[[LoadProgress], None],
     quantization: str = "none",
+    narrow: Collection[str] = (),
 ) -> None:
     """Give a module on the meta device its weights and buffers.
 
     Raises:
         Refusal: as `load_model`.
     """
-    deferred = _assign_weights(module, checkpoint, dtype, device, progress, quantization)
+    deferred = _assign_weights(module, checkpoint, dtype, device, progress, quantization, narrow)
     _compute_buffers(module, device)
     for name, stored in deferred.items():
         defer(_owner(module, name), stored, dtype)
@@ -297,7 +321,8 @@ def _assign_weights(
     device: torch.device,
     progress: Callable[[LoadProgress], None],
     quantization: str,
-) -> dict[str, Callable[[], QuantizedWeight]]:
+    narrow: Collection[str],
+) -> dict[str, Callable[[], QuantizedWeight | torch.Tensor]]:
     """Assign the checkpoint's tensors to the parameters, after every check of Rule 1. Return the
     functions that read the weights that stay in their files, by the parameters' names.
 
@@ -309,11 +334,16 @@ def _assign_weights(
     sources = _find_sources(expected, tied, checkpoint, module.base_model_prefix)
     bytes_total = sum(s.num_bytes for parts in sources.values() for s in parts)
     bytes_done = 0
-    deferred: dict[str, Callable[[], QuantizedWeight]] = {}
+    deferred: dict[str, Callable[[], QuantizedWeight | torch.Tensor]] = {}
     for index, (name, parts) in enumerate(sources.items()):
         progress(LoadProgress("weights", bytes_done, bytes_total, index, len(sources)))
         own_bytes = sum(part.num_bytes for part in parts)
-        stored = _stored(module, name, parts, checkpoint, quantization)
+        stored: Callable[[], QuantizedWeight | torch.Tensor] | None
+        if quantization == "none" and _is_narrow(parts, narrow, dtype):
+            checkpoint.check_finite(parts[0].name)
+            stored = NarrowLater(checkpoint.read(parts[0].name))
+        else:
+            stored = _stored(module, name, parts, checkpoint, quantization)
         if stored is not None:
             deferred[name] = stored
             _owner(module, name).stored_bytes = own_bytes  # counted once it is packed
@@ -344,6 +374,12 @@ def _assign_weights(
     _tie(module, tied, sources, deferred)
     progress(LoadProgress("weights", bytes_done, bytes_total, len(sources), len(sources)))
     return deferred
+
+
+def _is_narrow(
+    parts: tuple[StoredTensor, ...], narrow: Collection[str], dtype: torch.dtype
+) -> bool:
+    return len(parts) == 1 and parts[0].name in narrow and stays_narrow(parts[0], dtype)
 
 
 def _stored(
@@ -434,7 +470,7 @@ def _tie(
     module: Any,
     tied: dict[str, str],
     sources: dict[str, tuple[StoredTensor, ...]],
-    deferred: dict[str, Callable[[], QuantizedWeight]],
+    deferred: dict[str, Callable[[], QuantizedWeight | torch.Tensor]],
 ) -> None:
     """Share the parameters that the config ties. If both of a pair are stored and differ, both
     stay, as in transformers."""

@@ -253,7 +253,21 @@ class RoundedLater:
     __hash__ = object.__hash__
 
 
-def defer(layer: Any, stored: Callable[[], QuantizedWeight], dtype: torch.dtype) -> None:
+class NarrowLater:
+    """Reads a float weight of 16 bits from its mapped file, to be packed as it is."""
+
+    def __init__(self, stored: torch.Tensor) -> None:
+        self._stored = stored
+        self.dtype = stored.dtype
+
+    def __call__(self) -> torch.Tensor:
+        """Return the weight."""
+        return self._stored
+
+
+def defer(
+    layer: Any, stored: Callable[[], QuantizedWeight | torch.Tensor], dtype: torch.dtype
+) -> None:
     """Leave a layer's weight in its file until it is packed or expanded. Until then the layer,
     a torch.nn.Linear or an Embedding, computes zeros of the right shape in ``dtype``, which is all
     that `engine.worker.load.probe` needs."""
@@ -268,10 +282,10 @@ def _zeros(given: torch.Tensor, *, width: int, dtype: torch.dtype, is_linear: bo
     return torch.zeros((*shape, width), dtype=dtype, device=given.device)
 
 
-def weight_of(layer: Any) -> torch.Tensor | Callable[[], QuantizedWeight]:
+def weight_of(layer: Any) -> torch.Tensor | Callable[[], QuantizedWeight | torch.Tensor]:
     """Return a layer's weight, or the function that reads it from its file. Layers that share a
     weight return the same object."""
-    stored: Callable[[], QuantizedWeight] | None = getattr(layer, "stored", None)
+    stored: Callable[[], QuantizedWeight | torch.Tensor] | None = getattr(layer, "stored", None)
     return layer.weight if stored is None else stored
 
 
@@ -283,11 +297,12 @@ def release(layer: Any) -> None:
 
 
 def expand_deferred(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every deferred layer its weight in ``dtype``, for a model that runs stock."""
+    """Give every deferred layer of 8 or 4 bits its weight in ``dtype``, for a model that runs
+    stock."""
     expanded: dict[int, torch.nn.Parameter] = {}
     for layer in module.modules():
         stored = layer.__dict__.get("stored")
-        if stored is None:
+        if stored is None or isinstance(stored, NarrowLater):
             continue
         if id(stored) not in expanded:
             value = stored().expand().to(device=device, dtype=dtype)

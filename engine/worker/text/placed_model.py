@@ -37,10 +37,16 @@ from engine.worker.load.architectures import context_limit, layer_shapes
 from engine.worker.load.devices import pick_dtype
 from engine.worker.load.division import pick_rank_device
 from engine.worker.load.generation_config import read_generation
-from engine.worker.load.loader import load_model, weight_bytes
+from engine.worker.load.loader import (
+    load_model,
+    narrow_linears,
+    stays_narrow,
+    weight_bytes,
+)
 from engine.worker.load.probe import probe
 from engine.worker.load.recurrent import RECURRENT, state_shapes
 from engine.worker.load.refusal import Refusal
+from engine.worker.skeleton.config import SkeletonConfig
 from engine.worker.text.files import open_files
 from engine.worker.text.warmup import workspace_bytes
 from engine.worker.tokenizing.tokenizer import tokenizer_bytes
@@ -73,7 +79,8 @@ class Sizes:
     reservation of memory, the load and ``triolet inspect`` all compute with these sizes.
 
     ``dtype`` is what the model computes with, and ``kv_dtype`` what its KV pool holds.
-    ``objection`` says why the model does not run compiled; empty if it does."""
+    ``objection`` says why the model does not run compiled; empty if it does. ``narrow`` are weights
+    of 16 bits that a module of transformers keeps so (`narrow_linears`)."""
 
     device: torch.device
     architecture: Architecture
@@ -87,6 +94,7 @@ class Sizes:
     pool: PoolSize
     stored: str
     file_bytes: int
+    narrow: frozenset[str]
 
     def inspection(self, spec: RunnerSpec) -> Inspection:
         """Return what the model is and what its parts will need, for people and the reservation."""
@@ -185,8 +193,9 @@ def _sizes(
     )
     if objection and spec.quantization != "none":
         raise Refusal(f"{spec.quantization} weights need the compiled decoder, and {objection}")
+    narrow = _narrow_weights(found, whole, device, dtype, shapes)
     num_bytes = weight_bytes(
-        checkpoint, config, dtype, spec.quantization, is_compiled=not objection
+        checkpoint, config, dtype, spec.quantization, is_compiled=not objection, narrow=narrow
     )
     limit = context_limit(config, spec.max_model_len)
     kv_dtype = pick_kv_dtype(spec, dtype, checkpoint.main_dtype)
@@ -204,8 +213,24 @@ def _sizes(
         pool,
         whole.stored,
         whole.file_bytes,
+        narrow,
     )
     return sizes, checkpoint
+
+
+def _narrow_weights(
+    found: tuple[Architecture, Any],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[LayerShape],
+) -> frozenset[str]:
+    """Return the weights that a module of transformers keeps in 16 bits for compiled products."""
+    has_any = any(stays_narrow(tensor, dtype) for tensor in checkpoint.tensors.values())
+    if isinstance(found[1], SkeletonConfig) or not has_any:
+        return frozenset()
+    has_products = not objection_to_kernels(device, dtype, shapes)
+    return narrow_linears(*found) if has_products else frozenset()
 
 
 class _Counted:
@@ -269,6 +294,7 @@ def place(
                     device=device,
                     progress=counted,
                     quantization=spec.quantization,
+                    narrow=sizes.narrow if chosen is None else (),
                 )
             division.complete(model, source.directory)
         recurrence = RECURRENT[architecture.name] if sizes.states else None
