@@ -426,3 +426,38 @@ async def test_a_tokenizers_refusal_of_a_chat_names_the_chat(engine):
     with pytest.raises(InvalidRequest) as caught:
         await engine.tokenize("", chat=Messages(lone))
     assert [violation.field for violation in caught.value.violations] == ["chat"]
+
+
+@pytest.mark.parametrize("num_read", range(9))
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_cancel_in_any_phase_of_the_reasoning_frees_everything(num_read, budget):
+    """While the form compiles, in the reasoning, at its forced end, and in the form."""
+    script = FakeScript(chat_template=TEMPLATE, answer_opening="<think>")
+    script.markers = {900: "<think>", 901: "</think>"}
+    script.compile = lambda constraint: script.sleep(0.05)
+    request = GenerateRequest(
+        chat=Messages(ASK),
+        n=2,
+        constraint=Constraint("regex", "form"),
+        reasoning={"budget_tokens": budget},
+        sampling=SamplingParams(max_tokens=12, seed=1),
+    )
+
+    async def body(engine):
+        tokens = ([], [])
+        with trio.move_on_after(0.04 if num_read == 0 else 9):
+            async with engine.generate(request) as stream:
+                async for event in stream:
+                    if isinstance(event, Tokens):
+                        tokens[event.choice].extend(event.token_ids)
+                    if sum(map(len, tokens)) >= num_read > 0:
+                        break
+        await engine.wait_idle()
+        for own in tokens:
+            assert 901 not in own[:budget]
+            assert own[budget : budget + 1] in ([], [901])
+        events = await events_of(engine, request)
+        ends = [event for event in events if isinstance(event, Finished)]
+        assert [end.usage.reasoning_tokens for end in ends] == [budget] * 2
+
+    run(body, script)

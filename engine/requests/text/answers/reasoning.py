@@ -51,7 +51,8 @@ def switch_of(template: str) -> str:
     code = "\n".join(_QUOTED.sub("''", tag) for tag in _TAG.findall(template))
     for name in SWITCHES:
         is_set = re.search(rf"\bset\s+{name}\s*=", code)
-        is_asked = re.search(rf"(?<![\w.]){name}\s+is\s+(?:not\s+)?(?:un)?defined\b", code)
+        asks = rf"(?<![\w.]){name}\s*(?:\s+is\s+(?:not\s+)?(?:un)?defined\b|\|\s*default\b)"
+        is_asked = re.search(asks, code)
         if is_asked or (not is_set and re.search(rf"(?<![\w.]){name}\b(?!\s*=[^=])", code)):
             return name
     return ""
