@@ -155,6 +155,22 @@ def test_a_call_that_the_request_demands_is_a_constraint_of_its_answer():
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE, compile=compiled.append))
 
 
+def test_a_gateways_structural_tag_is_compiled_as_a_grammar():
+    compiled = []
+    tag = '{"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}'
+    constraint = Constraint("structural_tag", tag)
+
+    async def body(engine):
+        for asked in ({"text": "hi"}, {"token_ids": (1, 2)}, {"chat": Messages(ASK)}):
+            for reasoning in (None, True, False):
+                form = replace(constraint, reasoning=reasoning)
+                await events_of(engine, GenerateRequest(**asked, constraint=form))
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE, compile=compiled.append))
+    assert {one.kind for one in compiled} == {"lark"}
+    assert all('"ab"' in one.source for one in compiled)
+
+
 @pytest.mark.parametrize("num_chars", [1, 9000])
 def test_the_grammar_of_large_tools_is_made_in_a_thread(num_chars, monkeypatch):
     """Red if the loop makes it: a megabyte of schemas would stop every stream."""

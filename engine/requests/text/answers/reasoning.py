@@ -19,6 +19,7 @@ from engine.requests.text.answers.format import (
     detect_format,
 )
 from engine.requests.text.answers.reasoning_grammar import lead_rules, marker
+from engine.requests.text.answers.structural_tags import translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +104,8 @@ def answer_of(
         Unsupported: the model does not reason, and the request says how it is to reason.
         InvalidRequest: the request bans the end of the reasoning, which it bounds.
     """
-    options, constraint, chat = request.reasoning, request.constraint, request.chat
+    options, chat = request.reasoning, request.chat
+    constraint = translated(request.constraint, tokenizer.added_id_of)
     begun = "" if chat is None else chat.answer_begun
     if not form.reasons:
         if options.budget_tokens is not None or options.enabled:
