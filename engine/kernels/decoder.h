@@ -21,11 +21,11 @@ enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 // Mirrored by `engine.worker.forward.kernel_structs.Layer`.
 // A norm that the layer does not have is null. If ``is_norm_of_heads``, the norms of queries and
 // keys are those of each head; otherwise they are those of all heads together. The rotary embeddings
-// of queries and keys differ only in the factor of their cosines and sines. A layer with experts
-// has neither gate_up nor down. In one with a convolution, qkv is the product that gives its gates
-// and inputs, and there is no attention.
+// of queries and keys differ only in the factor of their cosines and sines. In a layer with experts,
+// gate_up and down are empty or, with ``shared_gate``, those of an expert that computes every row.
+// In one with a convolution, qkv gives its gates and inputs, and there is no attention.
 struct Layer {
-    Linear qkv, output, gate_up, down;
+    Linear qkv, output, gate_up, down, shared_gate;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;
     const float *query_norm, *key_norm;
     int64_t is_norm_of_heads, query_rotary, key_rotary;
@@ -109,7 +109,8 @@ static inline size_t most_rounded_bytes(const Model &model, long rows) {
     count(model.head, rows);
     for (long i = 0; i < model.num_layers; i++) {
         const Layer &layer = model.layers[i];
-        for (const Linear *one : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+        for (const Linear *one : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down,
+                                  &layer.shared_gate})
             count(*one, rows);
         if (!layer.experts.count) continue;
         const long places = rows * layer.experts.chosen;
@@ -440,10 +441,28 @@ static inline auto store_gated(const Model &model, long width, T *to, long depth
     };
 }
 
+// Adds the result of the expert that computes every row, whose first product is number ``product``,
+// to the branch. The memory of the other experts, which are done, has its outputs and shares.
+template <class T>
+static void add_shared(const Model &model, const Layer &layer, long rows, const Buffers<T> &has,
+                       Scratch &scratch, StepAdapters<T> &adapters, long product, bool is_last) {
+    float *outputs = has.routing.outputs, *shares = has.routing.scores;
+    linear(layer.gate_up, has.normed, has.normed_depth, rows, scratch,
+           store_gated(model, model.mlp, has.gated, has.gated_depth), adapters.of(product, is_last));
+    project(layer.down, has.gated, has.gated_depth, rows, outputs, scratch,
+            adapters.of(product + 1, is_last));
+    project<T>(layer.shared_gate, has.normed, has.normed_depth, rows, shares, scratch, nullptr);
+    share_evenly(rows, [&](long row) {
+        const float share = 1.0f / (1.0f + expf(-shares[row]));
+        float *to = has.branch + row * model.hidden;
+        for (long d = 0; d < model.hidden; d++) to[d] += share * outputs[row * model.hidden + d];
+    });
+}
+
 // Computes a layer's mixture of experts and adds it to the residual.
 template <class T>
 static void mix(const Model &model, const Layer &layer, long rows, const Buffers<T> &has,
-                Scratch &scratch) {
+                Scratch &scratch, StepAdapters<T> &adapters, long product, bool is_last) {
     const Experts &experts = layer.experts;
     const Routing<T> &own = has.routing;
     route(experts, has.normed, rows, own, scratch);
@@ -454,6 +473,8 @@ static void mix(const Model &model, const Layer &layer, long rows, const Buffers
     linear_of_experts(experts.down, experts, own.starts, places, own.gated, own.gated_depth, scratch,
                       store_sums(model.hidden, own.outputs));
     add_experts(experts, rows, model.hidden, own, has.branch);
+    if (layer.shared_gate.outputs)
+        add_shared(model, layer, rows, has, scratch, adapters, product, is_last);
     add_branch(model, rows, layer.after_mlp, has);
 }
 
@@ -507,7 +528,7 @@ static void run_layer(const Model &model, long index, const Step &step, const Bu
                adapters.of(product + 1, is_last));
     norm_rows(model, rows, has.residual, layer.before_mlp, has.normed, has.normed_depth);
     if (layer.experts.count) {
-        mix(model, layer, rows, has, scratch);
+        mix(model, layer, rows, has, scratch, adapters, product + 2, is_last);
         return;
     }
     linear(layer.gate_up, has.normed, has.normed_depth, rows, scratch,

@@ -152,6 +152,7 @@ def test_an_adapter_of_peft_gives_the_logits_of_pefts_unmerged_model(zoo, tmp_pa
     [
         ("qwen2", COMPILED, "all-linear"),
         ("qwen3_moe", COMPILED, ["q_proj", "o_proj", "lm_head"]),
+        ("qwen2_moe", COMPILED, ["q_proj", "gate_proj", "up_proj", "down_proj"]),
         ("phi3", COMPILED, ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]),
         ("gemma2", COMPILED, "all-linear"),
         ("granite", COMPILED, "all-linear"),

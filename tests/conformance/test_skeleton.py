@@ -144,6 +144,14 @@ PUBLISHED = {
     "SmolLM3, left out": published("SmolLM3ForCausalLM", num_hidden_layers=5),
     "Ministral": published("MinistralForCausalLM", head_dim=64, sliding_window=64,
                            rope_theta=100000000.0),
+    "Qwen1.5-MoE": published(
+        "Qwen2MoeForCausalLM", decoder_sparse_step=1, max_window_layers=21, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=96, shared_expert_intermediate_size=192,
+        norm_topk_prob=False, output_router_logits=False, router_aux_loss_coef=0.001,
+        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False),
+    "Qwen2-MoE, layers without": published(
+        "Qwen2MoeForCausalLM", num_experts=4, mlp_only_layers=[0], shared_expert_intermediate_size=
+        96, intermediate_size=96, norm_topk_prob=True, layer_types=["full_attention"] * 3),
     "Ministral 3": published(
         "Ministral3ForCausalLM", head_dim=64, sliding_window=None, pad_token_id=None,
         max_position_embeddings=262144, rope_parameters=MINISTRAL_ROPE),

@@ -108,9 +108,12 @@ def packed_places(parts: DecoderParts, module: Any) -> dict[str, PackedPlace]:
             first += size
         size = layer.output.out_features
         places[names[layer.output]] = PackedPlace(product + OUTPUT, ((0, 1, 0, size),))
-        if isinstance(layer.mlp, ExpertParts):  # as in peft, adapters do not change experts
-            continue
-        gate_up, down = layer.mlp.gate_up, layer.mlp.down
+        mlp = layer.mlp
+        if isinstance(mlp, ExpertParts):  # as in peft, adapters do not change experts
+            if mlp.shared is None:
+                continue
+            mlp = mlp.shared
+        gate_up, down = mlp.gate_up, mlp.down
         places[names[down]] = PackedPlace(product + DOWN, ((0, 1, 0, down.out_features),))
         if len(gate_up) == 2:  # the panels of gate and up alternate
             for start, linear in enumerate(gate_up):

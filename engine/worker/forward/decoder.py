@@ -127,12 +127,17 @@ class NativeDecoder(torch.nn.Module):
             weight, self._packer.keep(parts.bias), None, length, self._num_convolutions - 1
         )
 
-    def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[structs.Linear, structs.Linear]:
-        """Return the gates and ups, and the downs, of a layer without experts."""
+    def _pack_mlp(
+        self, parts: MlpParts | ExpertParts
+    ) -> tuple[structs.Linear, structs.Linear, structs.Linear]:
+        """Return the gates and ups, the downs, and the shared gate of a layer's MLP, or of its
+        expert that computes every row."""
+        packer, gate = self._packer, structs.Linear()
         if isinstance(parts, ExpertParts):
-            return structs.Linear(), structs.Linear()
-        packer = self._packer
-        return packer.linear(parts.gate_up, is_paired=True), packer.linear([parts.down])
+            if parts.shared is None:
+                return structs.Linear(), structs.Linear(), gate
+            gate, parts = packer.linear([parts.shared_gate]), parts.shared
+        return packer.linear(parts.gate_up, is_paired=True), packer.linear([parts.down]), gate
 
     def _pack_experts(self, parts: MlpParts | ExpertParts) -> structs.Experts:
         """Return the experts of a layer that has them.

@@ -92,7 +92,7 @@ class Layer(Structure):
     """One decoder layer. A norm that the layer does not have is null."""
 
     _fields_ = (
-        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down", "shared_gate")),
         *(
             (name, c_void_p)
             for name in (

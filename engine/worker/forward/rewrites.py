@@ -50,12 +50,15 @@ class MlpParts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """The modules of a layer's mixture of experts. ``chosen`` of the experts compute a row."""
+    """The modules of a layer's mixture of experts. ``chosen`` of the experts compute a row.
+    ``shared`` computes every row, multiplied by the sigmoid of what ``shared_gate`` computes."""
 
     router: Any  # has a weight [experts, hidden]
     experts: tuple[MlpParts, ...]
     chosen: int
     is_normalised: bool  # Whether the weights of a row's experts are divided by their sum.
+    shared: MlpParts | None = None
+    shared_gate: Any = None
     stock: Any = None  # The stock module that holds the weights of all experts in two tensors.
 
 
@@ -151,10 +154,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=head_dim,
-        mlp=max(
-            (int(x.mlp.down.in_features) for x in layers if isinstance(x.mlp, MlpParts)),
-            default=0,
-        ),
+        mlp=_width_of_mlps(layers),
         activation=_activation(getattr(base.layers[0], family.names.mlp)),
         eps=_epsilon(base),
         embedding_scale=_embedding_scale(base),
@@ -163,6 +163,15 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         rotaries=rotaries,
     )
+
+
+def _width_of_mlps(layers: Sequence[LayerParts]) -> int:
+    """Return the width that the MLPs and shared experts of all layers have; 0 if there are none."""
+    mlps = (x.mlp if isinstance(x.mlp, MlpParts) else x.mlp.shared for x in layers)
+    widths = {int(mlp.down.in_features) for mlp in mlps if mlp is not None}
+    if len(widths) > 1:
+        raise NotRewritten(f"its layers' MLPs are {sorted(widths)} wide")
+    return max(widths, default=0)
 
 
 def _take_layer(
@@ -236,12 +245,16 @@ def _take_experts(mixture: Any, family: Family) -> ExpertParts:
         router.register_parameter("bias", None)
     chosen = int(router.top_k)
     is_normalised = family.shares_are_normed or bool(router.norm_topk_prob)
+    shared: tuple[Any, Any] = (None, None)
+    if family.has_shared_expert:
+        shared = _take_mlp(mixture.shared_expert, family.names), mixture.shared_expert_gate
+        mixture.shared_expert_gate.register_parameter("bias", None)
     if isinstance(experts, torch.nn.ModuleList):
         parts = tuple(_take_mlp(expert, family.names) for expert in experts)
-        return ExpertParts(router, parts, chosen, is_normalised)
+        return ExpertParts(router, parts, chosen, is_normalised, *shared)
     expert_at = _alternating_expert if family.has_expert_biases else _joined_expert
     parts = tuple(expert_at(experts, index) for index in range(len(experts.down_proj)))
-    return ExpertParts(router, parts, chosen, is_normalised, experts)
+    return ExpertParts(router, parts, chosen, is_normalised, *shared, experts)
 
 
 def _joined_expert(experts: Any, index: int) -> MlpParts:

@@ -21,6 +21,7 @@ from engine.worker.load.devices import pick_device
 from engine.worker.load.loader import read_config
 from engine.worker.load.refusal import Refusal
 from engine.worker.skeleton.division_plans import PLANS, Style, is_one_expert, style_of
+from engine.worker.skeleton.families import LISTED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,6 +107,9 @@ class Division:
 
     def objection_to_decoder(self, architecture: Architecture) -> str:
         """Return why a rank's part of an architecture cannot run compiled; empty if it can."""
+        family = LISTED.get(architecture.name)
+        if self.size > 1 and family is not None and family.has_shared_expert:
+            return "each rank computes its shared expert whole, and compiled ranks add up all"
         has_norm = Style.NORM in PLANS.get(architecture.name, {}).values()
         if self.size > 1 and has_norm:
             return "the ranks add up the squares of its norms, and compiled norms are whole"

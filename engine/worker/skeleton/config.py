@@ -106,6 +106,9 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
         _require(fields["num_experts_per_tok"] <= fields["num_experts"])
     if not fields.get("use_sliding_window", True):
         fields["sliding_window"] = None
+    if family.has_shared_expert:
+        del fields["sliding_window"], fields["layer_types"]  # no layer has a window
+        fields["mlp_only_layers"] = fields["mlp_only_layers"] or []
     layers = fields["num_hidden_layers"]
     if family.window == "typed":
         if fields["layer_types"] is None:

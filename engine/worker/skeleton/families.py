@@ -30,6 +30,7 @@ from engine.worker.skeleton.usual_values import (
     is_share,
     is_switches,
     is_types,
+    is_unwindowed,
     one_of,
     or_none,
 )
@@ -100,6 +101,7 @@ class Family:
     shares_are_normed: bool = False
     router: str = "gate"  # The name of the router's module.
     has_expert_biases: bool = False  # Experts and routers have biases.
+    has_shared_expert: bool = False  # An expert computes every row, with a share of its own.
     has_sinks: bool = False  # Each head of the attention has a sink.
     theta: float = 10_000.0  # The default base of the rotary embedding.
     # Without layer types in the config, layers full_each, 2 * full_each … have no window; 0: none.
@@ -292,6 +294,31 @@ LISTED: dict[str, Family] = {
         head_norm="head",
         window="all",
         has_experts=True,
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        _fields(
+            num_key_value_heads=Field(16, OPTIONAL_COUNT),
+            head_dim=Field(None, OPTIONAL_COUNT),
+            qkv_bias=Field(True, one_of(True)),
+            use_sliding_window=Field(False, is_off),
+            sliding_window=Field(4096, ANY),  # this field and the next are not read
+            max_window_layers=Field(28, ANY),
+            layer_types=Field(None, is_unwindowed),
+            num_experts=Field(60, is_count),
+            num_local_experts=Field(None, is_count),
+            num_experts_per_tok=Field(4, is_count),
+            moe_intermediate_size=Field(1408, is_count),
+            shared_expert_intermediate_size=Field(5632, is_count),
+            norm_topk_prob=Field(False, is_flag),
+            decoder_sparse_step=Field(1, is_count),
+            mlp_only_layers=Field(None, is_indices),
+            output_router_logits=Field(False, is_off),
+            router_aux_loss_coef=Field(0.001, ANY),  # of training
+        ),
+        has_query_bias=True,
+        has_experts=True,
+        has_shared_expert=True,
     ),
     "MistralForCausalLM": Family(
         "mistral",

@@ -162,18 +162,31 @@ class Router(torch.nn.Module):
         self.norm_topk_prob: bool = config.norm_topk_prob
 
 
+class SharedGate(torch.nn.Module):
+    """The weight that computes the share of an expert that computes every row. Like a `Router`'s,
+    it stays in the model's dtype."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty((1, width), device=META))
+
+
 class Mixture(torch.nn.Module):
     """The experts of one layer."""
 
     def __init__(self, config: SkeletonConfig, family: Family) -> None:
         super().__init__()
-        if family.shares_are_normed:
+        is_router_first = family.shares_are_normed or family.has_shared_expert
+        if is_router_first:
             self.add_module(family.router, Router(config, family))
         self.experts = torch.nn.ModuleList(
             Mlp(config, family, config.moe_intermediate_size) for _ in range(config.num_experts)
         )
-        if not family.shares_are_normed:
+        if not is_router_first:
             self.add_module(family.router, Router(config, family))
+        if family.has_shared_expert:
+            self.shared_expert = Mlp(config, family, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = SharedGate(config.hidden_size)
 
 
 class Layer(torch.nn.Module):

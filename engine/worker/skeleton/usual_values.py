@@ -78,4 +78,5 @@ GELU_TANH = "gelu_pytorch_tanh"
 OPTIONAL_COUNT = or_none(is_count)
 is_types = is_list_of("full_attention", "sliding_attention")
 is_hybrid_types = is_list_of("full_attention", "conv")
+is_unwindowed = or_none(is_list_of("full_attention"))
 is_switches = is_list_of(0, 1)

@@ -19,7 +19,6 @@ from engine.requests.text.answers.format import (
     detect_format,
 )
 from engine.requests.text.answers.reasoning_grammar import lead_rules, marker
-from engine.requests.text.answers.structural_tags import translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +51,7 @@ def switch_of(template: str) -> str:
     code = "\n".join(_QUOTED.sub("''", tag) for tag in _TAG.findall(template))
     for name in SWITCHES:
         is_set = re.search(rf"\bset\s+{name}\s*=", code)
-        asks = rf"(?<![\w.]){name}\s*(?:\s+is\s+(?:not\s+)?(?:un)?defined\b|\|\s*default\b)"
-        is_asked = re.search(asks, code)
+        is_asked = re.search(rf"(?<![\w.]){name}\s+is\s+(?:not\s+)?(?:un)?defined\b", code)
         if is_asked or (not is_set and re.search(rf"(?<![\w.]){name}\b(?!\s*=[^=])", code)):
             return name
     return ""
@@ -104,8 +102,7 @@ def answer_of(
         Unsupported: the model does not reason, and the request says how it is to reason.
         InvalidRequest: the request bans the end of the reasoning, which it bounds.
     """
-    options, chat = request.reasoning, request.chat
-    constraint = translated(request.constraint, tokenizer.added_id_of)
+    options, constraint, chat = request.reasoning, request.constraint, request.chat
     begun = "" if chat is None else chat.answer_begun
     if not form.reasons:
         if options.budget_tokens is not None or options.enabled:
