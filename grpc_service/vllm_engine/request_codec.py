@@ -34,6 +34,7 @@ UNSUPPORTED = (
     "media_refs",
 )
 CONSTRAINTS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}
+CONSTRAINTS |= {"structural_tag": "structural_tag"}
 
 
 def decode_generate(
@@ -147,11 +148,6 @@ def _constraint_of(params: Any) -> Constraint | None:
     kind = params.WhichOneof("constraint")
     if kind is None:
         return None
-    if kind == "structural_tag":
-        raise Unsupported(
-            "sampling_params.structural_tag is not supported; use json_schema, regex or grammar",
-            field="sampling_params.structural_tag",
-        )
     if kind == "json_object":
         return Constraint("json_object", "") if params.json_object else None
     if kind == "choice":

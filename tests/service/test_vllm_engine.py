@@ -64,6 +64,9 @@ def engine(server):
     wait_idle(server.channel)
 
 
+DISPATCH = '{"type": "structural_tag", "format": {"type": "dispatch"}}'
+
+
 def asked(*, ids=PROMPT, stream=True, request_id="", **params):
     """Return a Generate request as the gateway makes it."""
     params = {"max_tokens": 4, "temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0} | params
@@ -144,7 +147,8 @@ def test_a_stop_is_enforced_by_the_worker(engine):
         (asked(logprobs=-1), "INVALID_ARGUMENT", "output.logprobs"),
         (asked(ids=[]), "INVALID_ARGUMENT", "token_ids.ids"),
         (asked(ids=[10**6]), "INVALID_ARGUMENT", r"token_ids.ids\[0\]"),
-        (asked(structural_tag="{}"), "UNIMPLEMENTED", "structural_tag"),
+        (asked(structural_tag="{}"), "INVALID_ARGUMENT", "structural_tag"),
+        (asked(structural_tag=DISPATCH), "UNIMPLEMENTED", "structural_tag.*'dispatch'"),
         (pb.GenerateRequest(), "INVALID_ARGUMENT", "input"),
         (pb.GenerateRequest(text=""), "INVALID_ARGUMENT", "input: has no tokens"),
         (asked(ids=[1] * 100_000), "INVALID_ARGUMENT", "at most 2047 leave room"),

@@ -155,6 +155,22 @@ def test_a_call_that_the_request_demands_is_a_constraint_of_its_answer():
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE, compile=compiled.append))
 
 
+def test_a_gateways_structural_tag_is_compiled_as_a_grammar():
+    compiled = []
+    tag = '{"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}'
+    constraint = Constraint("structural_tag", tag)
+
+    async def body(engine):
+        for asked in ({"text": "hi"}, {"token_ids": (1, 2)}, {"chat": Messages(ASK)}):
+            for reasoning in (None, True, False):
+                form = replace(constraint, reasoning=reasoning)
+                await events_of(engine, GenerateRequest(**asked, constraint=form))
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE, compile=compiled.append))
+    assert {one.kind for one in compiled} == {"lark"}
+    assert all('"ab"' in one.source for one in compiled)
+
+
 @pytest.mark.parametrize("num_chars", [1, 9000])
 def test_the_grammar_of_large_tools_is_made_in_a_thread(num_chars, monkeypatch):
     """Red if the loop makes it: a megabyte of schemas would stop every stream."""
@@ -426,3 +442,38 @@ async def test_a_tokenizers_refusal_of_a_chat_names_the_chat(engine):
     with pytest.raises(InvalidRequest) as caught:
         await engine.tokenize("", chat=Messages(lone))
     assert [violation.field for violation in caught.value.violations] == ["chat"]
+
+
+@pytest.mark.parametrize("num_read", range(9))
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_cancel_in_any_phase_of_the_reasoning_frees_everything(num_read, budget):
+    """While the form compiles, in the reasoning, at its forced end, and in the form."""
+    script = FakeScript(chat_template=TEMPLATE, answer_opening="<think>")
+    script.markers = {900: "<think>", 901: "</think>"}
+    script.compile = lambda constraint: script.sleep(0.05)
+    request = GenerateRequest(
+        chat=Messages(ASK),
+        n=2,
+        constraint=Constraint("regex", "form"),
+        reasoning={"budget_tokens": budget},
+        sampling=SamplingParams(max_tokens=12, seed=1),
+    )
+
+    async def body(engine):
+        tokens = ([], [])
+        with trio.move_on_after(0.04 if num_read == 0 else 9):
+            async with engine.generate(request) as stream:
+                async for event in stream:
+                    if isinstance(event, Tokens):
+                        tokens[event.choice].extend(event.token_ids)
+                    if sum(map(len, tokens)) >= num_read > 0:
+                        break
+        await engine.wait_idle()
+        for own in tokens:
+            assert 901 not in own[:budget]
+            assert own[budget : budget + 1] in ([], [901])
+        events = await events_of(engine, request)
+        ends = [event for event in events if isinstance(event, Finished)]
+        assert [end.usage.reasoning_tokens for end in ends] == [budget] * 2
+
+    run(body, script)

@@ -675,6 +675,8 @@ class Simulation:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(http.serve, self._front.door)
             await http.has_begun.wait()
+            if reader.leaves_now:
+                http.leave()
             stream = http.call.stream
             self._generations.append(stream)
             nursery.start_soon(self._wait_for_end, stream, client, stream.started_at)

@@ -106,6 +106,7 @@ def test_numbers_that_have_another_meaning_there_are_translated():
         ({"json_schema": "{}"}, Constraint("json_schema", "{}")),
         ({"regex": "a+"}, Constraint("regex", "a+")),
         ({"grammar": 'start: "a"'}, Constraint("lark", 'start: "a"')),
+        ({"structural_tag": "{}"}, Constraint("structural_tag", "{}")),
         ({"json_object": True}, Constraint("json_object", "")),
         ({"json_object": False}, None),
         ({"choice": pb.ChoiceConstraint(choices=["a", "b"])}, Constraint("choice", "a\0b")),
@@ -128,7 +129,6 @@ def test_constraints(params, constraint):
         ({"media_refs": {}}, "media_refs"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"kv_transfer_params_json": "{}"}, "kv_transfer_params_json"),
-        ({"sampling_params": {"structural_tag": "{}"}}, "sampling_params.structural_tag"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields, field):

@@ -100,8 +100,8 @@ TOOLS_KIND = "tools"  # the kind of a constraint that the engine makes of a chat
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A grammar that the output must follow (D15). ``kind`` is json_schema, json_object, regex,
-    lark or choice, or `TOOLS_KIND`; ``source`` is its text, for a choice the texts joined by NUL,
-    and for tools a Lark grammar.
+    lark, choice or structural_tag, which becomes lark, or `TOOLS_KIND`; ``source`` is its text, for
+    a choice the texts joined by NUL, and for tools a Lark grammar.
 
     ``reasoning`` says whether the form begins behind the model's reasoning; None: in a chat with a
     model that reasons. The engine then sets ``lead``, a Lark grammar of the whole output, which

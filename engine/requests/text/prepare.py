@@ -23,6 +23,7 @@ from engine.requests.text.answers.reasoning import (
     inside,
     with_switch,
 )
+from engine.requests.text.answers.structural_tags import translated
 from engine.requests.text.answers.tool_grammar import tool_constraint
 from engine.requests.text.chat_values import function_of
 from engine.requests.text.prepare_chat import VisionInput, VisionPrompt
@@ -199,7 +200,7 @@ class TextPreparer:
     ) -> Answer:
         """Return how the answer to a text, or to tokens, is led: at once, unless the request says
         how it is to reason."""
-        constraint = request.constraint
+        constraint = translated(request.constraint, replica.tokenizer.added_id_of)
         if not (request.reasoning.bounds or (constraint is not None and constraint.reasoning)):
             return Answer(constraint=constraint)
         if text is None:

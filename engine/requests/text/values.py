@@ -47,6 +47,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_CONSTRAINT_CHARS = 65_536  # a guess: a schema of a thousand properties has half as many
 CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "choice"})
+CONSTRAINT_KINDS |= {"structural_tag"}  # for gateways
 MAX_RESUME_WINDOW_S = 3600.0  # a guess: a client that is away longer sends a continuation
 MAX_REQUEST_ID_CHARS = 128  # a guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)

@@ -19,6 +19,7 @@ from engine.requests.text.answers.format import (
     detect_format,
 )
 from engine.requests.text.answers.reasoning_grammar import lead_rules, marker
+from engine.requests.text.answers.structural_tags import translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,8 @@ def switch_of(template: str) -> str:
     code = "\n".join(_QUOTED.sub("''", tag) for tag in _TAG.findall(template))
     for name in SWITCHES:
         is_set = re.search(rf"\bset\s+{name}\s*=", code)
-        is_asked = re.search(rf"(?<![\w.]){name}\s+is\s+(?:not\s+)?(?:un)?defined\b", code)
+        asks = rf"(?<![\w.]){name}\s*(?:\s+is\s+(?:not\s+)?(?:un)?defined\b|\|\s*default\b)"
+        is_asked = re.search(asks, code)
         if is_asked or (not is_set and re.search(rf"(?<![\w.]){name}\b(?!\s*=[^=])", code)):
             return name
     return ""
@@ -102,7 +104,8 @@ def answer_of(
         Unsupported: the model does not reason, and the request says how it is to reason.
         InvalidRequest: the request bans the end of the reasoning, which it bounds.
     """
-    options, constraint, chat = request.reasoning, request.constraint, request.chat
+    options, chat = request.reasoning, request.chat
+    constraint = translated(request.constraint, tokenizer.added_id_of)
     begun = "" if chat is None else chat.answer_begun
     if not form.reasons:
         if options.budget_tokens is not None or options.enabled:
