@@ -76,6 +76,7 @@ class HttpCall:
         self.num_read = 0  # bytes of the body
         self.num_parts = 0  # of the answer that were sent
         self._has_body = False  # the request's body has come whole
+        self._body: Holding | None = None  # of a body that was read
         self._is_stream = False  # of events
         self._has_ended = (
             False  # the end of the answer was sent, which ends the request for anycorn
@@ -107,7 +108,8 @@ class HttpCall:
     # ---- the request
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Return the request's body. Its bytes are counted for the client's address until then.
+        """Return the request's body. Its bytes are counted for the client's address until
+        `free_body`.
 
         Raises:
             HttpError: it has more than ``max_bytes``, or did not come within
@@ -161,7 +163,10 @@ class HttpCall:
         finally:
             stream.resume()
             parts.clear()  # an exception's frames may wait for the collector
-            held.close(holding)
+            holding.is_whole, holding.evict = self._has_body, self.evict
+            self._body = holding
+            if not self._has_body:
+                self.free_body()
         if evicted.cancelled_caught:
             raise TooManyHeld("too many bytes of incomplete requests are kept")
         if self.deadline <= until:
@@ -171,6 +176,12 @@ class HttpCall:
             )
         seconds = f"{limits.request_timeout_s:g} s"
         raise HttpError(408, "REQUEST_TIMEOUT", f"the request did not come within {seconds}")
+
+    def free_body(self) -> None:
+        """Take note that the request's body is being decoded, or has failed. Idempotent."""
+        if self._body is not None:
+            self.connection.shared.held.close(self._body)
+            self._body = None
 
     async def _wait_here(self, event: trio.Event) -> None:
         """Wait for ``event`` while nothing is read. Raises Disconnected if the client leaves."""

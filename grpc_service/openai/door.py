@@ -31,6 +31,7 @@ from engine.errors import (
     NotAllowed,
     Overloaded,
     ShuttingDown,
+    TrioletError,
     Unsupported,
 )
 from engine.requests.stream import server_deadline
@@ -268,9 +269,13 @@ class Door:
         except Disconnected:
             raise
         except Exception as error:
+            call.free_body()
+            if isinstance(error, (TrioletError, HttpError)):  # of a bug the log has all
+                _forget(error)
             if record.stream is None or isinstance(error, REFUSALS):
                 await self._pay(call)  # one that was accepted is told of its end at once
             await call.fail(_renamed(error, rename))
+            _forget(error)
             await call.finish()
 
     async def _pay(self, call: HttpCall) -> None:
@@ -319,9 +324,11 @@ class Door:
             return work
 
         if len(body) <= SMALL_BYTES:
+            call.free_body()
             return decode(body)
 
         async def take() -> bytes:
+            call.free_body()
             return body
 
         def answer_frees(free: Callable[[], None]) -> None:
@@ -385,6 +392,7 @@ class Door:
             call.connection.num_calls -= 1
             call.connection.note_taken(call)
             call.on_answer()
+            call.free_body()
             _settle(call, has_work=record.stream is not None)
             record.leave_quota()
             code = CODES.get(call.code or CANCELLED, StatusCode.UNKNOWN.name)
@@ -494,6 +502,13 @@ def _check_type(call: HttpCall) -> None:
         raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", told)
     if b"content-encoding" in call.headers:
         raise HttpError(415, "UNSUPPORTED_MEDIA_TYPE", "compressed bodies are not read")
+
+
+def _forget(error: Exception) -> None:
+    """Drop what an error refers to: frames and a parser's error hold the body of the request, which
+    would wait for the client's turn to pay and, as frames of threads are in cycles with their
+    errors, for the collector."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _renamed(error: Exception, rename: Callable[[str], str]) -> Exception:

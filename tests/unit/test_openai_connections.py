@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 from engine.config import EngineConfig, ModelConfig
+from engine.errors import InvalidRequest
 from engine.worker.fakes.text import FakeRunner
 from grpc_service.app.application import serve
 from grpc_service.app.server_config import ServerConfig
@@ -20,14 +21,17 @@ from grpc_service.rpc.accounts import Addresses
 from grpc_service.rpc.held_bytes import Holding
 from tests.support.openai_calls import TEXT, Connection, request
 
-OURS = (HttpCall, HttpRecord, HttpConnection, DoorStream, Holding)
+OURS = (HttpCall, HttpRecord, HttpConnection, DoorStream, Holding, InvalidRequest)
 STREAM = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "stream": True}
 REQUESTS = {
     "stream": (TEXT, STREAM),
     "whole": (TEXT, STREAM | {"stream": False}),
     "refused": (TEXT, {"prompt": 1.5}),
     "unknown path": ("/x", {}),
+    "large and refused": (TEXT, {"prompt": 1.5, "user": "a" * 2**16}),
+    "large and no JSON": (TEXT, b'{"prompt": ' + b"a" * 2**16),
 }
+STATUSES = {"refused": 400, "large and refused": 400, "large and no JSON": 400, "unknown path": 404}
 COUNT = 4
 
 
@@ -75,7 +79,7 @@ def test_what_has_ended_leaves_nothing_to_the_garbage_collector(what, is_kept):
         statuses, left = run_beside(client)
     finally:
         gc.enable()
-    assert statuses == {{"refused": 400, "unknown path": 404}.get(what, 200)}
+    assert statuses == {STATUSES.get(what, 200)}
     assert left == []
 
 
