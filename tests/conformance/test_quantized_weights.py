@@ -266,7 +266,17 @@ def test_4_bits_are_nearer_than_the_largest_magnitudes_scale_alone():
     assert FACTORS[0] == 1.0  # so that no group's error is larger than with Q4_0's scale
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+def test_6_bits_round_to_nearest():
+    weight = torch.randn(100, 300)
+    small = quantise(weight, 6)
+    assert small.bits == 6
+    limit = 0.501 * small.scales.float().abs().repeat_interleave(32, 1)[:, :300]
+    is_near = (small.expand() - weight).abs().le(limit + 1e-3 * weight.abs())
+    assert is_near.float().mean() > 0.99  # the largest magnitude's negative is cut to 31 of 32
+    assert (small.expand() - weight).abs().le(2.1 * limit).all()
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_rounding_holds_zeros_and_whole_outputs_alone(bits):
     """An output is rounded alone, whatever outputs are beside it."""
     weight = torch.randn(64, 100)
@@ -275,7 +285,7 @@ def test_rounding_holds_zeros_and_whole_outputs_alone(bits):
     assert torch.equal(whole.expand()[5:9], part.expand())
     assert not part.expand()[2].any()
     size = sum(t.numel() * t.element_size() for t in (whole.numbers, whole.scales))
-    assert Form(bits, 32).num_bytes(weight.shape) == size - (64 * 50 if bits == 4 else 0)
+    assert Form(bits, 32).num_bytes(weight.shape) == size - 64 * 100 * (8 - bits) // 8
 
 
 @pytest.mark.parametrize("is_paired", [False, True])

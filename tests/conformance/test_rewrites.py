@@ -202,7 +202,7 @@ def round_weights(module, bits):
         if id(layer.weight) in seen:
             continue
         seen.add(id(layer.weight))
-        own = 8 if id(layer.weight) in ends else bits
+        own = {4: 6}.get(bits, bits) if id(layer.weight) in ends else bits
         layer.weight.data = quantise(layer.weight.data, own).expand().to(layer.weight.dtype)
 
 

@@ -32,6 +32,7 @@ from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 from engine.worker.quantized.weight import (
+    ENDS,
     GROUP,
     ROUNDED,
     Form,
@@ -161,7 +162,7 @@ def weight_bytes(
         form = checkpoint.form(tensor.name) if is_kept else None
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
-            form = Form(8 if is_end else ROUNDED[quantization], GROUP)
+            form = Form((ENDS if is_end else ROUNDED)[quantization], GROUP)
         may_stay = (is_compiled and is_skeleton) or tensor.name in narrow
         is_narrow = may_stay and stays_narrow(tensor, dtype)
         size = torch.float16.itemsize if is_narrow else dtype.itemsize
@@ -389,8 +390,8 @@ def _stored(
     checkpoint: Checkpoint,
     quantization: str,
 ) -> Callable[[], QuantizedWeight] | None:
-    """Return a function that reads a parameter in 8 or 4 bits, or None if it stays a float tensor.
-    The embedding and the head have at least 8 bits."""
+    """Return a function that reads a parameter in 8 bits or fewer, or None if it stays a float
+    tensor."""
     layer = _owner(module, name)
     is_end = isinstance(layer, torch.nn.Embedding) or layer is module.get_output_embeddings()
     is_matrix = name.endswith(".weight") and (is_end or isinstance(layer, torch.nn.Linear))
@@ -399,7 +400,7 @@ def _stored(
     if quantization == "none":
         return checkpoint.small(parts[0].name)
     checkpoint.check_finite(parts[0].name)
-    bits = 8 if is_end else ROUNDED[quantization]
+    bits = (ENDS if is_end else ROUNDED)[quantization]
     return RoundedLater(checkpoint.read(parts[0].name), bits)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.quantized.mxfp4_checkpoint import DOUBLED
-from engine.worker.quantized.weight import CENTRED, Form, QuantizedWeight
+from engine.worker.quantized.weight import CENTRED, CENTRED_OF_6, Form, QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 UNSIGNED = tuple(range(16))
 UNSIGNED_OF_5, CENTRED_OF_5 = tuple(range(32)), tuple(range(-16, 16))
-CENTRED_OF_6 = tuple(range(-32, 32))
 # The numbers of IQ4_NL and IQ4_XS: denser about zero, as the weights are.
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 DEPTH_PAD = 32  # packed inputs are a multiple; SMALL_DEPTH_PAD in engine/kernels/small_weights.h
 NESTED = 256  # inputs that share a factor; NESTED in small_weights.h
 GROUP = 32  # inputs of a group, as in llama.cpp's Q8_0 and Q4_0
-CENTRED = tuple(range(-8, 8))  # the numbers that 4-bit codes of `quantise` stand for
+CENTRED = tuple(range(-8, 8))
+CENTRED_OF_6 = tuple(range(-32, 32))
+TABLES = {4: CENTRED, 6: CENTRED_OF_6, 8: ()}  # of `quantise`, by bits
 ROUNDED = {"int8": 8, "int4": 4}  # the bits of each value of `--quantization`
+ENDS = {"int8": 8, "int4": 6}  # those of the embedding and the head, as in llama.cpp's files
 # For a group in 4 bits, these multiples of the scale at which its largest magnitude becomes -8 are
 # tried, and the one with the smallest square error is taken. The factor 1.0 alone is llama.cpp's
 # Q4_0; five factors have less than 0.93 of its square error (`test_quantized_weights.py`).
@@ -178,22 +181,26 @@ def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def quantise(weight: torch.Tensor, bits: int, group: int = GROUP) -> QuantizedWeight:
-    """Round a float weight [outputs, inputs] to 8 or 4 bits."""
+    """Round a float weight [outputs, inputs] to 8, 6 or 4 bits."""
     outputs, inputs = weight.shape
     groups = -(-inputs // group)
     kind = torch.int8 if bits == 8 else torch.uint8
     numbers = torch.empty((outputs, inputs), dtype=kind)
     scales = torch.empty((outputs, groups), dtype=torch.float16)
-    round_part = _round_to_8 if bits == 8 else _round_to_4
+    table = TABLES[bits]
     step = max(1, ROUNDED_AT_ONCE // inputs)
     for start in range(0, outputs, step):
         part = weight[start : start + step].float()
         if inputs % group:
             part = torch.nn.functional.pad(part, (0, groups * group - inputs))
-        own, own_scales = round_part(part.view(len(part), groups, group))
+        own, own_scales = _round(part.view(len(part), groups, group), table)
         numbers[start : start + step] = own.view(len(part), -1)[:, :inputs]
         scales[start : start + step] = own_scales
-    return QuantizedWeight(numbers, scales, group, table=CENTRED if bits == 4 else ())
+    return QuantizedWeight(numbers, scales, group, table=table)
+
+
+def _round(groups: torch.Tensor, table: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    return _round_to_codes(groups, table) if table else _round_to_8(groups)
 
 
 def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,24 +210,28 @@ def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.to(torch.int8), scales
 
 
-def _round_to_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round weights [outputs, groups, inputs]: return codes of 4 bits, and scales."""
+def _round_to_codes(
+    groups: torch.Tensor, table: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round weights [outputs, groups, inputs]: return codes of a table, and scales."""
     low, high = groups.aminmax(dim=2)
     largest = torch.where(-low > high, low, high)
     best_error = torch.full_like(largest, torch.inf)
     best_scale = torch.zeros_like(largest, dtype=torch.float16)
-    for factor in FACTORS:
-        scale = (largest * (factor / CENTRED[0])).half()
-        error = (_nearest(groups, scale) * scale.float()[:, :, None] - groups).square_().sum(2)
+    for factor in FACTORS if table == CENTRED else FACTORS[:1]:
+        scale = (largest * (factor / table[0])).half()
+        error = (
+            (_nearest(groups, scale, table) * scale.float()[:, :, None] - groups).square_().sum(2)
+        )
         is_better = error < best_error
         best_error = torch.where(is_better, error, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
-    return (_nearest(groups, best_scale) - CENTRED[0]).to(torch.uint8), best_scale
+    return (_nearest(groups, best_scale, table) - table[0]).to(torch.uint8), best_scale
 
 
-def _nearest(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _nearest(groups: torch.Tensor, scale: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
     numbers = groups * _inverse(scale)[:, :, None]
-    return numbers.round_().clamp_(CENTRED[0], CENTRED[-1])
+    return numbers.round_().clamp_(table[0], table[-1])
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
