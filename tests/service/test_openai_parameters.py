@@ -35,7 +35,7 @@ BESIDE = {
 }
 OF_CHATS = {
     *("chat_template_kwargs", "reasoning_effort", "add_generation_prompt"),
-    *("continue_final_message", "tool_choice"),
+    *("continue_final_message", "tool_choice", "tool_argument_deltas"),
 }
 OF_TEXTS = {"echo"}
 # Fields of a request that the page names in the text below its list of parameters.
