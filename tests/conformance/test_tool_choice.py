@@ -393,6 +393,26 @@ async def test_a_random_model_calls_what_it_must(directory):
             assert calls == []
 
 
+@pytest.mark.parametrize("name", ["glm", "qwen3-coder", "kimi-k2", "lfm2", "gemma"])
+async def test_a_setting_names_the_dialect_of_a_model(directory, name):
+    """The template has another dialect, Hermes' or channels; whole calls and parts are equal."""
+    ask = [{"role": "user", "content": "How will the weather be?"}]
+    model = ModelConfig(str(directory), tool_format=name)
+    async with open_engine(EngineConfig(models=(model,), check_level=2)) as eng:
+        chat = Chat(ask, TOOLS, tool_choice="get_weather")
+        whole = await answer(eng, chat, n=8)
+        parts = await answer(eng, chat, n=8, output={"tool_argument_deltas": True})
+    ended = 0
+    for (text, calls, reason), (_, grown, _) in zip(whole, parts, strict=True):
+        if reason is EndReason.STOP:
+            ended += 1
+            assert text == ""
+            check(calls, "get_weather")
+            assert "".join(call.arguments_json for call in grown) == calls[0].arguments_json
+            assert (grown[0].name, len(grown) > 1) == ("get_weather", True)
+    assert ended
+
+
 SAID = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
 
 
