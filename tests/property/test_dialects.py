@@ -21,6 +21,7 @@ from tests.support.dialect_turns import (
     digest_of,
     draw,
 )
+from tests.support.vllm_calls import PARSERS, RECORDED
 
 EVERY = range(0, NUM_TURNS, NUM_TURNS // 10)  # the ten turns that are cut everywhere
 
@@ -157,6 +158,20 @@ def test_the_rows_write_turns_as_the_published_templates():
     """Red if a row changes: compare it with the templates again, and write the digests anew."""
     assert {name: digest_of(family) for name, family in FAMILIES.items()} == json.loads(
         DIGESTS.read_text()
+    )
+
+
+def test_vllms_parsers_return_the_same_calls_of_most_turns():
+    """The record has the turns that vLLM's parsers read otherwise: they take Python's None for a
+    text, strip line breaks of values, refuse names that are no identifiers of Python (LFM2,
+    pythonic), end a list at a bracket in a string (Phi-4) or know strings alone (FunctionGemma).
+    `test_drawn_calls_are_read_as_they_were_written` reads those turns, too."""
+    recorded = json.loads(RECORDED.read_text())
+    assert recorded.keys() == PARSERS.keys()
+    for name, record in recorded.items():
+        assert record["turns"] == digest_of(FAMILIES[name]), "to be recorded again"
+    assert sum(len(record["differs"]) for record in recorded.values()) < 0.2 * NUM_TURNS * len(
+        recorded
     )
 
 
