@@ -352,7 +352,7 @@ def _listed(turn: Turn, opening: str, closing: str) -> str:
     return f"{turn.text}{opening}[{calls}]{closing}"
 
 
-PLAIN_TEXTS = [text for text in TEXTS if not set(text) & set("'\\")]
+PLAIN_TEXTS = [text for text in TEXTS if "\\" not in text]  # LFM2's template escapes nothing
 THINK = ("<think>", "</think>")
 FAMILIES = {
     "Qwen 2.5": Family(
