@@ -324,18 +324,18 @@ SMALL_ROWS = ["llama", "llama, untied, biases", "qwen2", "phi3", "gemma3", "olmo
               "gpt_oss", "lfm2"]  # fmt: skip
 
 
-def check_rounded_alike(small, exact):
+def check_rounded_alike(small, exact, most=0.03):
     """Compare compiled quantized weights with a stock model, both in float32, whose weights and
     inputs of layers are rounded in the same way.
 
     Sums whose last bits differ may round an activation to two different numbers. Then the
     activation's row, and rows that attend to it, differ by part of a rounding step. So most rows of
-    one token are equal, and long rows are close.
+    one token are equal, and long rows are close: ``most`` of their norm apart.
     """
     assert isinstance(small.execution.model.module, NativeDecoder)
     ours, theirs = (one.logits(counts=(1,) * 48) for one in (small, exact))
     assert median_distance(ours, theirs) <= ERROR_FLOAT32
-    assert distance(small.logits(), exact.logits()) <= 0.03
+    assert distance(small.logits(), exact.logits()) <= most
 
 
 @pytest.mark.parametrize("quantization", ROUNDED)
