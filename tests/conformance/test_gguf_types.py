@@ -30,6 +30,8 @@ from tests.support.gguf_files import (
     write_file,
     write_model,
 )
+from tools.lab.measure_quantization import Model, compare
+from tools.lab.peers.asked import prompts
 
 SHAPE = Shape(2, 256, 4, 2, 512, 500, 256, tied=False)
 # As in files whose makers choose each tensor's type by its effect.
@@ -44,6 +46,11 @@ DYNAMIC = {
     "token_embd.weight": Q6_K,
     "output.weight": IQ4_NL,
 }
+# The mean KL divergence of llama.cpp's logits from those of the same file's weights in float32, in
+# nats, of 96 tokens of four drawn texts (`tools.lab.peers.logits`, llama-cpp-python 0.3.36).
+LLAMA_CPP = {
+    Q2_K: 0.0288, Q3_K: 0.0238, Q4_K: 0.0246, IQ4_NL: 0.0111, IQ4_XS: 0.0220, MXFP4: 0.0111,
+}  # fmt: skip
 FLOATS = ("q_proj", "k_proj", "v_proj", "down_proj")  # layers with a float tensor among them
 
 
@@ -103,6 +110,29 @@ def test_packed_weights_of_many_types_are_kept(checkpoint, tmp_path, monkeypatch
     for _ in range(2):
         assert alike(weights_of(path, tmp_path / "cache"), plain)
     assert len(files(tmp_path / "cache")) == 1
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("larger"), "llama", Shape(4, 512, 8, 4, 1024, 2048, 512))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LLAMA_CPP, ids=lambda kind: BLOCK_TYPES[kind][0])
+def test_products_of_every_type_are_as_near_those_of_its_weights_as_llama_cpps(
+    larger, tmp_path, kind
+):
+    """In float32, in which both keep what is between products; bfloat16 costs a quarter more."""
+    name = BLOCK_TYPES[kind][0]
+    path = str(write_model(larger, tmp_path / f"{name}.gguf", kind))
+    texts, logits = prompts(name, 4, 96, 2048), []
+    for is_stock in (False, True):
+        model = Model(path, "float32", "none", is_stock=is_stock)
+        logits.append([model.logits(text) for text in texts])
+        model.close()
+    found = compare(*logits, texts)["mean_kl_nats"]
+    print(f"{name}: {found:.4f} nats")
+    assert 0 < found <= 1.05 * LLAMA_CPP[kind]
 
 
 @pytest.mark.parametrize("kind", [*OTHER_TYPES, 99])
