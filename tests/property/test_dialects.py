@@ -17,11 +17,12 @@ from tests.support.dialect_turns import (
     DIGESTS,
     FAMILIES,
     NUM_TURNS,
+    PARSERS,
+    RECORDED,
     Turn,
     digest_of,
     draw,
 )
-from tests.support.vllm_calls import PARSERS, RECORDED
 
 EVERY = range(0, NUM_TURNS, NUM_TURNS // 10)  # the ten turns that are cut everywhere
 

@@ -435,6 +435,30 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# vLLM's parsers, of which tests.support.vllm_calls records what they return.
+PARSERS = {  # without Mistral's and GPT-OSS', which need tokenizers of their own
+    "Qwen 2.5": "hermes",
+    "Granite 4": "granite4",
+    "Qwen3-Coder": "qwen3_coder",
+    "Seed-OSS": "seed_oss",
+    "GLM 4.6": "glm45",
+    "GLM 4.7": "glm47",
+    "MiniMax M2": "minimax_m2",
+    "DeepSeek V3.1": "deepseek_v31",
+    "DeepSeek V3": "deepseek_v3",
+    "Kimi K2": "kimi_k2",
+    "Llama 3.2": "llama3_json",
+    "LFM2.5": "lfm2",
+    "Gemma 4": "gemma4",
+    "FunctionGemma": "functiongemma",
+    "Llama 3.2 and 4, pythonic": "pythonic",
+    "Gemma 3, pythonic": "pythonic",
+    "Granite 3": "granite",
+    "Phi-4-mini": "phi4_mini_json",
+}
+RECORDED = Path(__file__).with_name("vllm_calls.json")
+
+
 def digest_of(family: Family) -> str:
     """Return the digest of a family's drawn turns, as the row writes them."""
     texts = [family.write(draw(family, seed).turn) for seed in range(NUM_TURNS)]
