@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from engine.requests.text.answers.argument_values import argument_json, types_of
 from engine.requests.text.answers.choice_parser import parser_of
 from engine.requests.text.answers.dialects import DIALECTS, dialect_named, find_dialect
 from engine.requests.text.answers.format import REASONING, AnswerFormat, detect_format
@@ -153,6 +154,28 @@ def test_reasoning_may_follow_a_call(name):
         text, reasoning, calls = parse(form_of(family, functions), once + between + again)
         assert (text.strip(), reasoning) == ("", "Hm.\n\nThen the other."), seed
         assert [(one, json.loads(own)) for one, own in calls] == turn.calls * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "written"),
+    [
+        ("42", "string", '"42"'),
+        ("42", "string integer", "42"),
+        ('"hi"', "string integer", '"\\"hi\\""'),
+        ("true", "string integer", '"true"'),
+        ("True", "string boolean", "true"),
+        ("None", "string null", "null"),
+        ("5.0", "string integer", "5.0"),
+        ("5.5", "string integer", '"5.5"'),
+        ("five", "integer", '"five"'),
+        (" [1] ", "array", "[1]"),
+        ("{'a': [1, True, None], 'b': 'it\\'s'}", "object", '{"a": [1, true, null], "b": "it\'s"}'),
+        ("9" * 5000, "integer", '"' + "9" * 5000 + '"'),
+    ],
+)
+def test_an_argument_without_a_type_has_that_of_its_schema(text, types, written):
+    schema = {"type": types.split() if " " in types else types}
+    assert argument_json(text, types_of(schema, schema)) == written
 
 
 def test_the_rows_write_turns_as_the_published_templates():
