@@ -260,7 +260,8 @@ def fill(model: Any, generator: torch.Generator) -> None:
 
 
 def _gain(name: str) -> float:
-    """Return how much wider a projection's output is than its input."""
+    """Return by which factor a projection's random weights are larger than those that keep the
+    variance of its input."""
     if any(part in name for part in ("q_proj", "k_proj", "c_attn", "qkv_proj")):
         return 1.6
     return 2.0 if name.endswith(("mlp.gate.weight", "router.weight")) else 1.0

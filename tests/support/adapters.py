@@ -95,7 +95,7 @@ def write_by_hand(
 
 
 def change_tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the tensors of a file."""
+    """Write a safetensors file anew after ``change`` has changed its dict of tensors."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path)

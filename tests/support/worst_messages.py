@@ -100,7 +100,8 @@ def wrapped(outer: list[Field], data: bytes) -> bytes:
 
 
 def values_of(field: Field, num_values: int, *, is_packed: bool = True) -> Iterator[bytes]:
-    """Yield the smallest values of a field, with their tags; packed numbers at once."""
+    """Yield ``num_values`` values of a field in as few bytes as they can have, with their tags. Of
+    packed numbers, all values are one field of the wire."""
     if field.type in DELIMITED:
         entry = field.message_type
         if entry is not None and entry.GetOptions().map_entry:

@@ -144,9 +144,10 @@ def size_pool(
 
 
 def _default_budget(spec: RunnerSpec, weight_bytes: int, one: int, most: int) -> int:
-    """Return a rank's default memory: as much as its weights take or a 16th of the memory limit, up
-    to 4 GiB; at least ``one``, what a sequence of full length needs; but never more than a quarter
-    of the limit or than ``most``, what all sequences need."""
+    """Return a rank's default memory in bytes: the size of its weights or a 16th of the memory
+    limit, whichever is larger, but at most 4 GiB for all ranks. It is raised to ``one``, the need
+    of one sequence of full length, and then cut to a quarter of the limit and to ``most``, the need
+    of all sequences."""
     limit = spec.memory_limit // spec.tp
     budget = min(max(weight_bytes, limit // MEMORY_PART), DEFAULT_KV_BYTES // spec.tp)
     return min(max(budget, one), limit // MEMORY_PART_MOST if limit else most, most)
