@@ -213,7 +213,7 @@ def prepare(
 
 
 def _expanded(model: LoadedModel) -> LoadedModel:
-    """Return ``model`` with its weights of 8 or 4 bits in its dtype."""
+    """Return ``model`` with its weights of 8 bits or fewer in its dtype."""
     expand_deferred(model.module, model.dtype, model.device)
     if model.is_narrow:
         return model

@@ -115,7 +115,7 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor as it is stored: a view of the mapped file, valid even after closing. A
-        tensor that is kept in 8 or 4 bits is expanded to float32."""
+        tensor that is kept in 8 bits or fewer is expanded to float32."""
         stored = self.small(name)
         if stored is not None:
             return stored().expand()
@@ -141,17 +141,17 @@ class Checkpoint:
         }
 
     def form(self, name: str) -> Form | None:
-        """Return the form of a tensor that is stored in 8 or 4 bits, or None for a float tensor."""
+        """Return the form of a tensor stored in 8 bits or fewer, or None for a float tensor."""
         return None
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return a function that reads a tensor in 8 or 4 bits, also after the checkpoint is
+        """Return a function that reads a tensor in 8 bits or fewer, also after the checkpoint is
         closed; None for a float tensor."""
         return None
 
     @property
     def quantization(self) -> str:
-        """The types of the tensors in 8 or 4 bits, for messages; "" without such tensors."""
+        """The types of the tensors in 8 bits or fewer, for messages; "" without such tensors."""
         kinds = {tensor.dtype for tensor in self.tensors.values() if self.form(tensor.name)}
         return ", ".join(sorted(kinds))
 

@@ -97,7 +97,7 @@ class Division:
         """Return this rank's view of an open checkpoint. ``config`` is the rank's (`divide`).
 
         Raises:
-            Refusal: The weights are of 8 or 4 bits, or a tensor cannot be divided equally.
+            Refusal: The weights are of 8 bits or fewer, or a tensor cannot be divided equally.
         """
         return whole if self.size == 1 else DividedCheckpoint(whole, self, architecture, config)
 
@@ -121,7 +121,7 @@ class DividedCheckpoint(Checkpoint):
     that part is read. ``config`` is the rank's, as `Division.divide` made it.
 
     Raises:
-        Refusal: From its constructor: the weights are of 8 or 4 bits, which are not divided.
+        Refusal: From its constructor: the weights are of 8 bits or fewer, which are not divided.
     """
 
     def __init__(

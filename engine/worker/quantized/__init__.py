@@ -1,1 +1,1 @@
-"""Quantized weights: one form of 8 or 4 bits, and the formats that become it."""
+"""Quantized weights: one form of 8 bits or fewer, and the formats that become it."""

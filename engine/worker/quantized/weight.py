@@ -308,7 +308,7 @@ def release(layer: Any) -> None:
 
 
 def expand_deferred(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every deferred layer of 8 or 4 bits its weight in ``dtype``, for a model that runs
+    """Give every deferred layer of 8 bits or fewer its weight in ``dtype``, for a model that runs
     stock."""
     expanded: dict[int, torch.nn.Parameter] = {}
     for layer in module.modules():

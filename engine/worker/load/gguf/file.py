@@ -181,12 +181,12 @@ class GgufFile(Checkpoint):
         return tensor
 
     def form(self, name: str) -> Form | None:
-        """Return the form of a tensor that is kept in 8 or 4 bits, or None for a float tensor."""
+        """Return the form of a tensor kept in 8 bits or fewer, or None for a float tensor."""
         kind = self._stored[name].kind
         return BLOCK_TYPES[kind][1].form if kind in BLOCK_TYPES else None
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return a function that reads a tensor in 8 or 4 bits; None for a float tensor."""
+        """Return a function that reads a tensor in 8 bits or fewer; None for a float tensor."""
         place = self._stored[name]
         if place.kind not in BLOCK_TYPES:
             return None

@@ -99,11 +99,11 @@ class PartOfCheckpoint(Checkpoint):
         return self._whole.read(self._stored[name])
 
     def form(self, name: str) -> Form | None:
-        """Return the form of a tensor in 8 or 4 bits; None for a float tensor."""
+        """Return the form of a tensor in 8 bits or fewer; None for a float tensor."""
         return self._whole.form(self._stored[name])
 
     def small(self, name: str) -> Callable[[], QuantizedWeight] | None:
-        """Return a function that reads a tensor in 8 or 4 bits; None for a float tensor."""
+        """Return a function that reads a tensor in 8 bits or fewer; None for a float tensor."""
         return self._whole.small(self._stored[name])
 
 
