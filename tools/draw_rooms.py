@@ -25,7 +25,6 @@ from tools.shown import Shown
 COMMON = (
     *("engine.errors", "engine.status", "engine.logs", "engine.config", "engine.gc_tuning"),
     *("engine.settings", "engine.limits", "engine.images", "engine.processes", "engine.kernels"),
-    "engine.linking",
     *("grpc_service._generated", "grpc_service.addresses", "grpc_service.pem"),
 )
 

@@ -82,7 +82,7 @@ class ServerConfig:
         "",
         "directory below which clients may have adapters loaded (LoadAdapter)",
         unit="DIR",
-        section="models",
+        section="loads, failures and the end",
     )
     max_message_bytes: int = setting(
         RPC.max_message_bytes,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.gc_tuning import collect_seldom
-from engine.linking import link_torch
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
+from grpc_service.cli.linking import link_torch
 from grpc_service.cli.security import add_security_arguments
 from grpc_service.cli.serve_arguments import add_inspect_arguments, add_serve_arguments
 from grpc_service.cli.values import COUNT, SECONDS
@@ -539,7 +539,7 @@ def _serve(args: argparse.Namespace) -> int:
     ignore_hangups()
     engine_config, server_config = configs_of(args, os.environ)
     collect_seldom()
-    import trio  # noqa: F401  (first: its modules have libraries, see `engine.linking`)
+    import trio  # noqa: F401  (first: its modules have libraries, see `grpc_service.cli.linking`)
 
     if any(not model.lazy and model.runner == "thread" for model in engine_config.models):
         link_torch()

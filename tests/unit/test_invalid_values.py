@@ -15,6 +15,8 @@ from grpc_service.client import messages as pb
 from grpc_service.services import text_codec
 
 CALL = {"name": "f", "arguments_json": "{}"}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
 INVALID = {
     "token_ids.ids": [{"token_ids": {"ids": []}}],
     "chat.messages": [{"chat": {}}],
@@ -76,6 +78,29 @@ INVALID = {
         {"constraint": {"choice": {}}},
         {"constraint": {"choice": {"choices": ["x" * 70_000]}}},
         {"constraint": {"choice": {"choices": ["a\0b"]}}},
+    ],
+    "constraint.reasoning": [
+        {
+            "chat": {
+                "messages": [{"role": "assistant", "content": "x"}],
+                "continue_final_message": True,
+            },
+            "constraint": {"regex": "a", "reasoning": True},
+        },
+        {
+            "chat": CHAT,
+            "constraint": {"regex": "a", "reasoning": True},
+            "reasoning": {"enabled": False},
+        },
+    ],
+    "reasoning.enabled": [{"reasoning": {"enabled": value}} for value in (False, True)],
+    "reasoning.budget_tokens": [
+        {"chat": CHAT, "reasoning": {"enabled": False, "budget_tokens": 3}},
+        {
+            "chat": CHAT,
+            "constraint": {"regex": "a", "reasoning": False},
+            "reasoning": {"budget_tokens": 3},
+        },
     ],
     "prompt.truncate_to": [{"prompt": {"truncate_to": 0}}],
     "prompt.add_special_tokens": [

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from engine import linking
+from grpc_service.cli import linking
 
 PROGRAM = """
 import sys
-from engine.linking import link_torch
+from grpc_service.cli.linking import link_torch
 link_torch().join()
 assert "torch" not in sys.modules
 print(open("/proc/self/maps").read().count("libtorch_cpu") > 0)

@@ -60,7 +60,12 @@ FOREIGN = {
     "the processor and the system": {
         *("madvise", "vscalefps", "vpdpbusd", "vpmaddubsw", "vdpbf16ps", "sdot", "smmla", "bfdot"),
     },
-    "llama.cpp": {"llama_vocab"},
+    "llama.cpp": {
+        "llama_vocab",
+        "llama_tensor_get_type_impl",
+        "tensor_type_fallback",
+        "use_more_bits",
+    },
     "GPTQ, AWQ and compressed-tensors": {"qlinear_cuda_old", "packing_utils", "actorder"},
     "English words, of which the demo's grammar writes forms": {
         *("being", "chases", "chasing", "cries", "hugging", "owls", "ponies"),

@@ -205,7 +205,8 @@ MIRRORED = (
     *(Convolution, StateRows, BlockRows),
 )
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-WEIGHT_KINDS = {torch.bfloat16: 1, torch.float16: 2}  # of weights narrower than the rows, which are float32
+# Of weights that are narrower than the rows, which are float32.
+WEIGHT_KINDS = {torch.bfloat16: 1, torch.float16: 2}
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _RETURNS_NOTHING = None
 _SCORES = (c_void_p, c_int64, c_float, c_float, c_float)  # Scores in engine/kernels/draws.h
