@@ -1057,13 +1057,6 @@ MUTANTS = (
         run=run_over_http,
     ),
     Mutant(
-        "an HTTP client that does not read keeps its connection",
-        call.HttpCall._send_part,
-        "self.connection.cut()",
-        "pass",
-        run=run_over_http,
-    ),
-    Mutant(
         "an answer over HTTP does not wait for its reader",
         call.HttpCall._send_part,
         "if stream.is_clear and not stream.is_broken:",
