@@ -88,6 +88,7 @@ PARAMETERS = {
     "token_ids": [True, UNSET, False],
     "echo": [UNSET, False, True],
     "skip_special_tokens": [UNSET, True, False],
+    "tool_argument_deltas": [UNSET, False, True],
     "priority": [UNSET, 0, -7],
     "request_id": [UNSET, "own"],
     "model": [UNSET, "llama"],
@@ -125,8 +126,10 @@ NEUTRAL = {
     "echo": False,
     "skip_special_tokens": True,
 }
-# Parameters that change no answer: they are for the scheduler, or a name.
+# Parameters that change no answer: they are for the scheduler, a name, or for calls of tools, which
+# `tests/service/test_openai.py` and `tests/simulation/test_chats.py` have.
 UNHEARD = {
+    "tool_argument_deltas",
     *("cache_salt", "bypass_prefix_cache", "priority", "request_id", "model", "speculation"),
 }
 
@@ -158,6 +161,7 @@ def test_the_table_has_every_parameter():
     # The tests of cut streams below have continuations for every row.
     fields = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
     fields -= {"continuation", "resume_window"}
+    fields -= {"reasoning"}  # this model has none; `tests/service/test_reasoning.py` has it
     inputs = {"text", "token_ids", "chat"}
     sections = {"sampling", "prompt", "output"}
     own = {*SAMPLING, *PROMPT, *OUTPUT, *(fields - inputs - sections), "input"}

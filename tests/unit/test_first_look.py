@@ -44,7 +44,7 @@ DIRECTORIES = {
     "file.txt": ("text", "it is a file, and a model is a directory or a GGUF file"),
     "ggufs": (
         {"tiny-q4.gguf": GGUF, "tiny-q8.gguf": GGUF, "README.md": ""},
-        "its directory has 2 GGUF files; name the one to serve, such as ggufs/tiny-q4.gguf",
+        "its directory has 2 GGUF models; name the file to serve, such as ggufs/tiny-q4.gguf",
     ),
     "lora": (
         {
