@@ -29,6 +29,8 @@ SOURCES = [
     if path.suffix in (".py", ".sh", "") and path.is_file()
     if not {"_generated", "node_modules", "__pycache__"} & set(path.parts)
 ]
+WORDS_MAX = {"README.md": 1_100, "docs/decisions.md": 7_000, "docs/performance.md": 2_500}
+WORDS_OF_ALL_PAGES_MAX = 35_000
 TOP_LEVEL = {".ci", "deploy", "docs", "engine", "grpc_service", "proto", "tests", "tools"}
 FILE_SUFFIXES = (".py", ".md", ".sh", ".toml", ".txt", ".proto", ".json")
 
@@ -46,6 +48,12 @@ def prose(page: Path) -> str:
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def test_pages_are_short():
+    words = {name_of(page): len(page.read_text().split()) for page in PAGES}
+    assert {page: words[page] for page, most in WORDS_MAX.items() if words[page] > most} == {}
+    assert sum(words.values()) <= WORDS_OF_ALL_PAGES_MAX
 
 
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
