@@ -8,6 +8,7 @@ import base64
 import collections
 import contextlib
 import json
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -126,12 +127,15 @@ DOORS = (GRPC, HTTP)
 
 
 class HttpClient:
-    """A client of the HTTP port at ``HOST:PORT``."""
+    """A client of the HTTP port at ``HOST:PORT``. Its connections close with it."""
 
     def __init__(self, address, window=None):
         host, _, port = address.rpartition(":")
         self._options = {"port": int(port), "host": host, "window": window}
         self._opened = []
+        # A failed test keeps its calls, and a socket that the collector finds is a failure of the
+        # test that runs then.
+        weakref.finalize(self, close_all, self._opened)
 
     def open(self):
         """Return a new connection."""
@@ -140,8 +144,12 @@ class HttpClient:
 
     def close(self):
         """Close every connection."""
-        for connection in self._opened:
-            connection.close()
+        close_all(self._opened)
+
+
+def close_all(connections):
+    for connection in connections:
+        connection.close()
 
 
 class HttpCall:
@@ -161,6 +169,7 @@ class HttpCall:
         self._rest = b""
         seconds = timeout if server_timeout is None else server_timeout
         headers = {} if seconds is None else {"X-Request-Timeout": f"{seconds:g}"}
+        self._client = client  # whose end would close the connection
         self._connection = client.open()
         self._connection.send(request(path, body, headers=headers))
 
