@@ -36,6 +36,12 @@ def word(text):
 
 CASES = {  # a part, the answers that it allows, and others
     "const_string": (word("a/b\n"), ["a/b\n"], ["a/c", "a/b"]),
+    "const_string in brackets": (word("‹x›"), ["‹x›"], ["x"]),
+    "regex with a backslash": (
+        {"type": "regex", "pattern": r"[^\\/]{2}/\/"},
+        ["ab//"],
+        ["a/\\/", "a\\//"],
+    ),
     "json_schema": (TAG["content"], ['{"a": 1}'], ['{"a": ""}', "1"]),
     "regex": (LETTER, ["x/", "//"], ["xy", "x"]),
     "any_text": ({"type": "any_text"}, ["so <b>"], []),
@@ -142,6 +148,15 @@ def nested(depth):
         (
             json.dumps({"type": "structural_tag", "format": {**TRIGGERED, "triggers": ["<a>"]}}),
             "no trigger begins",
+        ),
+        *(
+            (json.dumps({"type": "structural_tag", "format": part}), what)
+            for part, what in (
+                ({"type": "any_text", "excludes": 5}, "no list of texts"),
+                ({"type": "any_text", "excludes": [5]}, "no list of texts"),
+                ({**TRIGGERED, "excludes": 5}, "no list of texts"),
+                ({**TAG, "type": "tag", "content": None, "end": ["a", "b"]}, "no object"),
+            )
         ),
     ],
 )

@@ -284,6 +284,18 @@ def test_what_a_dialect_cannot_enforce_is_refused_by_name(name, own, what):
     assert caught.value.field == "chat.tools[0].parameters"
 
 
+@pytest.mark.parametrize("times", [1, 50])
+def test_a_string_that_is_an_alternative_of_itself_is_refused(times):
+    """Red with a RecursionError, or after 50^8 steps, if alternatives are followed without end."""
+    own = {"anyOf": [{"$ref": "#/$defs/a"}] * times + [{"type": "string"}]}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": own}}
+    form = AnswerFormat(dialect_named("qwen3-coder"), {"f": schema})
+    tool = {"name": "f", "parameters": schema}
+    with pytest.raises(Unsupported, match="anyOf") as caught:
+        tool_constraint([tool], "f", form, lambda _: None)
+    assert caught.value.field == "chat.tools[0].parameters"
+
+
 def test_a_format_that_is_not_known_cannot_be_enforced():
     form = detect_format("", functions=SCHEMAS, prompt="")
     with pytest.raises(Unsupported, match=r"^chat\.tool_choice cannot be enforced") as caught:

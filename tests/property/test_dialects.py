@@ -6,10 +6,11 @@ templates write them.
 
 import json
 import random
+import time
 
 import pytest
 
-from engine.requests.text.answers.argument_values import argument_json, types_of
+from engine.requests.text.answers.argument_values import TYPES, argument_json, types_of
 from engine.requests.text.answers.choice_parser import parser_of
 from engine.requests.text.answers.dialects import DIALECTS, dialect_named, find_dialect
 from engine.requests.text.answers.format import REASONING, AnswerFormat, detect_format
@@ -171,11 +172,35 @@ def test_reasoning_may_follow_a_call(name):
         (" [1] ", "array", "[1]"),
         ("{'a': [1, True, None], 'b': 'it\\'s'}", "object", '{"a": [1, true, null], "b": "it\'s"}'),
         ("9" * 5000, "integer", '"' + "9" * 5000 + '"'),
+        ("02139", "string integer", '"02139"'),
+        ("+4930123", "string integer", '"+4930123"'),
+        ("1_000", "string integer", '"1_000"'),
+        ("٣", "string integer", '"٣"'),
+        ("+5", "integer", "5"),
     ],
 )
 def test_an_argument_without_a_type_has_that_of_its_schema(text, types, written):
     schema = {"type": types.split() if " " in types else types}
     assert argument_json(text, types_of(schema, schema)) == written
+
+
+OF_ITSELF = {"anyOf": [{"$ref": "#/$defs/a"}] * 50}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"$ref": "#/$defs/a"},
+        {"allOf": 3},
+        {"anyOf": 3, "enum": 3, "type": 3},
+        {"allOf": [OF_ITSELF]},
+    ],
+)
+def test_any_schema_gives_types_in_little_time(own):
+    """Red if a schema that refers to itself is followed along all of its ways, 50^8."""
+    began = time.process_time()
+    assert types_of(own, {"$defs": {"a": OF_ITSELF}}) == TYPES
+    assert time.process_time() - began < 0.2
 
 
 def test_the_rows_write_turns_as_the_published_templates():

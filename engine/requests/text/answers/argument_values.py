@@ -8,7 +8,7 @@ schema allows nothing else, and wherever the text is no value of another type th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.requests.text.answers.reader import refuse_constant
@@ -17,18 +17,25 @@ from engine.requests.text.answers.value_reader import literal_json
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 STRING = frozenset({"string"})
 DEPTH_MAX = 16  # schemas inside each other whose types are looked at; a guess
+SCHEMAS_MAX = 256  # of them all; references may name one schema any number of times
 
 _PYTHON_TYPES = {str: "string", bool: "boolean", type(None): "null", int: "integer"}
 _PYTHON_TYPES |= {float: "number", dict: "object", list: "array"}
 
 
-def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """Return JSON's types that a schema may accept. ``root`` is what its references refer to."""
-    if not isinstance(schema, Mapping) or depth > DEPTH_MAX:
+def types_of(schema: Any, root: Any) -> frozenset[str]:
+    """Return JSON's types that a schema may accept. ``root`` is what its references refer to. What
+    lies beyond `DEPTH_MAX` and `SCHEMAS_MAX` may accept any."""
+    return _types_of(schema, root, 0, iter(range(SCHEMAS_MAX)))
+
+
+def _types_of(schema: Any, root: Any, depth: int, left: Iterator[int]) -> frozenset[str]:
+    """`types_of` at a depth, while schemas are ``left``."""
+    if not isinstance(schema, Mapping) or depth > DEPTH_MAX or next(left, None) is None:
         return TYPES
     found = TYPES
     if isinstance(schema.get("$ref"), str):
-        found &= types_of(referred(schema["$ref"], root), root, depth + 1)
+        found &= _types_of(referred(schema["$ref"], root), root, depth + 1, left)
     named = schema.get("type")
     if isinstance(named, str):
         named = [named]
@@ -41,10 +48,12 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
         found &= kinds | ({"integer"} if "number" in kinds else frozenset())
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list | tuple):
-            parts = [types_of(one, root, depth + 1) for one in schema[key]]
+            parts = [_types_of(one, root, depth + 1, left) for one in schema[key]]
             found &= frozenset().union(*parts)
-    for one in schema.get("allOf") or ():
-        found &= types_of(one, root, depth + 1)
+    every = schema.get("allOf")
+    if isinstance(every, list | tuple):
+        for one in every:
+            found &= _types_of(one, root, depth + 1, left)
     return found
 
 
@@ -69,8 +78,12 @@ def argument_json(text: str, types: frozenset[str]) -> str:
             value = json.loads(written, parse_constant=refuse_constant)
         except (ValueError, RecursionError):  # to json, an int of 5,000 digits is a ValueError
             continue
-        is_string = isinstance(value, str)
-        if "string" not in types or (not is_string and _is_of(value, types)):
+        if "string" not in types:
+            return written
+        # Where a string may stand, a number that JSON does not have, such as 02139, is one.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_as_written = written == text.strip() or not is_number
+        if is_as_written and not isinstance(value, str) and _is_of(value, types):
             return written
     return json.dumps(text, ensure_ascii=False)
 

@@ -61,6 +61,11 @@ def marker(text: str, find_id: FindId) -> str:
     return literal(text) if token_id is None else f"<[{token_id}]>"
 
 
+def with_escaped_slashes(pattern: str) -> str:
+    """Return a regular expression as it stands between the slashes of a grammar."""
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+
+
 def literal(text: str) -> str:
     """Return a text as a grammar has it."""
     return json.dumps(text, ensure_ascii=False)

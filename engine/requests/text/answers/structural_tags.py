@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.answers.dialects import parts_of
-from engine.requests.text.answers.reasoning_grammar import marker
+from engine.requests.text.answers.reasoning_grammar import marker, with_escaped_slashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ class _Grammar:
         if not isinstance(part, dict):
             raise InvalidRequest.of(FIELD, "has a part that is no object")
         kind = part.get("type", "tag" if "begin" in part else "")
-        if kind not in self.PARTS:
+        if not isinstance(kind, str) or kind not in self.PARTS:
             self._refuse(f"a part of the type {kind!r}")
         if depth == DEPTH_MAX:
             raise InvalidRequest.of(FIELD, f"has more than {DEPTH_MAX} parts inside each other")
@@ -122,12 +122,12 @@ class _Grammar:
         return self._rule("%json " + json.dumps(part.get("json_schema", {})))
 
     def _regex(self, part: dict[str, Any], depth: int, end: str) -> str:
-        pattern = re.sub(r"(?<!\\)/", r"\\/", self._text_of(part, "pattern"))
+        pattern = with_escaped_slashes(self._text_of(part, "pattern"))
         return self._rule(f"/{pattern}/", is_terminal=True)
 
     def _any_text(self, part: dict[str, Any], depth: int, end: str) -> str:
-        excluded = [*part.get("excludes", ()), *([end] if end else ())]
-        return self._free_text([str(one) for one in excluded])
+        excluded = self._texts_of(part, "excludes")
+        return self._free_text([*excluded, *([end] if end else ())])
 
     def _sequence(self, part: dict[str, Any], depth: int, end: str) -> str:
         elements = self._list_of(part, "elements")
@@ -151,17 +151,19 @@ class _Grammar:
         if not isinstance(ends, str):
             ends = self._list_of(part, "end")
         closings = [ends] if isinstance(ends, str) else [str(one) for one in ends]
-        if len(closings) > 1 and part.get("content", {}).get("type") == "any_text":
+        inner = part.get("content")
+        content = self.part(inner, depth, closings[0])
+        is_free = isinstance(inner, dict) and inner.get("type") == "any_text"
+        if is_free and len(closings) > 1:
             self._refuse("several ends of a tag with any_text")
-        content = self.part(part.get("content"), depth, closings[0])
-        if part.get("content", {}).get("type") == "any_text":
+        if is_free:
             return f"({self._literal(begin)} {self._ended(content, closings[0])})"
         closing = " | ".join(self._literal(one) for one in closings)
         return f"({self._literal(begin)} {content} ({closing}))"
 
     def _triggered_tags(self, part: dict[str, Any], depth: int, end: str) -> str:
         triggers = [str(one) for one in self._list_of(part, "triggers")]
-        excluded = [*triggers, *map(str, part.get("excludes") or ())]
+        excluded = [*triggers, *self._texts_of(part, "excludes")]
         free = self._free_text(excluded)
         tags = []
         for tag in self._list_of(part, "tags"):
@@ -187,7 +189,16 @@ class _Grammar:
 
     def _literal(self, text: str) -> str:
         """Return a text whose special tokens stand by their ids."""
-        pieces = [text] if self._find_id(text) is not None else [p.text for p in parts_of(text)]
+        pieces = [text]
+        if self._find_id(text) is None:
+            # In a pattern of the table of dialects, the brackets stand around what may be missing.
+            spans = re.split("([‹›])", text)
+            brackets = ("‹", "›")
+            pieces = [
+                piece
+                for span in spans
+                for piece in ([span] if span in brackets else [p.text for p in parts_of(span)])
+            ]
         return " ".join(marker(piece, self._find_id) for piece in pieces) or '""'
 
     def _free_text(self, excluded: Sequence[str]) -> str:
@@ -204,6 +215,13 @@ class _Grammar:
         if not isinstance(part.get(name), str):
             raise InvalidRequest.of(FIELD, f"has a part whose {name!r} is no text")
         return str(part[name])
+
+    def _texts_of(self, part: dict[str, Any], name: str) -> list[str]:
+        """Return a list of texts, which may be missing."""
+        texts = part.get(name) or []
+        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+            raise InvalidRequest.of(FIELD, f"has a part whose {name!r} is no list of texts")
+        return texts
 
     def _list_of(self, part: dict[str, Any], name: str) -> list[Any]:
         if not isinstance(part.get(name), list) or not part[name]:

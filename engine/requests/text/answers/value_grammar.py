@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.answers.argument_values import STRING, TYPES, referred, types_of
 from engine.requests.text.answers.reader import NAME_CHARS_MAX
-from engine.requests.text.answers.reasoning_grammar import literal, marker
+from engine.requests.text.answers.reasoning_grammar import literal, marker, with_escaped_slashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ PLAIN_KEY = re.compile(rf"[^=,:(){{}}\[\]<>\s\"'`\\]{{1,{NAME_CHARS_MAX}}}")
 # A string that an argument's conversion would take for a value of another type.
 OTHER_TYPE = r"/\s*([\[\{(](?s:.*)|[\-+.0-9](?s:.*)|[tT]rue|[fF]alse|null|[nN]one|\"(?s:.*))\s*/"
 ANY_TEXT = {"type": "string"}
-COUNT_MAX = 100  # least items of an array; a guess
+COUNT_MAX = 100  # least items of an array, and alternatives of a string; a guess
 
 
 class ValueGrammar:
@@ -62,6 +62,7 @@ class ValueGrammar:
         self._field = field
         self._find_id = find_id
         self._by_reference: dict[str, str] = {}
+        self._num_alternatives = 0
         self._num_rules = 0
         self.rules: list[str] = []
 
@@ -115,6 +116,7 @@ class ValueGrammar:
     ) -> list[str]:
         """Return a string as it is, and the marker that ends it. ``is_mixed``: the schema accepts
         other types, too, for which the text must not be taken."""
+        self._num_alternatives = 0
         contents = " | ".join(self._contents(schema))
         end = re.escape(closing).replace("/", r"\/")
         rule = f"({contents}) & ~/(?s:.*){end}(?s:.*)/"
@@ -129,6 +131,9 @@ class ValueGrammar:
 
     def _contents(self, schema: Any) -> list[str]:
         """Return the terminals of the strings that a schema accepts."""
+        self._num_alternatives += 1
+        if self._num_alternatives > COUNT_MAX:
+            self._refuse(f"anyOf with more than {COUNT_MAX} alternatives, or one inside itself")
         schema = self._resolved(schema)
         self._check_keys(schema, TYPING | OF_TEXTS | OF_NUMBERS)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -148,7 +153,7 @@ class ValueGrammar:
             before = "" if pattern.startswith("^") else "(?s:.*)"
             after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else "(?s:.*)"
             core = pattern.removeprefix("^").removesuffix("" if after else "$")
-            core = re.sub(r"(?<!\\)/", r"\/", core)
+            core = with_escaped_slashes(core)
             terminal = f"{terminal} & /{before}({core}){after}/"
         return [f"({terminal})"]
 
