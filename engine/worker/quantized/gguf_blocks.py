@@ -207,10 +207,6 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     }
 
 
-def _iq4_nl(blocks: torch.Tensor) -> Parts:
-    return {"numbers": _nibbles(blocks[..., 2:]), "scales": _half(blocks, 0)}
-
-
 def _iq4_xs(blocks: torch.Tensor) -> Parts:
     """A block has for each of eight groups a scale of six bits, less 32: the high two are in two
     bytes, and the low four in four."""
@@ -244,7 +240,7 @@ BLOCK_TYPES = {
     12: ("Q4_K", BlockType(256, 144, _K, _q4_k, UNSIGNED)),
     13: ("Q5_K", BlockType(256, 176, replace(_K, bits=5), _q5_k, UNSIGNED_OF_5)),
     14: ("Q6_K", BlockType(256, 210, Form(6, 16, is_nested=True), _q6_k, CENTRED_OF_6)),
-    20: ("IQ4_NL", BlockType(32, 18, Form(4, 32), _iq4_nl, UNEVEN)),
+    20: ("IQ4_NL", BlockType(32, 18, Form(4, 32), _q4_0, UNEVEN)),
     23: ("IQ4_XS", BlockType(256, 136, Form(4, 32, is_nested=True), _iq4_xs, UNEVEN)),
     39: ("MXFP4", BlockType(32, 17, Form(4, 32), _mxfp4, DOUBLED)),
 }
