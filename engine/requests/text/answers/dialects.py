@@ -167,7 +167,6 @@ class Dialect:
     ``write`` is the form in which the model was taught to write calls, and ``read`` are all in
     which it may. ``object`` is the pattern of the slot object. ``id`` is the regular expression of
     an id, and ``call_id`` how the call's id for clients is made of it; "" if it is no id for them.
-    ``thinks_between``: reasoning may follow a call, too.
     """
 
     def __init__(
@@ -179,7 +178,6 @@ class Dialect:
         object: str = '{"name": {name}, "arguments": {arguments}}',
         id: str = "[a-zA-Z0-9]{9}",
         call_id: str = "{id}",
-        thinks_between: bool = True,
     ) -> None:
         self.name = name
         self.signs = signs
@@ -187,7 +185,6 @@ class Dialect:
         self.read = read or (() if write is None else (write,))
         self.object = object
         self.id, self.call_id = id, call_id
-        self.thinks_between = thinks_between
         self.name_key = re.findall(r'"(\w+)": \{name\}', object)[0]
         self.openings = tuple(dict.fromkeys(form.first for form in self.read if form.first))
         self.bare = tuple(form for form in self.read if not form.first)

@@ -76,7 +76,7 @@ class AnswerParser(CallReader):
         """Read text and the calls in it, to the answer's end."""
         dialect, closing, reasoning = self._form.tools, self._closing, self._form.reasoning
         openings = dialect.openings if dialect else ()
-        again = [reasoning.opening] if reasoning and dialect and dialect.thinks_between else []
+        again = [reasoning.opening] if reasoning and dialect else []
         while self._next:
             raw = (yield from self._skip_space()) if dialect or closing else ""
             if closing and self._next == closing[0] and (yield from self._try_marker(closing)):
