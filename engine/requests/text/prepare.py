@@ -200,9 +200,9 @@ class TextPreparer:
     ) -> Answer:
         """Return how the answer to a text, or to tokens, is led: at once, unless the request says
         how it is to reason."""
-        constraint = translated(request.constraint, replica.tokenizer.added_id_of)
+        constraint = request.constraint
         if not (request.reasoning.bounds or (constraint is not None and constraint.reasoning)):
-            return Answer(constraint=constraint)
+            return Answer(constraint=translated(constraint, replica.tokenizer.added_id_of))
         if text is None:
             text = await self._tokenizing.decode(
                 replica, request.token_ids or (), skip_special_tokens=False, party=party
