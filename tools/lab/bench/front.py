@@ -76,11 +76,14 @@ def measure(server: Peer, streams: int, sizes: list[float], ca: str = "") -> flo
     return 1e6 * cpu / count
 
 
-def measure_unpaced(server: Peer, streams: int, per_message: list[float]) -> float:
+def measure_unpaced(
+    server: Peer, per_message: list[float], kind: str = "readers", **asked: Any
+) -> float:
     """Return the server's CPU time per token over one window without ticks, in µs. Append the
-    mean number of tokens per message to ``per_message``."""
+    mean number of tokens per message to ``per_message``. The readers are a peer of the ``kind``,
+    which is ``asked`` for streams."""
     with (
-        peer("readers", address=server.address, streams=streams, max_tokens=ENDLESS) as readers,
+        peer(kind, **asked) as readers,
         grpc.insecure_channel(server.address, options=NO_PROXY) as channel,
     ):
         stub = stubs.ControlStub(channel)
@@ -114,7 +117,8 @@ def unpaced(streams: int) -> Row:
     """Return the row without ticks for a number of streams."""
     per_message: list[float] = []
     with peer("triolet", **settings(streams, 0.0)) as ours:
-        times = repeat(partial(measure_unpaced, ours, streams, per_message))
+        asked = {"address": ours.address, "streams": streams, "max_tokens": ENDLESS}
+        times = repeat(partial(measure_unpaced, ours, per_message, **asked))
     note = f"{statistics.median(per_message):.1f} tokens a message"
     return row_of(f"CPU per token without ticks, {name_of(streams)}", times, "µs", note=note)
 

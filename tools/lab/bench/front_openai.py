@@ -39,7 +39,7 @@ from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tools.lab.bench import front
 from tools.lab.bench.frame import Row, repeat, repeat_in_turn, row_of
-from tools.lab.bench.front import SIZE_TOLERANCE, TICK_S, UNPACED_WINDOW_S, WINDOW_S, name_of
+from tools.lab.bench.front import SIZE_TOLERANCE, TICK_S, WINDOW_S, name_of
 from tools.lab.bench.wire import ENDLESS, NO_PROXY, PacedRunner, Peer, peer
 from tools.lab.bench.wire_http import TEXT, StreamClient, post
 
@@ -104,29 +104,6 @@ def measure(server: Peer, streams: int, sizes: list[float]) -> float:
     return 1e6 * cpu / count
 
 
-def measure_unpaced(server: Peer, streams: int, per_event: list[float]) -> float:
-    """Return the server's CPU time per token over one window without ticks, in µs. Append the mean
-    number of tokens per event to ``per_event``."""
-    body = asked(ENDLESS)
-    with (
-        peer("http-readers", address=server.http_address, streams=streams, body=body) as readers,
-        grpc.insecure_channel(server.address, options=NO_PROXY) as channel,
-    ):
-        stub = stubs.ControlStub(channel)
-
-        def count() -> tuple[int, int]:
-            totals = stub.GetStats(pb.GetStatsRequest()).totals
-            return int(totals.completion_tokens_total), readers.ask()[0]
-
-        tokens, events = count()
-        cpu = server.cpu_s()
-        time.sleep(UNPACED_WINDOW_S)
-        cpu = server.cpu_s() - cpu
-        later_tokens, later_events = count()
-    per_event.append((later_tokens - tokens) / (later_events - events))
-    return 1e6 * cpu / (later_tokens - tokens)
-
-
 def compare(streams: int) -> list[Row]:
     """Return the rows for a number of streams."""
     tick, name = TICK_S[streams], name_of(streams)
@@ -162,7 +139,10 @@ def unpaced(streams: int) -> Row:
     """Return the row without ticks for a number of streams."""
     per_event: list[float] = []
     with peer("triolet", openai=True, **front.settings(streams, 0.0)) as ours:
-        times = repeat(partial(measure_unpaced, ours, streams, per_event))
+        asking = {"address": ours.http_address, "streams": streams, "body": asked(ENDLESS)}
+        times = repeat(
+            partial(front.measure_unpaced, ours, per_event, kind="http-readers", **asking)
+        )
     note = f"{statistics.median(per_event):.1f} tokens an event"
     return row_of(f"CPU per token without ticks, {name_of(streams)}", times, "µs", note=note)
 
