@@ -135,7 +135,7 @@ async def test_a_stream_is_for_one_request_and_is_read_inside_its_block(engine):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tasks_that_share_a_stream_get_each_event_once_and_all_of_them_the_end(seed):
-    """Several tasks may read a stream (docs/decisions.md, departure l)."""
+    """Several tasks may read a stream (docs/decisions.md, departure j)."""
     ids, num_ended = [], 0
 
     async def body(engine):
