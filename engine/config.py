@@ -164,7 +164,7 @@ class SchedulerConfig(QueueLimits, TextSteps):
     go on (D6).
     """
 
-    num_blocks: int  # of the KV pool
+    num_blocks: int  # the KV pool's size
     max_model_len: int = setting(2048, low=2)  # tokens of a sequence, prompt and output
     cache_namespace: str = ""  # keeps the prefixes of different models apart
     num_states: int = 0  # state slots; 0: the model has no recurrent layers

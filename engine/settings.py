@@ -154,7 +154,7 @@ class QueueLimits:
     max_queued_requests: int = setting(
         2048, "most requests that wait; more are refused", low=1, section="requests that wait"
     )
-    max_queued_tokens: int = setting(  # of images: denoising steps
+    max_queued_tokens: int = setting(  # for drawings, the denoising steps are counted
         1_000_000, "most prompt tokens that wait; more are refused", low=1
     )
     stall_timeout_s: float = setting(

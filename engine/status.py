@@ -146,7 +146,7 @@ class Counts:
     parked: int = 0  # those that wait until their clients read
     ending: int = 0  # ended, but the step in flight still uses their blocks
     unread_calls: int = 0  # ended calls whose clients have not read everything
-    free_blocks: int = 0  # of the KV pool, like total_blocks and cached_blocks
+    free_blocks: int = 0  # this and the next two count blocks of the KV pool
     total_blocks: int = 0
     cached_blocks: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache, since the start

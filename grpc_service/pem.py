@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOON_S = 14 * 86_400.0  # guess: time to notice and to act; Let's Encrypt renews 30 days before
-SOON_SHARE = 1 / 3  # of a short validity; with so much left, cert-manager and Let's Encrypt renew
+SOON_SHARE = 1 / 3  # with this share of the validity left, cert-manager and Let's Encrypt renew
 _CERTIFICATE = re.compile(
     "-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL | re.ASCII
 )

@@ -40,7 +40,7 @@ enum WeightKind { WEIGHTS_OF_ROWS = 0, WEIGHTS_BF16 = 1, WEIGHTS_F16 = 2 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Linear`.
 // A layer may consist of ``parts``, whose weights have forms of their own, and then has no weight.
-// Their panels follow one another or, if it ``alternates``, take turns.
+// The parts' panels follow one another or, if the layer ``alternates``, take turns.
 struct Linear {
     const void *weight;      // in panels, see the top of this file and of matmul.h
     const float *bias;       // [outputs] or null

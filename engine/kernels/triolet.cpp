@@ -8,7 +8,7 @@
 
 using namespace triolet;
 
-// Returns where a panel of ``count`` lies. The panels of a pair, gate and up, alternate.
+// Returns the place of one of ``count`` panels. The panels of a pair, gate and up, alternate.
 static long place_of(long panel, long count, long pair) {
     return pair ? (panel % (count / pair)) * pair + panel / (count / pair) : panel;
 }
@@ -41,8 +41,8 @@ static void pack(const W *weight, long outputs, long inputs, long pair, W *panel
 #pragma GCC visibility push(default)  // all else is hidden (`engine.worker.forward.variants`)
 extern "C" {
 
-// Returns the instructions that this library multiplies with, for people to read: "AMX", or as
-// `float_kind` names them.
+// Returns the name of the instructions that this library multiplies floats with, for people to
+// read: "AMX", or a name by `float_kind`.
 const char *triolet_kind(void) { return has_amx() ? "AMX" : float_kind(); }
 
 // Returns the instructions that this library multiplies integers with, as `integer_kind` names them.

@@ -125,7 +125,7 @@ class Leases:
         """Wait until a replica of a load serves.
 
         Raises:
-            TrioletError: none will serve, or the deadline, on Trio's clock, has passed.
+            TrioletError: no replica will serve, or the deadline, on Trio's clock, has passed.
         Cancellation: ends the wait; the load goes on.
         """
         entry.num_waiting += 1

@@ -1,4 +1,4 @@
-"""What the program of a process of the server's own does first and last.
+"""The first and the last acts of a program that the server runs in a process of its own.
 
 Rule 1: the process does not outlive its server, whatever either does. Standard input is a pipe that
 the server holds open; when it closes, the kernel sends a SIGKILL, which nothing can delay. (The

@@ -121,7 +121,7 @@ class ReplicaSnapshot:
     telemetry: TelemetrySnapshot | None
     process_bytes: int | None = None
     plans_discarded: int = 0
-    drafts: tuple[DraftCounts, ...] = ()  # of each drafter
+    drafts: tuple[DraftCounts, ...] = ()  # one for each drafter
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class EngineTelemetry:
     statistics: EngineStatistics
     replicas: tuple[ReplicaSnapshot, ...]
     models: dict[str, bool]
-    deaths: dict[str, int]  # of workers, by model
+    deaths: dict[str, int]  # how many workers have died, by model
     degraded: dict[str, int]  # replicas that restart or hang, by model
     deadlines_missed: dict[str, int]
     num_draining: int

@@ -124,7 +124,7 @@ class Tokenizing:
     async def spans(
         self, replica: AnyReplica, text: str, *, add_special_tokens: bool, party: Hashable
     ) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text for an answer, each with the characters that it came from.
+        """Return the tokens of a text, as Tokenize answers them: each with its characters.
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
@@ -236,8 +236,8 @@ class Tokenizing:
     async def read_images(
         self, files: Iterable[tuple[str, bytes]], read: Callable[[bytes], T]
     ) -> list[T]:
-        """Return what ``read``, which may have an image decoded, makes of each file in a thread. No
-        other image is decoded at the same time. Cancellation: as the class.
+        """Return the results of ``read``, which may have an image decoded, called in a thread with
+        each file. No other image is decoded at the same time. Cancellation: as the class.
 
         Raises:
             InvalidRequest: images cannot be read; it lists the ``path`` of each, from ``files``.

@@ -41,9 +41,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of a model before it is loaded. ``found`` is None if its files exclude it;
-    ``refusal`` is the sentence of why it cannot be served, "" if it can; ``limit`` is the memory
-    that models may use on its device, in bytes."""
+    """The facts about a model before it is loaded. ``found`` is None if its files show that it
+    cannot be served; ``refusal`` says why it cannot, "" if it can; ``limit`` is the memory that
+    models may use on its device, in bytes."""
 
     capability: Capability | None
     found: Inspection | None
@@ -85,7 +85,7 @@ def inspect(model: ModelConfig, config: EngineConfig) -> Report:
 
 
 def _joined(ranks: Sequence[Inspection]) -> Inspection:
-    """Return what all ranks of a model take together, each in a process like this one."""
+    """Return the bytes that all ranks of a model take together, each in a process like this one."""
     first = ranks[0]
     if len(ranks) == 1:
         return first

@@ -101,8 +101,8 @@ class KvInspection:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a model is, and the bytes that its parts will take on its device, by its small files and
-    the headers of its weights. ``num_bytes`` is their sum.
+    """A model's kind, and the bytes that its parts will take on its device, by its small files and
+    the headers of its weights. ``num_bytes`` is the sum of these bytes.
 
     Resident after a load are the weights, the tokenizer and what has been written of the KV pool;
     ``workspace_bytes`` are the most that a step takes beside them.
@@ -126,14 +126,14 @@ class Inspection:
 
     @property
     def load_bytes(self) -> int:
-        """What a load leaves in memory, with the whole KV pool written."""
+        """The bytes that stay in memory after a load, with the whole KV pool written."""
         pool = self.kv.num_bytes if self.kv else 0
         model = self.weight_bytes + self.tokenizer_bytes + pool + self.draft_bytes
         return model + self.adapter_bytes + self.process_bytes
 
     @property
     def num_bytes(self) -> int:
-        """What a load reserves."""
+        """The bytes that a load reserves."""
         return self.load_bytes + self.workspace_bytes
 
 

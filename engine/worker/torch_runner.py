@@ -51,7 +51,7 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
         return self._tokenizer
 
     def estimate(self) -> MemoryEstimate:
-        """Return what `load` will need, from the config and the headers of the weight files.
+        """Return the memory that `load` will need, from the config and the weight files' headers.
 
         Raises:
             SpawnFailed: the model cannot be served, as far as these files show.
@@ -60,7 +60,7 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
         return estimate_on(torch.device(found.device), found.num_bytes)
 
     def inspect(self) -> Inspection:
-        """Return what the model is and what its parts will need. Raises as `estimate`."""
+        """Return the model's kind and its parts' bytes. Raises as `estimate`."""
         with self._load_failures():
             return self._inspect()
 

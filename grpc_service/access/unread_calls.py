@@ -47,7 +47,7 @@ class UnreadCalls:
         self._clock = clock
         self._most, self._most_in_all = most, most_in_all
         self._ended: dict[EndedCall, tuple[float, Hashable]] = {}  # calls, the first ended first
-        self._connections: dict[EndedCall, Hashable] = {}  # of the unread calls
+        self._connections: dict[EndedCall, Hashable] = {}  # each unread call's connection
         self._unread: dict[Hashable, dict[EndedCall, None]] = {}  # by connection, the oldest first
 
     def ended(self, call: EndedCall, connection: Hashable) -> None:

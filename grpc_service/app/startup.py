@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from grpc_service.app.server_config import ServerConfig
 
 REFRESH_S = 0.1
-LEAST_SHARE = 0.05  # of a load; before it is done, its speed is not known
+LEAST_SHARE = 0.05  # before this share of a load is done, its speed is not known
 LINE_S = 5.0  # between two lines about a load where there is no terminal
 LOAD_ERRORS = "engine.pool.load_errors"  # the logger of failed loads
 

@@ -72,7 +72,7 @@ class DeadlineExceeded(CallError):
 
     @property
     def phase(self) -> str:
-        """What the request was waiting for or doing, "" if the server did not say."""
+        """The phase in which the request was, "" if the server did not say."""
         return self.metadata.get("phase", "")
 
     @property

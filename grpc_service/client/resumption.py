@@ -39,7 +39,7 @@ DELAY_MAX_S = 5.0  # between continuations: as a server that restarts advises
 
 
 class NextCall(NamedTuple):
-    """How to go on: send ``request`` after ``delay_s``, with ``timeout`` seconds for all of it."""
+    """The next call of a broken stream: send ``request`` after ``delay_s``, with ``timeout``."""
 
     request: messages.GenerateRequest | messages.AttachRequest
     delay_s: float

@@ -121,7 +121,7 @@ class Call(StreamListener):
                 limit = limits.header_list_bytes
                 raise HeadersTooLarge(f"the headers have {size} bytes, of at most {limit}")
             for name, value in stream.headers:
-                if name == b"grpc-timeout":  # of several such headers the last one counts
+                if name == b"grpc-timeout":  # the last of several such headers counts
                     self.deadline = trio.current_time() + timeout_of(value)
             self.metadata = metadata_of(stream.headers)
         except RpcError as fault:

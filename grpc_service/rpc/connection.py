@@ -59,7 +59,7 @@ FIRST_PART_BYTES = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the connections of one server share.
+    """The objects that all connections of one server share.
 
     A connection holds ``decompressing`` while it decompresses a large message. ``serve_call``
     serves a call from start to end. ``on_progress`` is called when a call has ended, and when
@@ -338,8 +338,8 @@ class Connection:
                 await trio.lowlevel.checkpoint()
 
     def _limit_frame(self, num_before: int) -> None:
-        """Begin the time of an incomplete frame. If the number of complete frames is still
-        ``num_before``, it is the same frame, whose time runs already."""
+        """Begin the time limit of an incomplete frame. If the number of complete frames is still
+        ``num_before``, the incomplete frame is the same, and its time runs already."""
         splitter = self.http2.splitter
         if not splitter.is_amid:
             self._frame_left_s = math.inf

@@ -41,7 +41,7 @@ class FrameFilter:
         self._connection = connection
         self._account = connection.account
         self._left: dict[int, None] = {}  # streams that ended while their clients were sending
-        self._dropped_bytes = 0  # of skipped DATA, not yet given back to the connection's window
+        self._dropped_bytes = 0  # skipped DATA, not yet given back to the connection's window
 
     def take(self, frame: Frame) -> bool:
         """Act on a frame, and return True; return False for a frame that h2 has to see.

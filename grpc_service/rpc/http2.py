@@ -100,7 +100,7 @@ class Http2Connection:
         self.streams: dict[int, Stream] = {}
         self.marks: dict[bytes, Callable[[], None]] = {}  # callbacks by the bodies of pings
         self._num_marks = 0
-        self._has_settings = False  # of the client
+        self._has_settings = False  # the client's SETTINGS frame has come
         self._is_window_open = False  # more may be sent on the connection than before
         self._are_all_open = False  # more may be sent on every stream
         self.splitter = FrameSplitter(self.h2.max_inbound_frame_size)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 H2, HTTP1 = "h2", "http/1.1"  # names of TLS's application protocols
-RECORD_BYTES = 2**14  # of TLS, at most. OpenSSL sends records one by one. RFC 8446, section 5.1.
+RECORD_BYTES = 2**14  # The largest TLS record (RFC 8446, 5.1). OpenSSL sends records one by one.
 RECEIVE_BYTES = 2**16  # upper bound of one read. Guess.
 # Connections that wait to be accepted: as many as Linux allows by default. Beyond them, clients try
 # again after a second and more.

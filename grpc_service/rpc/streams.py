@@ -37,8 +37,8 @@ _PREFIX = Struct(">BI")
 
 
 class StreamListener:
-    """What acts on the events of one stream. This class ignores them, as listener of streams that
-    are over (`NOBODY`)."""
+    """The listener to the events of one stream. This class ignores the events, as the listener of
+    streams that are over (`NOBODY`)."""
 
     @property
     def has_request(self) -> bool:

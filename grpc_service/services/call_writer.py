@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 async def encode_in_thread(job: Callable[[], T]) -> T:
-    """Return ``job()``, which takes long and runs in a thread. Cancellation: waits for its end."""
+    """Return ``job()``, which takes long, called in a thread. Cancellation: ``job`` ends first."""
     return await WorkerThreads().run(job, _limiter)
 
 
@@ -67,7 +67,7 @@ class WrittenCall(Protocol):
 
     @property
     def code(self) -> object:
-        """What the call was ended with; None while it runs."""
+        """The status code that ended the call; None while it runs."""
 
     def try_write(self, data: bytes) -> bool:
         """Write a message now, or return False."""

@@ -101,7 +101,7 @@ class Inference:
         await writer.serve(self._backend.engine, request)
 
     async def Rerank(self, request: RerankRequest, rpc: Rpc) -> None:
-        """Stream one score for each document. Raises `Disconnected` like `Embed`.
+        """Stream each document's score. Raises `Disconnected` if the client has ended the call.
 
         Cancellation: ends the request.
         """
@@ -109,7 +109,7 @@ class Inference:
         await writer.serve(self._backend.engine, request)
 
     async def GenerateImage(self, request: DrawRequest, rpc: Rpc) -> None:
-        """Stream the progress of a drawing, and its images in parts. Raises `Disconnected`, too.
+        """Stream a drawing's progress, and its images in parts. Raises `Disconnected` like `Embed`.
 
         Cancellation: ends the request.
         """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
 
 PROTOS = (v1_pb2, v1alpha_pb2)
-NAME_BYTES_MAX = 2**12  # of a request, which holds little more than the name of a file or symbol
+NAME_BYTES_MAX = 2**12  # a request holds little more than the name of a file or symbol
 SERVICE_NAMES: tuple[str, ...] = tuple(
     proto.DESCRIPTOR.services_by_name["ServerReflection"].full_name for proto in PROTOS
 )

@@ -81,7 +81,7 @@ def decode_generate(
 
 
 def given(message: Message, *names: str) -> dict[str, Any]:
-    """Return the fields of ``names`` that are set, by name. All must have presence."""
+    """Return the fields of ``names`` that are set, by name. Proto3 must track their presence."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 

@@ -131,7 +131,7 @@ class VllmEngine:
         )
         self._last_receive = time.time()
         serving = writer.serve(self._engine, call.request)
-        del call  # the stream alone keeps the request
+        del call  # so that the request lives only as long as its stream needs it
         await serving
 
     async def Embed(self, request: EmbedRequest, rpc: Rpc) -> None:

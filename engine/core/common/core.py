@@ -6,11 +6,11 @@ result.
 
 Rule 1: two methods drive a core. `apply(event, now)` takes everything that happens and returns the
 events that it caused, in order; `plan(now)` returns the next step, whose `StepDone` or `StepFailed`
-must be applied before the next `plan` (design D2, D4). Rule 2: time comes as ``now``, in seconds of
+must be applied before the next `plan` (D2, D4). Rule 2: time comes as ``now``, in seconds of
 the engine's one clock; nothing here reads a clock, and decisions depend only on the inputs. Rule 3:
 each accepted choice emits exactly one `Finished`.
 
-Source: etcd raft's Ready/Advance for the shape; design D17–D19 for the contents.
+Source: etcd raft's Ready/Advance for the shape; docs/decisions.md, D17–D19, for the contents.
 """
 
 from __future__ import annotations

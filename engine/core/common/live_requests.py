@@ -47,7 +47,7 @@ class LiveRequest(ABC, Generic[RequestT]):
     @property
     @abstractmethod
     def phase(self) -> Phase | None:
-        """What the request does; None once it only waits for the end of a step."""
+        """The phase in which the request is; None once it only waits for the end of a step."""
 
     @property
     @abstractmethod

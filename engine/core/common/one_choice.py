@@ -71,7 +71,7 @@ class OneChoice(LiveRequest[RequestT]):
 
     @property
     def phase(self) -> Phase:
-        """What the request does."""
+        """The phase in which the request is."""
         if self.parked_since is not None:
             return Phase.PARKED
         return Phase.QUEUED if self.started_at is None else self.running_phase
@@ -79,7 +79,7 @@ class OneChoice(LiveRequest[RequestT]):
     @property
     @abstractmethod
     def running_phase(self) -> Phase:
-        """What the request does once it has started, unless it is parked."""
+        """The phase of the request once it has started, unless it is parked."""
 
     @property
     @abstractmethod

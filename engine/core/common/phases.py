@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a request does, from its arrival to its end. Each kind of work has some of the phases.
+    """The phases of a request, from its arrival to its end. Each kind of work has some of them.
 
     The value is the published name: it stands in the metadata of a deadline's error, in the labels
     of metrics, and in log lines.

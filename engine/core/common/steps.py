@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RowPhase(StrEnum):
-    """What a worker did for a row when the row failed. The value is for the log."""
+    """The work during which a row failed in a worker. The value is for the log."""
 
     ENCODE = "encode"
     DENOISE = "denoise"

@@ -57,7 +57,7 @@ class LiveDrawing(InTurn[ImageGenerationRequest]):
 
     @property
     def running_phase(self) -> Phase:
-        """What its next step does."""
+        """The phase to which the drawing's next step belongs."""
         return PHASES[self.part.verb]
 
     @property

@@ -5,7 +5,7 @@ each accepted request emits at most one `Stepped` for each denoising step, one `
 image, and exactly one `Finished`. Rule 3: every request that a plan has started
 is named in `ImageGenerationPlan.ended` of exactly one later plan, after its end.
 
-Source: design D1, D18, D19.
+Source: docs/decisions.md, D1, D18, D19.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The states of a sequence, and the legal transitions between them (design D7).
+"""The states of a sequence, and the legal transitions between them (D7).
 
 Rule 1: a state changes by `Sequence.advance` alone, which calls `advance`. Rule 2: whether a
 RUNNING sequence is prefilling or decoding is not a state: it follows from how many of its tokens

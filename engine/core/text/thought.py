@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SENTENCE_END = re.compile(r"(?:\n|[.。！？!?…][\"'”’)\]*]*)\s*\Z")
 DECIMAL = re.compile(r"\d\.\Z")
 NONE: frozenset[int] = frozenset()
-TAIL_CHARS = 16  # of the text before a token that is looked at; a guess: an end and its brackets
+TAIL_CHARS = 16  # The latest characters are kept, to find a sentence's end; a guess: with brackets.
 
 
 class Thought:

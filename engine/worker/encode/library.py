@@ -54,7 +54,7 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of transformers, in the whole process
+    disable_progress_bar()  # for all uses of transformers in this process
     make = CrossEncoder if is_rerank else SentenceTransformer
     model = make(
         str(directory),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.text.plan import Row
     from engine.core.text.types import PromptImage
 
-SIDE = 4  # of an image, in pixels
+SIDE = 4  # an image's height and width in pixels
 MAX_TOKENS = 7
 KEPT_IMAGES = 8  # encodings that are kept after a step
 

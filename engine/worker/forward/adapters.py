@@ -32,8 +32,8 @@ QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS = 0, 1, 2, 3, 4  # A layer's products, as i
 
 @dataclass(frozen=True, slots=True)
 class AdapterGroup:
-    """The tokens of a step that have one adapter: ``count`` from ``first`` on, and among the tokens
-    whose logits are computed ``kept_count`` from ``kept_first`` on."""
+    """The tokens of a step that have one adapter: ``count`` of the step's tokens from ``first`` on,
+    and ``kept_count`` of the tokens whose logits are computed from ``kept_first`` on."""
 
     adapter: Any  # the result of `AdapterHost.place`
     first: int

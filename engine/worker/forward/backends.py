@@ -1,7 +1,7 @@
 """Chooses how a model runs: compiled, stock with a kernel's attention, or entirely stock.
 
-Rule 1: the choice depends only on the device, the dtype and the model's layers. It is logged once
-with its reason. Rule 2: a runner calls all three ways of running alike.
+Rule 1: the choice depends only on the device, the dtype and the model's layers. The choice is
+logged once with its reason. Rule 2: a runner calls all three ways of running alike.
 """
 
 from __future__ import annotations

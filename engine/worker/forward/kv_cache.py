@@ -117,7 +117,7 @@ def size_pool(
         budget = spec.kv_bytes // spec.tp
     else:
         one = _ceil_div(context_limit, block_size) * per_block
-        if bytes_per_state:  # of which states take half
+        if bytes_per_state:  # states take half of the budget
             one = 2 * max(one, STATES_PER_SEQUENCE * bytes_per_state)
         most = wanted + wanted_states * bytes_per_state
         budget = _default_budget(spec, weight_bytes, one, most)

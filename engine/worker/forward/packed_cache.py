@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 OFF = "off"  # the setting's value for no cache
 MAGIC = b"TrioletPacked 1\n"
 HEADER = 4096  # a page, so that layers are aligned as the mapping is
-ALIGNMENT = 64  # of a layer's tensors, in bytes: a line of the processor's cache
+ALIGNMENT = 64  # a layer's tensors begin at multiples of this many bytes, as cache lines do
 WHOLE, PARTIAL, LOCK, KNOWN = ".packed", ".partial", ".lock", ".known"
 WORTH = 32 << 20  # bytes of a model file; a smaller one is packed as fast as it would be checked
 WRITTEN_AT_ONCE = 16 << 20  # bytes that are packed, and then written
@@ -133,7 +133,7 @@ class PackedCache:
                             "are not kept", files[0].name)  # fmt: skip
                 return Layers()
             lock = _locked(path)
-            kept = _open_kept(path, library)  # another load may have written it meanwhile
+            kept = _open_kept(path, library)  # another load may have written the file meanwhile
             if kept is not None:
                 os.close(lock)
                 return kept

@@ -246,7 +246,7 @@ class Packer:
 
 
 def form_of(linear: structs.Linear) -> tuple[object, ...]:
-    """Return what the layers of one mixture's experts must have in common: how rows are rounded."""
+    """Return how a layer's rows are rounded, which must be the same for a mixture's experts."""
     parts = ctypes.cast(linear.parts, ctypes.POINTER(structs.Linear))
     own = [parts[index] for index in range(linear.num_parts)] or [linear]
     return tuple((one.scales is None, one.group) for one in own)

@@ -63,7 +63,7 @@ class StateSlots:
     recurrence: Recurrence
     shapes: Mapping[int, StateShape]
     count: int
-    dtype: torch.dtype  # of the convolutions' states; recurrences have float32 states
+    dtype: torch.dtype  # convolutions' states have this dtype; recurrences' states are float32
     device: torch.device
 
 

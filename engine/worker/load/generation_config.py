@@ -35,8 +35,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_new_tokens": (0, 2**31 - 1),
     "max_new_tokens": (1, 2**31 - 1),
 }
-# Fields that change no answer: the file's version, and settings of transformers' caches and return
-# values. The tokenizer's files decide the first token and the padding.
+# Fields that change no answer: the file's version, settings of transformers' caches and return
+# values, and ids of the first token and the padding, which the tokenizer's files decide.
 WITHOUT_EFFECT = frozenset(
     {
         *("transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id"),

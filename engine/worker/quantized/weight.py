@@ -27,7 +27,7 @@ NESTED = 256  # inputs that share a factor; NESTED in small_weights.h
 GROUP = 32  # inputs of a group, as in llama.cpp's Q8_0 and Q4_0
 CENTRED = tuple(range(-8, 8))
 CENTRED_OF_6 = tuple(range(-32, 32))
-TABLES = {4: CENTRED, 6: CENTRED_OF_6, 8: ()}  # of `quantise`, by bits
+TABLES = {4: CENTRED, 6: CENTRED_OF_6, 8: ()}  # the tables that `quantise` uses, by bits
 ROUNDED = {"int8": 8, "int4": 4}  # the bits of each value of `--quantization`
 ENDS = {"int8": 8, "int4": 6}  # those of the embedding and the head, as in llama.cpp's files
 # For a group in 4 bits, these multiples of the scale at which its largest magnitude becomes -8 are
@@ -157,7 +157,7 @@ def bits_of(table: tuple[int, ...]) -> int:
 
 
 def centre_of(table: tuple[int, ...]) -> int | None:
-    """Return what a code of this table has more than its number, or None if that is not the same
+    """Return the difference of a code and its number in this table, or None if that is not the same
     for all codes."""
     return -table[0] if table == tuple(range(table[0], table[0] + len(table))) else None
 

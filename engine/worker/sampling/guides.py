@@ -1,4 +1,4 @@
-"""What leads a sequence's sampling, token by token: its constraint and its reasoning's budget."""
+"""Guides of a sequence's sampling, token by token: its constraint and its reasoning's budget."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Guide(Protocol):
-    """The state of one sequence in what leads it. Each step fills a mask, if there is one, and
-    reports the sampled token with `push`, which alone changes the state."""
+    """One sequence's state in its constraint or reasoning budget. Each step fills a mask, if there
+    is one, and reports the sampled token with `push`, which alone changes the state."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ class Thinking:
 
 
 def guide_of(new: AdmittedSequence, grammars: ConstraintCompiler) -> Guide | None:
-    """Return what leads a new sequence, before its first token; None if nothing does."""
+    """Return a new sequence's guide, before its first token; None if it needs no guide."""
     matching = None if new.constraint is None else grammars.start(new.constraint)
     if new.reasoning is None:
         return matching

@@ -275,7 +275,7 @@ def _make_inclusive(nodes: _Nodes) -> None:
     near: dict[int, set[int]] = {
         1: set(),
         -1: set(),
-    }  # the integers next to a bound with a fraction on the other side
+    }  # for lower bounds (1), the integers just below fractional upper bounds; -1: the reverse
     for node, side, key, up in ends:
         for other in (_number(node.get(side)), _number(node.get(key))):
             if other is not None and other != int(other):

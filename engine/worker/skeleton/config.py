@@ -2,7 +2,7 @@
 
 Rule: only usual configs are read here. A config with a field or a value that `LISTED` does not
 name, or for which transformers raises an error or logs a warning, is left to transformers. But
-YaRN's factor may be any, though transformers warns if it is not the ratio of the lengths.
+YaRN's factor may be any: transformers warns if it is not the ratio of both context lengths.
 """
 
 from __future__ import annotations

@@ -75,10 +75,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a load places on a device, by the model's config and the headers of its weights. The
-    reservation of memory, the load and ``triolet inspect`` all compute with these sizes.
+    """The sizes of all that a load places on a device, by the model's config and the headers of its
+    weights. The reservation of memory, the load and ``triolet inspect`` all compute with them.
 
-    ``dtype`` is what the model computes with, and ``kv_dtype`` what its KV pool holds.
+    ``dtype`` is the model's dtype, and ``kv_dtype`` that of the numbers in its KV pool.
     ``objection`` says why the model does not run compiled; empty if it does. ``narrow`` are weights
     of 16 bits that a module of transformers keeps so (`narrow_linears`)."""
 
@@ -97,7 +97,7 @@ class Sizes:
     narrow: frozenset[str]
 
     def inspection(self, spec: RunnerSpec) -> Inspection:
-        """Return what the model is and what its parts will need, for people and the reservation."""
+        """Return the model's kind and its parts' bytes, for people and the memory's reservation."""
         pool = self.pool
         return Inspection(
             device=str(self.device),
@@ -156,7 +156,7 @@ class PlacedModel:
 
 
 def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) -> Sizes:
-    """Return what `place` will place on the device; for a rank, its part.
+    """Return the sizes of all that `place` will place on the device; for a rank, of its part.
 
     Raises:
         Refusal: The config and the headers show that the model cannot be served.
@@ -176,8 +176,8 @@ def _sizes(
     whole: Checkpoint,
     sizing: Sizing,
 ) -> tuple[Sizes, Checkpoint]:
-    """Return what a load of a found architecture and config places on its device, and the part of
-    the open weights that this rank reads.
+    """Return the sizes of a load of a known architecture and config, and the part of the open
+    weights that this rank reads.
 
     Raises:
         Refusal: The dtype or the form of the weights is not supported, or the pool cannot hold one
@@ -346,8 +346,8 @@ def _layers_beside(
 def _layers_of(
     spec: RunnerSpec, source: Source, shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Layers:
-    """Return what packs the layers in blocks, whose tensors have these shapes: the cache of a GGUF
-    file's packed weights, if it has such layers and runs compiled, else memory."""
+    """Return the packer of layers whose tensors have these shapes and are quantised in blocks. It
+    uses the packed cache if a GGUF file has such layers and runs compiled, else memory alone."""
     if not source.gguf or sizes.objection or not shapes:
         return Layers()
     cache = open_cache(spec.packed_cache, spec.packed_cache_bytes)

@@ -305,7 +305,7 @@ class Ahead:
     matching: Guide | None
 
     def push(self, token: int) -> bool:
-        """Advance by a token. Returns False if the token completes the constraint.
+        """Append a token. Returns False if the token completes the constraint.
 
         Raises:
             EngineBug: The constraint does not allow the token.

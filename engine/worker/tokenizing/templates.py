@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SECONDS_MAX = 10.0  # Not tuned: 4 MiB of messages of 60 characters take a fifth of it.
 CHARS_MAX = 16 * 2**20  # Not tuned: four times the largest request, for indented JSON.
-LINES_PER_LOOK = 256  # So often the clock is read, which costs as much as ten traced lines.
+LINES_PER_LOOK = 256  # Lines between two readings of the clock, one of which costs ten lines' time.
 MESSAGE_MAX = 200  # Not tuned: a client sees so much of a template's own error message.
 TOOLS_READ = re.compile(r"\{[{%](?:(?![}%]\}).)*\btools\b", re.DOTALL)  # Finds ``tools`` in code.
 TEMPLATE_FILE = "<template>"  # Jinja's file name for a template that comes from a string.

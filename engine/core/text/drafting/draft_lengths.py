@@ -109,7 +109,7 @@ class Lengths:
 
 
 class DraftBudget:
-    """What the drafts of a draft model may still cost, in steps without drafts (Rule 3)."""
+    """The time that a draft model's drafts may still take, in steps without drafts (Rule 3)."""
 
     __slots__ = ("_earned", "left")
 

@@ -77,7 +77,7 @@ class GgufFile(Checkpoint):
         super().__init__(paths[0].parent)
         self._paths = paths
         self._texts = STRING_LISTS if has_vocabulary else ()
-        self.metadata: dict[str, Any] = {}  # of the first part
+        self.metadata: dict[str, Any] = {}  # the first part's key-value pairs
         self._stored: dict[str, _Place] = {}  # by transformers' names
         self._factors: torch.Tensor | None = None
         self._parsed: list[tuple[mmap, Header]] = []
