@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 TOKENIZE_TOKENS_MAX = 100_000  # tokens in an answer to Tokenize; a guess: 3 MiB, built in 0.5 s
 TOKENIZE_CHARS_MAX = 2**20  # characters of a text in Tokenize; a guess: ten for each token
 INLINE_TOKENIZE_CHARS = 4096  # a shorter text needs no thread; a guess: a thread would cost more
-LONG_TEXT_CHARS = 2**16  # from here on, texts are tokenised in pieces; a guess: fewer take 0.1 s
+LONG_TEXT_CHARS = 2**16  # longer texts are tokenised in pieces; a guess: this length takes 0.1 s
 
 T = TypeVar("T")
 Part = TypeVar("Part", bound="Sequence[Any]")

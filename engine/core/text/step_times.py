@@ -74,7 +74,7 @@ class StepTimes:
         if num_tokens == num_rows and not num_drafts:
             last.append(max(0.0, seconds))
         elif seconds <= 0.0 or step.image_cost:
-            return  # its images take no time if their encodings are kept, and much otherwise
+            return  # images take no time if their encodings are kept, and much otherwise
         elif num_tokens > num_rows:
             self._note_prompts(step, seconds)
         elif plain_s := _usual(last):

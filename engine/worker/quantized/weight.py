@@ -29,7 +29,7 @@ CENTRED = tuple(range(-8, 8))
 CENTRED_OF_6 = tuple(range(-32, 32))
 TABLES = {4: CENTRED, 6: CENTRED_OF_6, 8: ()}  # the tables that `quantise` uses, by bits
 ROUNDED = {"int8": 8, "int4": 4}  # the bits of each value of `--quantization`
-ENDS = {"int8": 8, "int4": 6}  # those of the embedding and the head, as in llama.cpp's files
+ENDS = {"int8": 8, "int4": 6}  # bits of the embedding and the head, as in llama.cpp's files
 # For a group in 4 bits, these multiples of the scale at which its largest magnitude becomes -8 are
 # tried, and the one with the smallest square error is taken. The factor 1.0 alone is llama.cpp's
 # Q4_0; five factors have less than 0.93 of its square error (`test_quantized_weights.py`).
