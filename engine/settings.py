@@ -124,7 +124,7 @@ def require_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Check that a value is allowed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The value is not allowed.
     """
     if value not in allowed:
         *most, last = allowed

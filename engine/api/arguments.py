@@ -32,7 +32,7 @@ def sampling_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingPar
     """Return sampling options, given as an object or as a mapping of its fields.
 
     Raises:
-        TypeError: It is neither, or there is no such field.
+        TypeError: ``given`` is neither, or names an unknown field.
     """
     if isinstance(given, SamplingParams):
         return given
@@ -54,7 +54,7 @@ def request_of(call: str, given: Any) -> Any:
     given as a text (`CALLS`).
 
     Raises:
-        TypeError: It is of another type.
+        TypeError: ``given`` is of another type.
     """
     kind, text_field, hint = CALLS[call]
     if isinstance(given, kind):

@@ -98,8 +98,8 @@ class Streams:
     def open(
         self, owner: object, make_source: Callable[[api.Engine, portal.Feed], Source]
     ) -> Stream[Any]:
-        """Return a stream of what ``make_source`` returns on the engine's thread, for the running
-        loop. An error of ``make_source`` is the stream's end."""
+        """Return a stream, for the running loop, of the source that ``make_source`` returns on the
+        engine's thread. An error of ``make_source`` is the stream's end."""
         loop = asyncio.get_running_loop()
         crossing = self._crossings.get(loop)
         if crossing is None:
@@ -198,7 +198,7 @@ class _Feed(portal.Feed):
         """Wait for new items. May return without any.
 
         Raises:
-            ShuttingDown: This process is a fork: no items will come.
+            ShuttingDown: The process is a fork: no items will come.
         """
         self._crossing.portal.require_own_process()
         future: asyncio.Future[None] = self._crossing.loop.create_future()

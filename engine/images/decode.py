@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # Pillow's image, and a turned or converted copy, each of 4 bytes a pixel.
 BYTES_PER_PIXEL = 20
 # The most scans of a JPEG of the largest size; a smaller JPEG may have more. Encoders write about
-# ten. A scan of 33 million pixels takes at least 60 ms, however short it is in the file, so that a
-# file of 1 MB could take hours.
+# ten scans. A scan of 33 million pixels takes at least 60 ms, however short it is in the file, so
+# that a file of 1 MB could take hours.
 SCANS_MAX = 16
 
 

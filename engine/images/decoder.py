@@ -85,7 +85,7 @@ class DecoderProcess:
                 except (ChannelClosed, BadMessage):
                     how = self._end()
                     log.warning("the process that decodes images %s; another one is started", how)
-                except BaseException:  # a later image must not get this answer
+                except BaseException:  # a later image must not get this image's answer
                     self._end()
                     raise
             else:

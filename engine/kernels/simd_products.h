@@ -322,7 +322,7 @@ struct CodeSum {
     inline i16v total(int32_t) const { return own; }
 };
 
-// Of 4 bits, those of a whole block do.
+// With codes of 4 bits, the products of a whole block fit 16 bits.
 template <>
 struct CodeSum<4> {
     static constexpr bool TAKES_EIGHT = false;

@@ -63,7 +63,7 @@ class Adapters:
         Raises:
             InvalidRequest: the adapter cannot have the name or an alias.
             ModelNotFound, ShuttingDown, NoWorkers, SpawnTimeout: its base cannot be leased.
-            SpawnFailed, MemoryExhausted: it cannot be loaded. The old version stays.
+            SpawnFailed, MemoryExhausted: the load failed. The old version stays.
             WorkerLost: a replica died meanwhile. The others keep the old version.
         Cancellation: the new version is unloaded again; the old version stays.
         """
@@ -123,7 +123,7 @@ class Adapters:
         """Load a version with a replica that serves.
 
         Raises:
-            SpawnFailed, MemoryExhausted: it does not load, or there is no memory.
+            SpawnFailed, MemoryExhausted: the load failed, or found no memory.
             WorkerLost, ShuttingDown: the replica ends.
         """
         store, directory = getattr(replica.tools, "adapters", None), version.config.directory

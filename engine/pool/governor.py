@@ -211,7 +211,7 @@ class Governor:
 
     async def evict_idle(self, ttl_s: float) -> None:
         """Retire replicas that had no lease for ``ttl_s`` seconds, until `close`. Wakes up when a
-        replica has been idle for so long, and when the last lease of a replica ends.
+        replica has been idle for ``ttl_s``, and when the last lease of a replica ends.
 
         Cancellation: ends the evictions.
         """

@@ -67,7 +67,7 @@ class Reservation:
         """Give the bytes back.
 
         Raises:
-            EngineBug: they were given back before.
+            EngineBug: the bytes were given back before.
         """
         self._require_held()
         self.is_released = True
@@ -128,7 +128,7 @@ class MemoryLedger:
         """Reserve bytes of one or several devices. The caller has checked that they are free.
 
         Raises:
-            EngineBug: they are not free; nothing is reserved.
+            EngineBug: the bytes are not free; nothing is reserved.
         """
         for device, num_bytes in needs.items():
             if num_bytes > self.free(device):

@@ -193,7 +193,7 @@ class Registry:
         """Check that a model has a capability, unless the model's capability is unknown yet.
 
         Raises:
-            InvalidRequest: it has another capability.
+            InvalidRequest: the model has another capability.
         """
         if entry.capability is None or can(entry.capability, capability):
             return

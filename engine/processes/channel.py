@@ -104,7 +104,7 @@ class Channel:
         """Send bytes that `receive_bytes` of the other side takes, without a copy.
 
         Raises:
-            ChannelClosed: they will not arrive.
+            ChannelClosed: the bytes will not arrive.
         """
         with self._used():
             self._socket.sendall(data)
@@ -113,7 +113,7 @@ class Channel:
         """Wait for ``size`` bytes, as `receive`, and return them.
 
         Raises:
-            ChannelClosed: they will not come.
+            ChannelClosed: the bytes will not come.
         """
         with self._used():
             return bytes(self._read(size))

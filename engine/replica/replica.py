@@ -59,7 +59,7 @@ class ProcessWorker(Protocol):
         """Return why the process has ended. Waits a moment for its exit status."""
 
     def kill(self, why: str) -> None:
-        """End the process, without waiting for that. ``why`` becomes part of its error."""
+        """Kill the process without waiting for its end. ``why`` becomes part of `lost`'s error."""
 
     def rss_bytes(self) -> int:
         """Return how many bytes of memory the process has resident."""

@@ -142,8 +142,8 @@ class Watchdog:
             self._wake.set()
 
     def leave(self, code: int, *, patience_s: float, waits_for_steps: bool) -> None:
-        """Bound how long the process takes to end. From now on it only joins its threads. If it
-        still does so after ``patience_s`` seconds, it ends with exit code ``code``.
+        """Bound how long the process takes to end. From now on it only joins its threads. If
+        threads are left after ``patience_s`` seconds, the process ends with exit code ``code``.
 
         With ``waits_for_steps``, a step may first run up to its limit; if it hangs,
         the process ends with `EXIT_HUNG`. A later call replaces an earlier one; `stop` cancels it.

@@ -69,7 +69,7 @@ class CheckedFields(TypedFields):
         """Check every range that needs no model.
 
         Raises:
-            InvalidRequest: It lists one violation per broken field.
+            InvalidRequest: The error has one violation for each wrong field.
         """
         violations = list(self.violations())
         if violations:

@@ -99,7 +99,7 @@ class ImageMemory:
         """Check that one request may hold so many images.
 
         Raises:
-            RequestTooLarge: it may not.
+            RequestTooLarge: the images would take more than one request may have.
         """
         most = max(1, self.request_bytes_max // each_bytes)
         if count > most:

@@ -39,7 +39,7 @@ class ClientRequest(Protocol):
         """Check every range that needs no model.
 
         Raises:
-            InvalidRequest: it names every field that is out of range.
+            InvalidRequest: the error names every field that is out of range.
         """
 
 

@@ -363,7 +363,7 @@ class RequestStream(Generic[EventT]):
         """Act on the death of the replica: join the queue of another one, or end with ``error``.
 
         Only a request that has not begun moves; it keeps the place of its arrival in the new queue.
-        The events that its reader has got hold for another replica as well.
+        The events that its reader has are true of any replica.
         """
         self.credit.cancel(self.credit.reserved)  # the rows planned for it were not computed
         if has_begun or self.tokens_done or self._first_result_at is not None or self.is_closed:

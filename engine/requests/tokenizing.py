@@ -103,7 +103,7 @@ class Tokenizing:
 
         Raises:
             InvalidRequest: the text cannot be tokenised.
-            RequestTooLarge: it has more tokens than ``bound`` allows.
+            RequestTooLarge: the text has more tokens than ``bound`` allows.
         Cancellation: as the class.
         """
         tokenizer = replica.tokenizer
@@ -279,7 +279,7 @@ def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
     """Check that a prompt does not certainly have more than ``most`` tokens, without tokenising it.
 
     Raises:
-        RequestTooLarge: it certainly has more.
+        RequestTooLarge: the prompt certainly has more.
     """
     fewest = math.ceil(len(text) / tokenizer.max_chars_per_token)
     if fewest > most:
@@ -290,7 +290,7 @@ def _check_answer_holds(count: int) -> None:
     """Check that an answer of a Tokenize call holds ``count`` tokens.
 
     Raises:
-        RequestTooLarge: it does not.
+        RequestTooLarge: an answer holds fewer.
     """
     if count > TOKENIZE_TOKENS_MAX:
         raise RequestTooLarge.of(

@@ -38,7 +38,7 @@ def check_openai(config: ServerConfig) -> None:
     """Check that the port's packages are installed.
 
     Raises:
-        ConfigError: they are not, and a port is configured.
+        ConfigError: a package is missing, and a port is configured.
     """
     if config.openai_port is not None and find_spec(PACKAGE) is None:
         raise ConfigError(

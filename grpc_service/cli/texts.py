@@ -46,7 +46,7 @@ class ImageFile(NamedTuple):
         """Return the file's bytes.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         try:
             return Path(os.path.expanduser(self.path)).read_bytes()

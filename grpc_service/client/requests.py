@@ -61,7 +61,7 @@ def checked(name: str, given: Any, classes: Any, wanted: str) -> Any:
     """Return an argument.
 
     Raises:
-        TypeError: it is of none of these classes.
+        TypeError: ``given`` is of none of the classes.
     """
     if not isinstance(given, classes):
         raise wrong_type(name, wanted, given)
@@ -72,7 +72,7 @@ def seconds_of(given: float | None, name: str = "timeout") -> float | None:
     """Return a time in seconds; None and infinity stand for no limit.
 
     Raises:
-        TypeError: it is no number. ValueError: it is NaN.
+        TypeError: the time is no number. ValueError: the time is NaN.
     """
     if given is None:
         return None

@@ -55,7 +55,7 @@ class FrameFilter:
         """Charge a frame that only h2 can handle.
 
         Raises:
-            ProtocolError: it is so large that h2 would take too long.
+            ProtocolError: the frame is so large that h2 would take too long.
         """
         if frame.kind == frames.SETTINGS:
             num_settings = frame.size // _SETTING_BYTES

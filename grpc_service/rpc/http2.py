@@ -1,7 +1,7 @@
 """One HTTP/2 connection of a gRPC server without its socket: bytes in, streams and bytes out.
 
 h2 implements the protocol: states, settings, header compression, windows, errors. Messages bypass
-it (`grpc_service.rpc.streams`). So do frames that change a window or nothing at all, which are most
+h2 (`grpc_service.rpc.streams`). So do frames that change a window or nothing at all, which are most
 frames of a client that only reads, and of a hostile client. The windows that such frames change are
 h2's own (`h2_overrides.Window`).
 

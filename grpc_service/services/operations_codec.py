@@ -136,7 +136,7 @@ def decode_name(message: Any, field: str = "model") -> str:
     field.
 
     Raises:
-        InvalidRequest: it is empty.
+        InvalidRequest: the text is empty.
     """
     name: str = getattr(message, field)
     if not name:
@@ -148,7 +148,7 @@ def decode_seconds(message: Any, field: str) -> float | None:
     """Return a Duration field in seconds, None if it is not set.
 
     Raises:
-        InvalidRequest: it is negative.
+        InvalidRequest: the Duration is negative.
     """
     if not message.HasField(field):
         return None

@@ -247,7 +247,7 @@ def encode_tokens(spans: Sequence[TokenSpan], max_model_len: int) -> common_pb2.
     """Return the message with the tokens of a text.
 
     Raises:
-        RequestTooLarge: they do not fit in one message.
+        RequestTooLarge: the tokens do not fit in one message.
     """
     answer = common_pb2.TokenizeResponse(max_model_len=max_model_len)
     for span in spans:  # one message for each token would take ten times the memory
@@ -259,7 +259,7 @@ def encode_text(text: str) -> common_pb2.DetokenizeResponse:
     """Return the message with the text of tokens.
 
     Raises:
-        RequestTooLarge: it does not fit in one message.
+        RequestTooLarge: the text does not fit in one message.
     """
     return _fitting(common_pb2.DetokenizeResponse(text=text), "ids")
 

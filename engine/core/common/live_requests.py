@@ -178,7 +178,7 @@ class LiveRequests(ABC, Generic[LiveT]):
         """Check that the queue is sorted and counted, and that the parked requests are live.
 
         Raises:
-            AssertionError: It names what does not hold.
+            AssertionError: The message names the condition that does not hold.
         """
         self._waiting.check()
         for name, live in self._parked.items():

@@ -316,7 +316,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, ChoiceT, OneChoiceStep]):
         """Check that each request is live once, and that its slots agree with its rows in the step.
 
         Raises:
-            AssertionError: It names the first request for which this does not hold.
+            AssertionError: The message names the first request that breaks this.
         """
         super().check()
         rows = () if self._step is None else self._step.rows

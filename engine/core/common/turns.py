@@ -113,7 +113,7 @@ class Seats:
         """Check that the seats are sorted, and not too many.
 
         Raises:
-            AssertionError: They are not.
+            AssertionError: The seats are unsorted or too many.
         """
         ranks = [live.rank for live in self._seated]
         assert ranks == sorted(set(ranks)), "the seats are not in the order of ranks"
@@ -170,7 +170,7 @@ class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
         """Check that each request either waits or has a seat.
 
         Raises:
-            AssertionError: It names the first request for which this does not hold.
+            AssertionError: The message names the first request that does neither.
         """
         super().check()
         waiting = self._waiting.items

@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(request: ImageGenerationRequest, verb: Verb) -> Shape:
-    """Return the shape of a drawing's steps of one verb."""
+    """Return the shape of those steps of a drawing that do the work ``verb``."""
     drawing = request.drawing
     pixels = drawing.width * drawing.height
     if verb is Verb.ENCODE:

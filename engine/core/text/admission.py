@@ -277,9 +277,9 @@ def _frees(
     *,
     but: Collection[BlockId] = (),
 ) -> int:
-    """Return how many blocks become free when the victim gives its own back, and add those to
-    ``released``: blocks that other victims have given back, since several may share one. ``but``:
-    blocks that do not count, because the sequence that needs room will share them."""
+    """Return how many blocks become free when the victim gives its blocks back, and add these to
+    ``released``, the blocks that other victims have given back: victims may share a block. ``but``
+    are blocks that do not count, because the sequence that needs room will share them."""
     released.update(victim.blocks)
     references = ledger.pool.references
     return sum(

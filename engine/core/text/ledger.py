@@ -255,7 +255,7 @@ class Ledger:
         """Check every invariant of places, blocks and counts (I1, I2, I5 of engine/README.md).
 
         Raises:
-            AssertionError: It names the sequence or the block that violates one.
+            AssertionError: The message names the sequence or block that breaks one.
         """
         self.pool.check([seq.blocks for seq in self.live_sequences()])
         self.cache.check()

@@ -9,7 +9,7 @@ RUNNING   holds blocks; a step may compute it.
 PARKED    its reader's buffer is full, or its client is away and others go first: no step computes
           it until that changes. It holds its blocks unless they were taken for others (PREEMPT).
 ENDING    its `Finished` event was emitted, and a step in flight still uses its blocks.
-FINISHED  holds nothing.
+FINISHED  holds no blocks and no seat.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class ImageGenerationPreparer:
 
         Raises:
             InvalidRequest: The prompt cannot be tokenised, or has a token that the model lacks.
-            RequestTooLarge: It is too long.
+            RequestTooLarge: The prompt is too long.
         """
         with of_field(field):
             ids = await self._tokenizing.tokenize(

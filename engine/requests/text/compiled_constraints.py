@@ -71,7 +71,7 @@ class CompiledConstraints:
         compiled first, in one of ``tasks``.
 
         Raises:
-            InvalidRequest: it cannot be compiled; the violation names the field.
+            InvalidRequest: the constraint does not compile; the violation names the field.
             Unsupported: the model can follow no constraint.
             Overloaded: too many compilations wait, or every constraint that is kept is in use.
             ShuttingDown: the engine is closed.

@@ -108,7 +108,7 @@ class TextStream(RequestStream[StreamEvent]):
         """Check what a client says to have received, and that all that it lacks is kept.
 
         Raises:
-            InvalidRequest: it names each count that cannot be, or that is before the kept events.
+            InvalidRequest: the error names each count that is impossible or too old.
         """
         assert self._kept is not None
         violations = tuple(self._kept.violations(received, self._num_choices))

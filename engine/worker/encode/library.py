@@ -29,7 +29,7 @@ def check_model_type(config: dict[str, Any]) -> None:
     """Check that transformers has a class for the model, because no code of a checkpoint is run.
 
     Raises:
-        Refusal: It has no class; the message names a form of the model that is served.
+        Refusal: transformers has none; the message names a form of the model that is served.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -41,8 +41,8 @@ class Piece:
 
 class BlockLayer:
     """A layer that is packed of tensors in blocks of one type, whose outputs follow one another. If
-    ``is_paired``, they are gates and ups, or one tensor with both; their panels alternate, and each
-    half has whole panels. ``sizes`` are the bytes of its panels, scales and offsets."""
+    ``is_paired``, the tensors are gates and ups, or one with both; their panels alternate, and each
+    half has whole panels. ``sizes`` are the bytes of the layer's panels, scales and offsets."""
 
     def __init__(
         self, library: ctypes.CDLL, parts: Sequence[StoredBlocks], *, is_paired: bool = False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @contextmanager
 def thread_state(threads: int, device: torch.device) -> Iterator[None]:
     """Enter inference mode on ``device`` with ``threads`` OpenMP threads (0: unchanged). OpenMP
-    keeps the count for each calling thread, so it is not reset afterwards."""
+    keeps the number of threads for each calling thread, so it is not reset afterwards."""
     if threads and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     is_cuda = device.type == "cuda"

@@ -27,7 +27,7 @@ def private_folder(folder: Path, *, is_secret: bool = False) -> Path:
     ``is_secret``, only this user may read there, too.
 
     Raises:
-        NoCache: It cannot be made, or other users may use it, or this user may not write there.
+        NoCache: Making it failed, other users may use it, or this user may not write there.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

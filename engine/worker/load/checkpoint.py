@@ -159,7 +159,7 @@ class Checkpoint:
         """Check that a tensor holds no NaN and no infinity.
 
         Raises:
-            Refusal: It holds one, from which a model would compute nothing but NaN.
+            Refusal: The tensor holds one, and the model would compute nothing but NaN.
         """
         tensor = self.read(name)
         if not is_finite(tensor):

@@ -116,7 +116,7 @@ def stock_config(raw: dict[str, Any], architecture: Architecture | VisionArchite
     """Return transformers' config object of a parsed config.json.
 
     Raises:
-        Refusal: It is not valid for the architecture.
+        Refusal: The config is not valid for the architecture.
     """
     config_class = stock_class(architecture.module, "configuration", architecture.config)
     with refusing(f"its config.json is not valid for {architecture.name}"):

@@ -375,6 +375,6 @@ def parse_file(directory: Path, name: str) -> Any:
         raise refusal_of_directory(directory, f"it has no {name}")
     try:
         return json.loads(read_text(directory / name))
-    except (ValueError, RecursionError) as error:  # numbers too long, or lists nested too deep, too
+    except (ValueError, RecursionError) as error:  # also too long numbers and too deep nesting
         where = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise Refusal(f"its {name} is not valid JSON{where}", detail=str(error)) from error

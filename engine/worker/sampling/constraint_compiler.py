@@ -158,7 +158,7 @@ class ConstraintCompiler:
         twice `constraint_sandbox.SECONDS_MAX` of processor time.
 
         Raises:
-            InvalidRequest: It cannot be compiled, or allows no text; the violation names its field.
+            InvalidRequest: It does not compile, or allows no text; the violation names its field.
             Unsupported: llguidance cannot use this model's tokenizer.
             Overloaded, ShuttingDown: The sandbox did not answer in time, or was closed.
         """

@@ -71,7 +71,7 @@ def exact_schema(source: str, **options: object) -> str:
     """Return a schema's text rewritten, with llguidance's ``options`` unless it has its own.
 
     Raises:
-        ValueError: It is not JSON, or has a part that cannot be followed exactly.
+        ValueError: The text is no JSON, or has a part that cannot be followed exactly.
     """
     try:
         schema = _DECODER.decode(source)

@@ -4,10 +4,10 @@ It drafts inside the step that verifies its tokens, at most as many as the core 
 samples with the request's own noise, edits and constraint, so that it draws the larger model's
 tokens wherever the probabilities of both models are nearly the same.
 
-Rule 1: it changes no state of a sequence, and no generator that other code draws from. Rule 2: when
-it is to draft, it first computes the keys and values of the tokens that its cache lacks ("reads"
-them), such as a prompt's, at most `READ_MAX` in a step; a sequence drafts once it has none left.
-Rule 3: if it fails, nothing is drafted any more, and the step goes on.
+Rule 1: a draft changes no state of a sequence, and no generator that other code draws from. Rule 2:
+before it drafts, the model computes the keys and values of the tokens that its cache lacks ("reads"
+them), such as a prompt's, at most `READ_MAX` in a step; drafts begin once no such token is left.
+Rule 3: if the model fails, nothing is drafted any more, and the step goes on.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def open_draft_model(
     """Load the runner's draft model, and return it with the bytes that it takes.
 
     Raises:
-        Refusal: It cannot be served, or its vocabulary differs from the larger model's.
+        Refusal: The draft model is not served, or has another vocabulary than the larger one.
     """
     own = _spec_of(spec)
     try:

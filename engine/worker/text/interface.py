@@ -88,7 +88,7 @@ class Adapters(Protocol):
         returns. Loading the same content again takes no more memory, and needs one more `unload`.
 
         Raises:
-            SpawnFailed: It cannot be served with this model; one sentence says why.
+            SpawnFailed: The adapter cannot be served with the model; one sentence says why.
             ShuttingDown, WorkerLost: The model was closed, or its process has ended.
         """
 

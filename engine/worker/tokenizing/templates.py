@@ -51,7 +51,7 @@ def check_syntax(template: str, place: str) -> None:
     does not run. ``place`` is the name of the template's file.
 
     Raises:
-        SpawnFailed: It cannot be parsed; the message has the line.
+        SpawnFailed: Jinja cannot parse the template; the message has the line.
     """
     from jinja2 import TemplateSyntaxError
 

@@ -181,7 +181,7 @@ class BlockPool:
         reservation is in the table that it is meant for.
 
         Raises:
-            AssertionError: It names the first block whose holdings differ.
+            AssertionError: The message names the first block whose holdings differ.
         """
         expected = [0] * self.num_blocks
         for table in tables:

@@ -71,7 +71,7 @@ class States:
         planned ``steps`` write, and that every sequence with blocks has one.
 
         Raises:
-            AssertionError: It names what does not agree.
+            AssertionError: The message names the slot, sequence or step that differs.
         """
         held = [step.snapshots for step in steps]
         for seq in sequences:

@@ -59,7 +59,7 @@ def check_part(path: Path, metadata: Mapping[str, Any], number: int, count: int)
     """Check that a file says to be the part of a model as which it is read, counted from 0.
 
     Raises:
-        Refusal: It says to be another part, or one of another number of parts.
+        Refusal: The file says to be another part, or that there are more or fewer parts.
     """
     own, own_count = (int(metadata.get(key) or 0) for key in (NUMBER, COUNT))
     if count == 1 and own_count > 1:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.worker.text.vision.inputs import VisionInputs
 
 # How many embeddings are kept, or more if two images have more. Not tuned: four steps of the
-# default token budget compute about as many.
+# default token budget compute about as many embeddings.
 KEPT_EMBEDDINGS = 8192
 # The activations of a tower, in numbers per patch and unit of width. Same as in
 # `engine.worker.encode.runner`.
