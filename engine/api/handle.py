@@ -29,10 +29,10 @@ class Running(Protocol):
     """A request or a call that a handle can end: a `RequestStream`, or a `_Call`."""
 
     def cancel(self, reason: EndReason) -> None:
-        """End it. Never waits."""
+        """End the request or call. Never waits."""
 
     async def wait_closed(self) -> None:
-        """Wait until it has ended. Cancellation: only the waiting ends."""
+        """Wait until the request or call has ended. Cancellation: only the waiting ends."""
 
 
 class _Call:
@@ -94,7 +94,7 @@ class Handle:
         now on, and not only when the coroutine is awaited.
 
         Raises:
-            ShuttingDown: the handle is closed; raised now. The coroutine raises the others.
+            ShuttingDown: the handle is closed; raised now. The coroutine raises what follows.
             RequestCancelled: `stop` or `close` came first; ``job`` may not have been called.
             StepFailed: the job raised something that is no TrioletError, which was logged and is
                 the cause. The handle stays open, as after a TrioletError of the job.

@@ -16,7 +16,7 @@ from engine.images.errors import BadImage
 if TYPE_CHECKING:
     from PIL import Image
 
-LANCZOS = 1  # Pillow's number of the filter
+LANCZOS = 1  # Pillow's number for this resampling filter
 
 
 class FittedImage(NamedTuple):

@@ -194,8 +194,8 @@ class ResizedSight:
 
 @dataclass(frozen=True, slots=True)
 class TiledPreprocessor(ResizedSight):
-    """An image becomes square tiles and a small copy of the whole image: Idefics 3 and SmolVLM.
-    First its longer side is resized to ``longest_edge`` pixels. Without ``splits``, one tile."""
+    """An image becomes square tiles and a small copy of the whole image: Idefics 3 and SmolVLM. Its
+    longer side is first resized to ``longest_edge`` pixels. Without ``splits``, it is one tile."""
 
     longest_edge: int
     side: int  # a tile's width and height, in pixels

@@ -49,7 +49,7 @@ struct alignas(64) Signal {
         return value.compare_exchange_strong(before, (uint64_t)to << 32);
     }
 
-    // Returns when the number is not ``old`` any more. ``spins`` is how long to spin before sleeping.
+    // Waits while the number is ``old``. ``spins`` is how often to look at it before sleeping.
     void wait_while(uint32_t old, int &spins) {
         for (int i = 0; i < spins; i++) {
             if (upper(value.load(std::memory_order_acquire)) != old) {

@@ -103,7 +103,7 @@ class DetachedStreams:
 
     def spare_images(self, holders: Container[RequestId]) -> RequestId | None:
         """Cancel one of the ``holders`` of images' memory whose stream waits, because another
-        request lacks memory. Return its id; None if none waits."""
+        request lacks memory. Return the cancelled one's id; None if none of them waits."""
         return self._give_up_oldest(lambda stream: stream.core_id in holders)
 
     def _give_up_oldest(self, is_meant: Callable[[TextStream], bool]) -> RequestId | None:

@@ -29,8 +29,8 @@ class ModelPrefixes:
     """The blocks that requests find at one or more replicas of a model.
 
     ``blocks`` has them by key, every block after its parent. ``on_change`` is called after each
-    change, which `take_changes` then returns. When more than ``changes_max`` changes wait, they are
-    dropped, and `take_changes` returns None.
+    change, which `take_changes` then returns. When more than ``changes_max`` changes wait, these
+    are dropped, and `take_changes` returns None.
     """
 
     def __init__(self, on_change: Callable[[], None], changes_max: int) -> None:

@@ -260,7 +260,7 @@ def _has_tokens_left(ledger: Ledger, victims: list[Sequence], prompt_limit: int)
         if seq in victims:
             continue
         count = seq.num_tokens - seq.num_computed
-        if seq.is_scoring:  # counted as by `StepBuilder._chunk_of`
+        if seq.is_scoring:  # a step scores `SCORED_TOKENS_MAX` positions of prompts
             count = min(count, max(1, score_left))
             score_left -= count
         if count == 1:

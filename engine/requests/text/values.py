@@ -247,7 +247,7 @@ class GenerateRequest(CheckedFields):
 
     @property
     def has_images(self) -> bool:
-        """Whether its chat has images."""
+        """Whether the request's chat has images."""
         return self.chat is not None and next(self.chat.images, None) is not None
 
     @property

@@ -110,7 +110,7 @@ class FakeScript:
 
 @dataclass(slots=True)
 class _FakeSequence:
-    """The state of one sequence. Its first ``sent`` characters of ``text`` were returned."""
+    """The state of one sequence. The first ``sent`` characters of ``text`` were returned."""
 
     admitted: AdmittedSequence
     tokens: list[int]

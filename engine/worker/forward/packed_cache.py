@@ -426,7 +426,7 @@ def _open_own(path: Path) -> int:
     """Open a file of this user that nobody else may write.
 
     Raises:
-        OSError: There is none, or it cannot be read. ValueError: It is another's.
+        OSError: The file is missing or unreadable. ValueError: It is another user's.
     """
     if path.is_symlink():
         raise ValueError("it is a link")

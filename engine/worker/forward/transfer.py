@@ -1,7 +1,7 @@
 """Sends a step's integers to the device.
 
-Rule: arrays that are sent together make one copy, for CUDA from pinned memory. The host then does
-not wait. A copy from other memory would wait until the device has finished all queued work.
+Rule: arrays that are sent together make one copy, for CUDA from pinned memory, for which the host
+does not wait. A copy from other memory waits until the device has finished all queued work.
 """
 
 from __future__ import annotations

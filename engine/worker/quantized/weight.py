@@ -94,7 +94,7 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by the names of their fields."""
+        """The weight's tensors by the names of their fields."""
         own = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 

@@ -14,8 +14,8 @@ then bad words, banned ids and allowed ids, whose order does not matter.
 - ``presence_penalty`` and ``frequency_penalty`` are defined as by OpenAI and vLLM: they subtract
   ``presence + frequency * count`` from the logit of a token that is ``count`` times in the
   *output*.
-- ``bad_words`` are sequences of tokens. The last token of a sequence cannot follow its other
-  tokens. As in vLLM, these are searched in the output only.
+- ``bad_words`` are lists of tokens. Where the output ends with all tokens of a bad word but the
+  last, the last one is banned. As in vLLM, the prompt is not searched.
 """
 
 from __future__ import annotations

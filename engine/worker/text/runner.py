@@ -350,8 +350,8 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         self, choices: Sequence[Choice], logits: torch.Tensor
     ) -> dict[SequenceId, int | RowFailure]:
         """Return a token for each choice, or its failure: its logits are not finite, or no token
-        may be sampled. All choices are drawn in one call. If the call fails, each is drawn alone,
-        so that one choice's failure does not affect the others."""
+        may be sampled. All choices are drawn in one call. If the call fails, each choice is drawn
+        alone, so that one choice's failure does not affect the others."""
         drawn: dict[SequenceId, int | RowFailure] = {}
         for choice in choices:
             mask = choice.row.mask

@@ -1,8 +1,8 @@
 """Counts what each drafter has drafted, and how much of it was right (D27).
 
 Rule: a token counts for the drafter that drafted it, so that the sums over the drafters are the
-numbers of tokens. A draft counts once. If a constraint forced only its beginning, it counts for the
-drafter that continued it.
+numbers of tokens. A draft counts for one drafter: if a constraint forced only the draft's
+beginning, for the drafter that continued it.
 """
 
 from __future__ import annotations
