@@ -263,7 +263,7 @@ def _bar(scores: Floats, count: int) -> np.float32:
     if count >= vocab:
         return np.float32(-np.inf)
     maxima = scores
-    size = min(64, vocab // (4 * count))  # scores of a block, so that there are 4 * count blocks
+    size = min(64, vocab // (4 * count))  # scores of a block: at least 4 * count blocks result
     if size > 1:
         num_blocks = vocab // size
         whole = scores[: num_blocks * size].reshape(size, num_blocks)
