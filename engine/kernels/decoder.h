@@ -43,13 +43,13 @@ struct Model {
     const Layer *layers;
     int64_t num_layers, hidden, mlp, vocab, embedding_rows, activation;
     float eps, embedding_scale, residual_scale, logits_scale, logits_softcap;
-    float gate_alpha, gate_limit;  // of CLAMPED_SWIGLU
+    float gate_alpha, gate_limit;  // for CLAMPED_SWIGLU alone
     int32_t is_packed;
     const void *embedding;  // [embedding_rows][hidden], or null if is_packed
     Linear table;  // the embedding in panels if is_packed, such as the head; else only its kind
     const float *final_norm;
     Linear head;
-    SumFunction add_up;  // of the branches of a divided model; null if the model is whole
+    SumFunction add_up;  // adds up the ranks' branches of a divided model; null if it is whole
 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Step`.
@@ -66,7 +66,7 @@ struct Step {
     const int64_t *image_tokens;
     const float *image_rows;
     int64_t num_image_tokens, num_deep;
-    StateRows states;  // of a model that has convolutions
+    StateRows states;  // used if the model has convolutions
 };
 
 // Counts a step's decodes and takes the memory of their plan.

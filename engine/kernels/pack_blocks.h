@@ -20,7 +20,7 @@ struct BlockRows {
 };
 
 constexpr int BLOCK_MOST = 256;  // inputs of a block
-constexpr int GROUPS_MOST = 16;  // of a block: LANES of simd.h
+constexpr int GROUPS_MOST = 16;  // the most groups of a block: LANES of simd.h
 
 // A decoded block. Its scales and offsets are in half precision or, if they are nested, bytes and a
 // factor.

@@ -24,7 +24,7 @@ struct Convolution {
 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.StateRows`.
-// The rows of a step as sequences have them.
+// A step's rows for the convolutions: each row's tokens, and the state that it begins from.
 struct StateRows {
     const int64_t *owners;   // [num_tokens] the row of each token
     const int64_t *offsets;  // [count + 1] into the tokens

@@ -44,8 +44,8 @@ enum WeightKind { WEIGHTS_OF_ROWS = 0, WEIGHTS_BF16 = 1, WEIGHTS_F16 = 2 };
 struct Linear {
     const void *weight;      // in panels, see the top of this file and of matmul.h
     const float *bias;       // [outputs] or null
-    const uint8_t *scales;   // of weights of 8 bits or fewer, else null
-    const uint8_t *offsets;  // likewise, or null; nested ones are among the scales
+    const uint8_t *scales;   // null if the weights have more than 8 bits
+    const uint8_t *offsets;  // null if there are none; nested ones are among the scales
     const int8_t *table;     // the 16 numbers of codes that have no centre, else null
     const Linear *parts;
     int64_t outputs, inputs, group;
@@ -180,8 +180,8 @@ static inline void round_block_of(const T *x, long ldx, long inputs, long i, con
 
 // Some panels of a layer, from one of their inputs on.
 struct SmallPanels {
-    const uint8_t *weight;  // of input ``begin`` of the first panel
-    const uint8_t *scales, *offsets;  // of the first panel's first group; offsets may be null
+    const uint8_t *weight;  // the numbers of input ``begin`` in the first panel
+    const uint8_t *scales, *offsets;  // those of the first panel's first group; offsets may be null
     long stride, scale_stride;        // bytes between panels, and between their scales
     long group, nested, bits;
     bool has_table;

@@ -87,7 +87,7 @@ class Resumption:
         self._choices = defaultdict(messages.ContinuedChoice)
         for index, given in enumerate(request.continuation.choices):
             self._choices[index].CopyFrom(given)
-        # Of each choice the parts of a message whose last part has not come: they will come again
+        # By choice, the parts of a message whose last part has not come: the parts will come again
         # if the stream breaks now.
         self._begun: dict[int, messages.GenerateResponse] = {}
         self._has_grown = False  # a Delta or Finished has come, in any stream

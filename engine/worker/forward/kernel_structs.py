@@ -205,7 +205,7 @@ MIRRORED = (
     *(Convolution, StateRows, BlockRows),
 )
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-# Of weights that are narrower than the rows, which are float32.
+# The kinds of weights that are narrower than the rows, which are float32.
 WEIGHT_KINDS = {torch.bfloat16: 1, torch.float16: 2}
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _RETURNS_NOTHING = None

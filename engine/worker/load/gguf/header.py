@@ -71,7 +71,7 @@ def read_header(blob: mmap, text_lists: Container[str], library: CDLL | None = N
         key, place = _text(blob, place)
         (kind,) = unpack_from("<I", blob, place)
         metadata[key], place = _value(blob, place + 4, kind, texts, keeps_texts=key in text_lists)
-    # Of the parts of a split file, only the first names it.
+    # Only the first part of a split file names the architecture.
     if "general.architecture" not in metadata and "split.count" not in metadata:
         raise Damaged("it names no architecture (general.architecture)")
     entries = []
