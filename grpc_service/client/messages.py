@@ -12,6 +12,7 @@ from grpc_service._generated.triolet.v1.control_pb2 import *  # noqa: F403
 from grpc_service._generated.triolet.v1.images_pb2 import *  # noqa: F403
 from grpc_service._generated.triolet.v1.inference_pb2 import *  # noqa: F403
 from grpc_service._generated.triolet.v1.models_pb2 import *  # noqa: F403
+from grpc_service._generated.triolet.v1.vectors_pb2 import *  # noqa: F403
 
 # The other names that a generated module has are its own.
 __all__ = [name for name in dir() if name[0].isupper() and name != "DESCRIPTOR"]

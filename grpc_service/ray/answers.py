@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from engine.api.aio import Engine
     from engine.api.crossing import Stream
     from engine.status import ModelStatus
-    from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2
+    from grpc_service._generated.triolet.v1 import (
+        common_pb2,
+        images_pb2,
+        inference_pb2,
+        vectors_pb2,
+    )
 
 
 class Answers:
@@ -64,8 +69,8 @@ class Answers:
         yield
 
     async def embed(
-        self, request: inference_pb2.EmbedRequest, remaining_s: float | None
-    ) -> AsyncIterator[inference_pb2.EmbedResponse]:
+        self, request: vectors_pb2.EmbedRequest, remaining_s: float | None
+    ) -> AsyncIterator[vectors_pb2.EmbedResponse]:
         """Yield one vector for each input. Cancellation: ends the request."""
         decoded = _decode(encode_codec.decode_embed, request, remaining_s)
         stream = self._engine.embed(decoded)
@@ -73,8 +78,8 @@ class Answers:
             yield message
 
     async def rerank(
-        self, request: inference_pb2.RerankRequest, remaining_s: float | None
-    ) -> AsyncIterator[inference_pb2.RerankResponse]:
+        self, request: vectors_pb2.RerankRequest, remaining_s: float | None
+    ) -> AsyncIterator[vectors_pb2.RerankResponse]:
         """Yield one score for each document. Cancellation: ends the request."""
         decoded = _decode(encode_codec.decode_rerank, request, remaining_s)
         async for message in _messages(self._engine.rerank(decoded), encode_codec.encode_scores):

@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 
 from engine.api.aio import open_engine
 from engine.errors import ConfigError
-from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2
+from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2, vectors_pb2
 from grpc_service.cli.flags import engine_config_of
 from grpc_service.ray.answers import Answers, trouble_of
 from grpc_service.ray.autoscaling import SEQUENCES
@@ -90,8 +90,8 @@ class Replica:
 
     _generate = _streaming(Answers.generate, inference_pb2.GenerateResponse)
     Attach = _streaming(Answers.attach, inference_pb2.GenerateResponse)
-    Embed = _streaming(Answers.embed, inference_pb2.EmbedResponse)
-    Rerank = _streaming(Answers.rerank, inference_pb2.RerankResponse)
+    Embed = _streaming(Answers.embed, vectors_pb2.EmbedResponse)
+    Rerank = _streaming(Answers.rerank, vectors_pb2.RerankResponse)
     GenerateImage = _streaming(Answers.generate_image, images_pb2.GenerateImageResponse)
     Tokenize = _unary(Answers.tokenize, common_pb2.TokenizeResponse)
     Detokenize = _unary(Answers.detokenize, common_pb2.DetokenizeResponse)

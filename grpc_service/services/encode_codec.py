@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text.values import Started
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service._generated.triolet.v1 import vectors_pb2
 from grpc_service.services.text_codec import given, ids_of
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
 
 
-def decode_embed(
-    message: inference_pb2.EmbedRequest, timeout_s: float | None = None
-) -> EmbedRequest:
+def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = None) -> EmbedRequest:
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
     Raises:
@@ -47,7 +45,7 @@ def decode_embed(
     return request
 
 
-def _input_of(input_: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
+def _input_of(input_: vectors_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
     match input_.WhichOneof("input"):
         case "token_ids":
             return ids_of(input_.token_ids.ids)
@@ -57,7 +55,7 @@ def _input_of(input_: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]
 
 
 def decode_rerank(
-    message: inference_pb2.RerankRequest, timeout_s: float | None = None
+    message: vectors_pb2.RerankRequest, timeout_s: float | None = None
 ) -> RerankRequest:
     """Return the engine's request. Its ranges are not checked yet (`RerankRequest.validate`)."""
     return RerankRequest(
@@ -77,7 +75,7 @@ class EmbedEncoder:
     def __init__(self) -> None:
         self._model = ""
 
-    def __call__(self, events: Sequence[EncodeEvent]) -> list[inference_pb2.EmbedResponse]:
+    def __call__(self, events: Sequence[EncodeEvent]) -> list[vectors_pb2.EmbedResponse]:
         messages = []
         for event in events:
             if isinstance(event, Started):
@@ -86,8 +84,8 @@ class EmbedEncoder:
                 messages.append(self._message(event))
         return messages
 
-    def _message(self, event: Embedding) -> inference_pb2.EmbedResponse:
-        message = inference_pb2.EmbedResponse(index=event.index, tokens=event.tokens)
+    def _message(self, event: Embedding) -> vectors_pb2.EmbedResponse:
+        message = vectors_pb2.EmbedResponse(index=event.index, tokens=event.tokens)
         if self._model:
             message.model, self._model = self._model, ""
         # To copy a vector of 384 packed numbers takes 2 µs; to append them one at a time, 20 µs.
@@ -105,10 +103,10 @@ def _varint(number: int) -> bytes:
     return bytes(made)
 
 
-def encode_scores(events: Sequence[EncodeEvent]) -> list[inference_pb2.RerankResponse]:
+def encode_scores(events: Sequence[EncodeEvent]) -> list[vectors_pb2.RerankResponse]:
     """Return one message per score."""
     return [
-        inference_pb2.RerankResponse(index=event.index, score=event.score)
+        vectors_pb2.RerankResponse(index=event.index, score=event.score)
         for event in events
         if isinstance(event, Score)
     ]

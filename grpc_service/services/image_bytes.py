@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.requests.encode.values import MAX_INPUTS
-from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
+from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2, vectors_pb2
 from grpc_service.rpc.errors import MessageTooLarge
 from grpc_service.services.value_counts import FIXED32, FIXED64, LENGTH_DELIMITED, varint
 
@@ -36,7 +36,7 @@ def _path(request: type[Message], *names: str) -> tuple[int, ...]:
     return tuple(path)
 
 
-EMBED = _path(inference_pb2.EmbedRequest, "inputs", "image")
+EMBED = _path(vectors_pb2.EmbedRequest, "inputs", "image")
 DRAW = _path(images_pb2.GenerateImageRequest, "source", "image")
 GENERATE = _path(inference_pb2.GenerateRequest, "chat", "messages", "parts", "image")
 TOKENIZE = _path(inference_pb2.TokenizeRequest, "chat", "messages", "parts", "image")

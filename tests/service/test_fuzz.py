@@ -26,6 +26,7 @@ from grpc_service._generated.triolet.v1 import (
     images_pb2,
     inference_pb2,
     models_pb2,
+    vectors_pb2,
 )
 from tests.support import http2, http_floods
 from tests.support.core_driver import expected_tokens
@@ -58,8 +59,8 @@ MANY_OF = {"triolet.v1.Inference/GenerateImage": 2_000}
 # messages hardly ever get as far as the engine.
 SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
-    "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
-    "Inference/Rerank": inference_pb2.RerankRequest(query="Who?", documents=["Me"]),
+    "Inference/Embed": vectors_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
+    "Inference/Rerank": vectors_pb2.RerankRequest(query="Who?", documents=["Me"]),
     "Inference/GenerateImage": images_pb2.GenerateImageRequest(
         prompt="Once", steps=2, width=32, source={"image": picture()}, strength=0.9
     ),
@@ -244,7 +245,7 @@ def test_any_bytes_get_a_status_of_their_own(server, name):
 
 def embedding(image):
     """Return the RPC that embeds an image, and its request."""
-    return "Embed", inference_pb2.EmbedRequest(inputs=[{"image": image}])
+    return "Embed", vectors_pb2.EmbedRequest(inputs=[{"image": image}])
 
 
 def asking(image):

@@ -19,6 +19,7 @@ from grpc_service._generated.triolet.v1 import (
     images_pb2,
     inference_pb2,
     inference_pb2_grpc,
+    vectors_pb2,
 )
 from grpc_service.ray.answers import Answers
 from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
@@ -80,15 +81,15 @@ async def test_refusals_are_the_engines(answers, engine):
     with pytest.raises(RequestNotFound):
         await all_of(answers.attach(common_pb2.AttachRequest(request_id="a"), None))
     with pytest.raises(InvalidRequest):
-        await all_of(answers.embed(inference_pb2.EmbedRequest(inputs=[{}]), None))
+        await all_of(answers.embed(vectors_pb2.EmbedRequest(inputs=[{}]), None))
     with pytest.raises(InvalidRequest, match="prompt: is empty"):
         await all_of(answers.generate_image(images_pb2.GenerateImageRequest(), None))
 
 
 DECODED = {
     "generate": (text_codec, "decode_generate", generate_request(prompt_ids=[1])),
-    "embed": (encode_codec, "decode_embed", inference_pb2.EmbedRequest(inputs=[{"text": "a"}])),
-    "rerank": (encode_codec, "decode_rerank", inference_pb2.RerankRequest(query="q")),
+    "embed": (encode_codec, "decode_embed", vectors_pb2.EmbedRequest(inputs=[{"text": "a"}])),
+    "rerank": (encode_codec, "decode_rerank", vectors_pb2.RerankRequest(query="q")),
     "generate_image": (
         image_generation_codec,
         "decode_generate_image",

@@ -44,7 +44,7 @@ GO_GRPC = Path("/usr/share/gocode/src/google.golang.org/grpc")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # the PATH of root
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
-PROTOS = ("triolet/v1/common.proto", "triolet/v1/images.proto", "triolet/v1/inference.proto")
+PROTOS = tuple(f"triolet/v1/{name}.proto" for name in ("common", "images", "inference", "vectors"))
 
 
 # ---- npm -------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from grpc_service._generated.triolet.v1 import (
     images_pb2,
     inference_pb2,
     models_pb2,
+    vectors_pb2,
 )
 
-FILES = (common_pb2, images_pb2, inference_pb2, models_pb2, control_pb2)
+FILES = (common_pb2, images_pb2, inference_pb2, models_pb2, control_pb2, vectors_pb2)
 PACKAGE = "triolet.v1"
 
 SERVICES = {
@@ -344,7 +345,7 @@ def test_enum_values(name):
 
 
 def test_vectors_are_packed():
-    assert inference_pb2.EmbedResponse.DESCRIPTOR.fields_by_name["values"].is_packed
+    assert vectors_pb2.EmbedResponse.DESCRIPTOR.fields_by_name["values"].is_packed
 
 
 def test_no_field_name_is_a_keyword_of_python():

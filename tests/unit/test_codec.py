@@ -21,7 +21,13 @@ from engine.requests.text.values import (
     SamplingParams,
     Started,
 )
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
+from grpc_service._generated.triolet.v1 import (
+    common_pb2,
+    control_pb2,
+    inference_pb2,
+    models_pb2,
+    vectors_pb2,
+)
 from grpc_service.services import encode_codec, operations_codec, text_codec, text_encoder
 
 
@@ -112,12 +118,12 @@ def asked(field, **values):
         case "Constraint":
             return getattr(decode(constraint={"regex": "a"} | values).constraint, name)
         case "EmbedRequest":
-            request = inference_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
+            request = vectors_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
             embed = encode_codec.decode_embed(request)
             embed.validate()
             return getattr(embed, name)
         case "RerankRequest":
-            request = inference_pb2.RerankRequest(query="q", documents=["d"], **values)
+            request = vectors_pb2.RerankRequest(query="q", documents=["d"], **values)
             rerank = encode_codec.decode_rerank(request)
             rerank.validate()
             return getattr(rerank, name)
@@ -128,7 +134,7 @@ def asked(field, **values):
 
 OTHER_SCALARS = [
     pytest.param(field, id=f"{message.name}.{field.name}")
-    for file in (inference_pb2, models_pb2, control_pb2, common_pb2)
+    for file in (inference_pb2, models_pb2, control_pb2, common_pb2, vectors_pb2)
     for message in file.DESCRIPTOR.message_types_by_name.values()
     for field in message.fields
     if field.containing_oneof is not None and field.containing_oneof.name == f"_{field.name}"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ShuttingDown
-from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
+from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2, vectors_pb2
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.services import encode_codec, image_generation_codec, text_codec
 from grpc_service.services.error_status import status_of
@@ -17,12 +17,12 @@ DECODERS = {
     "Embed": (
         encode_codec,
         "decode_embed",
-        inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="a")]),
+        vectors_pb2.EmbedRequest(inputs=[vectors_pb2.EmbedInput(text="a")]),
     ),
     "Rerank": (
         encode_codec,
         "decode_rerank",
-        inference_pb2.RerankRequest(query="q", documents=["d"]),
+        vectors_pb2.RerankRequest(query="q", documents=["d"]),
     ),
     "GenerateImage": (
         image_generation_codec,

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest, ShuttingDown
 from engine.requests.field_types import CheckedFields
-from grpc_service._generated.triolet.v1 import inference_pb2 as pb
 from grpc_service._generated.triolet.v1.count_limits import COUNT_LIMITS
 from grpc_service.access import policy
 from grpc_service.access.decoding import LARGE_BYTES, SMALL_BYTES
 from grpc_service.access.interceptor import Interceptor
+from grpc_service.client import messages as pb
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.methods import Method, decoder_of
 from grpc_service.services import value_counts

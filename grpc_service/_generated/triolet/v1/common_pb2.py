@@ -25,37 +25,39 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triolet/v1/common.proto\x12\ntriolet.v1\x1a\x1egoogle/protobuf/duration.proto\"g\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61ttach_token\x18\x02 \x01(\t\x12,\n\x08received\x18\x03 \x03(\x0b\x32\x1a.triolet.v1.ReceivedChoice\"2\n\x0eReceivedChoice\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"X\n\x0c\x43ontinuation\x12,\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x1b.triolet.v1.ContinuedChoice\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"6\n\x0f\x43ontinuedChoice\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"L\n\x10TokenizeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.triolet.v1.Token\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"i\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"[\n\tReasoning\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\rbudget_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_enabledB\x10\n\x0e_budget_tokens\"\xde\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06parked\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration*\xd0\x01\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41PABILITY_TEXT_TO_TEXT\x10\x01\x12\x1d\n\x19\x43\x41PABILITY_TEXT_EMBEDDING\x10\x02\x12\x15\n\x11\x43\x41PABILITY_RERANK\x10\x03\x12\x1e\n\x1a\x43\x41PABILITY_IMAGE_EMBEDDING\x10\x04\x12\x15\n\x11\x43\x41PABILITY_VISION\x10\x05\x12\x1c\n\x18\x43\x41PABILITY_TEXT_TO_IMAGE\x10\x06*\xa5\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_UNLOADED\x10\x01\x12\x17\n\x13MODEL_STATE_LOADING\x10\x02\x12\x15\n\x11MODEL_STATE_READY\x10\x03\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x04\x12\x16\n\x12MODEL_STATE_FAILED\x10\x05*\xb3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_LOADING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x04\x12\x1a\n\x16REPLICA_STATE_DEGRADED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triolet/v1/common.proto\x12\ntriolet.v1\x1a\x1egoogle/protobuf/duration.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"g\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61ttach_token\x18\x02 \x01(\t\x12,\n\x08received\x18\x03 \x03(\x0b\x32\x1a.triolet.v1.ReceivedChoice\"2\n\x0eReceivedChoice\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"X\n\x0c\x43ontinuation\x12,\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x1b.triolet.v1.ContinuedChoice\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"6\n\x0f\x43ontinuedChoice\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"L\n\x10TokenizeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.triolet.v1.Token\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"i\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"[\n\tReasoning\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\rbudget_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_enabledB\x10\n\x0e_budget_tokens\"\xde\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06parked\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration*\xd0\x01\n\nCapability\x12\x1a\n\x16\x43\x41PABILITY_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41PABILITY_TEXT_TO_TEXT\x10\x01\x12\x1d\n\x19\x43\x41PABILITY_TEXT_EMBEDDING\x10\x02\x12\x15\n\x11\x43\x41PABILITY_RERANK\x10\x03\x12\x1e\n\x1a\x43\x41PABILITY_IMAGE_EMBEDDING\x10\x04\x12\x15\n\x11\x43\x41PABILITY_VISION\x10\x05\x12\x1c\n\x18\x43\x41PABILITY_TEXT_TO_IMAGE\x10\x06*\xa5\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_UNLOADED\x10\x01\x12\x17\n\x13MODEL_STATE_LOADING\x10\x02\x12\x15\n\x11MODEL_STATE_READY\x10\x03\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x04\x12\x16\n\x12MODEL_STATE_FAILED\x10\x05*\xb3\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_LOADING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x04\x12\x1a\n\x16REPLICA_STATE_DEGRADED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'grpc_service._generated.triolet.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPABILITY']._serialized_start=977
-  _globals['_CAPABILITY']._serialized_end=1185
-  _globals['_MODELSTATE']._serialized_start=1188
-  _globals['_MODELSTATE']._serialized_end=1353
-  _globals['_REPLICASTATE']._serialized_start=1356
-  _globals['_REPLICASTATE']._serialized_end=1535
-  _globals['_ATTACHREQUEST']._serialized_start=71
-  _globals['_ATTACHREQUEST']._serialized_end=174
-  _globals['_RECEIVEDCHOICE']._serialized_start=176
-  _globals['_RECEIVEDCHOICE']._serialized_end=226
-  _globals['_CONTINUATION']._serialized_start=228
-  _globals['_CONTINUATION']._serialized_end=316
-  _globals['_CONTINUEDCHOICE']._serialized_start=318
-  _globals['_CONTINUEDCHOICE']._serialized_end=372
-  _globals['_TOKENIZERESPONSE']._serialized_start=374
-  _globals['_TOKENIZERESPONSE']._serialized_end=450
-  _globals['_TOKEN']._serialized_start=452
-  _globals['_TOKEN']._serialized_end=513
-  _globals['_DETOKENIZEREQUEST']._serialized_start=515
-  _globals['_DETOKENIZEREQUEST']._serialized_end=620
-  _globals['_DETOKENIZERESPONSE']._serialized_start=622
-  _globals['_DETOKENIZERESPONSE']._serialized_end=656
-  _globals['_REASONING']._serialized_start=658
-  _globals['_REASONING']._serialized_end=749
-  _globals['_TIMINGS']._serialized_start=752
-  _globals['_TIMINGS']._serialized_end=974
+  _globals['_CAPABILITY']._serialized_start=1002
+  _globals['_CAPABILITY']._serialized_end=1210
+  _globals['_MODELSTATE']._serialized_start=1213
+  _globals['_MODELSTATE']._serialized_end=1378
+  _globals['_REPLICASTATE']._serialized_start=1381
+  _globals['_REPLICASTATE']._serialized_end=1560
+  _globals['_TOKENIDS']._serialized_start=71
+  _globals['_TOKENIDS']._serialized_end=94
+  _globals['_ATTACHREQUEST']._serialized_start=96
+  _globals['_ATTACHREQUEST']._serialized_end=199
+  _globals['_RECEIVEDCHOICE']._serialized_start=201
+  _globals['_RECEIVEDCHOICE']._serialized_end=251
+  _globals['_CONTINUATION']._serialized_start=253
+  _globals['_CONTINUATION']._serialized_end=341
+  _globals['_CONTINUEDCHOICE']._serialized_start=343
+  _globals['_CONTINUEDCHOICE']._serialized_end=397
+  _globals['_TOKENIZERESPONSE']._serialized_start=399
+  _globals['_TOKENIZERESPONSE']._serialized_end=475
+  _globals['_TOKEN']._serialized_start=477
+  _globals['_TOKEN']._serialized_end=538
+  _globals['_DETOKENIZEREQUEST']._serialized_start=540
+  _globals['_DETOKENIZEREQUEST']._serialized_end=645
+  _globals['_DETOKENIZERESPONSE']._serialized_start=647
+  _globals['_DETOKENIZERESPONSE']._serialized_end=681
+  _globals['_REASONING']._serialized_start=683
+  _globals['_REASONING']._serialized_end=774
+  _globals['_TIMINGS']._serialized_start=777
+  _globals['_TIMINGS']._serialized_end=999
 # @@protoc_insertion_point(module_scope)

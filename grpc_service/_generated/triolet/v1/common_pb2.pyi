@@ -57,6 +57,12 @@ REPLICA_STATE_DRAINING: ReplicaState
 REPLICA_STATE_FAILED: ReplicaState
 REPLICA_STATE_DEGRADED: ReplicaState
 
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("request_id", "attach_token", "received")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

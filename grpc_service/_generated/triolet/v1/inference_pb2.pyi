@@ -4,6 +4,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
 from grpc_service._generated.triolet.v1 import common_pb2 as _common_pb2
 from grpc_service._generated.triolet.v1 import images_pb2 as _images_pb2
+from grpc_service._generated.triolet.v1 import vectors_pb2 as _vectors_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -40,7 +41,7 @@ class GenerateRequest(_message.Message):
     REASONING_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
-    token_ids: TokenIds
+    token_ids: _common_pb2.TokenIds
     chat: Chat
     sampling: SamplingParams
     n: int
@@ -52,13 +53,7 @@ class GenerateRequest(_message.Message):
     continuation: _common_pb2.Continuation
     resume_window: _duration_pb2.Duration
     reasoning: _common_pb2.Reasoning
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt: _Optional[_Union[PromptOptions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., resume_window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reasoning: _Optional[_Union[_common_pb2.Reasoning, _Mapping]] = ...) -> None: ...
-
-class TokenIds(_message.Message):
-    __slots__ = ("ids",)
-    IDS_FIELD_NUMBER: _ClassVar[int]
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt: _Optional[_Union[PromptOptions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., resume_window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reasoning: _Optional[_Union[_common_pb2.Reasoning, _Mapping]] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools", "template_args", "add_generation_prompt", "tool_choice", "continue_final_message")
@@ -334,76 +329,6 @@ class Usage(_message.Message):
     accepted_tokens: int
     reasoning_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., resumed_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
-
-class EmbedRequest(_message.Message):
-    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    INPUTS_FIELD_NUMBER: _ClassVar[int]
-    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
-    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
-    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
-    dimensions: int
-    normalize: bool
-    prompt_name: str
-    truncate: bool
-    request_id: str
-    priority: int
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
-
-class EmbedInput(_message.Message):
-    __slots__ = ("text", "token_ids", "image")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    text: str
-    token_ids: TokenIds
-    image: bytes
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., image: _Optional[bytes] = ...) -> None: ...
-
-class EmbedResponse(_message.Message):
-    __slots__ = ("index", "values", "tokens", "model")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    values: _containers.RepeatedScalarFieldContainer[float]
-    tokens: int
-    model: str
-    def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
-
-class RerankRequest(_message.Message):
-    __slots__ = ("model", "query", "documents", "raw_scores", "truncate", "top_n", "request_id", "priority")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    QUERY_FIELD_NUMBER: _ClassVar[int]
-    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
-    RAW_SCORES_FIELD_NUMBER: _ClassVar[int]
-    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
-    TOP_N_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    query: str
-    documents: _containers.RepeatedScalarFieldContainer[str]
-    raw_scores: bool
-    truncate: bool
-    top_n: int
-    request_id: str
-    priority: int
-    def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., raw_scores: _Optional[bool] = ..., truncate: _Optional[bool] = ..., top_n: _Optional[int] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
-
-class RerankResponse(_message.Message):
-    __slots__ = ("index", "score")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    score: float
-    def __init__(self, index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")

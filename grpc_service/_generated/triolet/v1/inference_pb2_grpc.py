@@ -6,6 +6,7 @@ import warnings
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 from grpc_service._generated.triolet.v1 import images_pb2 as triolet_dot_v1_dot_images__pb2
 from grpc_service._generated.triolet.v1 import inference_pb2 as triolet_dot_v1_dot_inference__pb2
+from grpc_service._generated.triolet.v1 import vectors_pb2 as triolet_dot_v1_dot_vectors__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -59,13 +60,13 @@ class InferenceStub:
                 _registered_method=True)
         self.Embed = channel.unary_stream(
                 '/triolet.v1.Inference/Embed',
-                request_serializer=triolet_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=triolet_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                request_serializer=triolet_dot_v1_dot_vectors__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_vectors__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.Rerank = channel.unary_stream(
                 '/triolet.v1.Inference/Rerank',
-                request_serializer=triolet_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
-                response_deserializer=triolet_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                request_serializer=triolet_dot_v1_dot_vectors__pb2.RerankRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_vectors__pb2.RerankResponse.FromString,
                 _registered_method=True)
         self.GenerateImage = channel.unary_stream(
                 '/triolet.v1.Inference/GenerateImage',
@@ -181,13 +182,13 @@ def add_InferenceServicer_to_server(servicer, server):
             ),
             'Embed': grpc.unary_stream_rpc_method_handler(
                     servicer.Embed,
-                    request_deserializer=triolet_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
-                    response_serializer=triolet_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+                    request_deserializer=triolet_dot_v1_dot_vectors__pb2.EmbedRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_vectors__pb2.EmbedResponse.SerializeToString,
             ),
             'Rerank': grpc.unary_stream_rpc_method_handler(
                     servicer.Rerank,
-                    request_deserializer=triolet_dot_v1_dot_inference__pb2.RerankRequest.FromString,
-                    response_serializer=triolet_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+                    request_deserializer=triolet_dot_v1_dot_vectors__pb2.RerankRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_vectors__pb2.RerankResponse.SerializeToString,
             ),
             'GenerateImage': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateImage,
@@ -295,8 +296,8 @@ class Inference:
             request,
             target,
             '/triolet.v1.Inference/Embed',
-            triolet_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
-            triolet_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            triolet_dot_v1_dot_vectors__pb2.EmbedRequest.SerializeToString,
+            triolet_dot_v1_dot_vectors__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -322,8 +323,8 @@ class Inference:
             request,
             target,
             '/triolet.v1.Inference/Rerank',
-            triolet_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
-            triolet_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            triolet_dot_v1_dot_vectors__pb2.RerankRequest.SerializeToString,
+            triolet_dot_v1_dot_vectors__pb2.RerankResponse.FromString,
             options,
             channel_credentials,
             insecure,
