@@ -249,6 +249,11 @@ class EngineConfig(ModelMemory, TextSteps, ImageLimits, QueueLimits):
         "that has cached most of the prompt, unless it has much more to do)",
         choices=ROUTINGS,
     )
+    share_prefixes: bool = setting(
+        False,
+        "let the holders of different keys or certificates share cached prefixes; each may then "
+        "learn from the times and counts of its answers what others have asked",
+    )
     spawn_timeout_s: float = setting(
         30.0,
         "how long a request waits for its model to load",

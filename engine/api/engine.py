@@ -67,12 +67,11 @@ KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageGenerationKind())
 class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
-    ``submit`` is `Supervisor.submit`, for callers with a reader of their own. ``abort`` is
-    `Supervisor.abort`, which ends a request for the operator, and ``list_live`` is
-    `Supervisor.list_live`. ``registry`` has the configured
-    models, and is read-only. ``detached`` has the streams that clients may attach to, and the
-    streams whose clients are away. ``adapters`` loads and unloads adapters (LoRA) while their bases
-    serve.
+    ``submit`` is `Supervisor.submit`, for callers with a reader of their own. ``abort``,
+    ``abort_all``, ``list_live`` and ``num_live_of`` are the supervisor's, too. ``registry`` has the
+    configured models, and is read-only. ``detached`` has the streams that clients may attach to,
+    and the streams whose clients are away. ``adapters`` loads and unloads adapters (LoRA) while
+    their bases serve.
     """
 
     def __init__(self, config: EngineConfig, pool: Pool, supervisor: Supervisor) -> None:
@@ -80,7 +79,9 @@ class Engine:
         self.registry = pool.registry
         self.submit = supervisor.submit
         self.abort = supervisor.abort
+        self.abort_all = supervisor.abort_all
         self.list_live = supervisor.list_live
+        self.num_live_of = supervisor.num_live_of
         self.detached = supervisor.detached
         self.adapters = pool.adapters
         self._pool = pool
@@ -282,13 +283,13 @@ class Engine:
         """Forget every cached prefix of a model or, without a name, of all. Raises as `pause`."""
         self._pool.post(ResetPrefixCache(), model)
 
-    def explain(self, request_id: str) -> Explanation:
+    def explain(self, request_id: str, only_of: str | None = None) -> Explanation:
         """Return the state of a live request and what it waits for (`Supervisor.explain`).
 
         Raises:
-            RequestNotFound: no such request is live.
+            RequestNotFound: no such request is live, or it is another holder's.
         """
-        return self._supervisor.explain(request_id)
+        return self._supervisor.explain(request_id, only_of)
 
     # ---- the end
 

@@ -117,11 +117,15 @@ class DetachedStreams:
         self._give_up(oldest, EndReason.CANCELLED)
         return oldest.stream.core_id
 
-    def abort(self, request_id: str) -> None:
-        """Stop counting the waiting streams with this id against their keys, because the operator
-        ends their requests. They wait on, so that their clients get the error."""
+    def abort(self, request_id: str, only_of: str | None = None) -> None:
+        """Stop counting the waiting streams with this id, a holder's or with None all, against
+        their keys, because their requests are ended. They wait on, so that their clients get the
+        error."""
         for wait in self._waits.values():
-            if wait.stream.request_id == request_id:
+            if wait.stream.request_id == request_id and only_of in (
+                None,
+                wait.stream.origin.holder,
+            ):
                 wait.stream.counted.release()
 
     def is_waiting(self, stream: RequestStream[Any]) -> bool:

@@ -24,6 +24,10 @@ class ClientRequest(Protocol):
         """The model's name or alias; empty for the first model that has the capability."""
 
     @property
+    def priority(self) -> int | None:
+        """The rank among the waiting requests of its holder, the lowest first; None means 0."""
+
+    @property
     def timeout_s(self) -> float | None:
         """The seconds until the client's deadline; None without a deadline."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.core.common.phases import Phase
     from engine.core.common.types import RequestId
     from engine.replica.replica import Replica
+    from engine.requests.quota import Origin
 
 RequestT = TypeVar("RequestT")
 ReplicaT = TypeVar("ReplicaT")
@@ -30,12 +31,13 @@ class Assignment(Generic[RequestT, ReplicaT]):
     """A client's request, and the leased replica that it is prepared for.
 
     ``core_id`` is the core's name for the request, ``arrival`` the time at which it arrived, on
-    Trio's clock, and ``scope`` the scope of its task, which has its deadline. ``party`` is
-    `Origin.party`. ``seed`` is the seed of its draws; 0 for a kind of work that draws nothing.
-    ``adapter`` is the digest of the adapter that it is computed with; "": none. A preparer enters
-    the resources that it takes in ``held``, which gives them back when the request has ended.
-    ``report`` is called with the request's phase when that changes. ``spare_images`` cancels one of
-    the given holders of images' memory whose client is away, and returns its id, or None.
+    Trio's clock, and ``scope`` the scope of its task, which has its deadline. ``origin`` is where
+    it comes from. Only requests of the holder ``cache_owner`` share its cached prefixes; "": all.
+    ``seed`` is the seed of its draws; 0 for a kind of work that draws nothing. ``adapter`` is the
+    digest of the adapter that it is computed with; "": none. A preparer enters the resources that
+    it takes in ``held``, which gives them back when the request has ended. ``report`` is called
+    with the request's phase when that changes. ``spare_images`` cancels one of the given holders of
+    images' memory whose client is away, and returns its id, or None.
     """
 
     request: RequestT
@@ -43,12 +45,18 @@ class Assignment(Generic[RequestT, ReplicaT]):
     core_id: RequestId
     arrival: float
     scope: trio.CancelScope
-    party: Hashable
+    origin: Origin
+    cache_owner: str
     seed: int
     adapter: str
     held: ExitStack
     report: Callable[[Phase], None]
     spare_images: Callable[[Set[RequestId]], RequestId | None]
+
+    @property
+    def party(self) -> Hashable:
+        """The party of a fair share (`Origin.party`)."""
+        return self.origin.party
 
     @property
     def deadline(self) -> float | None:

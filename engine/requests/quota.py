@@ -1,4 +1,4 @@
-"""Limits the running requests and waiting prompt tokens that one API key's holder has at once.
+"""Holders: those among whom a server is shared, with their limits, their weights and their counts.
 
 Rule 1: `Quota.enter` and `Quota.leave` are called on one thread, the server's; `Quota.queue` and
 `Quota.unqueue` on one thread, the engine's. Neither thread reads the other's count. The limits may
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from engine.errors import Overloaded
 
@@ -20,18 +21,69 @@ RETRY_AFTER_S = 1.0  # retry-after of Overloaded; a guess: by then a request of 
 
 
 class Quota:
-    """Counts and limits of one key's holder (a limit of None: unlimited). Logs show ``name``."""
+    """The limits and counts of one holder (a limit of None: unlimited). Logs show ``name``.
 
-    __slots__ = ("max_queued_tokens", "max_requests", "name", "num_requests", "queued_tokens")
+    ``max_priority`` is the most urgent priority, which is the lowest number, that its requests may
+    have. ``weight`` is its part of a shared server beside other holders. ``is_operator``: it may
+    operate the server. ``may_delegate``: it may call for others (`delegated`), whose ``gateway`` it
+    then is. The requests of those count against its limits.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_delegated",
+        "gateway",
+        "is_operator",
+        "max_priority",
+        "max_queued_tokens",
+        "max_requests",
+        "may_delegate",
+        "name",
+        "num_requests",
+        "queued_tokens",
+        "weight",
+    )
 
     def __init__(
-        self, name: str, *, max_requests: int | None = None, max_queued_tokens: int | None = None
+        self,
+        name: str,
+        *,
+        max_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+        max_priority: int | None = None,
+        weight: int = 1,
+        gateway: Quota | None = None,
     ) -> None:
         self.name = name
         self.max_requests = max_requests
         self.max_queued_tokens = max_queued_tokens
+        self.max_priority = max_priority
+        self.weight = weight
+        self.is_operator = self.may_delegate = False
+        self.gateway = gateway
         self.num_requests = 0
         self.queued_tokens = 0
+        # A holder for whom this one calls is kept only while a call or a request refers to it.
+        self._delegated: WeakValueDictionary[str, Quota] = WeakValueDictionary()
+
+    @property
+    def counted(self) -> Quota:
+        """The holder against whose limits the requests count."""
+        return self.gateway or self
+
+    def delegated(self, name: str) -> Quota:
+        """Return the holder ``name`` for whom this one calls. It has this one's weight and most
+        urgent priority, and operates nothing. Names of different gateways never meet."""
+        found = self._delegated.get(name)
+        if found is None:
+            found = Quota(
+                f"{self.name}/{name}",
+                max_priority=self.max_priority,
+                weight=self.weight,
+                gateway=self,
+            )
+            self._delegated[name] = found
+        return found
 
     def enter(self, count: int = 1) -> None:
         """Count ``count`` requests that start.
@@ -81,7 +133,7 @@ class QueuedTokens:
     __slots__ = ("_is_there", "_num_tokens", "_quota")
 
     def __init__(self, quota: Quota | None) -> None:
-        self._quota = quota
+        self._quota = quota and quota.counted
         self._num_tokens = 0
         self._is_there = True
 
@@ -117,7 +169,7 @@ class QuotaCount:
     __slots__ = ("_is_held", "_quota")
 
     def __init__(self, quota: Quota | None) -> None:
-        self._quota = quota
+        self._quota = quota and quota.counted
         self._is_held = False
 
     def hold(self) -> None:
@@ -147,6 +199,11 @@ class Origin:
     def party(self) -> Hashable:
         """The party of a fair share: the key's holder or, without a key, the address."""
         return self.quota or self.address
+
+    @property
+    def holder(self) -> str:
+        """The name of the holder among whom the server is shared; "" for all without a name."""
+        return "" if self.quota is None else self.quota.name
 
 
 NOWHERE = Origin()

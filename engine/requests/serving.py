@@ -34,12 +34,14 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Serves the requests of ``kind`` over a pool. Belongs to the Trio thread. ``spare_images``
-    cancels a request whose client is away, so that the memory of its images is freed."""
+    cancels a request whose client is away, so that the memory of its images is freed.
+    ``shares_prefixes``: holders share cached prefixes."""
 
     kind: RequestKind
     preparer: Preparer
     pool: Pool
     spare_images: Callable[[Set[RequestId]], RequestId | None]
+    shares_prefixes: bool
 
     async def serve(self, stream: RequestStream[Any]) -> None:
         """Serve a stream's request until the stream is closed.
@@ -94,7 +96,8 @@ class Serving:
                 core_id=stream.core_id,
                 arrival=stream.started_at,
                 scope=stream.scope,
-                party=stream.party,
+                origin=stream.origin,
+                cache_owner="" if self.shares_prefixes else stream.origin.holder,
                 seed=stream.seed,
                 adapter=lease.adapter,
                 held=taken,

@@ -106,7 +106,8 @@ class RequestStream(Generic[EventT]):
     ``request`` is the client's request; a kind may drop fields that it needs no more. ``error`` is
     None for a request that succeeded; it is meaningful once ``is_closed`` is set. ``closed_at`` is
     when the stream was closed, on Trio's clock. ``queued`` counts the waiting prompt against the
-    quota, if there is one. ``holder`` is that quota, and ``party`` is `Origin.party`.
+    quota, if there is one. ``holder`` is that quota, and ``party`` is `Origin.party`; ``origin`` is
+    where the request comes from.
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     """
@@ -141,6 +142,7 @@ class RequestStream(Generic[EventT]):
         self.credited = credited
         self.credit = Credit(options.buffer)
         self.num_per_release = max(1, options.buffer // RELEASE_SHARE)
+        self.origin = options.origin
         self.holder = options.origin.quota
         self.party = options.origin.party
         self.queued = QueuedTokens(options.origin.quota)

@@ -43,7 +43,7 @@ from engine.requests.tokenizing import Tokenizing
 from engine.status import AbortOutcome, LiveRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from engine.config import EngineConfig
     from engine.images.decoder import DecodeImage
@@ -95,7 +95,9 @@ class Supervisor:
         self._servings: dict[type, Serving] = {}  # by the classes of requests
         for kind in kinds:
             preparer = kind.make_preparer(self.tokenizing, self._tasks)
-            serving = Serving(kind, preparer, pool, self.detached.spare_images)
+            serving = Serving(
+                kind, preparer, pool, self.detached.spare_images, config.share_prefixes
+            )
             self._servings |= dict.fromkeys(kind.request_types, serving)
         self._live: dict[str, RequestStream[Any]] = {}
         self._serials = itertools.count(1)
@@ -150,7 +152,7 @@ class Supervisor:
         the request reached the server, on Trio's clock, if that was earlier.
         """
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
-        error = self._refusal(request, request_id)
+        error = self._refusal(request, request_id, origin)
         options = StreamOptions(
             request_id,
             self._core_id(request, request_id),
@@ -178,11 +180,13 @@ class Supervisor:
         )
         return stream
 
-    def _refusal(self, request: ClientRequest, request_id: str) -> TrioletError | None:
+    def _refusal(
+        self, request: ClientRequest, request_id: str, origin: Origin
+    ) -> TrioletError | None:
         if self._refuses_new:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
-        if self._aborts_to_come.take(request_id):
-            return RequestAborted("the request was aborted by the operator before it arrived")
+        if self._aborts_to_come.take(request_id, origin.holder):
+            return RequestAborted("the request was aborted before it arrived")
         live = self._live.get(request_id)
         if live is not None and not live.is_closed:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
@@ -192,6 +196,11 @@ class Supervisor:
             request.validate()
         except InvalidRequest as invalid:
             return invalid
+        most = None if origin.quota is None else origin.quota.max_priority
+        priority = request.priority or 0
+        if most is not None and priority < most:
+            what = f"is {priority}, but this key's requests may have {most} or more"
+            return InvalidRequest.of("priority", what)
         if not self._tasks.is_open:
             return ShuttingDown("the engine is closed")
         if len(self._live) >= self._max_live and not self.detached.make_place():
@@ -209,27 +218,60 @@ class Supervisor:
             return RequestId(request_id)  # the server made the id for this request alone
         return RequestId(f"{request_id}\x1f{next(self._serials)}")
 
-    def abort(self, request_id: str) -> AbortOutcome:
-        """End a request for the operator: now if it is live, otherwise when it arrives, if that is
-        within `ABORT_MEMORY_S`. Never waits."""
+    def abort_all(
+        self, request_ids: Sequence[str], only_of: str | None = None
+    ) -> list[AbortOutcome]:
+        """End requests, each as `abort`. ``only_of`` is the name of the holder who asks and has to
+        have each of them, live or ended a moment ago; None stands for the operator.
+
+        Raises:
+            RequestNotFound: the holder lacks one of them, and none was ended. Whether another
+                holder has it, or whether it is yet to come, is not told.
+        """
+        if only_of is not None:
+            for request_id in request_ids:
+                if self._owner_of(request_id) != only_of:
+                    raise _not_found(request_id)
+        return [self.abort(request_id, only_of) for request_id in request_ids]
+
+    def _owner_of(self, request_id: str) -> str | None:
+        """Return whose request this is, if it is live or has ended a moment ago."""
         stream = self._live.get(request_id)
-        self.detached.abort(request_id)
+        if stream is not None:
+            return stream.origin.holder
+        return self._recently_ended.owner_of(request_id)
+
+    def abort(self, request_id: str, only_of: str | None = None) -> AbortOutcome:
+        """End a request: now if it is live, otherwise when it arrives, if that is within
+        `ABORT_MEMORY_S`. Never waits. Unless ``only_of`` is None, only that holder's request is
+        meant."""
+        stream = self._live.get(request_id)
+        if stream is not None and only_of not in (None, stream.origin.holder):
+            stream = None
+        self.detached.abort(request_id, only_of)
         if stream is not None and not stream.is_closed:
             stream.cancel(EndReason.ABORTED)
             return AbortOutcome.ABORTED
         if stream is not None or request_id in self._recently_ended:
             return AbortOutcome.ALREADY_ENDED
-        self._aborts_to_come.add(request_id)
+        self._aborts_to_come.add(request_id, only_of)
         return AbortOutcome.REMEMBERED
 
-    def list_live(self, most: int) -> tuple[LiveRequest, ...]:
-        """Return the ``most`` oldest of the live requests. Never waits."""
+    def num_live_of(self, only_of: str | None) -> int:
+        """Return the number of requests whose task has not ended: a holder's, or with None all."""
+        if only_of is None:
+            return len(self._live)
+        return sum(stream.origin.holder == only_of for stream in self._live.values())
+
+    def list_live(self, most: int, only_of: str | None = None) -> tuple[LiveRequest, ...]:
+        """Return the ``most`` oldest of the live requests: a holder's, or with None all. Never
+        waits."""
         now = trio.current_time()
         found: list[LiveRequest] = []
         for stream in self._live.values():
             if len(found) == most:
                 break
-            if not stream.is_closed:
+            if not stream.is_closed and only_of in (None, stream.origin.holder):
                 loop = None if stream.replica is None else stream.replica.loop
                 phase = (loop and loop.phase_of(stream.core_id)) or stream.phase
                 found.append(
@@ -243,17 +285,20 @@ class Supervisor:
                 )
         return tuple(found)
 
-    def explain(self, request_id: str) -> Explanation:
+    def explain(self, request_id: str, only_of: str | None = None) -> Explanation:
         """Return what a live request is doing, and why. Never waits, not even for a step.
+        ``only_of`` is as for `abort`.
 
         Raises:
-            RequestNotFound: no such request is live.
+            RequestNotFound: no such request is live, or it is another holder's.
         """
         stream = self._live.get(request_id)
+        if stream is not None and only_of not in (None, stream.origin.holder):
+            raise _not_found(request_id)
         if stream is None or stream.is_closed:
             waiting = self.detached.waiting(request_id)
-            if waiting is None:
-                raise RequestNotFound(f"no live request has the id {request_id!r}")
+            if waiting is None or only_of not in (None, waiting.origin.holder):
+                raise _not_found(request_id)
             return self.detached.explain(waiting, Explanation("ENDED"))
         explained = None
         if stream.replica is not None:
@@ -286,7 +331,7 @@ class Supervisor:
         """Forget the request, unless another request has its id by now."""
         if self._live.get(stream.request_id) is stream:
             del self._live[stream.request_id]
-        self._recently_ended.add(stream.request_id)
+        self._recently_ended.add(stream.request_id, stream.origin.holder)
         if not self._live:
             self._idle.set()
         log.debug(
@@ -374,18 +419,29 @@ class _RecentIds:
 
     def __init__(self) -> None:
         self._added_at: dict[str, float] = {}
+        self._owners: dict[str, str | None] = {}  # of the same ids
 
-    def add(self, request_id: str) -> None:
+    def add(self, request_id: str, owner: str | None) -> None:
+        """Add an id, of a request of the holder ``owner``, or with None of any holder."""
         self._added_at.pop(request_id, None)
         self._forget_old()
         if len(self._added_at) >= ABORT_MEMORY_MAX:
-            del self._added_at[next(iter(self._added_at))]
+            self._forget(next(iter(self._added_at)))
         self._added_at[request_id] = trio.current_time()
+        self._owners[request_id] = owner
 
-    def take(self, request_id: str) -> bool:
-        """Return whether the id was added, and forget it."""
+    def take(self, request_id: str, holder: str) -> bool:
+        """Return whether the id was added for a request of the holder, and forget it."""
         self._forget_old()
-        return self._added_at.pop(request_id, None) is not None
+        is_known = self._owners.get(request_id, "") in (None, holder) and request_id in self
+        if is_known:
+            self._forget(request_id)
+        return is_known
+
+    def owner_of(self, request_id: str) -> str | None:
+        """Return the holder with whom the id was added; None if it was not."""
+        self._forget_old()
+        return self._owners.get(request_id)
 
     def __contains__(self, request_id: str) -> bool:
         self._forget_old()
@@ -397,4 +453,11 @@ class _RecentIds:
             oldest = next(iter(self._added_at))
             if self._added_at[oldest] > limit:
                 return
-            del self._added_at[oldest]
+            self._forget(oldest)
+
+    def _forget(self, request_id: str) -> None:
+        del self._added_at[request_id], self._owners[request_id]
+
+
+def _not_found(request_id: str) -> RequestNotFound:
+    return RequestNotFound(f"no live request has the id {request_id!r}")

@@ -110,7 +110,10 @@ class Interceptor(Dispatcher):
         rpc: Rpc = call.record
         if method.takes_stream:
             return await method.handler(None, rpc)
-        rpc.quota = policy.admit(call.method, call.peer, call.metadata, self._keys)
+        connection = call.connection
+        rpc.quota, rpc.is_operator = policy.admit(
+            call.method, call.peer, call.metadata, self._keys, connection.certified
+        )
         return await _begin(method, await self.decoding.request_of(method, rpc), rpc)
 
 

@@ -1,9 +1,14 @@
-"""API keys: the file that lists them, with their holders and each holder's limits.
+"""API keys: the file that lists them, with their holders and what each holder may do.
 
-Each line of the file is a key: ``NAME KEY [max_requests=N] [max_queued_tokens=N]``; a ``#`` begins
-a comment. Several lines with one name are keys of one holder, such as an old and a new one; the
-holder's limits are those of the last such line. A limit that a line does not set is the server's
-default (``--key-max-requests`` and ``--key-max-queued-tokens``).
+Each line of the file is a key: ``NAME KEY [SETTING=VALUE …]``, with the settings of `KeyLimits`; a
+``#`` begins a comment. Several lines with one name are keys of one holder, such as an old and a new
+one; the holder has the settings of the last such line. A limit that a line does not set is the
+server's default (``--key-max-requests`` and ``--key-max-queued-tokens``).
+
+A line without ``role`` is a user's if any line of the file has a role, and an operator's otherwise.
+A file without any role is of a time when every key could operate the server: its scripts that
+drain, and its one team, go on as before, and the log says so at the start. Whoever writes the first
+role has users and operators in mind, and then a line that says nothing gets the fewer rights.
 
 Rule 1: only digests are kept, and no key is written anywhere. Rule 2: a client's key is compared
 with all keys, each in constant time, so that the time of an answer reveals nothing. Rule 3: a file
@@ -17,14 +22,14 @@ import hmac
 import logging
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from engine.requests.quota import Quota
 from grpc_service.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from grpc_service.app.server_config import ServerConfig
 
@@ -32,15 +37,22 @@ KEY_CHARS_MIN = 16  # guess: a random key of this length is not found by trying
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 KEY = re.compile(r"[!-~]+")
 log = logging.getLogger(__name__)
-SETTINGS = ("max_requests", "max_queued_tokens")
+ROLES = ("user", "operator")
+PRIORITIES = (-(2**31), 2**31 - 1)
+WEIGHT_MAX = 1000  # a holder with more than that beside others with 1 leaves them nothing
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What the holder of a key may have at once. None means no limit."""
+    """The settings of a key's holder (`Quota`). A limit of None means no limit; a ``role`` of ""
+    means that the line has none."""
 
     max_requests: int | None = None
     max_queued_tokens: int | None = None
+    max_priority: int | None = None
+    weight: int = 1
+    role: str = ""
+    delegate: bool = False
 
 
 class KeyRing:
@@ -75,9 +87,20 @@ class KeyRing:
         if len(set(digests)) < len(digests):
             raise ConfigError(f"--api-key-file {self._path} holds a key twice")
         quotas = {name: self._quotas.get(name) or Quota(name) for name, _, _ in lines}
+        has_roles = any(limits.role for _, _, limits in lines)
         for name, _, limits in lines:
-            quotas[name].max_requests = limits.max_requests
-            quotas[name].max_queued_tokens = limits.max_queued_tokens
+            holder = quotas[name]  # a later line of the name decides
+            holder.max_requests = limits.max_requests
+            holder.max_queued_tokens = limits.max_queued_tokens
+            holder.max_priority = limits.max_priority
+            holder.weight = limits.weight
+            holder.may_delegate = limits.delegate
+            holder.is_operator = limits.role == "operator" or not has_roles
+        if not has_roles:
+            log.warning(
+                "--api-key-file %s: every key may operate the server, as no line has a role=",
+                self._path,
+            )
         self._quotas = quotas
         self._entries = tuple((digest, quotas[name]) for name, digest, _ in lines)
         return len(lines)
@@ -153,7 +176,34 @@ def _entry(words: list[str], defaults: KeyLimits) -> tuple[str, bytes, KeyLimits
     limits = defaults
     for setting in settings:
         field, _, value = setting.partition("=")
-        if field not in SETTINGS or not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise ValueError(f"after the key come {' and '.join(f'{name}=N' for name in SETTINGS)}")
-        limits = replace(limits, **{field: int(value)})
+        if field not in KEY_SETTINGS:
+            raise ValueError(f"after the key come {'=, '.join(KEY_SETTINGS)}=")
+        parse, told = KEY_SETTINGS[field]
+        parsed = parse(value)
+        if parsed is None:
+            raise ValueError(f"{field}= must be {told}")
+        limits = replace(limits, **{field: parsed})
     return name, _digest(key.encode()), limits
+
+
+def _number(value: str, low: int, high: int) -> int | None:
+    """Return the number, None if the value is none in this range."""
+    digits = value.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
+        return None
+    return int(value) if low <= int(value) <= high else None
+
+
+def _count(value: str) -> int | None:
+    return _number(value, 1, 2**63)
+
+
+# The settings of a line: how a value is read, None if it is wrong, and what a right one is.
+KEY_SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_requests": (_count, "a number of at least 1"),
+    "max_queued_tokens": (_count, "a number of at least 1"),
+    "max_priority": (lambda value: _number(value, *PRIORITIES), "a number of 32 bits"),
+    "weight": (lambda value: _number(value, 1, WEIGHT_MAX), f"a number from 1 to {WEIGHT_MAX}"),
+    "role": (lambda value: value if value in ROLES else None, " or ".join(ROLES)),
+    "delegate": ({"true": True, "false": False}.get, "true or false"),
+}

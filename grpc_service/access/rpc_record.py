@@ -27,8 +27,9 @@ class CallRecord:
 
     ``method`` is its name in the log, ``peer`` its client's address as grpc writes it, and
     ``address`` the one by which use is counted. ``request_id`` is the client's own or one made for
-    it. ``arrived_at`` is when the request had come whole, on Trio's clock. ``quota`` is the key
-    holder's, None for a call without a key; ``leave_quota`` is called when the call has ended.
+    it. ``arrived_at`` is when the request had come whole, on Trio's clock. ``quota`` is the
+    holder's, None for a call without one; ``leave_quota`` is called when the call has ended.
+    ``is_operator``: the client may operate the server, and ask about everybody's requests.
     ``stream`` is set by the code that submits a request to the engine for this call.
     """
 
@@ -38,6 +39,7 @@ class CallRecord:
     request_id: str = ""
     arrived_at: float = 0.0
     quota: Quota | None = None
+    is_operator: bool = False
     leave_quota: Callable[[], None] = lambda: None
     stream: RequestStream[Any] | None = None
 
@@ -47,6 +49,12 @@ class CallRecord:
         return Origin(self.request_id, self.quota, self.address)
 
     @property
+    def only_of(self) -> str | None:
+        """The name of the holder whose requests alone the client may end or ask about; None if it
+        may do so with everybody's."""
+        return None if self.is_operator else self.origin.holder
+
+    @property
     def logged_id(self) -> str:
         """The request's id in the engine, or else the call's own; "-" for none."""
         if self.stream is not None:
@@ -54,14 +62,16 @@ class CallRecord:
         return self.request_id or "-"
 
     def enter_quota(self, count: int = 1) -> None:
-        """Count the call's requests against the key's limits, if it has a key, until `leave_quota`.
+        """Count the call's requests against its holder's limits, if it has one, until
+        `leave_quota`.
 
         Raises:
             Overloaded: the holder would run more requests than it may.
         """
         if self.quota is not None:
-            self.quota.enter(count)
-            self.leave_quota = partial(self.quota.leave, count)
+            counted = self.quota.counted
+            counted.enter(count)
+            self.leave_quota = partial(counted.leave, count)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

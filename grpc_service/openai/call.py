@@ -40,11 +40,12 @@ class HttpCall:
     """One request. Only the task that serves it may use it, except for `try_write` and `evict`.
 
     ``method`` is the path, as the log shows it, and ``verb`` GET, POST and so on. ``headers`` has
-    the request's headers by lower-case name; ``num_keys`` of them were keys. ``deadline`` is the
-    client's, on Trio's clock. ``status`` is the answer's; None before it. ``scope`` is cancelled
-    when the client has left. ``name`` is what the path names beyond that. ``request_id`` is sent
-    with the answer. ``on_answer`` is called when the answer begins, and when the call has ended.
-    ``extra_headers`` are sent with the answer.
+    the request's headers by lower-case name; ``num_keys`` of them were keys, or names of holders.
+    ``deadline`` is the client's, on Trio's clock. ``status`` is the answer's; None before it.
+    ``scope`` is cancelled when the client has left. ``name`` is what the path names beyond that.
+    ``request_id`` is sent with the answer. ``on_answer`` is called when the answer begins, and when
+    the call has ended. ``extra_headers`` are sent with the answer. ``only_of`` is
+    `CallRecord.only_of`.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class HttpCall:
         self.method = str(scope["path"])
         self.name = ""  # of what the path ends with
         self.request_id = ""
+        self.only_of: str | None = ""
         self.query = bytes(scope["query_string"])
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.num_keys = [name for name, _ in scope["headers"]].count(b"authorization")
+        names = [name for name, _ in scope["headers"]]
+        self.num_keys = max(names.count(name) for name in (b"authorization", b"x-triolet-holder"))
         self.connection = connection
         self.peer = connection.peer
         self.scope = trio.CancelScope()

@@ -209,6 +209,7 @@ class HttpConnection:
         self._on_change = on_change
         self.peer = peer
         self.address = address_of(peer)
+        self.certified = transport.certified
         self.holder = Holder(self.address)
         self.account = Account(shared.limits, trio.current_time)
         self._output = Holding(self.holder, self.cut)

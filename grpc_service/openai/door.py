@@ -252,9 +252,12 @@ class Door:
             route = self._route_of(call)
             rename = route.rename
             if call.num_keys > 1:
-                raise HttpError(400, "INVALID_REQUEST", "the request has two Authorization headers")
+                raise HttpError(400, "INVALID_REQUEST", "the request has two keys, or two holders")
             metadata = _metadata_of(call)
-            record.quota = policy.admit(route.rpc, call.peer, metadata, self._access.keys)
+            record.quota, record.is_operator = policy.admit(
+                route.rpc, call.peer, metadata, self._access.keys, call.connection.certified
+            )
+            call.only_of = record.only_of
             call.is_closing |= self._backend.engine.is_draining
             if route.reply is not None:
                 if route.verb == "POST":

@@ -1,4 +1,5 @@
-"""What the page shows to an operator: figures, live requests, and the means to end one.
+"""What the page shows of the server: figures, live requests, and the means to end one. A client
+that is no operator gets its own requests alone.
 
 Rule 1: each path has the admission of an RPC of Control (`grpc_service.access.policy`). Rule 2:
 nothing of a prompt or an answer is shown. Rule 3: the page of another origin gets nothing here,
@@ -66,16 +67,18 @@ class Operator:
         await call.answer(200, encode_json(shown))
 
     async def _list_requests(self, call: HttpCall) -> None:
-        """Answer with the oldest live requests, and how many there are."""
+        """Answer with the oldest live requests that the client may see, and how many there are."""
         engine = self._backend.engine
-        live = [asdict(request) for request in engine.list_live(REQUESTS_MAX)]
-        await call.answer(200, encode_json({"total": engine.num_live, "requests": live}))
+        live = [asdict(request) for request in engine.list_live(REQUESTS_MAX, call.only_of)]
+        await call.answer(
+            200, encode_json({"total": engine.num_live_of(call.only_of), "requests": live})
+        )
 
     async def _explain(self, call: HttpCall) -> None:
         """Answer with what the request does and waits for whose id the query has."""
         query = parse_qs(call.query.decode("latin-1"))
         asked = control_pb2.ExplainRequest(request_id=query.get("request_id", [""])[0])
-        explained = self._backend.engine.explain(decode_name(asked, "request_id"))
+        explained = self._backend.engine.explain(decode_name(asked, "request_id"), call.only_of)
         await call.answer(200, encode_json(asdict(explained)))
 
     async def _abort(self, call: HttpCall) -> None:
@@ -84,7 +87,7 @@ class Operator:
         asked = control_pb2.AbortRequest(request_ids=fields.texts("request_ids", ABORTS_MAX))
         fields.done()
         names = decode_abort(asked)
-        outcomes = [self._backend.engine.abort(name).value for name in names]
+        outcomes = [one.value for one in self._backend.engine.abort_all(names, call.only_of)]
         results = [
             {"request_id": name, "outcome": outcome}
             for name, outcome in zip(names, outcomes, strict=True)

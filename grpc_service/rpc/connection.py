@@ -81,10 +81,11 @@ class Shared:
 class Connection:
     """One client's connection, over an open ``transport``.
 
-    ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. Its
-    calls obey ``limits``, count the bytes they keep in ``held`` for its ``holder``, charge its
-    ``account``, and touch it with ``flusher`` after making output. ``arrivals`` has the calls that
-    no handler has taken yet, ``to_decompress`` the large compressed requests.
+    ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port;
+    ``certified`` is the name in its certificate. Its calls obey ``limits``, count the bytes they
+    keep in ``held`` for its ``holder``, charge its ``account``, and touch it with ``flusher`` after
+    making output. ``arrivals`` has the calls that no handler has taken yet, ``to_decompress`` the
+    large compressed requests.
     """
 
     def __init__(self, shared: Shared, transport: PlainTransport, peer: str) -> None:
@@ -110,6 +111,7 @@ class Connection:
         self._change = trio.Event()  # a call has ended, or output was sent, or no calls may come
         self.peer = peer
         self.address = address_of(peer)
+        self.certified = transport.certified
         self.held = shared.held
         self.holder = Holder(self.address)
         self._output = Holding(self.holder, self._give_up)  # counts the unsent output

@@ -16,7 +16,7 @@ import ssl
 from ipaddress import IPv6Address, IPv6Network
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -237,6 +237,12 @@ class PlainTransport:
         look.register(self._socket, HANG_UP)
         return bool(look.poll(0))
 
+    @property
+    def certified(self) -> str:
+        """The first subject alternative name of the client's certificate, once the transport is
+        open; "" without a certificate or such a name."""
+        return ""
+
     async def open(self) -> None:
         """Make the transport ready; bytes may flow only after this."""
         self._socket.setblocking(False)
@@ -322,6 +328,12 @@ class TlsTransport(PlainTransport):
         self._alpn = alpn
         self._tls: ssl.SSLSocket  # the socket, from `open` on
         self._has_ended = False
+
+    @property
+    def certified(self) -> str:
+        """The name, as the authority of `--client-ca` has signed it."""
+        names: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
+        return str(names[0][1]) if names else ""
 
     async def open(self) -> None:
         """Do the handshake.

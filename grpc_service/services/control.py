@@ -76,9 +76,14 @@ class Control:
         return control_pb2.ResetPrefixCacheResponse()
 
     async def Abort(self, request: control_pb2.AbortRequest, rpc: Rpc) -> control_pb2.AbortResponse:
-        """End requests by their ids, and return what became of each."""
+        """End requests by their ids, and return what became of each.
+
+        Raises:
+            RequestNotFound: the caller may end its own requests only, and one is not. None has
+                been ended then.
+        """
         names = operations_codec.decode_abort(request)
-        outcomes = [self._backend.engine.abort(name) for name in names]
+        outcomes = self._backend.engine.abort_all(names, rpc.only_of)
         return operations_codec.encode_aborts(names, outcomes)
 
     async def Explain(
@@ -86,7 +91,7 @@ class Control:
     ) -> control_pb2.ExplainResponse:
         """Return what a live request does and waits for."""
         name = operations_codec.decode_name(request, "request_id")
-        explained = self._backend.engine.explain(name)
+        explained = self._backend.engine.explain(name, rpc.only_of)
         return operations_codec.encode_explanation(explained)
 
     async def Drain(self, request: control_pb2.DrainRequest, rpc: Rpc) -> control_pb2.DrainResponse:

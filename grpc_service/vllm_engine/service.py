@@ -151,15 +151,15 @@ class VllmEngine:
         return own if given is None else given
 
     async def Abort(self, request: Any, rpc: Rpc) -> Any:
-        """End requests by their ids. An id that is unknown is remembered, since its Generate may
-        come later.
+        """End requests of gateways by their ids; other holders' requests are left alone. An id that
+        is unknown is remembered, since its Generate may come later.
 
         Raises:
             InvalidRequest: there is no id, there are too many, or one is of a length that no
                 request's id has.
         """
         for request_id in decode_abort(request):
-            self._engine.abort(request_id)
+            self._engine.abort(request_id, rpc.origin.holder)
         return vllm_engine_pb2.AbortResponse()
 
     # ---- health and figures

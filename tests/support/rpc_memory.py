@@ -44,6 +44,7 @@ class Wire:
 
     def __init__(self, peer=PEER):
         self.peer = peer  # the client's address
+        self.certified = ""  # the name in the client's certificate
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.room = math.inf
         self.is_closed = False  # the server has closed it, and sends nothing more

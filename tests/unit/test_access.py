@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import ConfigError, NotAllowed, Overloaded, Unauthenticated
+from engine.errors import (
+    ConfigError,
+    InvalidRequest,
+    NotAllowed,
+    Overloaded,
+    Unauthenticated,
+)
 from engine.requests.quota import Quota
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.access import keys, policy
@@ -15,13 +21,35 @@ from grpc_service.app.server_config import ServerConfig
 
 KEY, OTHER_KEY = "alice-has-this-key", "bob-has-another-key"
 GENERATE = "triolet.v1.Inference/Generate"
+DRAIN = "triolet.v1.Control/Drain"
 HEALTH = "grpc.health.v1.Health/Check"
 LOCAL = ["ipv4:127.0.0.1:5000", "ipv4:127.1.2.3:5000", "ipv6:%5B::1%5D:5000", "ipv6:[::1]:5000"]
 LOCAL.append("ipv6:%5B::ffff:127.0.0.1%5D:5000")
 UNIX = ["unix:", "unix:/run/triolet.sock"]
 REMOTE = ["ipv4:10.0.0.1:5000", "ipv6:%5B2001:db8::1%5D:5000", "ipv6:%5B::ffff:10.0.0.1%5D:1"]
 REMOTE += ["", "x"]
-READING = {"triolet.v1.Models/ListModels", "triolet.v1.Models/GetModel"}
+# Who may call each RPC: everybody whom the server serves; users, but for their own requests alone;
+# or operators alone. An RPC that is missing here fails a test.
+EVERYBODY, OF_OWN, OPERATORS = "everybody", "of their own", "operators"
+RIGHTS = {
+    "triolet.v1.Inference": {
+        **dict.fromkeys(("Generate", "Embed", "Rerank", "GenerateImage"), EVERYBODY),
+        **dict.fromkeys(("Tokenize", "Detokenize"), EVERYBODY),
+        "Attach": EVERYBODY,  # with the token of a stream of the holder's own
+    },
+    "triolet.v1.Models": {
+        **dict.fromkeys(("ListModels", "GetModel"), EVERYBODY),
+        **dict.fromkeys(("LoadModel", "UnloadModel", "LoadAdapter", "UnloadAdapter"), OPERATORS),
+    },
+    "triolet.v1.Control": {
+        **dict.fromkeys(("GetStats", "WatchStats", "Pause", "Resume"), OPERATORS),
+        **dict.fromkeys(("Drain", "ResetPrefixCache"), OPERATORS),
+        **dict.fromkeys(("Abort", "Explain"), OF_OWN),
+    },
+}
+RIGHT_OF = {
+    f"{service}/{name}": right for service, own in RIGHTS.items() for name, right in own.items()
+}
 
 
 def methods():
@@ -33,7 +61,7 @@ def methods():
     ]
 
 
-OPERATING = [m for m in methods() if "Inference/" not in m and m not in READING]
+OPERATING = [m for m in methods() if RIGHT_OF.get(m) != EVERYBODY]
 
 
 @pytest.fixture
@@ -67,9 +95,8 @@ def test_everything_else_is_not(peer):
     assert not policy.is_local(peer)
 
 
-def test_there_are_rpcs_of_every_kind():
-    assert len(OPERATING) >= 10
-    assert {"triolet.v1.Models/LoadModel", "triolet.v1.Control/Drain"} <= set(OPERATING)
+def test_every_rpc_has_a_right():
+    assert sorted(RIGHT_OF) == sorted(methods())
 
 
 @pytest.mark.parametrize("method", methods())
@@ -79,7 +106,8 @@ def test_without_a_key_file_only_operating_is_for_this_machine(method, peer):
         with pytest.raises(NotAllowed):
             policy.admit(method, peer, showing(KEY), None)
     else:
-        assert policy.admit(method, peer, [], None) is None
+        caller = policy.admit(method, peer, [], None)
+        assert caller == (None, peer != REMOTE[0])
 
 
 @pytest.mark.parametrize("method", methods())
@@ -88,15 +116,15 @@ def test_with_a_key_file_every_tcp_client_needs_a_key(ring, method, peer):
     is_remote = peer in REMOTE
     with pytest.raises(NotAllowed if is_remote and method in OPERATING else Unauthenticated):
         policy.admit(method, peer, [("user-agent", "x")], ring)
-    assert policy.admit(method, peer, showing(KEY), ring).name == "alice"
-    assert policy.admit(method, peer, showing(OTHER_KEY, "bearer"), ring).name == "bob"
+    assert policy.admit(method, peer, showing(KEY), ring).holder.name == "alice"
+    assert policy.admit(method, peer, showing(OTHER_KEY, "bearer"), ring).holder.name == "bob"
 
 
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("peer", UNIX)
 def test_a_unix_socket_needs_no_key(ring, method, peer):
-    assert policy.admit(method, peer, [], ring) is None
-    assert policy.admit(method, peer, showing(KEY), ring).name == "alice"
+    assert policy.admit(method, peer, [], ring) == (None, True)
+    assert policy.admit(method, peer, showing(KEY), ring).holder.name == "alice"
 
 
 @pytest.mark.parametrize("peer", [LOCAL[0], UNIX[0], REMOTE[0]])
@@ -124,8 +152,120 @@ def test_a_wrong_key_is_refused_wherever_it_is_shown(ring, peer, value):
 
 
 def test_health_and_reflection_are_for_probes_too(ring):
-    assert policy.admit(HEALTH, REMOTE[0], [], ring) is None
-    assert policy.admit(HEALTH, REMOTE[0], showing("wrong"), ring) is None
+    assert policy.admit(HEALTH, REMOTE[0], [], ring) == (None, False)
+    assert policy.admit(HEALTH, REMOTE[0], showing("wrong"), ring) == (None, False)
+
+
+# ---- roles -----------------------------------------------------------------------------------
+
+ROLE_KEYS = {
+    "user": "the-key-of-a-user-1",
+    "operator": "the-key-of-an-operator",
+    "silent": "the-key-without-a-role",
+    "gateway": "the-key-of-a-gateway",
+}
+ROLE_LINES = {"user": "role=user", "operator": "role=operator", "gateway": "delegate=true weight=3"}
+
+
+@pytest.fixture
+def roles(tmp_path):
+    """Return the ring of a file with a key of each role, and one without."""
+    path = tmp_path / "roles"
+    lines = [f"{name} {key} {ROLE_LINES.get(name, '')}" for name, key in ROLE_KEYS.items()]
+    path.write_text("\n".join(lines))
+    return KeyRing(str(path))
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("peer", [LOCAL[0], UNIX[1], REMOTE[0]])
+def test_each_role_may_call_what_the_table_says(roles, method, peer):
+    """A key decides wherever its client is: on this machine a user's key operates nothing."""
+    right = RIGHT_OF[method]
+    for name, key in ROLE_KEYS.items():
+        for beside in ([], [(policy.HOLDER_HEADER, "team")] if name == "gateway" else []):
+            metadata = showing(key) + beside
+            if right == OPERATORS and name != "operator":
+                with pytest.raises(NotAllowed, match="operators"):
+                    policy.admit(method, peer, metadata, roles)
+                continue
+            caller = policy.admit(method, peer, metadata, roles)
+            assert caller.holder.name == (f"{name}/team" if beside else name)
+            assert caller.is_operator == (name == "operator")
+
+
+@pytest.mark.parametrize("method", methods())
+def test_a_certificates_client_is_a_user_elsewhere(method):
+    for peer in (LOCAL[0], REMOTE[0]):
+        if RIGHT_OF[method] == OPERATORS and peer == REMOTE[0]:
+            with pytest.raises(NotAllowed):
+                policy.admit(method, peer, [], None, "ann.example")
+        else:
+            caller = policy.admit(method, peer, [], None, "ann.example")
+            assert caller.is_operator == (peer == LOCAL[0])
+            assert caller.holder.name == "certificate/ann.example"
+            assert policy.admit(method, peer, [], None, "ann.example").holder is caller.holder
+
+
+def test_with_a_key_file_a_certificate_names_nobody(ring):
+    assert policy.admit(GENERATE, UNIX[0], [], ring, "ann.example") == (None, True)
+    with pytest.raises(Unauthenticated):
+        policy.admit(GENERATE, REMOTE[0], [], ring, "ann.example")
+
+
+def test_in_a_file_without_roles_every_key_operates_and_the_log_says_so(file, caplog):
+    ring = KeyRing(str(file))
+    assert policy.admit(DRAIN, REMOTE[0], showing(KEY), ring).is_operator
+    assert "every key may operate the server" in caplog.text
+    caplog.clear()
+    file.write_text(f"alice {KEY}\nbob {OTHER_KEY} role=user\n")
+    ring.reload()
+    assert not policy.admit(GENERATE, REMOTE[0], showing(KEY), ring).is_operator
+    assert "every key" not in caplog.text
+
+
+# ---- holders for whom others call --------------------------------------------------------------
+
+
+def called_for(name, key):
+    return [*showing(key), (policy.HOLDER_HEADER, name)]
+
+
+def test_only_a_key_that_delegates_names_another_holder(roles, ring):
+    for name in ("user", "operator", "silent"):
+        with pytest.raises(NotAllowed, match="delegate=true"):
+            policy.admit(GENERATE, REMOTE[0], called_for("team", ROLE_KEYS[name]), roles)
+    with pytest.raises(NotAllowed, match="delegate=true"):
+        policy.admit(GENERATE, UNIX[0], [(policy.HOLDER_HEADER, "team")], ring)
+    assert policy.admit(GENERATE, LOCAL[0], [(policy.HOLDER_HEADER, "x")], None).holder is None
+
+
+def test_a_delegated_holder_has_its_gateways_weight_and_counts_against_its_limits(roles):
+    gateway = roles.find(ROLE_KEYS["gateway"].encode())
+    gateway.max_requests = 2
+    found = [
+        policy.admit(GENERATE, REMOTE[0], called_for(name, ROLE_KEYS["gateway"]), roles).holder
+        for name in ("one", "two", "one")
+    ]
+    assert found[0] is found[2] is not found[1]
+    assert [one.weight for one in found] == [3, 3, 3]
+    for one in found[:2]:
+        one.counted.enter()
+    assert gateway.num_requests == 2
+    with pytest.raises(Overloaded):
+        found[0].counted.enter()
+
+
+@pytest.mark.parametrize("name", ["", "two words", "ö", "x" * 129])
+def test_a_wrong_name_of_a_delegated_holder_is_refused(roles, name):
+    with pytest.raises(InvalidRequest, match=policy.HOLDER_HEADER):
+        policy.admit(GENERATE, REMOTE[0], called_for(name, ROLE_KEYS["gateway"]), roles)
+
+
+def test_two_names_of_delegated_holders_are_refused(roles):
+    """The first may be the gateway's own client's."""
+    metadata = [*called_for("one", ROLE_KEYS["gateway"]), (policy.HOLDER_HEADER, "two")]
+    with pytest.raises(InvalidRequest, match="sent twice"):
+        policy.admit(GENERATE, REMOTE[0], metadata, roles)
 
 
 # ---- keys ------------------------------------------------------------------------------------
@@ -178,9 +318,16 @@ BAD_FILES = {
     "alice short": "line 1: the key must have at least 16 characters",
     f"\n\nal/ice {KEY}": "line 3: the name must be",
     f"alice {KEY}é": "line 1: the key must",
-    f"alice {KEY} max_requests=0": "line 1: after the key come",
+    f"alice {KEY} max_requests=0": "line 1: max_requests= must be a number of at least 1",
     f"alice {KEY} max_request=1": "line 1: after the key come",
-    f"alice {KEY} max_requests=²": "line 1: after the key come",
+    f"alice {KEY} max_requests=²": "line 1: max_requests= must be",
+    f"alice {KEY} max_priority=1e3": "line 1: max_priority= must be a number of 32 bits",
+    f"alice {KEY} max_priority=-2147483649": "line 1: max_priority= must be",
+    f"alice {KEY} weight=0": "line 1: weight= must be a number from 1 to 1000",
+    f"alice {KEY} weight=-1": "line 1: weight= must be",
+    f"alice {KEY} role=admin": "line 1: role= must be user or operator",
+    f"alice {KEY} role": "line 1: role= must be user or operator",
+    f"alice {KEY} delegate=yes": "line 1: delegate= must be true or false",
     f"alice {KEY}\nbob {KEY}": "holds a key twice",
     "# nobody": "holds no key",
     "\udcff": "it is not UTF-8",
@@ -208,6 +355,12 @@ def test_lines_have_the_servers_limits_unless_they_say_otherwise(file):
     alice, bob = ring.find(KEY.encode()), ring.find(OTHER_KEY.encode())
     assert (alice.max_requests, alice.max_queued_tokens) == (5, 100)
     assert (bob.max_requests, bob.max_queued_tokens) == (2, 100)
+
+
+def test_a_holder_has_the_settings_of_its_last_line(file):
+    file.write_text(f"alice {KEY} role=operator weight=2\nalice {OTHER_KEY} max_priority=-3\n")
+    alice = KeyRing(str(file)).find(KEY.encode())
+    assert (alice.is_operator, alice.weight, alice.max_priority) == (False, 1, -3)
 
 
 # ---- quotas ----------------------------------------------------------------------------------

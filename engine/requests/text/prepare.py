@@ -136,7 +136,7 @@ class TextPreparer:
             priority=request.priority or 0,
             deadline=assignment.deadline,
             constraint=constraint,
-            cache_salt=request.prompt.cache_salt,
+            cache_salt=_salt_of(assignment.cache_owner, request.prompt.cache_salt),
             bypass_prefix_cache=bool(request.prompt.bypass_prefix_cache),
             outputs=outputs,
             adapter=assignment.adapter,
@@ -319,6 +319,11 @@ def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
             if ids:
                 sequences[tuple(ids)] = None
     return tuple(sequences)
+
+
+def _salt_of(owner: str, own_salt: str) -> str:
+    """Return the salt of a request's cached prefixes, which no other holder's requests have."""
+    return f"{owner}\0{own_salt}" if owner else own_salt
 
 
 def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:

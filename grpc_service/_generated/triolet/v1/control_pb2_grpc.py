@@ -26,11 +26,12 @@ if _version_not_supported:
 
 
 class ControlStub:
-    """Gives operators figures, and control over requests that were accepted. Clients with one of the
-    server's keys and clients on a Unix socket may call it; clients on loopback may, too, unless the
-    server has a key file. A call of another client ends with PERMISSION_DENIED, or with
-    UNAUTHENTICATED if the client is on loopback or has a wrong key. No call of this service shows
-    prompts or completions.
+    """Gives operators figures, and control over requests that were accepted. Operators are clients with
+    an operator's key and clients on a Unix socket; clients on loopback are, too, unless the server has
+    a key file. Other clients with a key or a certificate may call Abort and Explain for their own
+    requests; somebody else's request is NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
+    theirs end with PERMISSION_DENIED, or with UNAUTHENTICATED if the client is on loopback or has a
+    wrong key. No call of this service shows prompts or completions.
     """
 
     def __init__(self, channel):
@@ -82,11 +83,12 @@ class ControlStub:
 
 
 class ControlServicer:
-    """Gives operators figures, and control over requests that were accepted. Clients with one of the
-    server's keys and clients on a Unix socket may call it; clients on loopback may, too, unless the
-    server has a key file. A call of another client ends with PERMISSION_DENIED, or with
-    UNAUTHENTICATED if the client is on loopback or has a wrong key. No call of this service shows
-    prompts or completions.
+    """Gives operators figures, and control over requests that were accepted. Operators are clients with
+    an operator's key and clients on a Unix socket; clients on loopback are, too, unless the server has
+    a key file. Other clients with a key or a certificate may call Abort and Explain for their own
+    requests; somebody else's request is NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
+    theirs end with PERMISSION_DENIED, or with UNAUTHENTICATED if the client is on loopback or has a
+    wrong key. No call of this service shows prompts or completions.
     """
 
     def GetStats(self, request, context):
@@ -126,8 +128,10 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests by their ids; their calls end with ABORTED. The server remembers an unknown id
-        for 60 s (at most 10,000 of them), so that an abort may overtake its request.
+        """Ends requests by their ids; their calls end with ABORTED. For an operator, the server remembers
+        an unknown id for 60 s (at most 10,000 of them), so that an abort may overtake its request.
+        Another client's call ends with NOT_FOUND (REQUEST_NOT_FOUND), and ends no request, if one of
+        the ids is not of a request of its own that is live or has ended within 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +155,7 @@ class ControlServicer:
 
     def Explain(self, request, context):
         """Says what one live request is doing and what it waits for. Ends with NOT_FOUND
-        (REQUEST_NOT_FOUND) if no live request has the id.
+        (REQUEST_NOT_FOUND) if no live request has the id, or if it is somebody else's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,11 +213,12 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control:
-    """Gives operators figures, and control over requests that were accepted. Clients with one of the
-    server's keys and clients on a Unix socket may call it; clients on loopback may, too, unless the
-    server has a key file. A call of another client ends with PERMISSION_DENIED, or with
-    UNAUTHENTICATED if the client is on loopback or has a wrong key. No call of this service shows
-    prompts or completions.
+    """Gives operators figures, and control over requests that were accepted. Operators are clients with
+    an operator's key and clients on a Unix socket; clients on loopback are, too, unless the server has
+    a key file. Other clients with a key or a certificate may call Abort and Explain for their own
+    requests; somebody else's request is NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
+    theirs end with PERMISSION_DENIED, or with UNAUTHENTICATED if the client is on loopback or has a
+    wrong key. No call of this service shows prompts or completions.
     """
 
     @staticmethod

@@ -1,0 +1,237 @@
+"""Several holders on one server: what a user's key may do with somebody else's request.
+
+The rules of admission are in `tests/unit/test_access.py`, for every RPC by the descriptors. Here
+each RPC and each path of HTTP that names a request, or that shows requests, is asked about one of
+somebody else's; an RPC of which this says nothing fails a test.
+"""
+
+import contextlib
+
+import grpc
+import pytest
+
+from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
+from tests.support.openai_calls import ask
+from tests.support.server import fake
+from tests.support.wire import Generation, error_of, generate, reason, wait_serving, wait_until
+
+KEYS = {
+    "ann": "the-key-of-ann-0001",
+    "ben": "the-key-of-ben-0001",
+    "ops": "the-key-of-the-operator",
+    "gate": "the-key-of-a-gateway",
+}
+LINES = {"ann": "role=user max_priority=-1", "ops": "role=operator", "gate": "delegate=true"}
+SOON_S = 15.0
+PROMPT = list(range(1, 40))
+LIVE = {"prompt_ids": [5], "max_tokens": 2000}
+# By caller, whether it gets the answer about a request of Ann's; otherwise it is NOT_FOUND.
+MAY_SEE = {"ann": True, "ben": False, "ops": True, "gate": False, "gate for ann": False}
+
+
+class Metadata(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds metadata to every call."""
+
+    def __init__(self, metadata):
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation, details, request):
+        return continuation(details._replace(metadata=self._metadata), request)
+
+    intercept_unary_stream = intercept_unary_unary
+
+
+def metadata_of(caller):
+    """Return what a caller shows: a key, and perhaps for whom it calls."""
+    name, _, other = caller.partition(" for ")
+    shown = [("authorization", f"Bearer {KEYS[name]}")]
+    return [*shown, ("x-triolet-holder", other)] if other else shown
+
+
+def called_by(server, caller):
+    """Return a channel whose calls are the caller's."""
+    return grpc.intercept_channel(server.channel, Metadata(metadata_of(caller)))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Serve a slow fake to four keys."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("".join(f"{name} {key} {LINES.get(name, '')}\n" for name, key in KEYS.items()))
+    settings = {"api_key_file": str(path), "openai_port": 0}
+    with fake(script={"step_s": 0.01}, server=settings) as one:
+        wait_serving(one.channel)
+        yield one
+
+
+@contextlib.contextmanager
+def living(server, caller="ann", **fields):
+    """Yield a request that is on its way, and its id."""
+    with Generation(called_by(server, caller), **LIVE | fields) as call:
+        call.read_deltas(1)
+        yield call, call.heard.started.request_id
+
+
+def explain(channel, name):
+    return (
+        stubs.ControlStub(channel).Explain(pb.ExplainRequest(request_id=name), timeout=SOON_S).state
+    )
+
+
+def abort(channel, *names):
+    answer = stubs.ControlStub(channel).Abort(pb.AbortRequest(request_ids=names), timeout=SOON_S)
+    return [result.outcome for result in answer.results]
+
+
+def attach(channel, name):
+    """Attach with a right id; nobody but the holder can have the token."""
+    asked = pb.AttachRequest(request_id=name, attach_token="guessed")
+    return list(stubs.InferenceStub(channel).Attach(asked, timeout=SOON_S))
+
+
+def is_not_found(error):
+    return error is not None and (error.code(), reason(error)) == (
+        grpc.StatusCode.NOT_FOUND,
+        "REQUEST_NOT_FOUND",
+    )
+
+
+# ---- somebody else's request -----------------------------------------------------------------
+
+# The RPCs whose requests name a request; `Attach` is in tests/service/test_resuming.py, too.
+ABOUT_A_REQUEST = {
+    "triolet.v1.Control/Abort",
+    "triolet.v1.Control/Explain",
+    "triolet.v1.Inference/Attach",
+}
+MADE_BY_IT = {  # these name the request that they make
+    f"triolet.v1.Inference/{name}" for name in ("Generate", "Embed", "Rerank", "GenerateImage")
+}
+
+
+def test_every_rpc_that_names_a_request_is_asked_about_here():
+    naming = {
+        f"{service.full_name}/{method.name}"
+        for file in (inference_pb2, models_pb2, control_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if any("request_id" in field.name for field in method.input_type.fields)
+    }
+    assert naming - MADE_BY_IT == ABOUT_A_REQUEST
+
+
+@pytest.mark.parametrize("caller", MAY_SEE)
+def test_a_request_is_explained_to_its_holder_and_to_operators(server, caller):
+    with living(server) as (_, name):
+        channel = called_by(server, caller)
+        if MAY_SEE[caller]:
+            assert explain(channel, name) == "RUNNING"
+        else:
+            theirs = error_of(lambda: explain(channel, name))
+            unknown = error_of(lambda: explain(channel, "nobodys"))
+            assert is_not_found(theirs)
+            assert theirs.details().replace(name, "ID") == unknown.details().replace(
+                "nobodys", "ID"
+            )
+
+
+@pytest.mark.parametrize("caller", MAY_SEE)
+def test_a_request_is_aborted_by_its_holder_and_by_operators(server, caller):
+    with living(server) as (call, name):
+        channel = called_by(server, caller)
+        if MAY_SEE[caller]:
+            assert abort(channel, name) == [pb.ABORT_OUTCOME_ABORTED]
+            assert reason(call.finish().error) == "ABORTED"
+        else:
+            assert is_not_found(error_of(lambda: abort(channel, name)))
+            assert is_not_found(error_of(lambda: abort(channel, "nobodys")))
+            call.read_deltas(len(call.heard.deltas) + 5)  # it goes on
+
+
+def test_an_abort_of_several_requests_ends_none_if_one_is_somebody_elses(server):
+    with living(server, "ben") as (own, own_name), living(server) as (_, name):
+        ben = called_by(server, "ben")
+        assert is_not_found(error_of(lambda: abort(ben, own_name, name)))
+        own.read_deltas(len(own.heard.deltas) + 5)
+        assert abort(ben, own_name) == [pb.ABORT_OUTCOME_ABORTED]
+        assert reason(own.finish().error) == "ABORTED"
+        assert abort(ben, own_name) == [pb.ABORT_OUTCOME_ALREADY_ENDED]
+        assert is_not_found(error_of(lambda: abort(called_by(server, "ann"), own_name)))
+
+
+@pytest.mark.parametrize("caller", ["ben", "ops", "gate for ann"])
+def test_nobody_else_attaches_to_a_request(server, caller):
+    with living(server, resume_window={"seconds": 20}) as (_, name):
+        assert is_not_found(error_of(lambda: attach(called_by(server, caller), name)))
+
+
+def test_a_gateways_holders_have_requests_of_their_own(server):
+    with living(server, "gate for one") as (_, name):
+        assert explain(called_by(server, "gate for one"), name) == "RUNNING"
+        for caller in ("gate for two", "gate"):
+            assert is_not_found(error_of(lambda who=caller: explain(called_by(server, who), name)))
+        assert explain(called_by(server, "ops"), name) == "RUNNING"
+
+
+# ---- the paths of HTTP -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caller", MAY_SEE)
+def test_the_page_shows_a_user_its_own_requests(server, caller):
+    headers = dict(metadata_of(caller))
+    port = server.openai_port
+    with living(server) as (call, name):
+        listed = ask(port, "/triolet/requests", verb="GET", headers=headers).json
+        assert [one["request_id"] for one in listed["requests"]] == [name] * MAY_SEE[caller]
+        assert listed["total"] == MAY_SEE[caller]
+        path = f"/triolet/explain?request_id={name}"
+        told = ask(port, path, verb="GET", headers=headers)
+        assert told.status == (200 if MAY_SEE[caller] else 404)
+        statistics = ask(port, "/triolet/statistics", verb="GET", headers=headers)
+        assert statistics.status == (200 if caller == "ops" else 403)
+        ended = ask(port, "/triolet/abort", {"request_ids": [name]}, headers=headers)
+        assert ended.status == (200 if MAY_SEE[caller] else 404)
+        if MAY_SEE[caller]:
+            assert reason(call.finish().error) == "ABORTED"
+        else:
+            call.read_deltas(len(call.heard.deltas) + 5)
+    operator = called_by(server, "ops")
+    stub = stubs.ControlStub(operator)
+    wait_until(lambda: not stub.GetStats(pb.GetStatsRequest()).totals.running, SOON_S)
+
+
+# ---- what a holder shares ----------------------------------------------------------------------
+
+
+def cached(server, caller, prompt):
+    """Return how many of a prompt's tokens a caller finds in the cache."""
+    heard = generate(called_by(server, caller), prompt_ids=prompt, max_tokens=2, timeout=SOON_S)
+    assert heard.error is None, heard.error
+    return heard.finished().usage.cached_tokens
+
+
+def test_holders_share_no_cached_prefix(server):
+    assert cached(server, "ann", PROMPT) == 0
+    assert cached(server, "ann", PROMPT) == 32
+    for caller in ("ben", "gate", "gate for ann", "gate for ben"):
+        assert cached(server, caller, PROMPT) == 0, caller
+    assert cached(server, "gate for ann", PROMPT) == 32
+
+
+def test_holders_share_prefixes_if_the_server_is_told_so(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{name} {KEYS[name]}\n" for name in ("ann", "ben")))
+    with fake(server={"api_key_file": str(path)}, engine={"share_prefixes": True}) as server:
+        wait_serving(server.channel)
+        assert cached(server, "ann", PROMPT) == 0
+        assert cached(server, "ben", PROMPT) == 32
+
+
+def test_a_keys_requests_are_as_urgent_as_it_may_be(server):
+    ann = called_by(server, "ann")
+    assert generate(ann, priority=-1, max_tokens=2, timeout=SOON_S).error is None
+    error = generate(ann, priority=-2, max_tokens=2, timeout=SOON_S).error
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "priority: is -2, but this key's requests may have -1 or more" in error.details()
