@@ -40,7 +40,7 @@ from grpc_service.addresses import is_loopback
 from grpc_service.openai import encode_codec, models, static_page, text_codec
 from grpc_service.openai.call import ID_HEADER, HttpCall, HttpRecord
 from grpc_service.openai.connection import BYTE_S
-from grpc_service.openai.errors import CANCELLED, CODES, HttpError
+from grpc_service.openai.errors import CANCELLED, CODES, HttpError, renamed
 from grpc_service.openai.json_text import encode_json, parse_json
 from grpc_service.openai.operator import OPERATOR, Operator
 from grpc_service.openai.work import Context
@@ -90,14 +90,12 @@ class Answers(NamedTuple):
 
 class Route(NamedTuple):
     """A path's request. ``rpc`` is the RPC whose admission it has, "" for a probe. ``decode``
-    translates the body; a route without it answers by ``reply``. ``rename`` says what a field of
-    triolet.v1 is called in errors."""
+    translates the body; a route without it answers by ``reply``."""
 
     verb: str
     rpc: str
     decode: Decode | None = None
     reply: Callable[[HttpCall], Awaitable[None]] | None = None
-    rename: Callable[[str], str] = str
     takes_images: bool = False
 
 
@@ -140,32 +138,12 @@ class Door:
         self._routes = self._make_routes()
 
     def _make_routes(self) -> dict[str, Route]:
-        chat = Route(
-            "POST",
-            f"{INFERENCE}Generate",
-            text_codec.decode_chat,
-            rename=text_codec.rename,
-            takes_images=True,
-        )
-        text = Route(
-            "POST",
-            f"{INFERENCE}Generate",
-            text_codec.decode_completion,
-            rename=text_codec.rename,
-        )
-        embed = Route(
-            "POST",
-            f"{INFERENCE}Embed",
-            encode_codec.decode_embeddings,
-            rename=encode_codec.rename_embeddings,
-        )
+        generate = f"{INFERENCE}Generate"
+        chat = Route("POST", generate, text_codec.decode_chat, takes_images=True)
+        text = Route("POST", generate, text_codec.decode_completion)
+        embed = Route("POST", f"{INFERENCE}Embed", encode_codec.decode_embeddings)
         rerank = Route("POST", f"{INFERENCE}Rerank", encode_codec.decode_rerank)
-        draw = Route(
-            "POST",
-            f"{INFERENCE}GenerateImage",
-            encode_codec.decode_images,
-            rename=lambda path: encode_codec.IMAGE_NAMES.get(path, path),
-        )
+        draw = Route("POST", f"{INFERENCE}GenerateImage", encode_codec.decode_images)
         return {
             "/v1/chat/completions": chat,
             "/v1/completions": text,
@@ -243,14 +221,12 @@ class Door:
         await call.linger()
 
     async def _serve(self, call: HttpCall, record: HttpRecord, nursery: trio.Nursery) -> None:
-        rename: Callable[[str], str] = str
         try:
             origin = self._check_origin(call)
             if call.verb == "OPTIONS":
                 await self._answer_preflight(call, origin)
                 return
             route = self._route_of(call)
-            rename = route.rename
             if call.num_keys > 1:
                 raise HttpError(400, "INVALID_REQUEST", "the request has two keys, or two holders")
             metadata = _metadata_of(call)
@@ -277,7 +253,7 @@ class Door:
                 _forget(error)
             if record.stream is None or isinstance(error, REFUSALS):
                 await self._pay(call)  # one that was accepted is told of its end at once
-            await call.fail(_renamed(error, rename))
+            await call.fail(error)
             _forget(error)
             await call.finish()
 
@@ -382,7 +358,7 @@ class Door:
         try:
             await writer.serve(self._backend.engine, work.requests[source])
         except (InvalidRequest, Unsupported) as error:
-            raise _renamed(error, partial(work.rename, source)) from None
+            raise renamed(error, partial(work.rename, source)) from None
 
     @contextlib.contextmanager
     def _accounting(self, record: HttpRecord) -> Iterator[None]:
@@ -512,14 +488,6 @@ def _forget(error: Exception) -> None:
     would wait for the client's turn to pay and, as frames of threads are in cycles with their
     errors, for the collector."""
     error.__traceback__ = error.__context__ = error.__cause__ = None
-
-
-def _renamed(error: Exception, rename: Callable[[str], str]) -> Exception:
-    if isinstance(error, InvalidRequest) and error.violations:
-        return error.renamed(rename)
-    if isinstance(error, Unsupported) and (name := rename(error.field)) != error.field:
-        return Unsupported(str(error).replace(error.field, name), field=name)
-    return error
 
 
 def _metadata_of(call: HttpCall) -> list[tuple[str, str | bytes]]:

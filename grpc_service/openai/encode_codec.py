@@ -25,10 +25,10 @@ from engine.requests.image_generation.values import (
 from engine.requests.text.values import Started
 from grpc_service.openai.fields import Fields, is_ids, most_of, texts_or_ids
 from grpc_service.openai.json_text import encode_json
-from grpc_service.openai.work import Context, WholeEncoder, Work
+from grpc_service.openai.work import Context, WholeEncoder, Work, id_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.requests.encode.values import EncodeEvent
     from engine.requests.image_generation.values import ImageGenerationEvent
@@ -41,10 +41,15 @@ def _common(fields: Fields, context: Context) -> dict[str, Any]:
     return {
         "model": fields.text("model") or "",
         "priority": fields.whole("priority", -INT32_MAX - 1, INT32_MAX),
-        "request_id": fields.text("request_id") or context.request_id,
+        "request_id": id_of(fields, context),
         "timeout_s": context.timeout_s,
         "check": False,
     }
+
+
+def _renaming(fields: Fields) -> Callable[[int, str], str]:
+    """Return what says under which name a field of triolet.v1 came."""
+    return lambda source, path: fields.sent_as.get(path, path)
 
 
 # ---- embeddings
@@ -75,15 +80,11 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
     def rename(source: int, path: str) -> str:
         found = INPUT_PATH.fullmatch(path)
         if found is None:
-            return path
+            return fields.sent_as.get(path, path)
         return f"input[{found[1]}]{found[2]}" if is_list else f"input{found[2]}"
 
+    fields.sent_as["inputs"] = "input"
     return Work(request.request_id, (request,), encoder, rename=rename)
-
-
-def rename_embeddings(path: str) -> str:
-    """Return what a field of triolet.v1 is called here."""
-    return "input" if path == "inputs" else path
 
 
 def _inputs_of(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
@@ -158,7 +159,7 @@ def decode_rerank(body: dict[str, Any], context: Context) -> Work:
     )
     fields.done()
     encoder = RerankWhole(request.request_id, request.documents if shows else ())
-    return Work(request.request_id, (request,), encoder)
+    return Work(request.request_id, (request,), encoder, rename=_renaming(fields))
 
 
 class RerankWhole(WholeEncoder):
@@ -221,7 +222,9 @@ def decode_images(body: dict[str, Any], context: Context) -> Work:
         **_common(fields, context),
     )
     fields.done()
-    return Work(request.request_id, (request,), ImagesWhole(context.created))
+    fields.sent_as |= IMAGE_NAMES
+    encoder = ImagesWhole(context.created)
+    return Work(request.request_id, (request,), encoder, rename=_renaming(fields))
 
 
 IMAGE_NAMES = {

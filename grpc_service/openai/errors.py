@@ -7,6 +7,7 @@ Rule: which code an error has is decided by the table that gRPC uses, too
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from engine import errors
@@ -14,7 +15,7 @@ from grpc_service.rpc.status import StatusCode
 from grpc_service.services.error_status import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 CANCELLED = 499  # nginx's number for a client that has left; no client sees it
 STATUSES = {
@@ -50,6 +51,8 @@ TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+# How the engine's descriptions name fields of triolet.v1. Others are words of their sentence.
+NAMED = re.compile(r"\b(?:chat|reasoning|constraint)\.[a-z_]+\b")
 FIELDS_SHOWN = 20  # of the broken ones
 TEXT_CHARS_MAX = 2000
 
@@ -64,6 +67,34 @@ class HttpError(Exception):
         self.status = status
         self.reason = reason
         self.headers = tuple(headers)
+
+
+def renamed(
+    error: errors.InvalidRequest | errors.Unsupported, rename: Callable[[str], str]
+) -> errors.TrioletError:
+    """Return an error of the engine with the names that ``rename`` gives the fields of triolet.v1,
+    also where its text names others."""
+
+    def retold(text: str) -> str:
+        return NAMED.sub(lambda found: rename(found[0]), text)
+
+    made: errors.TrioletError
+    if isinstance(error, errors.InvalidRequest):
+        if not error.violations:
+            return error
+        made = type(error)(
+            errors.FieldViolation(rename(one.field), retold(one.description))
+            for one in error.violations
+        )
+    elif error.field:
+        name, told = rename(error.field), str(error)
+        if told.startswith(error.field):
+            told = name + told.removeprefix(error.field)
+        made = type(error)(retold(told), field=name)
+    else:
+        return error
+    made.log_detail = error.log_detail
+    return made
 
 
 def answer_of(error: BaseException) -> tuple[int, list[tuple[bytes, bytes]], dict[str, Any]]:

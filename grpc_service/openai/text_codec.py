@@ -34,7 +34,7 @@ from grpc_service.openai.fields import (
     most_of,
     texts_or_ids,
 )
-from grpc_service.openai.work import Context, Encoder, Work
+from grpc_service.openai.work import Context, Encoder, Work, id_of
 from grpc_service.services.text_codec import function_tool
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "verbosity": ("medium",),
 }
-PROMPT_PATH = re.compile(r"(?:text|input|token_ids\.ids)((?:\[\d+\])?)")
+INPUT_PATH = re.compile(r"(?:text|input|chat|token_ids\.ids)((?:\[\d+\])?)")
 TOOL_MODES = ("auto", "none", "required")
 NO_REASONING = "none"  # the effort of OpenAI's models that do not reason
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
@@ -74,7 +74,6 @@ RENAMED = {
     "reasoning.budget_tokens": BUDGETS[0],
     "reasoning.enabled": "reasoning_effort",
     "constraint.reasoning": "structured_outputs.enable_in_reasoning",
-    "input": "prompt",
 }
 
 
@@ -83,7 +82,7 @@ def rename(path: str) -> str:
     if path in RENAMED:
         return RENAMED[path]
     path = re.sub(r"^(sampling|prompt|output|chat)\.", "", path)
-    path = re.sub(r"\]\.image$", "].image_url.url", path.replace(".parts[", ".content["))
+    path = re.sub(r"\]\.image$", "].image_url.url", path.replace(".parts", ".content"))
     path = re.sub(r"(tool_calls\[\d+\])\.name", r"\1.function.name", path)
     path = re.sub(r"^(tools\[\d+\])\.", r"\1.function.", path)
     return path.replace(".arguments_json", ".function.arguments")
@@ -143,7 +142,7 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
         is_single_call=is_single_call,
         stop_ids=request.sampling.stop_token_ids,
     )
-    rename = partial(_as_sent, fields.sent_as, "")
+    rename = partial(_as_sent, fields.sent_as, "messages")
     return Work(request_id, (request,), encoder, is_stream, images.num_chars, rename)
 
 
@@ -265,6 +264,7 @@ def _tool_choice_of(fields: Fields) -> str:
 def decode_completion(body: dict[str, Any], context: Context) -> Work:
     """Return the work of ``/v1/completions``. Raises as `decode_chat`."""
     fields = Fields(body)
+    fields.sent_as["output.logprobs"] = "logprobs"
     echoes = bool(fields.switch("echo"))
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     prompts = _prompts_of(fields)
@@ -312,11 +312,12 @@ def _echo_alone(fields: Fields, request: GenerateRequest) -> GenerateRequest:
     return replace(request, sampling=sampling, output=output, constraint=None, check=False)
 
 
-def _as_sent(sent_as: Mapping[str, str], prompt: str, source: int, path: str) -> str:
-    """Return under which name a field came; ``prompt`` is the form of the prompts' names."""
-    if prompt and (found := PROMPT_PATH.fullmatch(path)):
-        return prompt.format(source) + found[1]
-    return sent_as.get(path, path)
+def _as_sent(sent_as: Mapping[str, str], given: str, source: int, path: str) -> str:
+    """Return under which name a field of triolet.v1 came; ``given`` is the form of the input's
+    name."""
+    if found := INPUT_PATH.fullmatch(path):
+        return given.format(source) + found[1]
+    return sent_as.get(path) or rename(path)
 
 
 def _prompts_of(fields: Fields) -> list[str | tuple[int, ...]]:
@@ -342,7 +343,7 @@ def _request_of(
         sampling=_sampling_of(fields),
         n=fields.whole("n", 1, MAX_CHOICES),  # here, as the answer's encoder keeps parts of each
         priority=fields.whole("priority", -INT32_MAX - 1, INT32_MAX),
-        request_id=fields.text("request_id") or context.request_id,
+        request_id=id_of(fields, context),
         constraint=_constraint_of(fields),
         prompt=_prompt_of(fields),
         output=output,
@@ -420,6 +421,7 @@ def _output_of(fields: Fields, logprobs: int | None, *, echoes: bool = False) ->
     of_prompt = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if echoes and logprobs is not None:
         of_prompt = logprobs
+        fields.sent_as["output.prompt_logprobs"] = "logprobs"
     return OutputOptions(
         logprobs=logprobs,
         prompt_logprobs=of_prompt,

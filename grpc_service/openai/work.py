@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.requests.kind import ClientRequest
+    from grpc_service.openai.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,14 @@ class Context:
     timeout_s: float | None
     created: int
     max_image_bytes: int
+
+
+def id_of(fields: Fields, context: Context) -> str:
+    """Return the id that the body gives its request, or that it has by its header."""
+    if given := fields.text("request_id"):
+        return given
+    fields.sent_as["request_id"] = "X-Request-Id"
+    return context.request_id
 
 
 class Encoder(Protocol):
@@ -52,7 +61,8 @@ class WholeEncoder:
 class Work:
     """A translated request. ``is_stream``: the answer is a stream of events. ``num_chars`` are
     those of the body that were images. ``rename`` returns, of the number of one of the requests and
-    of a field of triolet.v1, under which name this body had it; else the field."""
+    of a field of triolet.v1, under which name this body had it. The errors of the engine alone have
+    such fields: those of the translation have the body's."""
 
     request_id: str
     requests: tuple[ClientRequest, ...]

@@ -397,6 +397,10 @@ SENT_AS = {
     "a token of an input": (EMBED, {"input": [[1], [2, HUGE]]}, "input[1][1]"),
     "a token of the input": (EMBED, {"input": [1, HUGE]}, "input[1]"),
     "an empty input": (EMBED, {"input": [[1], []]}, "input[1]"),
+    "a long chat": (CHAT, {"messages": [{"role": "user", "content": "a" * 20_000}]}, "messages"),
+    "a long prompt": (TEXT, {"prompt": [1] * 20_000}, "prompt"),
+    "a long echo": (TEXT, {"prompt": [1] * 20_000, "echo": True, "logprobs": 1}, "prompt"),
+    "the second prompt": (TEXT, {"prompt": [[1], [1] * 20_000]}, "prompt[1]"),
     "the limit": (TEXT, {"prompt": [1], "max_tokens": 0}, "max_tokens"),
     "the new limit": (
         CHAT,
@@ -433,6 +437,41 @@ def test_what_the_engine_refuses_is_called_as_it_was_sent(faked, path, body, fie
     assert answer.status == 400, answer.body
     assert answer.error["param"] == field, answer.body
     assert field in answer.error["message"]
+
+
+# Names of triolet.v1, and fields inside tools, that no route of OpenAI's API has.
+UNKNOWN = {
+    CHAT: (
+        "input",
+        "chat",
+        "sampling",
+        "text",
+        "width",
+        "inputs",
+        "tools[0].type",
+        "tools[0].name",
+    ),
+    TEXT: ("input", "chat", "sampling", "text", "width", "inputs"),
+    EMBED: ("inputs", "text", "prompt"),
+    RERANK: ("input", "inputs", "text"),
+    DRAW: ("width", "height", "steps", "guidance", "format", "input"),
+}
+
+
+@pytest.mark.parametrize(("path", "names"), UNKNOWN.items(), ids=UNKNOWN)
+def test_a_field_of_the_other_door_is_called_as_it_was_sent(faked, path, names):
+    begun = {
+        **{CHAT: {"messages": TURNS}, TEXT: {"prompt": "a"}, EMBED: {"input": "a"}},
+        **{RERANK: {"query": "a", "documents": ["a"]}, DRAW: {"prompt": "a"}},
+    }
+    with Connection(faked.openai_port) as client:
+        for name in names:
+            fields = {name: 1}
+            if name.startswith("tools"):
+                fields = {"tools": [TOOL | {name.removeprefix("tools[0]."): 1}]}
+            answer = client.ask(path, begun[path] | fields)
+            assert answer.status == 400, answer.body
+            assert answer.error["param"] == name
 
 
 GARBAGE = {
