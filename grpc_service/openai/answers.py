@@ -222,9 +222,14 @@ class ChatStream(_Stream):
             delta["reasoning_content"] = reasoning
         if text := "".join([event.text for event in tokens]):
             delta["content"] = text
-        calls = [_call_delta(call) for event in tokens for call in self._calls_of(event)]
+        calls: dict[int, dict[str, Any]] = {}  # clients take one part of each call of a chunk
+        for call in [call for event in tokens for call in self._calls_of(event)]:
+            if call.position in calls:
+                calls[call.position]["function"]["arguments"] += call.arguments_json
+            else:
+                calls[call.position] = _call_delta(call)
         if calls:
-            delta["tool_calls"] = calls
+            delta["tool_calls"] = list(calls.values())
             self._calling.add(choice)
         logprobs = [entry for event in tokens for entry in event.logprobs]
         if not (delta or logprobs or self._with_ids):

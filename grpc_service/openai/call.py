@@ -72,7 +72,6 @@ class HttpCall:
         self.is_lost = False
         self.on_answer: Callable[[], None] = lambda: None
         self.extra_headers: list[tuple[bytes, bytes]] = []
-        self.turns: trio.Lock | None = None  # of several writers
         self.is_closing = False  # no other request may follow on the connection
         self._receive = receive
         self._send = send
@@ -225,13 +224,12 @@ class HttpCall:
             Disconnected: the client has left.
         Cancellation: part of it may have been sent, and the connection is cut.
         """
-        async with self.turns or contextlib.nullcontext():
-            if not self._is_stream:
-                await self.answer(200, message)
-                return
-            if self.status is None:
-                await self._start(200, EVENTS, [(b"x-accel-buffering", b"no")])
-            await self._send_part(message)
+        if not self._is_stream:
+            await self.answer(200, message)
+            return
+        if self.status is None:
+            await self._start(200, EVENTS, [(b"x-accel-buffering", b"no")])
+        await self._send_part(message)
 
     def try_write(self, data: bytes) -> bool:
         """Write a part of a stream now; return False if the task has to do it."""

@@ -324,17 +324,16 @@ class Door:
         """Have the requests computed, and write their events. The first one that fails ends the
         others."""
         if len(work.requests) == 1:
-            await self._write_one(record, work, 0)
+            await self._write_one(record, work, 0, None)
             return
-        failed: list[Exception] = []
-        call.turns = trio.Lock()
+        turns, failed = trio.Lock(), list[Exception]()
         async with trio.open_nursery() as nursery:
 
             async def serve(source: int) -> None:
                 own = HttpRecord.of(call)
                 own.quota, own.arrived_at = record.quota, record.arrived_at
                 try:
-                    await self._write_one(own, work, source)
+                    await self._write_one(own, work, source, turns)
                 except Exception as error:
                     failed.append(error)
                     nursery.cancel_scope.cancel(reason="another prompt has failed")
@@ -346,7 +345,9 @@ class Door:
         if failed:
             raise failed[0]
 
-    async def _write_one(self, record: HttpRecord, work: Work, source: int) -> None:
+    async def _write_one(
+        self, record: HttpRecord, work: Work, source: int, turns: trio.Lock | None
+    ) -> None:
         encoder = work.encoder
         writer = HttpWriter(
             record,
@@ -354,6 +355,7 @@ class Door:
             partial(encoder.encode, source),
             partial(encoder.encode_short, source),
             is_heavy=encoder.is_heavy,
+            turns=turns,
         )
         try:
             await writer.serve(self._backend.engine, work.requests[source])
@@ -446,11 +448,20 @@ class Door:
 
 
 class HttpWriter(CallWriter):
-    """Writes to an HTTP request. ``is_heavy`` says whether events take long to encode."""
+    """Writes to an HTTP request. ``is_heavy`` says whether events take long to encode. ``turns`` is
+    held while events are encoded and written, if one answer has several writers: they share its
+    encoder, and what it makes of the last event must be written last."""
 
-    def __init__(self, *given: Any, is_heavy: Callable[[Sequence[Any]], bool]) -> None:
+    def __init__(
+        self, *given: Any, is_heavy: Callable[[Sequence[Any]], bool], turns: trio.Lock | None
+    ) -> None:
         super().__init__(*given)
         self._is_heavy = is_heavy
+        self._turns = turns
+
+    async def _write(self, events: Sequence[Any]) -> None:
+        async with self._turns or contextlib.nullcontext():
+            await super()._write(events)
 
     async def _fail(self, error: Exception) -> None:
         """Leave the answer to the door."""

@@ -238,12 +238,16 @@ class CallWriter:
         """
         stream = self._stream
         while events := await self._receive():
-            for message in await self._messages_of(events):
-                await self._call.write(message)
-                stream.note_taken()
+            await self._write(events)
             num_credited = sum([isinstance(event, stream.credited) for event in events])
             if num_credited:
                 self._give_back(num_credited)
+
+    async def _write(self, events: Sequence[Any]) -> None:
+        """Write events that are ready together. Raises and cancellation: as `Call.write`."""
+        for message in await self._messages_of(events):
+            await self._call.write(message)
+            self._stream.note_taken()
 
     async def _receive(self) -> Sequence[Any]:
         """Return every event that waits, at least one; () once the request has succeeded.
