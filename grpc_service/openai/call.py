@@ -22,7 +22,7 @@ from grpc_service.rpc.held_bytes import CALL_BYTES, Holding
 from grpc_service.rpc.sockets import RECEIVE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from grpc_service.openai.connection import HttpConnection
 
@@ -33,6 +33,12 @@ EVENTS = b"text/event-stream; charset=utf-8"
 TIMEOUT_HEADER, ID_HEADER = b"x-request-timeout", b"x-request-id"
 LOOK_S = 1.0  # between looks whether a client has left that sent more than its request
 GROW_BYTES = 2**16  # larger bodies wait for room before they are read. Guess.
+# Larger answers wait for room before they are sent, in parts of this size. Guess: several windows.
+SENT_BYTES = 2**18
+# An answer counts for this part of `Limits.held_bytes` at most, so that some can be sent at once
+# whatever their size; those that wait for room and are sent may have so many times as many bytes,
+# of which each address has its share. Guesses.
+COUNTED_SHARE, WAITING_SHARES = 4, 8
 LINGER_S, LINGER_BYTES = 2.0, 2**24  # for the rest of a request that is answered early. Guesses.
 
 
@@ -74,12 +80,13 @@ class HttpCall:
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.is_closing = False  # no other request may follow on the connection
         self._receive = receive
-        self._send = send
+        self._send_message = send
         self.num_read = 0  # bytes of the body
         self.num_parts = 0  # of the answer that were sent
         self._has_body = False  # the request's body has come whole
         self._body: Holding | None = None  # of a body that was read
         self._is_stream = False  # of events
+        self._is_sending = False  # a part of the answer, between whose bytes nothing may come
         self._has_ended = (
             False  # the end of the answer was sent, which ends the request for anycorn
         )
@@ -229,11 +236,13 @@ class HttpCall:
             return
         if self.status is None:
             await self._start(200, EVENTS, [(b"x-accel-buffering", b"no")])
-        await self._send_part(message)
+        async with self._room_for(len(message)) as note_left:
+            await self._send(message, note_left)
 
     def try_write(self, data: bytes) -> bool:
         """Write a part of a stream now; return False if the task has to do it."""
-        is_sent = self.status is not None and self.connection.write_now(data)
+        is_sent = not self._is_sending and self.status is not None
+        is_sent = is_sent and self.connection.write_now(data)
         self.num_parts += is_sent
         return is_sent
 
@@ -242,9 +251,10 @@ class HttpCall:
     ) -> None:
         """Send a whole answer. Raises and cancellation: as `write`."""
         length = [(b"content-length", b"%d" % len(body))]
-        await self._start(status, content_type, [*length, *headers])
-        if body and self.verb != "HEAD":
-            await self._send_part(body)
+        async with self._room_for(len(body)) as note_left:
+            await self._start(status, content_type, [*length, *headers])
+            if self.verb != "HEAD":
+                await self._send(body, note_left)
         self.code = status
 
     async def finish(self) -> None:
@@ -289,7 +299,7 @@ class HttpCall:
                 self.is_closing |= not self._has_body
                 await self.answer(status, encode_json(body), headers=headers)
             elif self._is_stream and self.connection.stream.is_clear:
-                await self._send_part(b"data: " + encode_json(body) + b"\n\n")
+                await self._send(b"data: " + encode_json(body) + b"\n\n", _ignore)
             else:
                 self.connection.cut()
         except Disconnected:
@@ -317,7 +327,64 @@ class HttpCall:
         every = [*common, *headers, *self.extra_headers, *closing]
         await self._put({"type": "http.response.start", "status": status, "headers": every})
 
-    async def _send_part(self, data: bytes) -> None:
+    def _room_for(
+        self, num_bytes: int
+    ) -> contextlib.AbstractAsyncContextManager[Callable[[int], None]]:
+        """Return a context that waits for room for a large part of the answer, and counts it for
+        its client while it is sent. The context's value is to be called with the number of bytes
+        that are left.
+
+        Raises:
+            TooManyHeld: too many bytes of answers wait.
+            Disconnected: the client has left.
+        Cancellation: safe.
+        """
+        is_large = num_bytes > SENT_BYTES
+        return self._keeping(num_bytes) if is_large else contextlib.nullcontext(_ignore)
+
+    @contextlib.asynccontextmanager
+    async def _keeping(self, num_bytes: int) -> AsyncIterator[Callable[[int], None]]:
+        limits, held = self.connection.shared.limits, self.connection.shared.held
+        unsent, address = held.unsent, self.connection.address
+        most, total = WAITING_SHARES * limits.held_bytes, unsent.total()
+        if total and total + num_bytes > most:
+            share = most // len({address, *unsent})
+            if unsent[address] + num_bytes > share:
+                raise TooManyHeld("too many bytes of answers wait to be sent")
+        num_counted, may_send = min(num_bytes, limits.held_bytes // COUNTED_SHARE), trio.Event()
+
+        def grow() -> None:
+            note_left(num_bytes)
+            holding.grow = None  # from now on less is progress, and not more
+            may_send.set()
+
+        def note_left(num_left: int) -> None:
+            held.set_bytes(holding, CALL_BYTES + num_counted * num_left // num_bytes)
+
+        holding = Holding(self.connection.holder, self.evict, grow)
+        unsent[address] += num_bytes
+        try:
+            held.set_bytes(holding, CALL_BYTES)
+            held.ask_to_grow(holding, num_counted)
+            await self._wait_here(may_send)
+            yield note_left
+        finally:
+            unsent[address] -= num_bytes
+            if not unsent[address]:
+                del unsent[address]
+            held.close(holding)
+
+    async def _send(self, data: bytes, note_left: Callable[[int], None]) -> None:
+        """Send a part of the answer's body, and wait until the socket has taken it."""
+        self._is_sending = True
+        try:
+            for at in range(0, len(data), SENT_BYTES):
+                await self._put_part(data[at : at + SENT_BYTES])
+                note_left(max(0, len(data) - at - SENT_BYTES))
+        finally:
+            self._is_sending = False
+
+    async def _put_part(self, data: bytes) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
         self.num_parts += 1
         stream = self.connection.stream
@@ -330,9 +397,15 @@ class HttpCall:
             raise
 
     async def _put(self, message: dict[str, Any]) -> None:
+        """Give anycorn a message. h11 has it then; so the connection of one that is cancelled
+        before it has reached the socket cannot go on."""
         if self.connection.stream.is_broken:
             raise Disconnected
-        await self._send(message)
+        try:
+            await self._send_message(message)
+        except trio.Cancelled:
+            self.connection.cut()
+            raise
 
 
 class HttpRecord(CallRecord):
@@ -347,6 +420,10 @@ class HttpRecord(CallRecord):
         record = cls(method=call.method, peer=call.peer, address=call.connection.address)
         record.call = call
         return record
+
+
+def _ignore(num_left: int) -> None:
+    """Do nothing: small parts are counted where they wait."""
 
 
 def _header_of(request_id: str) -> bytes:

@@ -50,7 +50,7 @@ class DoorStream:
         self._transport = transport
         self._shared = shared
         self._holding = holding
-        self._unsent = b""
+        self._unsent = bytearray()
         self._has_unsent = trio.Event()
         self._is_empty = trio.Event()
         self._is_empty.set()
@@ -113,15 +113,16 @@ class DoorStream:
         """Do the work of `send`, and raise nothing."""
         if self.is_broken or self._is_closed:
             return
+        num_sent = 0
         if not self._unsent:
             try:
-                data = data[self._transport.send_now(data) :]
+                num_sent = self._transport.send_now(data)
             except OSError:
                 self._break()
                 return
-            if not data:
+            if num_sent == len(data):
                 return
-        self._unsent += data
+        self._unsent += memoryview(data)[num_sent:]
         self._is_empty = trio.Event() if self._is_empty.is_set() else self._is_empty
         self._has_unsent.set()
         self._shared.held.set_bytes(self._holding, len(self._unsent))
@@ -152,7 +153,7 @@ class DoorStream:
             except (OSError, trio.ClosedResourceError):
                 self._break()
                 await trio.sleep_forever()
-            self._unsent = self._unsent[num_sent:]
+            del self._unsent[:num_sent]
             self._shared.held.set_bytes(self._holding, len(self._unsent))
             if not self._unsent:
                 self._has_unsent = trio.Event()
@@ -160,7 +161,7 @@ class DoorStream:
 
     def _break(self) -> None:
         self.is_broken = True
-        self._unsent = b""
+        self._unsent = bytearray()
         self._shared.held.set_bytes(self._holding, 0)
         self._is_empty.set()
         self.on_end()

@@ -13,7 +13,8 @@ all connections. Beyond `Limits.held_bytes`
    their share even with the whole request, so that slow senders do not delay others.
 
 A request asks for room for all of its missing bytes, so that many large requests do not fill the
-room while none of them can be completed.
+room while none of them can be completed. Large answers over HTTP ask for room in the same way
+before they are sent (`grpc_service.openai.call`).
 
 Beyond twice `Limits.held_bytes`, calls are ended even if they progress. Nothing here waits.
 """
@@ -64,10 +65,11 @@ class Holding:
     """The ``num_bytes`` that are kept for a call's request, for its answer, or for a connection's
     unsent output.
 
-    ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window; None for an
-    answer and for output. ``changed_at`` is when ``num_bytes`` last changed, in the clock's
-    seconds. ``num_missing`` are the bytes that an incomplete request lacks; a request that
-    ``is_whole`` waits for the server. Nothing is counted once it ``is_closed``.
+    ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window, or lets an
+    answer be sent; None for output, and for an answer that is being sent. ``changed_at`` is when
+    ``num_bytes`` last changed, in the clock's seconds. ``num_missing`` are the bytes that an
+    incomplete request lacks; a request that ``is_whole`` waits for the server. Nothing is counted
+    once it ``is_closed``.
     """
 
     __slots__ = (
@@ -107,6 +109,8 @@ class HeldBytes:
         self._by_address: Counter[str] = Counter()
         self._looked_at = -math.inf  # when stalled calls were last looked for
         self.num_bytes = 0
+        # Bytes of large answers over HTTP by address, of which `num_bytes` has a part.
+        self.unsent: Counter[str] = Counter()
 
     def set_bytes(self, holding: Holding, num_bytes: int) -> None:
         """Note how many bytes a holding has now. Calls may end, this one's too."""
@@ -131,8 +135,8 @@ class HeldBytes:
         holding.evict = holding.grow = lambda: None
 
     def ask_to_grow(self, holding: Holding, num_missing: int = 0) -> None:
-        """Call `Holding.grow` when the request may have the ``num_missing`` bytes that it lacks:
-        now or later."""
+        """Call `Holding.grow` when the request may have the ``num_missing`` bytes that it lacks, or
+        the answer as many: now or later."""
         holding.num_missing = num_missing
         self._growing[holding] = self._waiting[holding] = None
         if self._may_grow(holding):

@@ -260,7 +260,7 @@ class PlainTransport:
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 return self._socket.recv(max_bytes)
 
-    def send_now(self, data: bytes | memoryview) -> int:
+    def send_now(self, data: bytes | bytearray | memoryview) -> int:
         """Send what the socket's buffer has room for; return its number of bytes. What is sent next
         must begin with the rest of ``data``."""
         try:
@@ -391,7 +391,7 @@ class TlsTransport(PlainTransport):
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return b""
 
-    def send_now(self, data: bytes | memoryview) -> int:
+    def send_now(self, data: bytes | bytearray | memoryview) -> int:
         """Send what the socket's buffer has room for; return its number of bytes. The next call
         must begin with the rest of ``data``, as OpenSSL may have encrypted that."""
         num_sent = 0
