@@ -8,14 +8,11 @@ over HTTP have a record of their own kind (`grpc_service.openai`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.requests.quota import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.requests.quota import Quota
     from engine.requests.stream import RequestStream
     from grpc_service.rpc.call import Call
@@ -28,7 +25,7 @@ class CallRecord:
     ``method`` is its name in the log, ``peer`` its client's address as grpc writes it, and
     ``address`` the one by which use is counted. ``request_id`` is the client's own or one made for
     it. ``arrived_at`` is when the request had come whole, on Trio's clock. ``quota`` is the
-    holder's, None for a call without one; ``leave_quota`` is called when the call has ended.
+    holder's, None for a call without one; ``num_counted`` requests are counted by ``counted_by``.
     ``is_operator``: the client may operate the server, and ask about everybody's requests.
     ``stream`` is set by the code that submits a request to the engine for this call.
     """
@@ -40,7 +37,8 @@ class CallRecord:
     arrived_at: float = 0.0
     quota: Quota | None = None
     is_operator: bool = False
-    leave_quota: Callable[[], None] = lambda: None
+    counted_by: Quota | None = None
+    num_counted: int = 0
     stream: RequestStream[Any] | None = None
 
     @property
@@ -69,9 +67,14 @@ class CallRecord:
             Overloaded: the holder would run more requests than it may.
         """
         if self.quota is not None:
-            counted = self.quota.counted
-            counted.enter(count)
-            self.leave_quota = partial(counted.leave, count)
+            self.quota.counted.enter(count)
+            self.counted_by, self.num_counted = self.quota.counted, count
+
+    def leave_quota(self) -> None:
+        """End what `enter_quota` began. Idempotent."""
+        if self.counted_by is not None:
+            self.counted_by.leave(self.num_counted)
+            self.counted_by = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

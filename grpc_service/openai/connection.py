@@ -4,8 +4,8 @@ anycorn waits for a client that does not read in a shielded scope, so that neith
 the server's end reaches it. Rule 1: so no write of anycorn's waits here. What the socket does not
 take stays in `DoorStream`, whose own task sends it, and a call waits for that by `wait_sent`, where
 it can be cancelled. Rule 2: unsent bytes are counted for their client's address, like gRPC's
-(`grpc_service.rpc.held_bytes`). Rule 3: HTTP/1.1 alone is spoken: an upgrade, which would lead
-around these rules, is ignored.
+(`grpc_service.rpc.held_bytes`). Rule 3: HTTP/1.1 alone is spoken: an upgrade to HTTP/2 or to
+WebSockets, which would lead around these rules and around what a request costs, is ignored.
 """
 
 from __future__ import annotations
@@ -235,6 +235,12 @@ class HttpConnection:
         """End the connection at once."""
         self.stream.cut()
 
+    async def pay_owed(self) -> None:
+        """Wait for the client's turn in the loop's time for what its requests cost in vain, if that
+        is much (`grpc_service.rpc.accounts`). Cancellation: safe."""
+        if owed_s := self.account.take_owed_s():
+            await self.shared.overhead.enter(self.address, owed_s)
+
     def write_now(self, data: bytes) -> bool:
         """Send a part of an answer's body at once, framed by h11, without waking a task; return
         False if that cannot be. The call of the connection has sent its headers."""
@@ -273,8 +279,9 @@ class HttpConnection:
 
 
 class _Http1(TCPServer):
-    """anycorn's connection, which ignores every wish for HTTP/2 (Rule 3), and ends as soon as its
-    client has left: anycorn's own task would wait for another request until it is idle too long."""
+    """anycorn's connection, which ignores every wish for another protocol (Rule 3), and ends as
+    soon as its client has left: anycorn's own task would wait for another request until it is idle
+    too long."""
 
     _has_left = False
 
@@ -297,8 +304,27 @@ class _Http1(TCPServer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "protocol":
-            value.protocol._check_protocol = _stay
+            _restrain(value.protocol)
         super().__setattr__(name, value)
+
+
+def _restrain(protocol: Any) -> None:
+    """Keep anycorn's HTTP/1.1 from other protocols: each request is one of HTTP/1.1."""
+    create_stream = protocol._create_stream
+
+    async def create(request: h11.Request) -> None:
+        if any(name == b"upgrade" for name, _ in request.headers):
+            headers = [pair for pair in request.headers if pair[0] != b"upgrade"]
+            request = h11.Request(
+                method=request.method,
+                target=request.target,
+                headers=headers,
+                http_version=request.http_version,
+            )
+        await create_stream(request)
+
+    protocol._check_protocol = _stay
+    protocol._create_stream = create
 
 
 async def _stay(event: object) -> None:

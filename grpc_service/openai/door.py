@@ -199,10 +199,6 @@ class Door:
 
         Cancellation: the connection's end, or the server's.
         """
-        if scope["type"] != "http":  # a WebSocket, which nothing here has
-            await receive()  # else anycorn would wait for room for the next message
-            await send({"type": "websocket.close"})
-            return
         call = HttpCall(scope, receive, send, connection)
         record = HttpRecord.of(call)
         connection.arrivals.add(call)
@@ -222,8 +218,10 @@ class Door:
 
     async def _serve(self, call: HttpCall, record: HttpRecord, nursery: trio.Nursery) -> None:
         try:
+            await call.connection.pay_owed()
             origin = self._check_origin(call)
             if call.verb == "OPTIONS":
+                await self._pay(call)
                 await self._answer_preflight(call, origin)
                 return
             route = self._route_of(call)
@@ -238,8 +236,7 @@ class Door:
             if route.reply is not None:
                 if route.verb == "POST":
                     _check_type(call)
-                else:
-                    await self._pay(call)
+                await self._pay(call)
                 await route.reply(call)
             else:
                 await self._shared.start_limiter.enter(call.connection.address)
@@ -252,6 +249,7 @@ class Door:
             if isinstance(error, (TrioletError, HttpError)):  # of a bug the log has all
                 _forget(error)
             if record.stream is None or isinstance(error, REFUSALS):
+                record.leave_quota()  # the holder's next request has no part in the wait
                 await self._pay(call)  # one that was accepted is told of its end at once
             await call.fail(error)
             _forget(error)
@@ -259,7 +257,10 @@ class Door:
 
     async def _pay(self, call: HttpCall) -> None:
         """Wait for the client's turn in the loop's time for work that serves no request, such as
-        refusals (D21). Cancellation: safe."""
+        refusals (D21); once for each request. Cancellation: safe."""
+        if call.has_paid:
+            return
+        call.has_paid = True
         seconds = USELESS_S + BYTE_S * call.num_read
         await self._shared.overhead.enter(call.connection.address, seconds)
 

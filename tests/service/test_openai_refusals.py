@@ -2,46 +2,16 @@
 however much it still sends, and nothing of it stays in the server."""
 
 import contextlib
-import json
 import time
 
 import pytest
 
-from tests.support.openai_calls import CHAT, TEXT, Connection, ask, request
+from tests.support.early_answers import BEARER, BODY, EARLY, KEY, LIMITS, early
+from tests.support.openai_calls import TEXT, Connection, ask, request
 from tests.support.server import fake
 from tests.support.wire import wait_serving, wait_until
 
-KEY = "a-key-that-is-long-enough"
-BEARER = {"Authorization": f"Bearer {KEY}"}
-BODY = {"model": "fake", "prompt": [1, 2], "max_tokens": 2}
 COUNT = 12  # of connections, each of which would stay
-# By name: path, verb, headers and status of what is answered before its body is read.
-EARLY = {
-    "no path": ("/v1/responses", "POST", {}, 404),
-    "no model": ("/v1/models/none", "GET", {}, 404),
-    "a verb": (CHAT, "PUT", {}, 405),
-    "a type": (TEXT, "POST", {"Content-Type": "text/plain"}, 415),
-    "an encoding": (TEXT, "POST", {"Content-Encoding": "gzip"}, 415),
-    "a host": (TEXT, "POST", {"Host": "evil.example"}, 403),
-    "an origin": (TEXT, "POST", {"Origin": "https://evil.example"}, 403),
-    "a key": (TEXT, "POST", {"Authorization": "Bearer wrong"}, 401),
-    "a deadline": (TEXT, "POST", {"X-Request-Timeout": "soon"}, 400),
-    "a size": (TEXT, "POST", {}, 413),
-    "a question of a page": (CHAT, "OPTIONS", {}, 403),
-    "health": ("/health", "GET", {}, 200),
-    "models": ("/v1/models", "GET", {}, 200),
-    "a WebSocket": (
-        "/health",
-        "GET",
-        {
-            "Upgrade": "websocket",
-            "Connection": "Upgrade",
-            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-            "Sec-WebSocket-Version": "13",
-        },
-        403,
-    ),
-}
 SIZES = {"small": 40, "two parts": 100_000}
 
 
@@ -50,25 +20,10 @@ def strict(tmp_path_factory):
     """Serve with a key and a small limit of bodies."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"ours {KEY}\n")
-    limits = {"openai_port": 0, "api_key_file": str(keys), "max_message_bytes": 50_000}
-    with fake(server=limits) as server:
+    with fake(server=LIMITS | {"openai_port": 0, "api_key_file": str(keys)}) as server:
         wait_serving(server.channel)
         assert ask(server.openai_port, TEXT, BODY, headers=BEARER).status == 200
         yield server
-
-
-def body_of(name, size):
-    """Return a body of ``size`` bytes, of more than the limit where the size is what is wrong."""
-    return json.dumps(BODY).encode().ljust(max(size, 60_000) if name == "a size" else size)
-
-
-def early(name, size):
-    """Return the bytes of a request that is answered early."""
-    path, verb, headers, _ = EARLY[name]
-    body = body_of(name, size)
-    return request(
-        path, body, verb=verb, headers={"Content-Length": str(len(body))} | BEARER | headers
-    )
 
 
 def wait_as_before(server, before, files):

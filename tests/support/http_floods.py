@@ -80,6 +80,7 @@ def refused_requests(port):
         for number in range(FLOOD // 5):
             path = (TEXT, CHAT, "/none")[number % 3]
             one.ask(path, {"colour": "red"})
+            one.ask(path, verb="OPTIONS")
 
 
 def answers_that_nobody_reads(port):
@@ -93,7 +94,8 @@ def words_of_other_protocols(port):
     """Send HTTP/2's preface, upgrades, and TLS's first bytes."""
     upgrade = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40)
-    for word in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", upgrade, hello, b"\r\n" * 1000):
+    socket = upgrade.replace(b"h2c", b"websocket")
+    for word in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", upgrade, socket, hello, b"\r\n" * 1000):
         for _ in range(FLOOD // 50):
             with Connection(port) as one:
                 one.send(word)
