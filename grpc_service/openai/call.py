@@ -160,6 +160,7 @@ class HttpCall:
                     stream.pause()
                     held.ask_to_grow(holding, num_missing)
                     await self._wait_here(may_read)
+                self.connection.go_on()
                 while True:
                     message = await self._receive_part()
                     if message["type"] == "http.disconnect":

@@ -189,6 +189,7 @@ class DoorStream:
             self._break()
             if not self._is_cut:
                 self._transport.end()
+                self._transport.drop_received()
             with trio.CancelScope(shield=True):  # never waits
                 await self._transport.close()
 
@@ -234,6 +235,13 @@ class HttpConnection:
     def cut(self) -> None:
         """End the connection at once."""
         self.stream.cut()
+
+    def go_on(self) -> None:
+        """Tell a client to send its request's body, if it waits for that."""
+        framing: Any = self._server.protocol.protocol.connection
+        if framing.client_is_waiting_for_100_continue:
+            told = h11.InformationalResponse(status_code=100, headers=[])
+            self.stream.send_now(framing.send(told))
 
     async def pay_owed(self) -> None:
         """Wait for the client's turn in the loop's time for what its requests cost in vain, if that
@@ -325,6 +333,26 @@ def _restrain(protocol: Any) -> None:
 
     protocol._check_protocol = _stay
     protocol._create_stream = create
+    most = protocol.config.h11_max_incomplete_size
+    protocol.connection = _Framing(h11.SERVER, max_incomplete_event_size=most)
+
+
+class _Framing(h11.Connection):
+    """h11's connection, without two reasons for which anycorn would act too early. A client's wish
+    to be told to go on is hidden from it, which `HttpConnection.go_on` fulfils behind the checks.
+    And what follows a connection's last request is dropped: h11 calls it an error, for which
+    anycorn closes the connection before the answer is sent."""
+
+    @property
+    def they_are_waiting_for_100_continue(self) -> bool:
+        return False
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is not h11.MUST_CLOSE:
+            super().receive_data(data)
+
+    def next_event(self) -> Any:
+        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
 
 
 async def _stay(event: object) -> None:

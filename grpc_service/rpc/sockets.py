@@ -34,6 +34,7 @@ BACKLOG = 4096
 BUSY_PAUSE_S = 0.01  # reading pauses while a writer waits for room in the socket. Guess.
 HANDSHAKE_S = 1.2e-3  # processor time of a TLS handshake, with RSA and 2048 bits, on an AMD EPYC
 ACCEPTS_MAX = 64  # connections that are taken in one turn of the loop: some 2 ms
+DROPS_MAX = 64  # reads of what a client sent in vain: 4 MiB. Guess.
 ACCEPT_PAUSE_S = 0.1  # until a file descriptor may be free again. Guess.
 _LINGER = Struct("ii")  # on, and for no second: what was not sent is dropped
 _CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client
@@ -302,6 +303,14 @@ class PlainTransport:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
+    def drop_received(self) -> None:
+        """Drop what has come: a socket that is closed with bytes unread is reset, and its client
+        may lose what it has not read yet. Never waits or raises."""
+        with contextlib.suppress(OSError):
+            for _ in range(DROPS_MAX):
+                if not socket.socket.recv(self._socket, RECEIVE_BYTES):
+                    break
+
     def reset(self) -> None:
         """Break the connection, so that both sides notice: the client by a reset, when the socket
         is closed, and `receive` at once. Never waits or raises."""
@@ -355,19 +364,13 @@ class TlsTransport(PlainTransport):
             except ssl.SSLWantWriteError:
                 await self.wait_writable()
             except ssl.SSLError:
-                self._drop_received()
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self._tls, socket.SHUT_WR)
+                self.drop_received()  # else the client may lose the alert that says why
                 raise
         chosen = self._tls.selected_alpn_protocol()
         if chosen != self._alpn and not (self._alpn == HTTP1 and chosen is None):
             raise OSError(f"the client does not offer {self._alpn} in TLS's application protocols")
-
-    def _drop_received(self) -> None:
-        """Read what has come: a socket that is closed with bytes unread is reset, and its client
-        may lose the alert that says why."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_WR)
-            while socket.socket.recv(self._tls, RECEIVE_BYTES):
-                pass
 
     async def receive(self, max_bytes: int = RECEIVE_BYTES) -> bytes:
         """Wait for bytes and return at least one; b"" when the client has closed.

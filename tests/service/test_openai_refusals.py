@@ -57,6 +57,42 @@ def test_a_connection_whose_early_answer_keeps_it_serves_the_next_request(strict
             assert client.ask(TEXT, BODY, headers=BEARER).status == 200
 
 
+@pytest.mark.parametrize("name", EARLY)
+def test_a_client_that_would_wait_before_its_body_is_answered_at_once(strict, name):
+    """Nothing tells it to send a body that nobody will read."""
+    sent = early(name, 40).replace(b"\r\n", b"\r\nExpect: 100-continue\r\n", 1)
+    with Connection(strict.openai_port) as client:
+        client.send(sent[: sent.index(b"\r\n\r\n") + 4])
+        answer = client.read()
+        assert answer.status == EARLY[name][3]
+        assert not answer.is_cut
+
+
+def test_what_was_sent_in_vain_eats_no_tail_of_an_answer():
+    """A server that drains closes behind each answer, whatever requests its client has sent behind
+    it. Red if these are an error, or are left unread in a socket that is closed: that resets the
+    connection."""
+    with fake(
+        script={"step_s": 0.02},
+        engine={"drain_timeout_s": 30.0},
+        server={"openai_port": 0},
+    ) as server:
+        wait_serving(server.channel)
+        with Connection(server.openai_port) as running:
+            running.send(request(TEXT, BODY | {"max_tokens": 300, "stream": True}))
+            running.read_head()
+            server.signal()
+            wait_until(lambda: "draining" in server.log, 5)
+            for count in (0, 1, 1, 20, 500):
+                with Connection(server.openai_port, window=1) as client:
+                    client.send(request("/", verb="GET") + request("/health", verb="GET") * count)
+                    time.sleep(0.2)
+                    answer = client.read()
+                    assert answer.status == 200
+                    assert not answer.is_cut
+        assert server.wait() == 0
+
+
 @pytest.mark.parametrize("name", ["a type", "a key", "a size", "health"])
 def test_an_early_answer_ends_its_connection_though_the_body_never_ends(strict, name):
     before, files = strict.ask("tasks")["trio_tasks"], strict.num_files()

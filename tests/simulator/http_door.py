@@ -215,7 +215,7 @@ class ClientConnection(HttpConnection):
     """A client's connection as the door has it. Its output goes to the client itself."""
 
     def __init__(self, shared: Shared, client: HttpClient) -> None:
-        transport = SimpleNamespace(limit_unsent=lambda num_bytes: None)
+        transport = SimpleNamespace(limit_unsent=lambda num_bytes: None, certified="")
         super().__init__(shared, cast("Any", transport), "ipv4:127.0.0.1:5")
         self.stream = cast("Any", client)
         self._client = client
@@ -228,6 +228,9 @@ class ClientConnection(HttpConnection):
     def cut(self) -> None:
         """End the connection."""
         self._client.cut()
+
+    def go_on(self) -> None:
+        """Do nothing: the request comes in one part."""
 
     def write_now(self, data: Any) -> bool:
         """Have the client take a part, or return False."""

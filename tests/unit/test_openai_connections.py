@@ -186,7 +186,7 @@ def test_small_parts_of_a_body_take_its_memory_once():
         return {"type": "http.request", "body": body, "more_body": num_left > 0}
 
     async def main():
-        transport = SimpleNamespace(limit_unsent=lambda num_bytes: None)
+        transport = SimpleNamespace(limit_unsent=lambda num_bytes: None, certified="")
         connection = HttpConnection(RpcServer(None).shared, transport, "ipv4:127.0.0.1:5")
         connection.go_on, connection.pay_owed = lambda: None, trio.lowlevel.checkpoint
         scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
