@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
 HEAVY_EVENTS = 64  # with log-probabilities: some milliseconds
+HEAVY_CHARS = 2**16  # of text, as an echo may have: half a millisecond
 
 
 class _Answer:
@@ -104,9 +105,15 @@ class _Answer:
 
     def is_heavy(self, events: Sequence[StreamEvent]) -> bool:
         """Return whether encoding these events takes some milliseconds."""
+        if _num_chars(events) > HEAVY_CHARS:
+            return True
         return self._with_logprobs and (
             len(events) > HEAVY_EVENTS or any(isinstance(event, Started) for event in events)
         )
+
+
+def _num_chars(events: Iterable[StreamEvent]) -> int:
+    return sum([len(event.text) for event in events if isinstance(event, Tokens)])
 
 
 def _reasoning_of(event: Tokens) -> str:
@@ -159,6 +166,8 @@ class _Stream(_Answer):
             return None
         if not event.text:
             return b""
+        if len(event.text) > HEAVY_CHARS:
+            return None
         choice = source * self._num_choices + event.choice
         start = self._starts.get(choice)
         if start is None:
@@ -302,6 +311,7 @@ class _Whole(_Answer):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._kept = [_Kept() for _ in range(self._num_left)]
+        self._num_chars = 0  # of the texts that are kept
 
     encode_short = WholeEncoder.encode_short
 
@@ -321,10 +331,13 @@ class _Whole(_Answer):
 
     def is_heavy(self, events: Sequence[StreamEvent]) -> bool:
         """Return whether these events make an answer that takes some milliseconds."""
-        return self._with_logprobs and any(isinstance(event, Finished) for event in events)
+        if not any(isinstance(event, Finished) for event in events):
+            return False
+        return self._with_logprobs or self._num_chars + _num_chars(events) > HEAVY_CHARS
 
     def _keep(self, kept: _Kept, event: Tokens) -> None:
         kept.text.append(event.text)
+        self._num_chars += len(event.text)
         kept.logprobs += event.logprobs
         if self._with_ids:
             kept.ids += event.token_ids

@@ -172,6 +172,10 @@ class RerankWhole(WholeEncoder):
         self._model = ""
         self._scores: list[Score] = []
 
+    def is_heavy(self, events: Sequence[EncodeEvent]) -> bool:
+        """Return whether the whole answer is made of these events, with the documents."""
+        return bool(self._documents) and any(isinstance(event, Finished) for event in events)
+
     def encode(self, source: int, events: Sequence[EncodeEvent]) -> list[bytes]:
         """Keep scores; after the last one, return the answer."""
         for event in events:

@@ -7,9 +7,11 @@ import pytest
 
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
+from engine.requests.encode.values import Score
 from engine.requests.text.values import MAX_CHOICES, Started
-from grpc_service.openai import text_codec
+from grpc_service.openai import encode_codec, text_codec
 from grpc_service.openai.json_text import parse_json
 from grpc_service.openai.work import Context
 
@@ -129,3 +131,29 @@ def test_an_answer_names_what_its_client_asked_it_to_stop_at(
     [choice] = json.loads(answer)["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice.get("stop_reason") == shown
+
+
+@pytest.mark.parametrize("num_chars", [10, 2**20])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("decode", "body"), [CHATS, TEXTS], ids=["chat", "text"])
+def test_long_texts_are_encoded_in_a_thread(decode, body, is_stream, num_chars):
+    """Such as echoes: four million characters would keep the server's loop for 30 ms."""
+    body = body | ({"prompt": "a"} if body is TEXT else {}) | {"stream": is_stream}
+    encoder = decode(body, CONTEXT).encoder
+    encoder.encode(0, [Started("r", "m", 1)])
+    text = Tokens("r", 0, (5,), "a" * num_chars)
+    end = Finished("r", 0, EndReason.STOP, Usage(1, 0, 1), Timings(0.0))
+    is_long = num_chars > 10
+    assert (encoder.encode_short(0, text) is None) == (is_long or not is_stream)
+    assert encoder.is_heavy([text, end]) == is_long
+    encoder.encode(0, [text])
+    assert encoder.is_heavy([end]) == (is_long and not is_stream)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_ranking_with_its_documents_is_encoded_in_a_thread(shows):
+    body = {"query": "a", "documents": ["b"], "return_documents": shows}
+    encoder = encode_codec.decode_rerank(body, CONTEXT).encoder
+    end = Finished("r", 0, EndReason.STOP, Usage(1, 0, 1), Timings(0.0))
+    assert not encoder.is_heavy([Score(0, 0.5)])
+    assert encoder.is_heavy([end]) == shows
