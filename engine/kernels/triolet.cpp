@@ -1,5 +1,8 @@
 // The functions that Python calls through ctypes. This file includes every other one, so that one
 // compilation makes the library. A ``kind`` of 0 is float32, 1 is bfloat16.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <new>
 
 #include "draws.h"
@@ -171,6 +174,23 @@ uint64_t triolet_checksum(const uint8_t *from, int64_t count) {
         total ^= (own ^ (uint64_t)part * 0xff51afd7ed558ccdull) * 0xc4ceb9fe1a85ec53ull;
     }
     return total;
+}
+
+// Returns 1 if all pages of a mapped file are in memory, and has the process map them; else 0. A
+// page is touched for every MAPPED_AT_ONCE bytes, which Linux maps at once, and not by one call of
+// madvise, during which no other thread could allocate memory.
+int64_t triolet_in_memory(const uint8_t *from, int64_t count) {
+    constexpr int64_t PAGES = 4096, MAPPED_AT_ONCE = 1 << 16;
+    const int64_t page = sysconf(_SC_PAGESIZE), step = PAGES * page;
+    unsigned char has[PAGES];
+    for (int64_t at = 0; at < count; at += step) {
+        const int64_t size = count - at < step ? count - at : step;
+        if (mincore((void *)(from + at), size, has)) return 0;
+        for (int64_t i = 0; i * page < size; i++)
+            if (!(has[i] & 1)) return 0;
+    }
+    for (int64_t at = 0; at < count; at += MAPPED_AT_ONCE) (void)*(const volatile uint8_t *)(from + at);
+    return 1;
 }
 
 // Reads ``count`` texts of a GGUF file's header, each behind its length in 8 bytes. Copies each to

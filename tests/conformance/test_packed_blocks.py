@@ -1,6 +1,9 @@
 """GGUF's blocks are packed to the same bytes as the weights that they are decoded to, and take no
 more memory than in their file."""
 
+import os
+from mmap import ACCESS_READ, PAGESIZE, mmap
+
 import numpy as np
 import pytest
 import torch
@@ -193,3 +196,18 @@ def test_a_checksum_changes_with_any_byte(library, count):
     if count > 1 << 18:  # the order of the parts counts, too
         turned = torch.cat((data[1 << 18 : count], data[: 1 << 18]))
         assert library.triolet_checksum(turned.data_ptr(), count) != whole
+
+
+@pytest.mark.parametrize("missing", [0, 1, 4095, 4096, 4999])
+def test_a_file_is_in_memory_once_each_of_its_pages_is(library, tmp_path, missing):
+    """A page that was never written is in no memory, whatever the file system."""
+    page, path = PAGESIZE, tmp_path / "file"
+    with path.open("w+b") as file:
+        for place in {*range(5000)} - {missing}:
+            os.pwrite(file.fileno(), b"x", place * page)
+        os.ftruncate(file.fileno(), 5000 * page - 7)
+        mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        assert library.triolet_in_memory(address, len(mapped)) == 0
+        os.pwrite(file.fileno(), b"x", missing * page)
+        assert library.triolet_in_memory(address, len(mapped)) == 1

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from engine.worker.forward import packed_cache
+from engine.worker.forward import native, packed_cache
 from engine.worker.forward.block_layer import BlockLayer
 from engine.worker.forward.packed_cache import HEADER, PackedCache, open_cache
 from tests.checkpoints.text import Shape, make
@@ -22,20 +22,25 @@ from tests.support.model_zoo import load_runner
 from tests.support.programs import ROOT
 
 LIMIT = 1 << 30
-# A load in a process of its own, which may be killed while it writes its third layer.
+# A load in a process of its own, which may be killed at one of its writes, counted from the first
+# one or, if the number is negative, from the note that vouches for the file.
 CHILD = """
 import os, signal, sys
-from engine.worker.forward import packed_cache
+from engine.worker.forward import native, packed_cache
 from tests.support.model_zoo import load_runner
 packed_cache.WORTH = packed_cache.FREE_LEAST = 0
 packed_cache.WRITTEN_AT_ONCE = 1 << 14
-write, left = packed_cache._write_at, [int(sys.argv[3])]
+write, vouch, left = packed_cache._write_at, packed_cache._vouch, [int(sys.argv[3])]
 def write_at(*args):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
     write(*args)
-packed_cache._write_at = write_at
+def count_from_here(*args):
+    if int(sys.argv[3]) < 0:
+        left[0] = -int(sys.argv[3])
+    vouch(*args)
+packed_cache._write_at, packed_cache._vouch = write_at, count_from_here
 print("begun", flush=True)
 runner, _ = load_runner(sys.argv[1], packed_cache=sys.argv[2])
 print("loaded", flush=True)
@@ -66,11 +71,11 @@ def folder(tmp_path):
 
 
 class Watch:
-    """Counts layers that are packed, and hashes of content."""
+    """Counts layers that are packed, hashes of content, and packed files that are read whole."""
 
     def __init__(self, monkeypatch):
-        self.packed = self.hashed = 0
-        pack, hash_ = BlockLayer._pack, packed_cache._hash
+        self.packed = self.hashed = self.checked = 0
+        pack, hash_, check = BlockLayer._pack, packed_cache._hash, packed_cache._check
 
         def count_pack(*args):
             self.packed += 1
@@ -80,8 +85,13 @@ class Watch:
             self.hashed += 1
             return hash_(*args)
 
+        def count_check(*args):
+            self.checked += 1
+            check(*args)
+
         monkeypatch.setattr(BlockLayer, "_pack", count_pack)
         monkeypatch.setattr(packed_cache, "_hash", count_hash)
+        monkeypatch.setattr(packed_cache, "_check", count_check)
 
 
 @pytest.fixture
@@ -125,8 +135,8 @@ def test_the_second_load_maps_what_the_first_one_packed(model, plain, folder, wa
     assert watch.hashed == 1
     watch.packed = watch.hashed = 0
     assert alike(weights_of(model, folder), plain)
-    assert (watch.packed, watch.hashed) == (0, 0)
-    assert sorted(path.suffix for path in folder.iterdir()) == [".known", ".packed"]
+    assert (watch.packed, watch.hashed, watch.checked) == (0, 0, 0)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".known", ".packed", ".vouched"]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
@@ -148,20 +158,126 @@ PLACES = ("magic", "sizes", "layers", "the last layer", "index", "end")
 
 @pytest.mark.parametrize("what", PLACES)
 def test_an_altered_file_is_discarded_and_packed_anew(model, plain, folder, watch, what):
-    """One bit anywhere: each tensor's bytes, the index, and the header."""
+    """One bit anywhere, in the same file and with its time set back: each tensor's bytes, the
+    index, and the header."""
     weights_of(model, folder)
     path = only(folder)
+    state = path.stat()
     data = bytearray(path.read_bytes())
     layers = int.from_bytes(data[16:24], "little")
     places = (3, 17, HEADER + 5, HEADER + layers - 70, HEADER + layers + 9, len(data) - 1)
     data[dict(zip(PLACES, places, strict=True))[what]] ^= 4
     path.write_bytes(data)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
+    assert (path.stat().st_ino, path.stat().st_size) == (state.st_ino, state.st_size)
     watch.packed = 0
     assert alike(weights_of(model, folder), plain)
     assert watch.packed
     watch.packed = 0
     assert alike(weights_of(model, folder), plain)
     assert not watch.packed
+
+
+def note_of(folder):
+    [note] = files(folder, ".vouched")
+    return note
+
+
+def spoil(folder):
+    """Change a weight of the packed file, and have its note vouch for it: as if the disk returned
+    other bytes than it was given, which no time shows."""
+    path, note = only(folder), note_of(folder)
+    data = bytearray(path.read_bytes())
+    data[HEADER + 5] ^= 4
+    path.write_bytes(data)
+    note.write_text(packed_cache.BOOT.read_text() + packed_cache._identity(path.stat()))
+
+
+@pytest.mark.parametrize("why", ["not in memory", "another boot", "of others", "a link"])
+def test_a_note_that_does_not_count_has_the_file_read_whole(
+    model, plain, folder, tmp_path, watch, monkeypatch, why
+):
+    weights_of(model, folder)
+    spoil(folder)
+    assert not alike(weights_of(model, folder), plain)  # such a note is all that vouches
+    assert not watch.checked
+    if why == "not in memory":
+        monkeypatch.setattr(native.load(), "triolet_in_memory", lambda *_: 0)
+    elif why == "another boot":
+        (tmp_path / "boot").write_text("another\n")
+        monkeypatch.setattr(packed_cache, "BOOT", tmp_path / "boot")
+    elif why == "of others":
+        note_of(folder).chmod(0o644)
+    else:
+        note_of(folder).rename(tmp_path / "elsewhere")
+        (folder / f"{only(folder).stem}.vouched").symlink_to(tmp_path / "elsewhere")
+    watch.packed = 0
+    assert alike(weights_of(model, folder), plain)
+    assert watch.packed
+    assert watch.checked
+
+
+@pytest.mark.parametrize("note", [b"", b"a\n", b"\xff", None])
+def test_a_file_without_a_note_is_read_whole_once(model, plain, folder, watch, note):
+    weights_of(model, folder)
+    if note is None:
+        note_of(folder).unlink()
+    else:
+        note_of(folder).write_bytes(note)
+    watch.packed = 0
+    for _ in range(3):
+        assert alike(weights_of(model, folder), plain)
+    assert (watch.packed, watch.checked) == (0, 1)
+
+
+def test_a_file_that_changes_while_it_is_read_gets_no_note(
+    model, plain, folder, watch, monkeypatch
+):
+    weights_of(model, folder)
+    note_of(folder).unlink()
+    check = packed_cache._check
+
+    def check_and_change(*args):
+        check(*args)
+        os.utime(only(folder))
+
+    monkeypatch.setattr(packed_cache, "_check", check_and_change)
+    for count in (1, 2):
+        assert alike(weights_of(model, folder), plain)
+        assert watch.checked == count
+        assert not files(folder, ".vouched")
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 0.02])
+def test_a_file_that_changed_within_the_last_tick_gets_no_note(
+    model, plain, folder, watch, monkeypatch, limit_s
+):
+    """A later change may have the same time. Here the clock stands still, or is not read."""
+    real = packed_cache._last_change
+    monkeypatch.setattr(packed_cache, "TICK_LIMIT_S", limit_s)
+    monkeypatch.setattr(packed_cache, "_last_change", lambda state: real(state) + 10**12)
+    for count in (0, 1, 2):
+        assert alike(weights_of(model, folder), plain)
+        assert watch.checked == count
+    assert not files(folder, ".vouched")
+    assert not files(folder, ".partial")
+
+
+def test_a_note_that_cannot_be_written_costs_time_only(model, plain, folder, watch, monkeypatch):
+    weights_of(model, folder)
+    note_of(folder).unlink()
+
+    def pwrite(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    watch.packed = 0
+    for count in (1, 2):
+        assert alike(weights_of(model, folder), plain)
+        assert (watch.packed, watch.checked) == (0, count)
+    assert {path.suffix for path in folder.iterdir()} == {".known", ".packed"}
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("size", [0, 20, HEADER, HEADER + 1000, -1])
@@ -258,6 +374,28 @@ def test_what_a_killed_load_leaves_is_removed(model, plain, folder, watch, write
     watch.packed = 0
     assert alike(weights_of(model, folder), plain)
     assert not watch.packed
+
+
+def test_a_load_that_is_killed_at_its_note_leaves_a_whole_file(model, plain, folder, watch):
+    with child(model, folder, -1) as process:
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not files(folder, ".vouched")
+    for _ in range(2):
+        assert alike(weights_of(model, folder), plain)
+    assert (watch.packed, watch.checked) == (0, 1)
+
+
+def test_two_servers_at_once_check_and_note_one_file(model, plain, folder, watch):
+    weights_of(model, folder)
+    note_of(folder).unlink()
+    both = [child(model, folder, 0) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert said == ["begun\nloaded\n"] * 2
+    assert not files(folder, ".partial")
+    watch.packed = 0
+    assert alike(weights_of(model, folder), plain)
+    assert (watch.packed, watch.checked) == (0, 0)
 
 
 def test_two_servers_at_once_make_one_file(model, plain, folder, watch):
@@ -375,9 +513,11 @@ def test_the_files_used_longest_ago_are_removed(folder):
         path = cache.folder / f"{name}.packed"
         path.write_bytes(bytes(100))
         os.utime(path, (time.time() - age,) * 2)
-    os.utime(folder / "used.packed")
+    (folder / "used.vouched").write_bytes(b"")  # its time is that of the last use
+    (folder / "gone.vouched").write_bytes(b"")
     packed_cache._make_room(folder, 250)
     assert [path.stem for path in files(folder)] == ["newest", "used"]
+    assert [path.stem for path in files(folder, ".vouched")] == ["used"]
     packed_cache._make_room(folder, 100)
     assert [path.stem for path in files(folder)] == ["used"]
 

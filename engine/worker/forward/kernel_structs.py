@@ -229,6 +229,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (POINTER(BlockRows), *(c_int64,) * 6, *(c_void_p,) * 3),
     ),
     "triolet_checksum": (c_uint64, (c_void_p, c_int64)),
+    "triolet_in_memory": (c_int64, (c_void_p, c_int64)),
     "triolet_texts": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "triolet_layout": (c_int64, ()),
     "triolet_scale_bytes": (c_int64, (c_int64,) * 4),

@@ -6,15 +6,22 @@ layout.
 
 Rule 1: what is read is what was written. The folder and its files belong to the server's own user,
 and nobody else may use them; a file counts only if its checksum is right, and is removed otherwise.
-Rule 2: a file is written aside, under a name that ends in `PARTIAL`, and renamed when it is whole.
-So it does not matter when a writer is killed, or how many write at once. Rule 3: the cache never
-makes a load fail. Where it cannot be read or written, weights are packed in memory.
+It is read whole for that once, and then only if it can have changed (`_is_vouched`). Rule 2: a file
+is written aside, under a name that ends in `PARTIAL`, and renamed when it is whole. So it does not
+matter when a writer is killed, or how many write at once. Rule 3: the cache never makes a load
+fail. Where it cannot be read or written, weights are packed in memory.
 
 The content of a model file is known by a SHA-256 of its bytes. Reading 2.5 GB for it takes a second
 or more, so the hash is noted beside the file's identity: device, inode, size, and the times of its
 last changes. A file that is changed in place has another time of change, which no program can set;
 a copy has another inode, and is hashed. An identity is noted only once the file is `SETTLED_S` old,
 because two changes within one tick of the file system's clock have the same time.
+
+A packed file has such a note, too, which vouches for its checksum. It is made only once the file
+system's clock has passed the file's times, so that every later change by a program shows in them.
+What no program changes shows in no time: after a crash a file may lack what was never written to
+the disk, and a disk may return other bytes than it was given. So a note counts only until the
+system is started again, and only if all of the file is still in memory; else it is read whole.
 """
 
 from __future__ import annotations
@@ -50,11 +57,13 @@ OFF = "off"  # the setting's value for no cache
 MAGIC = b"TrioletPacked 1\n"
 HEADER = 4096  # a page, so that layers are aligned as the mapping is
 ALIGNMENT = 64  # a layer's tensors begin at multiples of this many bytes, as cache lines do
-WHOLE, PARTIAL, LOCK, KNOWN = ".packed", ".partial", ".lock", ".known"
+WHOLE, PARTIAL, LOCK, KNOWN, VOUCHED = ".packed", ".partial", ".lock", ".known", ".vouched"
 WORTH = 32 << 20  # bytes of a model file; a smaller one is packed as fast as it would be checked
 WRITTEN_AT_ONCE = 16 << 20  # bytes that are packed, and then written
 HASHED_AT_ONCE = 1 << 20
 SETTLED_S = 2.0  # more than a tick of any file system's clock, FAT's included
+TICK_LIMIT_S = 0.05  # how long a load waits for a tick: ten of Linux' usual clock
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # another number after each start of the system
 KNOWN_MOST = 1000  # identities that are noted
 FREE_LEAST = 1 << 30  # bytes that a file leaves free on its disk
 # A load gives the file up after so many seconds of writing beyond those at this speed, in bytes a
@@ -147,8 +156,7 @@ class PackedCache:
         """Return the hash of a model file's content."""
         with file.open("rb") as opened:
             state = os.fstat(opened.fileno())
-            times = (state.st_mtime_ns, state.st_ctime_ns)
-            identity = repr((state.st_dev, state.st_ino, state.st_size, *times))
+            identity = _identity(state)
             note = self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:40]}{KNOWN}"
             with suppress(OSError, ValueError):
                 noted, content = _own(note).decode().split("\n")
@@ -156,12 +164,8 @@ class PackedCache:
                     os.utime(note)
                     return content
             content = _hash(opened.fileno(), state.st_size)
-            after = os.fstat(opened.fileno())
-            is_same = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == (
-                state.st_size,
-                *times,
-            )
-        if is_same and time.time() - max(times) / 1e9 > SETTLED_S:
+            is_same = _identity(os.fstat(opened.fileno())) == identity
+        if is_same and time.time() - _last_change(state) / 1e9 > SETTLED_S:
             with suppress(OSError):
                 _write(note, f"{identity}\n{content}".encode())
         return content
@@ -217,10 +221,14 @@ def _open_kept(path: Path, library: ctypes.CDLL) -> _KeptLayers | None:
         handle = _open_own(path)
         try:
             mapped = mmap(handle, 0, access=ACCESS_READ)
-            os.utime(handle)
+            if not _is_vouched(path, handle, mapped, library):
+                vow = _vow_of(path.parent, handle)
+                _check(mapped, library)
+                _vouch(path, handle, vow)
         finally:
             os.close(handle)
-        index = _checked(mapped, library)
+        _, size, *_ = _FIELDS.unpack_from(mapped)
+        index = json.loads(mapped[HEADER + size :])
     except FileNotFoundError:
         return None
     except (ValueError, struct.error) as error:
@@ -230,11 +238,11 @@ def _open_kept(path: Path, library: ctypes.CDLL) -> _KeptLayers | None:
     return _KeptLayers(path, mapped, index)
 
 
-def _checked(mapped: mmap, library: ctypes.CDLL) -> dict[str, list[list[int]]]:
-    """Return the index of a mapped file.
+def _check(mapped: mmap, library: ctypes.CDLL) -> None:
+    """Read a mapped file whole.
 
     Raises:
-        ValueError: The file is not as it was written.
+        ValueError, struct.error: The file is not as it was written.
     """
     magic, layers, index, checksum = _FIELDS.unpack_from(mapped)
     if magic != MAGIC or len(mapped) != HEADER + layers + index:
@@ -242,8 +250,50 @@ def _checked(mapped: mmap, library: ctypes.CDLL) -> dict[str, list[list[int]]]:
     whole = _view(mapped, HEADER, layers + index)
     if library.triolet_checksum(whole.data_ptr(), layers + index) != checksum:
         raise ValueError("its checksum is another")
-    found: dict[str, list[list[int]]] = json.loads(mapped[HEADER + layers :])
-    return found
+
+
+def _is_vouched(path: Path, handle: int, mapped: mmap, library: ctypes.CDLL) -> bool:
+    """Return whether a file is still as it was when it was checked or written, by its note, and
+    note its use. All its pages are in memory then, and mapped."""
+    note, size = path.with_suffix(VOUCHED), len(mapped)
+    with suppress(OSError, ValueError):
+        if _own(note) == _vow(os.fstat(handle)):
+            os.utime(note)
+            return bool(library.triolet_in_memory(_view(mapped, 0, size).data_ptr(), size))
+    return False
+
+
+def _vow_of(folder: Path, handle: int) -> bytes:
+    """Wait until the clock of a folder's file system has passed the times of a file in it, and
+    return what vouches for the file if it is found whole now; empty if nothing can."""
+    state, end = os.fstat(handle), time.monotonic() + TICK_LIMIT_S
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as clock:
+        while time.monotonic() < end:
+            os.utime(clock.fileno())
+            if os.fstat(clock.fileno()).st_ctime_ns > _last_change(state):
+                return _vow(state)
+            time.sleep(TICK_LIMIT_S / 50)
+    return b""
+
+
+def _vouch(path: Path, handle: int, vow: bytes) -> None:
+    """Note that a file is whole, unless it has changed since `_vow_of` returned ``vow``."""
+    with suppress(OSError):
+        if vow and vow == _vow(os.fstat(handle)):
+            _write(path.with_suffix(VOUCHED), vow)
+
+
+def _vow(state: os.stat_result) -> bytes:
+    return f"{BOOT.read_text()}{_identity(state)}".encode()
+
+
+def _identity(state: os.stat_result) -> str:
+    """Return what another content in a file's place cannot have."""
+    return repr((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+
+
+def _last_change(state: os.stat_result) -> int:
+    return max(state.st_mtime_ns, state.st_ctime_ns)
 
 
 def _view(mapped: mmap, start: int, size: int) -> torch.Tensor:
@@ -338,7 +388,8 @@ class _WrittenLayers(Layers):
             checksum = self._library.triolet_checksum(whole.data_ptr(), size + len(index))
             head = _FIELDS.pack(MAGIC, size, len(index), checksum)
             _write_at(self._file, head.ljust(HEADER, b"\0"), 0)
-            self._partial.replace(self._path)
+            self._partial.replace(self._path)  # until now, nobody else knew of the file
+            _vouch(self._path, self._file, _vow_of(self._path.parent, self._file))
         except OSError as error:
             log.warning("packed weights are not kept in %s: %s", self._path.parent, error.strerror)
             self._move_to_memory()
@@ -395,6 +446,9 @@ def _make_room(folder: Path, left: int) -> None:
     at most ``left`` bytes stay."""
     for path in folder.glob(f"*{PARTIAL}"):
         _remove_if_left(path)
+    for path in folder.glob(f"*{VOUCHED}"):
+        if not path.with_suffix(WHOLE).exists():
+            path.unlink(missing_ok=True)
     for path in _newest_first(folder.glob(f"*{KNOWN}"))[KNOWN_MOST:]:
         path.unlink(missing_ok=True)
     for path in _newest_first(folder.glob(f"*{WHOLE}")):
@@ -497,8 +551,10 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Sort files by their last use, which the time of a packed file's note tells."""
     times: dict[Path, float] = {}
     for path in paths:
-        with suppress(FileNotFoundError):
-            times[path] = path.stat().st_mtime
+        for file in (path, path.with_suffix(VOUCHED)):
+            with suppress(FileNotFoundError):
+                times[path] = max(times.get(path, 0.0), file.stat().st_mtime)
     return sorted(times, key=lambda path: -times[path])
