@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import (
     AddedToken,
@@ -27,7 +28,7 @@ from engine.worker.import_lock import holds_import_lock
 from engine.worker.tokenizing.gguf_splits import SPLITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engine.worker.load.gguf.vocabulary import Vocabulary
@@ -45,6 +46,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """
     try:
         backend = _byte_level(vocabulary) if vocabulary.is_byte_level else _pieces(vocabulary)
+        markers = vocabulary.markers
         for is_special, add in ((True, backend.add_special_tokens), (False, backend.add_tokens)):
             add(
                 [
@@ -54,7 +56,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
                         normalized=False,
                         rstrip=_strips(vocabulary, text),
                     )
-                    for text, marker in vocabulary.markers.items()
+                    for text, marker in markers.items()
                     if marker is is_special
                 ]
             )
@@ -148,7 +150,7 @@ def _generate_merges() -> Callable[..., list[tuple[str, str]]]:
     return generate_merges
 
 
-def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> Sequence[tuple[str, str]]:
     """Return the merges of a sentencepiece vocabulary: those of the file or, if it has none, each
     pair whose join is a token, ordered by that token's score and then its id."""
     if vocabulary.merges is not None:
@@ -158,11 +160,30 @@ def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, s
     return _generate_merges()(tokens, ranks)
 
 
-def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
+class _Neighbours(Sequence[tuple[str, str]]):
+    """The first and the second text of a list, the third and the fourth, and so on. The library
+    copies each pair before it takes the next: so no more than one exists at a time, and 150,000
+    tuples are not made."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._texts) // 2
+
+    def __getitem__(self, at: Any) -> Any:  # no slices
+        return self._texts[2 * at], self._texts[2 * at + 1]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        texts = iter(self._texts)
+        return zip(texts, texts, strict=True)
+
+
+def _pairs(merges: Sequence[str]) -> Sequence[tuple[str, str]]:
     """Return the two tokens of each merge, between which is its first space."""
     flat = "\0".join(merges).replace(" ", "\0").split("\0")
     if len(flat) == 2 * len(merges) and all(" " in merge for merge in merges):
-        return list(zip(flat[::2], flat[1::2], strict=True))
+        return _Neighbours(flat)
     return [(parts[0], parts[2]) for parts in [merge.partition(" ") for merge in merges]]
 
 

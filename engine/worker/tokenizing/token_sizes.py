@@ -38,11 +38,12 @@ def max_chars_per_token(backend: Tokenizer, tokens: Collection[str] = ()) -> flo
     )
     if not (is_bounded and vocabulary):
         return math.inf
-    normalizer, contents = backend.normalizer, [*vocabulary]
+    normalizer, longest = backend.normalizer, max(map(len, vocabulary))
     if normalizer is not None:  # texts are searched for the normalised form of such added tokens
-        contents += [normalizer.normalize_str(token.content) for token in added if token.normalized]
+        forms = (normalizer.normalize_str(token.content) for token in added if token.normalized)
+        longest = max(longest, *map(len, forms), 0)
     factor = math.prod(map(_shrinkage, _parts(normalizer, "normalizers")))
-    return factor * max(map(len, contents))
+    return factor * longest
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
