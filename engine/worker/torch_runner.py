@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -41,11 +42,14 @@ class InProcessRunner(Generic[PlanT, ResultT, InfoT]):
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec
         self._device = torch.device("cpu")
-        self._tokenizer: HfTokenizer | None = None
+        self._tokenizer: HfTokenizer | Future[HfTokenizer] | None = None
 
     @property
     def tokenizer(self) -> HfTokenizer:
-        """The model's tokenizer, for plain text. Valid after `load`."""
+        """The model's tokenizer, for plain text. Valid after `load`. In a load's first step, this
+        waits for the thread that builds it."""
+        if isinstance(self._tokenizer, Future):
+            self._tokenizer = self._tokenizer.result()
         if self._tokenizer is None:
             raise EngineBug("the tokenizer was asked for before the model was loaded")
         return self._tokenizer

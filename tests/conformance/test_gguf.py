@@ -3,6 +3,7 @@
 import struct
 from mmap import ACCESS_READ, mmap
 from random import Random
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode
 from engine.worker.skeleton.config import SkeletonConfig
 from engine.worker.text import files as model_files
+from engine.worker.text import runner as text_runner
 from engine.worker.text.files import open_files
 from engine.worker.text.runner import TorchRunner
 from tests.checkpoints.text import PRESETS, Shape, make
@@ -603,6 +605,45 @@ def test_the_progress_of_a_load_counts_each_byte_once_when_it_is_packed(tmp_path
         assert len([size for size in done if 0.1 * whole < size < 0.9 * whole]) > 4
         assert seen[0].phase == "config"
         assert seen[-1].phase == "warm-up"
+
+
+def test_a_tokenizer_is_built_beside_the_first_step(checkpoints, tmp_path, monkeypatch):
+    path, both = write_model(checkpoints("llama"), tmp_path / "model.gguf"), Barrier(2)
+
+    def waits(module, name):
+        function = getattr(module, name)
+
+        def wait(*args):
+            both.wait(60)
+            return function(*args)
+
+        monkeypatch.setattr(module, name, wait)
+
+    waits(model_files, "build_tokenizer")
+    waits(text_runner, "compute")
+    runner, _ = load_gguf(path)
+    runner.close()
+
+
+def test_a_tokenizer_that_cannot_be_built_is_named_and_not_the_step(
+    checkpoints, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise SpawnFailed("a tokenizer that cannot be built")
+
+    monkeypatch.setattr(model_files, "build_tokenizer", fail)
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
+    with pytest.raises(SpawnFailed, match="a tokenizer that cannot be built"):
+        load_gguf(path)
+
+
+def test_a_tokenizer_that_is_not_known_is_refused_before_weights_are_read(checkpoints, tmp_path):
+    metadata = {"tokenizer.ggml.pre": "of another time"}
+    path, seen = write_model(checkpoints("llama"), tmp_path / "model.gguf", metadata=metadata), []
+    runner = TorchRunner(RunnerSpec(str(path), kv_bytes=1 << 24, threads=1))
+    with pytest.raises(SpawnFailed, match="'of another time', which is not known"):
+        runner.load(seen.append)
+    assert [stage.phase for stage in seen] == ["config"]
 
 
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [[1]], "x"], ids=str)

@@ -242,6 +242,7 @@ OWN_THREADS = {
     "grpc_service.cli.generate": "a command, which asks for a file's prompts beside each other",
     "engine.worker.forward.packed_cache": "hash a file on all cores; the load waits for them",
     "engine.worker.text.placed_model": "check packed weights beside a load, which waits for it",
+    "engine.worker.text.runner": "builds a tokenizer beside a load's first step, which waits",
     "grpc_service.cli.linking": "links a library while the server imports its modules",
     "grpc_service.app.tracing": "the last flush to a collector, left behind if that is mute",
 }

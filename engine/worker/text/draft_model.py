@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from engine.worker.text.draft_cache import Resident
     from engine.worker.text.placed_model import PlacedModel
     from engine.worker.text.sequences import Ahead, SequenceState
+    from engine.worker.tokenizing.tokenizer import HfTokenizer
 
 # The most tokens that the draft model reads in a step. If it has a quarter of the larger model's
 # size, they take as long as 64 tokens of the larger one.
@@ -295,9 +296,13 @@ def measure_draft(spec: RunnerSpec, larger: PoolSize) -> int:
 
 
 def open_draft_model(
-    spec: RunnerSpec, larger: PlacedModel, progress: Callable[[LoadProgress], None]
+    spec: RunnerSpec,
+    larger: PlacedModel,
+    tokenizer: HfTokenizer,
+    progress: Callable[[LoadProgress], None],
 ) -> tuple[DraftModel, int]:
-    """Load the runner's draft model, and return it with the bytes that it takes.
+    """Load the runner's draft model, and return it with the bytes that it takes. ``tokenizer`` is
+    the larger model's.
 
     Raises:
         Refusal: The draft model is not served, or has another vocabulary than the larger one.
@@ -307,7 +312,7 @@ def open_draft_model(
         placed = place(own, Division(), progress, sizing=partial(_size_pool, larger.pool))
     except Refusal as refusal:
         raise _as_draft(spec, refusal) from refusal
-    theirs, mine = larger.tokenizer.backend, placed.tokenizer.backend
+    theirs, mine = tokenizer.backend, placed.make_tokenizer().backend
     if theirs.get_vocab(with_added_tokens=True) != mine.get_vocab(with_added_tokens=True):
         raise Refusal(
             f"the draft model {short_name(spec.draft_model)} has another vocabulary than "

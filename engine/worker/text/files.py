@@ -22,13 +22,14 @@ from engine.worker.quantized.packed_checkpoint import PackedCheckpoint, read_lay
 from engine.worker.tokenizing.gguf_templates import write_templates
 from engine.worker.tokenizing.gguf_tokenizer import (
     build_tokenizer,
+    check_splits,
     write_generation_config,
     write_tokenizer_config,
 )
-from engine.worker.tokenizing.tokenizer import load_tokenizer
+from engine.worker.tokenizing.tokenizer import load_tokenizer, read_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine.worker.load.gguf.vocabulary import Vocabulary
     from engine.worker.load.resolve import Source
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class ModelFiles:
     """A model's source, whose directory has its config. ``vocabulary`` are the tokens of a GGUF
-    file, if they were read, until `tokenizer` frees them."""
+    file, if they were read, until `tokenizer_later` takes them."""
 
     source: Source
     gguf: GgufFile | None
@@ -61,17 +62,26 @@ class ModelFiles:
         return Checkpoint(self.source.directory)
 
     def tokenizer(self) -> HfTokenizer:
-        """Return the model's tokenizer. Call this once.
+        """Return the model's tokenizer. Call this or `tokenizer_later` once; both raise the
+        same."""
+        return self.tokenizer_later()()
+
+    def tokenizer_later(self) -> Callable[[], HfTokenizer]:
+        """Return a function that returns the model's tokenizer, also when the files are closed. It
+        builds that of a GGUF file, for which the library holds Python's lock for 0.2 s.
 
         Raises:
-            SpawnFailed, Refusal: It is missing or damaged (`load_tokenizer`), or that of a GGUF
-                file cannot be built.
+            SpawnFailed, Refusal: It is missing or damaged (`load_tokenizer`). The function: That of
+                a GGUF file cannot be built.
         """
         vocabulary, self.vocabulary = self.vocabulary, None
         directory = self.source.directory
         if vocabulary is None:
-            return load_tokenizer(directory)
-        return load_tokenizer(directory, build_tokenizer(vocabulary), vocabulary.index.keys())
+            tokenizer = load_tokenizer(directory)
+            return lambda: tokenizer
+        check_splits(vocabulary)
+        complete = read_beside(directory)
+        return lambda: complete(build_tokenizer(vocabulary), vocabulary.index.keys())
 
 
 @contextmanager

@@ -125,7 +125,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """A loaded model with its tokenizer, cache and settings."""
+    """A loaded model with its cache and settings. ``make_tokenizer`` returns its tokenizer, which
+    may take 0.2 s; call it once."""
 
     architecture: Architecture
     config: Any
@@ -134,7 +135,7 @@ class PlacedModel:
     pool: PoolSize
     cache: KvCache
     execution: Execution
-    tokenizer: HfTokenizer
+    make_tokenizer: Callable[[], HfTokenizer]
     defaults: SamplingDefaults
     ends: frozenset[int]
     is_demo: bool
@@ -279,7 +280,7 @@ def place(
                 tensors = checkpoint.tensors.values()
                 in_blocks = [one.shape for one in tensors if checkpoint.form(one.name)]
                 layers = stack.enter_context(_layers_beside(spec, source, in_blocks, sizes))
-                tokenizer = files.tokenizer()
+                make_tokenizer = files.tokenizer_later()
                 if (
                     chosen is not None
                     or objection_to_kernels(device, dtype, shapes)
@@ -314,7 +315,7 @@ def place(
         sizes.pool,
         cache,
         execution,
-        tokenizer,
+        make_tokenizer,
         defaults,
         ends,
         source.is_demo,
@@ -327,7 +328,7 @@ def _layers_beside(
     spec: RunnerSpec, source: Source, shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Iterator[Callable[[], Layers]]:
     """Have a thread open what `_layers_of` returns while the block goes on: checking a file of
-    packed weights needs no lock of Python's, and building a tokenizer does. Yield a function that
+    packed weights needs no lock of Python's, and building a model does. Yield a function that
     waits for the thread; close the layers at the end of the block."""
 
     def open_layers() -> Layers:

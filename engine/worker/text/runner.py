@@ -8,6 +8,7 @@ step runs one forward, over exactly the plan's tokens.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -21,6 +22,7 @@ from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResu
 from engine.errors import EngineBug, ShuttingDown
 from engine.worker.failures import describe, is_out_of_memory
 from engine.worker.forward import packing
+from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.load.architectures import context_note
 from engine.worker.load.division import Division
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
@@ -123,7 +125,7 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
     def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         spec = self._spec
         placed = place(spec, self._division, progress, chosen=self._chosen)
-        self._device, self._cache, self._tokenizer = placed.device, placed.cache, placed.tokenizer
+        self._device, self._cache = placed.device, placed.cache
         execution, pool, config = placed.execution, placed.pool, placed.config
         self._model = model = execution.model
         self._backend = execution.backend
@@ -132,12 +134,18 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         self.adapters.open(execution.adapters, placed.dtype, placed.device)
         self._connect(model)
         self._generator = torch.Generator(placed.device).manual_seed(spec.seed)
-        self._grammars = ConstraintCompiler(placed.tokenizer, placed.vocab_size, placed.ends)
+        is_compiled = isinstance(model.module, NativeDecoder)
+        with ThreadPoolExecutor(1) as threads:  # the step computes without Python's lock
+            self._tokenizer = tokenizing = threads.submit(placed.make_tokenizer)
+            try:
+                warm_up(self._execute, pool, decodes=self._states is not None or not is_compiled)
+            finally:  # the tokenizer's own error says more than that of a step without one
+                tokenizer = tokenizing.result()
+        self._grammars = ConstraintCompiler(tokenizer, placed.vocab_size, placed.ends)
         num_bytes = placed.num_bytes(spec)
         if spec.draft_model:
-            self._drafter, of_drafts = open_draft_model(spec, placed, progress)
+            self._drafter, of_drafts = open_draft_model(spec, placed, tokenizer, progress)
             num_bytes += of_drafts
-        warm_up(self._execute, pool)
         return ModelInfo(
             architecture=placed.architecture.name,
             dtype=str(placed.dtype).removeprefix("torch."),

@@ -43,9 +43,10 @@ LIVE_ACTIVATIONS = 4
 LOGITS_COPIES = 3
 
 
-def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
-    """Compute a prompt of two tokens and one greedy decode, which calls every kernel and reads
-    every weight for the first time.
+def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize, *, decodes: bool) -> None:
+    """Compute a prompt of two tokens and sample one, which reads every weight for the first time.
+    With ``decodes``, also compute that one, which reads them again: modules of a library may do
+    more in a first decode, and layers with states compute otherwise.
 
     Raises:
         Refusal: A step gave no token, for example because its results overflow.
@@ -58,7 +59,7 @@ def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
     state = StateDelta(BlockId(0)) if pool.num_states else None
     first = Row(new.sequence, 0, count, blocks, Logits.LAST, state=state)
     _check(execute(StepPlan(WARM_UP_PLAN, (first,), admitted=(new,))))
-    if len(blocks.append) * pool.block_size > count:
+    if decodes and len(blocks.append) * pool.block_size > count:
         kept = BlockDelta(len(blocks.append))
         row = Row(new.sequence, count, 1, kept, Logits.LAST)
         _check(execute(StepPlan(WARM_UP_PLAN, (row,))))

@@ -83,18 +83,28 @@ def write_generation_config(vocabulary: Vocabulary, directory: Path) -> None:
     (directory / "generation_config.json").write_text(content, encoding="utf-8")
 
 
+def check_splits(vocabulary: Vocabulary) -> None:
+    """Check that it is known how text is split before merges.
+
+    Raises:
+        SpawnFailed: The file names another pre-tokenizer.
+    """
+    name = vocabulary.pre_tokenizer
+    if vocabulary.is_byte_level and name not in SPLITS:
+        raise SpawnFailed(
+            f"the GGUF file's pre-tokenizer (tokenizer.ggml.pre) is {name!r}, which is not known, "
+            f"so that its text would be split wrongly; known are {', '.join(filter(None, SPLITS))}"
+        )
+
+
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     """Return a tokenizer of byte-level BPE.
 
     Raises:
         SpawnFailed: Its pre-tokenizer is not known.
     """
+    check_splits(vocabulary)
     name = vocabulary.pre_tokenizer
-    if name not in SPLITS:
-        raise SpawnFailed(
-            f"the GGUF file's pre-tokenizer (tokenizer.ggml.pre) is {name!r}, which is not known, "
-            f"so that its text would be split wrongly; known are {', '.join(filter(None, SPLITS))}"
-        )
     if not name:
         log.warning(
             "the GGUF file names no pre-tokenizer (tokenizer.ggml.pre); its text is split as "

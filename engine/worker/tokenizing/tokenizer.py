@@ -33,7 +33,7 @@ from engine.worker.tokenizing.text_encoder import TextEncoder
 from engine.worker.tokenizing.token_sizes import max_chars_per_token
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 
 # The names a chat template may read (transformers' SPECIAL_TOKENS_ATTRIBUTES).
@@ -257,16 +257,27 @@ def load_tokenizer(
         if not has_file(file):
             return _convert(directory)
         backend = _read_backend(file)
+    return read_beside(directory)(backend, tokens)
+
+
+def read_beside(directory: Path) -> Callable[[Backend, Collection[str]], HfTokenizer]:
+    """Read the files beside a model's tokenizer.json, and return a function that makes a tokenizer
+    of a backend and its tokens (`load_tokenizer`).
+
+    Raises:
+        SpawnFailed, Refusal: as `load_tokenizer`.
+    """
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(directory / "special_tokens_map.json")
-    _add_missing(backend, config)
-    return HfTokenizer(
-        backend,
-        special_tokens={n: _content(config[n]) for n in _SPECIAL_NAMES if config.get(n)},
-        chat_templates=_read_templates(directory, config),
-        tokens=tokens,
-    )
+    special = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+    templates = _read_templates(directory, config)
+
+    def complete(backend: Backend, tokens: Collection[str]) -> HfTokenizer:
+        _add_missing(backend, config)
+        return HfTokenizer(backend, special_tokens=special, chat_templates=templates, tokens=tokens)
+
+    return complete
 
 
 def _read_backend(file: Path) -> Backend:
