@@ -30,7 +30,7 @@ import trio
 from engine import logs
 from engine.api.engine import make_torch_runner, open_engine
 from engine.errors import ConfigError, TrioletError
-from engine.gc_tuning import collect_seldom, freeze_after_load
+from engine.gc_tuning import collect_hardly, freeze_after_load
 from engine.replica.threads import WorkerThreads
 from engine.replica.watchdog import EXIT_HUNG, Watchdog
 from engine.status import ModelState
@@ -402,7 +402,7 @@ def serve_forever(
     make_runner: RunnerFactory = make_torch_runner,
 ) -> int:
     """Run a server until a signal ends it, as ``triolet serve`` does; return the exit code."""
-    collect_seldom()
+    collect_hardly()
     logs.configure(os.environ.get("TRIOLET_LOG", "INFO"), server_config.log_format)
     if not __debug__:
         print(

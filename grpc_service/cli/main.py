@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from engine.gc_tuning import collect_seldom
+from engine.gc_tuning import collect_hardly
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
@@ -538,7 +538,7 @@ def _number(kind: str) -> Callable[[str], float]:
 def _serve(args: argparse.Namespace) -> int:
     ignore_hangups()
     engine_config, server_config = configs_of(args, os.environ)
-    collect_seldom()
+    collect_hardly()
     import trio  # noqa: F401  (first: its modules have libraries, see `grpc_service.cli.linking`)
 
     if any(not model.lazy and model.runner == "thread" for model in engine_config.models):
