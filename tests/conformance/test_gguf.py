@@ -433,7 +433,7 @@ def test_a_distilled_files_markers_and_ends_are_ids_of_the_file(checkpoints, tmp
     checkpoint = checkpoints("llama")
     path = write_model(checkpoint, tmp_path / "model.gguf")
     with GgufFile(path) as file:
-        tokens = file.metadata[TOKENS]
+        tokens = list(file.metadata[TOKENS])
     kinds = [1] * len(tokens)
     markers = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<｜User｜>")
     places = [tokens.index(letter) for letter in "ĀāĂă"]  # tokens in no merge

@@ -25,6 +25,7 @@ from tokenizers import (
 
 from engine.errors import SpawnFailed
 from engine.worker.import_lock import holds_import_lock
+from engine.worker.load.gguf.header import JoinedTexts
 from engine.worker.tokenizing.gguf_splits import SPLITS
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from engine.worker.load.gguf.vocabulary import Vocabulary
 
 SPACE = "▁"  # sentencepiece's character for a space
+NO_SEPARATORS = bytes({*range(256)} - {*b" \0"})
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +193,9 @@ class _Neighbours(Sequence[tuple[str, str]]):
 
 def _pairs(merges: Sequence[str]) -> Sequence[tuple[str, str]]:
     """Return the two tokens of each merge, between which is its first space."""
-    flat = "\0".join(merges).replace(" ", "\0").split("\0")
-    if len(flat) == 2 * len(merges) and all(" " in merge for merge in merges):
-        return _Neighbours(flat)
+    joined = merges.joined if isinstance(merges, JoinedTexts) else "\0".join(merges)
+    if merges and joined.encode().translate(None, NO_SEPARATORS) == (len(merges) * b" \0")[:-1]:
+        return _Neighbours(joined.replace(" ", "\0").split("\0"))
     return [(parts[0], parts[2]) for parts in [merge.partition(" ") for merge in merges]]
 
 

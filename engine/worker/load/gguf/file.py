@@ -16,7 +16,7 @@ import torch
 
 from engine.worker.forward import native
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
-from engine.worker.load.gguf.header import Damaged, read_header
+from engine.worker.load.gguf.header import Damaged, JoinedTexts, read_header
 from engine.worker.load.gguf.models import (
     CONVOLUTION,
     ROPE_FACTORS,
@@ -125,7 +125,7 @@ class GgufFile(Checkpoint):
         other = GgufFile(*self._paths, has_vocabulary=False)
         (blob, header), *others = self._parsed
         counts = {name: len(header.metadata[name]) for name in self._texts
-                  if isinstance(header.metadata.get(name), list)}  # fmt: skip
+                  if isinstance(header.metadata.get(name), (list, JoinedTexts))}  # fmt: skip
         other._parsed = [(blob, replace(header, metadata=header.metadata | counts)), *others]
         return other
 

@@ -1,12 +1,14 @@
 """Parses the header of a GGUF file: its metadata, and where each tensor is.
 
 Rule: the bytes are interpreted elsewhere. Lists of texts that nobody needs are skipped. The library
-of the kernels joins a list's texts, which are then split at once: for 150,000 texts this takes 15
-ms, and 70 ms without the library, where each is read by itself. Source: ggml's docs/gguf.md.
+of the kernels joins a list's texts, which are split at once if they are needed one by one: for
+150,000 texts this takes 15 ms, and 70 ms without the library, where each is read by itself. Source:
+ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import create_string_buffer
 from dataclasses import dataclass
 from struct import Struct, calcsize, unpack_from
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator
     from ctypes import CDLL
     from mmap import mmap
 
@@ -31,6 +33,29 @@ _LENGTH = Struct("<Q")
 
 class Damaged(ValueError):
     """The bytes are no GGUF header; the message says what is wrong."""
+
+
+class JoinedTexts(Sequence[str]):
+    """The texts of a list as one text, ``joined``, with a zero byte between them. Dividing 150,000
+    of them takes 15 ms, which is left to whoever needs each."""
+
+    def __init__(self, joined: str, count: int) -> None:
+        self.joined = joined
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.joined.split("\0")[at]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.joined.split("\0"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +157,7 @@ class TextLists:
         self._library = library
         self._address = int(np.frombuffer(blob, np.uint8).ctypes.data)
 
-    def read(self, place: int, count: int) -> tuple[list[str], int]:
+    def read(self, place: int, count: int) -> tuple[list[str] | JoinedTexts, int]:
         """Return ``count`` texts from the offset ``place`` on, and the offset of their end."""
         if self._library is None or not count:
             return _texts(self._blob, place, count)
@@ -141,7 +166,8 @@ class TextLists:
         if self._library.triolet_texts(self._address + place, size, count, joined) < 0:
             return _texts(self._blob, place, count)  # a text has the byte that would end it
         length = size - 7 * count
-        return str(memoryview(joined)[: length - 1], "utf-8").split("\0"), place + size
+        text = str(memoryview(joined)[: length - 1], "utf-8")
+        return JoinedTexts(text, count), place + size
 
     def end(self, place: int, count: int) -> int:
         """Return the offset of the end of ``count`` texts from the offset ``place`` on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.worker.load.gguf.header import JoinedTexts
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         index=index,
         kinds=kinds,
         scores=_numbers(metadata, "scores", len(tokens), 0.0),
-        merges=merges if isinstance(merges, list) else None,
+        merges=merges if isinstance(merges, (list, JoinedTexts)) else None,
         ids=ids,
         ends=ends,
         adds_bos=_flag(metadata, "add_bos_token"),
@@ -150,11 +151,12 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
 
 def _texts(stored: Any) -> list[str]:
     """Return the texts of all tokens. As in llama.cpp, an empty text is replaced by a name."""
-    if not isinstance(stored, list):
+    if not isinstance(stored, (list, JoinedTexts)):
         return []
-    if "" not in stored:
-        return stored
-    return [text or f"[EMPTY_{index}]" for index, text in enumerate(stored)]
+    texts = list(stored)
+    if "" not in texts:
+        return texts
+    return [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
 
 
 def _index(texts: Sequence[str]) -> dict[str, int]:
