@@ -78,7 +78,7 @@ static inline void expand_part(const Expansion &part, const T *x, long ldx, long
     }
 }
 
-// Adds what the adapters add to the sums of a task, [rows][panels x 16].
+// Adds the adapters' products to the sums of a task, [rows][panels x 16].
 template <class T>
 static inline void expand(const Adaptation<T> &with, long row, long rows, long panel, long panels,
                           float *sums_) {

@@ -70,8 +70,8 @@ static inline void fetch(const T *panels, long stride, long at) {
     for (int n = 0; n < COUNT; n++) __builtin_prefetch(panels + n * stride + at, 0, 2);
 }
 
-// Computes a block. In each step of its loop it also fetches a line of each of FETCHED panels from
-// ``next`` on, which are as far apart as its own.
+// Computes a block. Each step of the loop also fetches a line of each of FETCHED panels from
+// ``next`` on, which are as far apart as the block's own panels.
 template <int ROWS, int PANELS, int FETCHED = 0, class W>
 TRIOLET_APART static void block(const float *x, long ldx, const W *w, long stride, long begin, long end,
                   float *out, long ldo, bool is_more, const W *next = nullptr) {

@@ -8,7 +8,7 @@ the beginning, the first turn (which usually states the task), and as many of th
 fit. The first turn is dropped only after all turns between it and the last, which is never dropped.
 
 Once a turn must be dropped, more are dropped than necessary, so that half of the context is free
-for the turns to come. If each new turn dropped one more, no prompt would find its prefix in the
+for the turns to come. If each new turn dropped one old turn, no prompt would find its prefix in the
 cache.
 """
 

@@ -77,7 +77,7 @@ class Worker:
         self._setup: Any = None
         self._runner: Any = None
         self._compiled = _Compiled()
-        self._sending = threading.Lock()  # taken before a request's answer, never in a step
+        self._sending = threading.Lock()  # held to send progress and signs of life, never in a step
 
     def serve(self) -> None:
         """Answer the requests on the main channel until the server closes it."""
