@@ -4,6 +4,7 @@ The oracle is `expected_tokens`: what a sequence's tokens must be, from its prom
 alone. Whatever the schedule, a reader sees exactly these tokens, in order.
 """
 
+import math
 from itertools import accumulate
 
 from engine.config import SchedulerConfig
@@ -107,6 +108,14 @@ class Driver(StepDriver):
         live = self.scheduler._ledger.requests[name]
         assert said.state in {seq.state.name for seq in live.sequences}
         assert said.computed_tokens <= self.config.block_size * said.blocks
+        has_token = any(seq.has_sampled for seq in live.sequences)
+        assert (said.prompt is None) <= (has_token or live.is_over)
+        if said.prompt is not None:
+            state = said.prompt
+            assert 0 <= state.cached <= len(live.request.prompt)
+            assert 0 <= state.computed <= len(live.request.prompt)
+            assert state.prefill_s >= 0
+            assert state.first_token_s is None or 0 <= state.first_token_s < math.inf
 
     def check_tokens(self):
         """Check that every token that came out is the right one, and that finished outputs are

@@ -129,7 +129,8 @@ class LiveRequests(ABC, Generic[LiveT]):
         if self._pause is None or self._pause not in held_by:
             return explained
         why = f"resume: the model is paused ({self._pause.value})"
-        return replace(explained, waiting_for=why, estimate_s=None)
+        prompt = explained.prompt and explained.prompt._replace(first_token_s=None)
+        return replace(explained, waiting_for=why, estimate_s=None, prompt=prompt)
 
     @abstractmethod
     def _explain(self, live: LiveT, now: float) -> tuple[Explanation, Set[PauseMode]]:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import TYPE_CHECKING, NamedTuple, NewType
+
+if TYPE_CHECKING:
+    from engine.core.common.prompts import PromptState
 
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
@@ -85,7 +88,7 @@ class Explanation:
     ``estimate_s`` is the time until it starts, None if that is unknown or it has started.
     ``computed_tokens`` have their KV values in the pool. Over all its choices, ``drafted_tokens``
     were guessed ahead and ``accepted_tokens`` of them were right; ``drafts`` has each drafter's
-    counts.
+    counts. ``prompt`` is None once a text request has its first token, and for other kinds of work.
     """
 
     state: str
@@ -98,6 +101,7 @@ class Explanation:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafts: tuple[DraftCounts, ...] = ()
+    prompt: PromptState | None = None
 
     def waiting_for_client(self, left_s: float) -> Explanation:
         """Return this, noting that the request goes on for ``left_s`` seconds without a client."""

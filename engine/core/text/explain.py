@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
     from engine.core.text.guests import Guests
     from engine.core.text.ledger import Ledger
+    from engine.core.text.outlook import Outlook
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import LiveText, Sequence
 
@@ -38,9 +39,10 @@ _BEHIND = (State.PARKED, State.WAITING, State.RUNNING, State.ENDING)
 class Explainer:
     """Explains requests of one scheduler."""
 
-    def __init__(self, ledger: Ledger, guests: Guests) -> None:
+    def __init__(self, ledger: Ledger, guests: Guests, outlook: Outlook) -> None:
         self._ledger = ledger
         self._guests = guests
+        self._outlook = outlook
 
     def explain(
         self,
@@ -61,22 +63,23 @@ class Explainer:
         seq = self._furthest_behind(live)
         position = self._position(seq)
         lacking = self._lacking() if position else ""
-        is_to_start = position and not seq.is_known_to_worker
+        estimate_s: float | None = 0.0
+        if position:
+            estimate_s = self._estimate(position, lacking, now, tokens_per_s, run_s)
         counters = [item.drafting.counter for item in live.sequences if item.drafting is not None]
         drafts = counts_of(counters)
         explained = Explanation(
             state=seq.state.name,
             waiting_for=self._reason(seq, position, lacking, now, steps),
             position=position,
-            estimate_s=self._estimate(position, lacking, now, tokens_per_s, run_s)
-            if is_to_start
-            else None,
+            estimate_s=estimate_s if position and not seq.is_known_to_worker else None,
             computed_tokens=_start_of_rows(seq, steps),
             blocks=len(seq.blocks),
             parked_s=seq.seconds_in(Phase.PARKED, now),
             drafted_tokens=sum([draft.drafted for draft in drafts]),
             accepted_tokens=sum([draft.accepted for draft in drafts]),
             drafts=drafts,
+            prompt=self._outlook.state(live, now, steps, estimate_s if lacking else 0.0),
         )
         return explained, _held_by(seq)
 

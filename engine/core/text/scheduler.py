@@ -25,6 +25,7 @@ from engine.core.text.guests import Guests
 from engine.core.text.intake import Intake
 from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
+from engine.core.text.outlook import Outlook
 from engine.core.text.plan import StepPlan, StepResult
 from engine.core.text.planned_step import PlannedStep
 from engine.core.text.recovery import Recovery
@@ -218,7 +219,8 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         return guests if stall is None or (guests is not None and guests < stall) else stall
 
     def _explain(self, live: LiveText, now: float) -> tuple[Explanation, Set[PauseMode]]:
-        return Explainer(self._ledger, self._guests).explain(
+        outlook = Outlook(self._ledger, self._times, self._prompt_limit)
+        return Explainer(self._ledger, self._guests, outlook).explain(
             live,
             now,
             tokens_per_s=self._rate.tokens_per_s,

@@ -17,6 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from engine.core.text.plan import DRAFTING_STEP_MAX
+from engine.core.text.prompt_pace import PromptPace
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -38,7 +39,7 @@ PLAIN_EVERY = 32  # estimate: one step in 32 goes without the draft model, to be
 
 
 class StepTimes:
-    """The estimates of one scheduler.
+    """The estimates of one scheduler. ``pace`` says how long prompts take.
 
     ``pass_ratio`` is how much longer a draft model makes a step for each token of its longest
     draft, in units of a step without drafts.
@@ -55,6 +56,7 @@ class StepTimes:
         # fewer than budget / 2**(k - 1).
         self._prompts = [deque[float](maxlen=KEPT) for _ in sizes]
         self._shortest_prompts_s = math.inf  # no step with prompts was measured yet
+        self.pace = PromptPace()
         # [k]: how many times as long steps with 2**k … 2**(k + 1) - 1 drafts take, and took.
         self._ratios = [
             1.0 + TOKEN_COST * ((2 << k) - 1) for k in range(DRAFTING_STEP_MAX.bit_length() - 1)
@@ -85,11 +87,14 @@ class StepTimes:
             last.append(seconds / self.ratio(num_drafts))
 
     def _note_prompts(self, step: PlannedStep, seconds: float) -> None:
-        chunks = [row.count for row in step.plan.rows if row.count > 1]
-        num_tokens = sum(chunks)
+        chunks = [row for row in step.plan.rows if row.count > 1]
+        num_tokens = sum([row.count for row in chunks])
         self._shortest_prompts_s = min(self._shortest_prompts_s, seconds)
         decodes_s = self.decodes_s(len(step.rows) - len(chunks))
-        token_s = max(seconds - decodes_s, PROMPTS_SHARE_MIN * seconds) / num_tokens
+        prompts_s = max(seconds - decodes_s, PROMPTS_SHARE_MIN * seconds)
+        token_s = prompts_s / num_tokens
+        pairs = sum([row.count * (row.start + row.count / 2) for row in chunks])
+        self.pace.note(num_tokens, pairs, prompts_s)
         k = self._size_of(num_tokens)
         self._prompts[k].append(token_s)
         if num_tokens == self._budget >> k:
