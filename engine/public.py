@@ -9,6 +9,7 @@ from engine.api.engine import open_engine as open_engine
 from engine.config import EngineConfig as EngineConfig
 from engine.config import ModelConfig as ModelConfig
 from engine.core.common.events import Finished as Finished
+from engine.core.common.prompts import PromptProgress as PromptProgress
 from engine.core.common.types import EndReason as EndReason
 from engine.core.text.types import Constraint as Constraint
 from engine.core.text.types import Tokens as Tokens

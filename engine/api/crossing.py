@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 from engine.api import portal
 from engine.api.portal import End, Portal
 from engine.errors import ShuttingDown
+from engine.requests.readers import Latest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -243,9 +244,18 @@ class Stream(Generic[EventT]):
         feed, crossing = self._feed, self._crossing
         if asyncio.get_running_loop() is not crossing.loop:
             raise RuntimeError("the stream belongs to another event loop")
-        while not feed.items:
-            await self._or_close(feed.wait())
-        item = feed.items.popleft()
+        item: Any = None
+        while item is None:
+            while not feed.items:
+                await self._or_close(feed.wait())
+            item = feed.items.popleft()
+            if isinstance(item, feed.credited):
+                if crossing.take(feed) >= feed.num_per_release:
+                    crossing.release()
+                    # Let other tasks of the loop run, even if the stream always has events.
+                    await self._or_close(asyncio.sleep(0))
+            elif isinstance(item, Latest):
+                item = item.take()
         if isinstance(item, End):
             feed.items.append(End())  # the end for other tasks that wait, or come later
             if item.error is None:
@@ -253,10 +263,6 @@ class Stream(Generic[EventT]):
             if isinstance(item.error, ShuttingDown):
                 await end_silently_at_exit()
             raise item.error
-        if isinstance(item, feed.credited) and crossing.take(feed) >= feed.num_per_release:
-            crossing.release()
-            # Let other tasks of the loop run, even if the stream always has events.
-            await self._or_close(asyncio.sleep(0))
         event: EventT = item
         return event
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from engine.api import portal
 from engine.api.portal import End, Feed, Portal
 from engine.errors import ShuttingDown
+from engine.requests.readers import Latest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,7 +158,13 @@ class Stream(Generic[EventT]):
 
     def __next__(self) -> EventT:
         require_waiting_allowed(self._portal)
-        item = self._next_item()
+        item: Any = None
+        while item is None:
+            item = self._next_item()
+            if isinstance(item, self._feed.credited):
+                self._count_taken()
+            elif isinstance(item, Latest):
+                item = item.take()
         if isinstance(item, End):
             self._feed.queue.put(End())  # the end for other threads that wait, or come later
             if item.error is None:
@@ -165,9 +172,8 @@ class Stream(Generic[EventT]):
             if isinstance(item.error, ShuttingDown):
                 end_silently_at_exit()
             raise item.error
-        if isinstance(item, self._feed.credited):
-            self._count_taken()
-        return item
+        event: EventT = item
+        return event
 
     def _next_item(self) -> EventT | End:
         """Return the queue's next item. Before a longer wait, the credit of all events taken is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import trio
 
@@ -24,6 +24,39 @@ class Reader(Protocol[EventT_contra]):
 
     def end(self, error: TrioletError | None) -> None:
         """Take note that no event follows. ``error`` is None for a request that succeeded."""
+
+
+class Latest:
+    """One place for events in a ``reader``'s queue: a newer one replaces one that was not taken.
+
+    The reader's side calls `take` for the event when it finds this in its queue. That may happen on
+    another thread.
+    """
+
+    def __init__(self, reader: Reader[Any]) -> None:
+        self.reader = reader
+        self._event: Any = None
+        self._is_queued = False
+
+    def put(self, event: Any) -> None:
+        """Hand the newest event to the reader. Waits for nothing."""
+        self._event = event
+        if not self._is_queued:
+            self._is_queued = True
+            self.reader.push(self)
+
+    def take(self) -> Any:
+        """Return the newest event; None if it has been taken from this place before."""
+        # In this order, an event that is put meanwhile is taken now or queued again.
+        self._is_queued = False
+        event, self._event = self._event, None
+        return event
+
+
+def taken(events: list[Any]) -> list[Any]:
+    """Return the events that a reader found in its queue, with those of `Latest` in its place."""
+    found = [event.take() if isinstance(event, Latest) else event for event in events]
+    return [event for event in found if event is not None]
 
 
 class ChannelReader(Generic[EventT]):

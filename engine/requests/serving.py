@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.pool.leases import Lease
     from engine.pool.pool import Pool
     from engine.requests.kind import Preparer, RequestKind
+    from engine.requests.progress import ProgressReports
     from engine.requests.stream import RequestStream
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Serving:
     kind: RequestKind
     preparer: Preparer
     pool: Pool
+    reports: ProgressReports
     spare_images: Callable[[Set[RequestId]], RequestId | None]
     shares_prefixes: bool
 
@@ -51,6 +53,8 @@ class Serving:
         Cancellation: ends the request at its replica.
         """
         with ExitStack() as held:
+            if stream.wants_progress:
+                held.enter_context(self.reports.reporting_to(stream))
             await self._serve_once(stream, held)
             while stream.take_moving():
                 log.info("the request joins another queue, because its worker was lost")

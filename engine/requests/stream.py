@@ -36,7 +36,7 @@ from engine.errors import (
     TrioletError,
 )
 from engine.requests.quota import NOWHERE, Origin, QueuedTokens
-from engine.requests.readers import NO_READER, ChannelReader
+from engine.requests.readers import NO_READER, ChannelReader, Latest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,10 +110,12 @@ class RequestStream(Generic[EventT]):
     where the request comes from.
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
+    ``wants_progress``: the client asked for events before its first token (`show`).
     """
 
     attach_token = ""
     seed = 0
+    wants_progress = False
 
     def __init__(
         self,
@@ -167,6 +169,7 @@ class RequestStream(Generic[EventT]):
         self._done = trio.Event()
         self._turn = trio.Event()  # set when the stream is closed, or has to change its replica
         self._is_begun = False  # Started was pushed to the reader
+        self._latest: Latest | None = None  # for `show`
 
     def __repr__(self) -> str:
         kind = type(self).__name__
@@ -235,6 +238,8 @@ class RequestStream(Generic[EventT]):
         event = await self._channel.receive()
         if isinstance(event, self.credited):
             self.release(1)
+        elif isinstance(event, Latest):
+            event = event.take()
         return event
 
     def release(self, num_messages: int) -> None:
@@ -354,6 +359,14 @@ class RequestStream(Generic[EventT]):
         """Act on a choice that ended by itself."""
         self.close(None)
 
+    def show(self, progress: Any, reader: Reader[Any] | None = None) -> None:
+        """Hand an event about the wait to the stream's reader, or to ``reader``. It replaces one
+        that this reader has not taken, and holds no message slot."""
+        reader = reader or self._reader
+        if self._latest is None or self._latest.reader is not reader:
+            self._latest = Latest(reader)
+        self._latest.put(progress)
+
     def _note_result(self, phase: Phase, tokens_done: int) -> None:
         """Take note of a result, after which ``tokens_done`` tokens are done."""
         self.phase, self.tokens_done = phase, tokens_done
@@ -391,16 +404,12 @@ class RequestStream(Generic[EventT]):
         else:
             self.close(self.early_end(event.reason, event.detail))
 
-    def _progress(self) -> str:
-        """Return how far the request came, for the sentence of its error."""
-        return f"after {self.tokens_done} tokens"
-
     def early_end(self, reason: EndReason | None = None, detail: str = "") -> TrioletError:
         """Return the error for an end that is neither STOP nor LENGTH.
 
         Without ``reason``, it is the reason given to `cancel` or, if there is none, the deadline.
         """
-        done = self._progress()
+        done = f"after {self.tokens_done} tokens"
         match reason or self.reason or EndReason.DEADLINE:
             case EndReason.DEADLINE:
                 return DeadlineExceeded(

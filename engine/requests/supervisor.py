@@ -35,6 +35,7 @@ from engine.errors import (
 from engine.requests.detached import DetachedStreams
 from engine.requests.end_counts import EndCounts
 from engine.requests.image_memory import ImageFiles
+from engine.requests.progress import ProgressReports
 from engine.requests.quota import NOWHERE, Origin
 from engine.requests.serving import Serving
 from engine.requests.stream import StreamOptions
@@ -92,11 +93,12 @@ class Supervisor:
         self.tokenizing = Tokenizing(threads, self._tasks, image_decoder)
         self.detached = DetachedStreams(self._tasks)
         self.image_files = ImageFiles(self.detached.image_bytes)
+        reports = ProgressReports(self._tasks, pool)
         self._servings: dict[type, Serving] = {}  # by the classes of requests
         for kind in kinds:
             preparer = kind.make_preparer(self.tokenizing, self._tasks)
             serving = Serving(
-                kind, preparer, pool, self.detached.spare_images, config.share_prefixes
+                kind, preparer, pool, reports, self.detached.spare_images, config.share_prefixes
             )
             self._servings |= dict.fromkeys(kind.request_types, serving)
         self._live: dict[str, RequestStream[Any]] = {}

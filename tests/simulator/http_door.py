@@ -16,6 +16,7 @@ import trio
 from engine.api.engine import Engine
 from engine.config import EngineConfig
 from engine.core.common.events import Finished
+from engine.core.common.prompts import PromptProgress
 from engine.errors import EngineBug
 from engine.requests.image_generation.values import DrawingFinished, DrawRequest
 from engine.requests.stream import RequestStream
@@ -56,8 +57,8 @@ class WholeAnswer(WholeEncoder):
         self._kept: list[Any] = []
 
     def encode(self, source: int, events: Sequence[Any]) -> list[Any]:
-        """Keep events; after the last one, return all."""
-        self._kept += events
+        """Keep events; after the last one, return all. (The real door refuses progress here.)"""
+        self._kept += [one for one in events if not isinstance(one, PromptProgress)]
         self._num_left -= sum(isinstance(one, Finished | DrawingFinished) for one in events)
         return [] if self._num_left else [self._kept]
 

@@ -40,7 +40,15 @@ from engine.core.text.drafting import drafts
 from engine.core.text.memory import blocks, sequence_keys, snapshots, states
 from engine.pool import adapter_version, loads
 from engine.replica import loop
-from engine.requests import detached, image_memory, stream, supervisor, tokenizing
+from engine.requests import (
+    detached,
+    image_memory,
+    progress,
+    readers,
+    stream,
+    supervisor,
+    tokenizing,
+)
 from engine.requests.encode import prepare as prepare_inputs
 from engine.requests.encode import stream as encode_stream
 from engine.requests.image_generation import stream as image_generation_stream
@@ -1105,6 +1113,48 @@ MUTANTS = (
         "None,",
         seed=3,
         owner=planned_step,
+    ),
+    Mutant(
+        "progress queues up behind progress that was not read",
+        readers.Latest.put,
+        "if not self._is_queued:",
+        "if True:",
+        seed=3,
+    ),
+    Mutant(
+        "progress gives back a message slot",
+        stream.RequestStream.receive,
+        "event = event.take()",
+        "event = event.take(); self.release(1)",
+        seed=1,
+    ),
+    Mutant(
+        "progress takes the place of another event",
+        text_stream.TextStream.__init__,
+        "self._num_choices + 1 + self.wants_progress",
+        "self._num_choices + 1",
+        seed=13,
+    ),
+    Mutant(
+        "progress goes back when a prompt is preempted",
+        progress.ProgressReports._look,
+        "max(before.computed_tokens, prompt.computed)",
+        "prompt.computed",
+        seed=3,
+    ),
+    Mutant(
+        "progress goes on after the first token",
+        progress.ProgressReports._report,
+        "if stream.tokens_done or stream.is_closed:",
+        "if stream.is_closed:",
+        seed=3,
+    ),
+    Mutant(
+        "a client that reads hears nothing while nothing changes",
+        progress.ProgressReports._report,
+        "now >= shown_at + UNCHANGED_S",
+        "False",
+        seed=3,
     ),
 )
 

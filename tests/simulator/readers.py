@@ -8,6 +8,7 @@ from typing import Any
 import trio
 
 from engine.core.common.events import Finished
+from engine.core.common.prompts import PromptProgress
 from engine.errors import TrioletError
 from engine.requests.encode.values import EmbedRequest, EncodeEvent, Score
 from engine.requests.stream import RequestStream
@@ -16,6 +17,7 @@ from grpc_service.access.unread_calls import UNREAD_AGE_S, UnreadCalls
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 from tests.simulator.clients import Client
 from tests.simulator.encode_oracle import expected_results, tokens_of
+from tests.simulator.progress import Seen, longest_silence_s
 from tests.simulator.watch import Violation
 
 SLACK_S = 0.1  # a status may be late by this without a violation
@@ -84,16 +86,25 @@ class TextReader(Reader):
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
+    progress: Seen = field(default_factory=Seen)
+    heard_at: float = field(default_factory=trio.current_time)
+    has_grown: bool = False  # its stream has tokens; those before a cut are of another one
+    num_clients: int = 0  # of the world; 0: the server may be silent for any time
 
     @property
     def num_seen(self) -> int:
         tokens = sum(map(len, self.tokens.values()))
-        return (self.prompt_tokens is not None) + tokens + len(self.finished)
+        started = self.prompt_tokens is not None
+        return self.progress.num_events + started + tokens + len(self.finished)
 
     def see(self, event: StreamEvent) -> None:
         request = self.client.request
         assert isinstance(request, GenerateRequest)
         name = request.request_id
+        self._listen(request)
+        if isinstance(event, PromptProgress):
+            self.progress.see(request, event, has_token=self.has_grown)
+            return
         if isinstance(event, Started):
             continuation = request.continuation
             has_begun = continuation is not None and continuation.has_begun
@@ -107,6 +118,7 @@ class TextReader(Reader):
             return
         if self.prompt_tokens is None or event.choice in self.finished:
             raise Violation(f"{name}: {event.journal_line()} out of place")
+        self.has_grown = True
         if isinstance(event, Finished):
             self.finished[event.choice] = event
         else:
@@ -116,6 +128,15 @@ class TextReader(Reader):
                     raise Violation(f"{name}: {scored} scored of {event.token_ids}")
             self.tokens.setdefault(event.choice, []).extend(event.token_ids)
             self.text[event.choice] = self.text.get(event.choice, "") + event.text
+
+    def _listen(self, request: GenerateRequest) -> None:
+        """Check that a client which asked for progress, and reads, was not left alone."""
+        silent_s, self.heard_at = trio.current_time() - self.heard_at, trio.current_time()
+        reads = not self.client.delay_s and self.client.stall_after is None
+        if self.has_grown or not (request.output.progress and reads and self.num_clients):
+            return
+        if silent_s > longest_silence_s(self.num_clients):
+            raise Violation(f"{request.request_id} heard nothing for {silent_s} s")
 
 
 @dataclass

@@ -80,7 +80,9 @@ def attached(reader: TextReader) -> tuple[TextReader, tuple[ReceivedChoice, ...]
         ReceivedChoice(len(reader.tokens.get(choice, ())), choice in reader.finished)
         for choice in range(reader.client.request.n or 1)
     )
-    return _same(reader, _next_cut(reader)), received
+    following = _same(reader, _next_cut(reader))
+    following.has_grown = bool(reader.tokens or reader.finished)
+    return following, received
 
 
 def _next_cut(reader: TextReader) -> Client:
@@ -92,4 +94,10 @@ def _next_cut(reader: TextReader) -> Client:
 
 
 def _same(reader: TextReader, client: Client) -> TextReader:
-    return TextReader(client, tokens=reader.tokens, text=reader.text, finished=reader.finished)
+    return TextReader(
+        client,
+        tokens=reader.tokens,
+        text=reader.text,
+        finished=reader.finished,
+        num_clients=reader.num_clients,
+    )

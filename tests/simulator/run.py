@@ -109,11 +109,11 @@ class SimulatedRpc:
     stream: RequestStream[Any] | None = None
 
 
-def _reader_of(client: Client) -> Reader:
-    """Return a reader for a client's request."""
+def _reader_of(client: Client, num_clients: int) -> Reader:
+    """Return a reader for a client's request, in a world of so many clients."""
     match client.request:
         case GenerateRequest():
-            return TextReader(client)
+            return TextReader(client, num_clients=num_clients)
         case DrawRequest():
             return drawings.DrawReader(client)
         case counting.Count():
@@ -512,7 +512,7 @@ class Simulation:
 
     async def _client(self, engine: Engine, backend: Backend, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
-        reader: Reader | None = _reader_of(client)
+        reader: Reader | None = _reader_of(client, len(self.world.clients))
         while reader is not None:
             stream = await self._read_one(engine, backend, reader)
             following: Reader | None = None
@@ -634,6 +634,8 @@ class Simulation:
         """Make one RPC: a handler with a scope, which its client may cancel."""
         client, scope = reader.client, trio.CancelScope()
         await trio.sleep(self.world.latency_s)
+        if isinstance(reader, TextReader):
+            reader.heard_at = trio.current_time()
         if self._over_http and getattr(client.request, "resume_window_s", None) is None:
             return await self._ask(engine, backend, reader)
         self._holder.enter()
@@ -925,6 +927,8 @@ class Simulation:
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
         for serving in engine._supervisor._servings.values():
+            if serving.reports._num_watched:
+                raise Violation(f"{serving.reports._num_watched} reports go on at rest")
             preparer = serving.preparer
             has_images = isinstance(
                 preparer, InputPreparer | ImageGenerationPreparer | TextPreparer

@@ -12,7 +12,16 @@ from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tests.simulator import adapters, counting, pool_faults, resumption, states, thinking, vision
+from tests.simulator import (
+    adapters,
+    counting,
+    pool_faults,
+    progress,
+    resumption,
+    states,
+    thinking,
+    vision,
+)
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_beside, draw_client
 from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
@@ -47,6 +56,7 @@ FAULTS = (
     drawings.FAULT,
     states.FAULT,
     thinking.FAULT,
+    progress.FAULT,
     counting.FAULT,
 )
 SHARES = {  # share of worlds with each of these faults, which end a world early or hide others
@@ -58,7 +68,7 @@ SHARES = {  # share of worlds with each of these faults, which end a world early
 }
 # The faults that the world's own generator draws. The others are drawn separately, except the last,
 # counting, which a world has only if ``faults`` names it.
-DRAWN = FAULTS[:-8]
+DRAWN = FAULTS[:-9]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -121,6 +131,8 @@ def draw_world(
         drawn |= {states.FAULT}
     if thinking.is_drawn(seed):
         drawn |= {thinking.FAULT}
+    if progress.is_drawn(seed):
+        drawn |= {progress.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -159,6 +171,8 @@ def draw_world(
         config, clients = vision.add(config), vision.show(seed, clients)
     if thinking.FAULT in active:
         clients = thinking.bound(seed, clients)
+    if progress.FAULT in active:
+        clients = progress.ask(seed, clients)
     beside: Any = counting if counting.FAULT in active else drawings
     if beside.FAULT in active:
         config = drawings.add(seed, config, beside.MODEL)

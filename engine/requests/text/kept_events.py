@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.core.common.events import Finished
+from engine.core.text.types import Tokens
 from engine.errors import FieldViolation, RequestCancelled
 from engine.requests.text.values import AnswerTokens, Started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.core.text.types import TokenLogprob, Tokens
+    from engine.core.text.types import TokenLogprob
     from engine.errors import TrioletError
     from engine.requests.readers import Reader
     from engine.requests.text.continuation import ContinuedChoice
@@ -84,26 +85,31 @@ class KeptEvents:
         """Whether a client reads."""
         return self._reader is not NOBODY
 
+    @property
+    def reader(self) -> Reader[StreamEvent]:
+        """What reads now; after a loss, something that drops all events."""
+        return self._reader
+
     def is_read_by(self, reader: object) -> bool:
         """Return whether ``reader`` gets the events."""
         return self._reader is reader
 
     def push(self, event: StreamEvent) -> None:
         """Keep an event and pass it on."""
-        if isinstance(event, Started):
-            self._is_started_whole = _size_of(event.prompt_logprobs) <= KEPT_BYTES_MAX
-            kept = event if self._is_started_whole else replace(event, prompt_logprobs=())
-            self._started.append(kept)
-            self._started_bytes += _size_of(kept.prompt_logprobs)
-        elif isinstance(event, Finished):
-            self._ends[event.choice] = event
-        else:
+        if isinstance(event, Tokens):
             self._tokens.append(event)
             self._tokens_bytes += _bytes_of(event)
             while self._tokens_bytes > KEPT_BYTES_MAX and len(self._tokens) > 1:
                 oldest = self._tokens.popleft()
                 self._tokens_bytes -= _bytes_of(oldest)
                 self._dropped[oldest.choice] += len(oldest.token_ids)
+        elif isinstance(event, Started):
+            self._is_started_whole = _size_of(event.prompt_logprobs) <= KEPT_BYTES_MAX
+            kept = event if self._is_started_whole else replace(event, prompt_logprobs=())
+            self._started.append(kept)
+            self._started_bytes += _size_of(kept.prompt_logprobs)
+        elif isinstance(event, Finished):
+            self._ends[event.choice] = event
         self._reader.push(event)
 
     def end(self, error: TrioletError | None) -> None:

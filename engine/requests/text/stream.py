@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.core.common.events import Admitted, Finished, OutputEvent
+    from engine.core.common.prompts import PromptProgress
     from engine.core.text.types import TokenLogprob
     from engine.requests.readers import Reader
     from engine.requests.stream import StreamOptions
@@ -68,8 +69,10 @@ class TextStream(RequestStream[StreamEvent]):
         if options.reader is not None and self.resume_window_s is not None:
             self._kept = KeptEvents(options.reader, continued)
             options = replace(options, reader=self._kept)
-        # Started, and the end of each choice, hold no message slot.
-        super().__init__(request, options, num_beside=self._num_choices + 1, credited=(Tokens,))
+        self.wants_progress = bool(request.output.progress)
+        # Started, the progress, and the end of each choice, hold no message slot.
+        num_beside = self._num_choices + 1 + self.wants_progress
+        super().__init__(request, options, num_beside=num_beside, credited=(Tokens,))
         if self._kept is not None:
             self.attach_token = secrets.token_urlsafe(ATTACH_TOKEN_BYTES)
 
@@ -154,6 +157,10 @@ class TextStream(RequestStream[StreamEvent]):
             self.replica.loop.post(event(self.core_id))
         if self.ahead is not None:
             self.ahead.count(is_there)
+
+    def show(self, progress: PromptProgress, reader: Reader[Any] | None = None) -> None:
+        """Hand an event about the wait to the reader. It is not kept for a client that attaches."""
+        super().show(progress, self._kept and self._kept.reader)
 
     # ---- before the request is in the queue
 

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from engine.core.common.events import Finished
+from engine.core.common.prompts import PromptProgress
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.field_types import (
@@ -155,6 +156,7 @@ class OutputOptions(TypedFields):
     echo: bool | None = None
     skip_special_tokens: bool | None = None
     tool_argument_deltas: bool | None = None
+    progress: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,4 +405,4 @@ class AnswerTokens(Tokens):
         return hash((tuple(self), self.reasoning, self.tool_calls))
 
 
-StreamEvent = Started | Tokens | Finished
+StreamEvent = Started | PromptProgress | Tokens | Finished
