@@ -110,6 +110,8 @@ class Resumption:
         """
         if not self._is_on:
             return event
+        if event.HasField("progress"):  # that of a second stream would begin anew
+            return None if self._is_resumed else event
         if event.HasField("started"):
             return self._take_started(event)
         self._has_grown, self._broken_at, self._num_tries = True, None, 0

@@ -21,6 +21,7 @@ from grpc_service.openai.work import WholeEncoder
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from engine.core.common.prompts import PromptProgress
     from engine.core.common.types import Usage
     from engine.requests.text.values import StreamEvent, ToolCallDelta
     from grpc_service.openai.work import Encoder
@@ -56,6 +57,7 @@ class _Answer:
     ) -> None:
         self._head: dict[str, Any] = {"id": answer_id, "created": created, "model": ""}
         self._num_choices = num_choices
+        self._num_sources = num_sources
         self._num_left = num_choices * num_sources
         self._with_usage = with_usage
         self._with_logprobs = with_logprobs
@@ -153,6 +155,8 @@ class _Stream(_Answer):
             elif isinstance(event, Started):
                 self._start(source, event)
                 chunks += self._opening(source)
+            else:
+                chunks.append(self._progress(source, event))
         for choice, tokens in pending.items():
             chunks += self._chunks(first + choice, tokens)
         return [b"".join(chunks)] if chunks else []
@@ -189,6 +193,27 @@ class _Stream(_Answer):
         if self._with_usage:
             body["usage"] = None
         return b"data: " + encode_json(body) + b"\n\n"
+
+    def _progress(self, source: int, event: PromptProgress) -> bytes:
+        """Return a chunk without choices, as the one with the usage, so that clients which do not
+        know it ignore it. The first four values are llama.cpp's."""
+        progress: dict[str, Any] = {
+            "total": event.prompt_tokens,
+            "cache": event.cached_tokens,
+            "processed": event.computed_tokens,
+            "time_ms": round(1000 * event.prefill_s),
+            "phase": event.phase,
+            "queue_position": event.position,
+            "loaded_bytes": event.loaded_bytes,
+            "total_bytes": event.total_bytes,
+            "first_token_ms": _milliseconds(event.first_token_s),
+        }
+        if self._num_sources > 1:
+            progress["prompt"] = source
+        body = {**self._head, "object": self.chunk_kind, "choices": []}
+        if self._with_usage:
+            body["usage"] = None
+        return b"data: " + encode_json(body | {"prompt_progress": progress}) + b"\n\n"
 
     def _last(self) -> Iterator[bytes]:
         if self._with_usage:
@@ -321,6 +346,7 @@ class _Whole(_Answer):
             if isinstance(event, Started):
                 self._start(source, event)
                 continue
+            assert isinstance(event, Tokens | Finished)  # progress needs a stream
             kept = self._kept[source * self._num_choices + event.choice]
             if isinstance(event, Tokens):
                 self._keep(kept, event)
@@ -420,6 +446,10 @@ def _without_answer(event: StreamEvent) -> StreamEvent:
 
 
 # ---- parts
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(1000 * seconds)
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

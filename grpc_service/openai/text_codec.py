@@ -69,6 +69,7 @@ RENAMED = {
     "sampling.include_stop": "include_stop_str_in_output",
     "output.logprobs": "top_logprobs",
     "output.token_ids": "return_token_ids",
+    "output.progress": "return_progress",
     "prompt.truncate_to": "truncate_prompt_tokens",
     "chat.template_args": "chat_template_kwargs",
     "reasoning.budget_tokens": BUDGETS[0],
@@ -124,7 +125,7 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
         continue_final_message=bool(fields.switch("continue_final_message")),
     )
     chat.look_through()
-    is_stream, with_usage = _stream_of(fields)
+    is_stream, with_usage = _stream_of(fields, output)
     # A stream's calls come as they are generated, as clients of OpenAI's API expect.
     has_deltas = fields.switch("tool_argument_deltas")
     output = replace(output, tool_argument_deltas=is_stream if has_deltas is None else has_deltas)
@@ -269,7 +270,7 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
     logprobs = fields.whole("logprobs", 0, MAX_LOGPROBS)
     prompts = _prompts_of(fields)
     output = _output_of(fields, logprobs, echoes=echoes)
-    is_stream, with_usage = _stream_of(fields)
+    is_stream, with_usage = _stream_of(fields, output)
     fields.expect("suffix", "")
     shared = _request_of(fields, context, output, text="")
     is_echo_alone = echoes and shared.sampling.max_tokens == 0
@@ -428,12 +429,15 @@ def _output_of(fields: Fields, logprobs: int | None, *, echoes: bool = False) ->
         token_ids=fields.switch("return_token_ids"),
         echo=echoes or None,
         skip_special_tokens=fields.switch("skip_special_tokens"),
+        progress=fields.switch("return_progress"),
     )
 
 
-def _stream_of(fields: Fields) -> tuple[bool, bool]:
+def _stream_of(fields: Fields, output: OutputOptions) -> tuple[bool, bool]:
     """Return whether the answer is a stream, and whether a stream ends with the usage."""
     is_stream = bool(fields.switch("stream"))
+    if output.progress and not is_stream:
+        fields.refuse("return_progress", "needs stream to be true")
     options = fields.inner("stream_options")
     if options is None:
         return is_stream, False

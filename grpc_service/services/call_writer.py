@@ -23,6 +23,7 @@ import trio
 
 from engine import logs
 from engine.replica.threads import WorkerThreads
+from engine.requests.readers import taken
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
@@ -262,7 +263,7 @@ class CallWriter:
                 raise self._bug
             if self._pending:
                 events, self._pending = self._pending, []
-                return events
+                return taken(events) if self._stream.wants_progress else events
             if self._error is not None:
                 raise self._error
             if self._has_ended:

@@ -14,10 +14,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from engine.core.common.events import Finished
+from engine.core.common.prompts import PromptProgress
 from engine.core.common.types import EndReason, Timings
 from engine.core.text.types import TokenLogprob, Tokens
 from engine.errors import RequestTooLarge
-from engine.requests.text.values import AnswerTokens, Started, StreamEvent, ToolCallDelta
+from engine.requests.text.values import (
+    AnswerTokens,
+    Started,
+    StreamEvent,
+    ToolCallDelta,
+)
 from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -57,6 +63,8 @@ def encode_events(
             messages += _deltas(pending.pop(event.choice, ()), token_ids=token_ids)
             if event.reason.is_success:
                 messages.append(_encode_finished(event))
+        elif isinstance(event, PromptProgress):
+            messages.append(_encode_progress(event))
         else:
             messages += _encode_started(event)
     for parts in pending.values():
@@ -197,6 +205,23 @@ def _bare_started(event: Started) -> inference_pb2.GenerateResponse:
             prompt_tokens=event.prompt_tokens,
             seed=event.seed,
             attach_token=event.attach_token,
+        )
+    )
+
+
+def _encode_progress(event: PromptProgress) -> inference_pb2.GenerateResponse:
+    first_s = event.first_token_s
+    return inference_pb2.GenerateResponse(
+        progress=inference_pb2.PromptProgress(
+            phase=event.phase,
+            position=event.position,
+            loaded_bytes=event.loaded_bytes,
+            total_bytes=event.total_bytes,
+            prompt_tokens=event.prompt_tokens,
+            computed_tokens=event.computed_tokens,
+            cached_tokens=event.cached_tokens,
+            prefill=encode_duration(event.prefill_s),
+            first_token=None if first_s is None else encode_duration(first_s),
         )
     )
 

@@ -93,9 +93,9 @@ class GenerateEncoder:
         elif isinstance(event, Finished):
             if event.reason.is_success:
                 yield self._complete(event)
-        elif not self._is_stream:
+        elif isinstance(event, Tokens) and not self._is_stream:
             self._add(event)
-        else:
+        elif isinstance(event, Tokens):
             for part in _parts_of(event, self._tokens_max):
                 self._fill_chunk(part)
                 yield vllm_engine_pb2.GenerateResponse.FromString(self._chunk.SerializeToString())

@@ -58,6 +58,7 @@ class FakeStream:
     """
 
     request_id = "r1"
+    wants_progress = False
 
     def __init__(
         self,

@@ -89,6 +89,7 @@ PARAMETERS = {
     "echo": [UNSET, False, True],
     "skip_special_tokens": [UNSET, True, False],
     "tool_argument_deltas": [UNSET, False, True],
+    "progress": [UNSET, False, True],
     "priority": [UNSET, 0, -7],
     "request_id": [UNSET, "own"],
     "model": [UNSET, "llama"],
@@ -126,10 +127,11 @@ NEUTRAL = {
     "echo": False,
     "skip_special_tokens": True,
 }
-# Parameters that change no answer: they are for the scheduler, a name, or for calls of tools, which
-# `tests/service/test_openai.py` and `tests/simulation/test_chats.py` have.
+# Parameters that change no answer: they are for the scheduler, a name, for calls of tools, which
+# `tests/service/test_openai.py` and `tests/simulation/test_chats.py` have, or for events before the
+# answer, which `tests/service/test_progress.py` has.
 UNHEARD = {
-    "tool_argument_deltas",
+    *("tool_argument_deltas", "progress"),
     *("cache_salt", "bypass_prefix_cache", "priority", "request_id", "model", "speculation"),
 }
 

@@ -42,7 +42,7 @@ OF_TEXTS = {"echo"}
 NAMED_BELOW = {
     *("model", "messages", "prompt", "tools", "stream", "stream_options", "logprobs"),
     *("top_logprobs", "parallel_tool_calls", "request_id"),
-    *("thinking_token_budget", "thinking_budget"),
+    *("thinking_token_budget", "thinking_budget", "return_progress"),
 }
 
 

@@ -62,7 +62,9 @@ async def embed_in_trio() -> None:
     async with engine.open_engine("demo-stories") as eng:
         async with eng.generate("Once") as stream:
             async for event in stream:
-                assert_type(event, engine.Started | engine.Tokens | engine.Finished)
+                assert_type(
+                    event, engine.Started | engine.PromptProgress | engine.Tokens | engine.Finished
+                )
         assert_type(eng.list_models()[0].state, ModelState)
         eng.get_model(3)  # type: ignore[arg-type]
 

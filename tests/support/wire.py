@@ -130,8 +130,8 @@ class Heard:
 
     @property
     def started(self):
-        """Return Started."""
-        return self.messages[0].started
+        """Return Started, which only progress may precede."""
+        return next(m for m in self.messages if not m.HasField("progress")).started
 
     @property
     def deltas(self):

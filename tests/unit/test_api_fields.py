@@ -105,9 +105,16 @@ MESSAGES = {
     """,
     "OutputOptions": """
         logprobs:uint32? prompt_logprobs:uint32? token_ids:bool? echo:bool?
-        skip_special_tokens:bool? tool_argument_deltas:bool?
+        skip_special_tokens:bool? tool_argument_deltas:bool? progress:bool?
     """,
-    "GenerateResponse": "event/started:Started event/delta:Delta event/finished:Finished",
+    "GenerateResponse": """
+        event/started:Started event/delta:Delta event/finished:Finished
+        event/progress:PromptProgress
+    """,
+    "PromptProgress": """
+        phase:string position:uint32 loaded_bytes:uint64 total_bytes:uint64 prompt_tokens:uint32
+        computed_tokens:uint32 cached_tokens:uint32 prefill:Duration first_token:Duration
+    """,
     "Started": """
         request_id:string model:string prompt_tokens:uint32 prompt_logprobs:TokenLogprob*
         seed:uint64? attach_token:string

@@ -318,6 +318,22 @@ async def test_an_event_without_a_short_form_is_left_to_the_task(serve):
     assert served.call.written == [[token(1)]]
 
 
+async def test_progress_has_one_place_and_no_credit(serve):
+    served = await serve(is_open=True)
+    served.call.encode_short = served.writer._encode_short = lambda event: None
+    served.stream.wants_progress = True
+    for number in range(3):
+        served.stream.show(number)
+    served.make(7)
+    served.stream.show(3)
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[3, token(7)]]
+    served.stream.show(4)
+    await wait_all_tasks_blocked()
+    assert served.call.written[1:] == [[4]]
+    assert served.stream.credit.free == BUFFER
+
+
 async def test_an_event_with_nothing_to_send_gives_its_credit_back(serve):
     served = await serve()
     served.writer._encode_short = lambda event: b""

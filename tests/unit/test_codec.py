@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.common.events import Finished
+from engine.core.common.prompts import PromptProgress
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Alternative, Constraint, TokenLogprob, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge, TrioletError
@@ -295,6 +296,26 @@ def test_started_is_encoded_completely():
         assert message == inference_pb2.GenerateResponse(
             started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=7, seed=seed)
         )
+
+
+def test_progress_is_encoded_completely_in_its_place():
+    told = PromptProgress("prefill", 3, 10, 20, 7, 5, 2, 1.5, 0.25)
+    unknown = PromptProgress("load")
+    messages = text_encoder.encode_events([unknown, Started("r", "m", 7), told, tokens()])
+    kinds = [message.WhichOneof("event") for message in messages]
+    assert kinds == ["progress", "started", "progress", "delta"]
+    assert not messages[0].progress.HasField("first_token")
+    assert json_format.MessageToDict(messages[2].progress, preserving_proto_field_name=True) == {
+        "phase": "prefill",
+        "position": 3,
+        "loaded_bytes": "10",
+        "total_bytes": "20",
+        "prompt_tokens": 7,
+        "computed_tokens": 5,
+        "cached_tokens": 2,
+        "prefill": "1.500s",
+        "first_token": "0.250s",
+    }
 
 
 def test_finished_is_encoded_completely():

@@ -155,6 +155,7 @@ ANY_VALUE = {
     "output.echo",
     "output.skip_special_tokens",
     "output.tool_argument_deltas",
+    "output.progress",
     "chat.messages.parts.text",
     "chat.messages.name",
     "continuation.choices.finished",

@@ -99,6 +99,16 @@ def test_without_resumption_nothing_is_changed():
     assert resumption.next_call(unavailable()) is None
 
 
+def test_a_program_sees_the_progress_of_the_first_stream_alone():
+    resumption, _ = made()
+    progress = pb.GenerateResponse(progress={"phase": "prefill", "computed_tokens": 9})
+    assert resumption.take(progress) == progress
+    resumption.take(started())
+    assert resumption.take(progress) == progress
+    resumption.next_call(unavailable())
+    assert resumption.take(progress) is None
+
+
 def test_tries_have_growing_delays_and_end_when_nothing_new_comes():
     """Red if a stream that gets no new token is retried for ever."""
     told = []

@@ -203,30 +203,56 @@ class PromptOptions(_message.Message):
     def __init__(self, truncate_to: _Optional[int] = ..., truncate_left: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logprobs", "prompt_logprobs", "token_ids", "echo", "skip_special_tokens", "tool_argument_deltas")
+    __slots__ = ("logprobs", "prompt_logprobs", "token_ids", "echo", "skip_special_tokens", "tool_argument_deltas", "progress")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOOL_ARGUMENT_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     logprobs: int
     prompt_logprobs: int
     token_ids: bool
     echo: bool
     skip_special_tokens: bool
     tool_argument_deltas: bool
-    def __init__(self, logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., tool_argument_deltas: _Optional[bool] = ...) -> None: ...
+    progress: bool
+    def __init__(self, logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., tool_argument_deltas: _Optional[bool] = ..., progress: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished")
+    __slots__ = ("started", "delta", "finished", "progress")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    progress: PromptProgress
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., progress: _Optional[_Union[PromptProgress, _Mapping]] = ...) -> None: ...
+
+class PromptProgress(_message.Message):
+    __slots__ = ("phase", "position", "loaded_bytes", "total_bytes", "prompt_tokens", "computed_tokens", "cached_tokens", "prefill", "first_token")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    position: int
+    loaded_bytes: int
+    total_bytes: int
+    prompt_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    prefill: _duration_pb2.Duration
+    first_token: _duration_pb2.Duration
+    def __init__(self, phase: _Optional[str] = ..., position: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "prompt_logprobs", "seed", "attach_token")

@@ -102,7 +102,8 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Continues a prompt or answers a chat. The stream begins with one Started at admission. Delta
         messages follow as tokens are generated; those of several choices are interleaved. Each choice
-        ends with one Finished. A choice that fails ends the whole call.
+        ends with one Finished. A choice that fails ends the whole call. With OutputOptions.progress,
+        PromptProgress comes before the first Delta, also before Started.
         Attach sends the same messages:
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
