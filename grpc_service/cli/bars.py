@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from grpc_service.client import messages
 
 
 @contextlib.contextmanager
@@ -37,3 +40,33 @@ def bar(
         *columns, console=Console(stderr=True), transient=True, redirect_stdout=False
     ) as bars:
         yield partial(bars.update, bars.add_task(text, total=total))
+
+
+def until_first_token(
+    events: Iterable[messages.GenerateResponse],
+) -> Iterator[messages.GenerateResponse]:
+    """Yield the events of a stream, and show those of its progress as a bar."""
+    with contextlib.ExitStack() as shown:
+        update: Callable[..., Any] | None = None
+        for event in events:
+            if not event.HasField("progress"):
+                shown.close()
+                update = None
+                yield event
+                continue
+            text, done, total = _describe(event.progress)
+            update = update or shown.enter_context(bar(text))
+            update(description=text, completed=done, total=total or None)
+
+
+def _describe(progress: messages.PromptProgress) -> tuple[str, int, int]:
+    """Return the text of a bar, and how much is done of how much; 0 of what is not known."""
+    if progress.phase == "load":
+        done, total = progress.loaded_bytes // 2**20, progress.total_bytes // 2**20
+        return "loading the model, MiB", done, total
+    text = "reading the prompt"
+    if progress.position:
+        text = f"place {progress.position} in the queue"
+    if progress.HasField("first_token"):
+        text += f", about {math.ceil(progress.first_token.ToTimedelta().total_seconds())} s left"
+    return text, progress.computed_tokens, progress.prompt_tokens

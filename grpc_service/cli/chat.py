@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.requests.text.truncation import choose_dropped, truncation_limits, without_messages
+from grpc_service.cli.bars import until_first_token
 from grpc_service.cli.client import break_note, explain, message_from, run_client
-from grpc_service.cli.generate import json_line, sampling_of
+from grpc_service.cli.generate import json_line, sampling_of, waiting_output
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
 from grpc_service.client import CallError, InvalidArgument, messages
 
@@ -195,13 +196,14 @@ class Conversation:
             chat=messages.Chat(messages=map(message_of, turns)),
             sampling=self._sampling,
             reasoning=message_from(messages.Reasoning, self._args),
+            output=waiting_output(self._args),
         )
         on_break = break_note(self._args)
         stream = self._client.generate(request, timeout=self._args.timeout, on_break=on_break)
         printer = _Printer(is_json=self._args.json)
         try:
             with naming_files(turns):
-                for event in stream:
+                for event in until_first_token(stream):
                     if num_dropped and event.HasField("started"):
                         _note(
                             f"(The context is full: {num_dropped} earlier messages were left out.)"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format
 
 from engine.errors import ConfigError
+from grpc_service.cli.bars import until_first_token
 from grpc_service.cli.client import break_note, message_from, run_client
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
 from grpc_service.cli.texts import progress, texts_of
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--image needs --chat: an image is part of a message")
     turn = user_turn(_prompt(args.prompt), read_images(args.images))
     request = request_of(args, turn)
+    request.output.MergeFrom(waiting_output(args))
 
     def job(client: Client) -> None:
         on_break = break_note(args)
@@ -58,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
                 for event in stream:
                     print(json_line(event), flush=True)
             elif request.n > 1:
-                print_choices(stream, request.n)
+                print_choices(until_first_token(stream), request.n)
             else:
-                print_text(stream)
+                print_text(until_first_token(stream))
 
     return run_client(args, job)
 
@@ -154,6 +156,13 @@ def request_of(args: argparse.Namespace, turn: Turn) -> messages.GenerateRequest
     else:
         request.text = str(turn["content"])
     return request
+
+
+def waiting_output(args: argparse.Namespace) -> messages.OutputOptions:
+    """Return the output options that ask for the events of `until_first_token`, if a terminal shows
+    them."""
+    is_shown = sys.stderr.isatty() and not args.json
+    return messages.OutputOptions(progress=True if is_shown else None)
 
 
 def sampling_of(args: argparse.Namespace) -> messages.SamplingParams:

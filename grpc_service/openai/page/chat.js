@@ -168,6 +168,7 @@ function bodyOf(model) {
     model,
     messages: system ? [{ role: "system", content: system }, ...turns] : turns,
     stream: true,
+    return_progress: true,
     stream_options: { include_usage: true },
   };
   for (const name of NUMBERS) {
@@ -185,8 +186,9 @@ function addAnswer(model) {
     make("summary", {}, "Reasoning"), thought);
   const text = make("p", { className: "text" }, "");
   const figures = make("p", { className: "figures" }, "…");
-  const turn = addTurn("assistant", model, reasoning, text, figures);
-  return { turn, thought, reasoning, text, figures };
+  const bar = make("progress", { hidden: true, ariaLabel: "Until the first token" });
+  const turn = addTurn("assistant", model, reasoning, text, bar, figures);
+  return { turn, thought, reasoning, text, bar, figures };
 }
 
 async function answer() {
@@ -210,6 +212,7 @@ async function answer() {
   } finally {
     if (running === control) running = null;
   }
+  shown.bar.hidden = true;
   shown.figures.textContent = figuresOf(told, times);
   if (!shown.turn.isConnected) return; // another chat has begun
   if (told.content) turns.push({ role: "assistant", content: told.content });
@@ -219,6 +222,7 @@ async function answer() {
 function take(event, told, times, shown) {
   const isAtEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 80;
   told.usage = event.usage ?? told.usage;
+  if (event.prompt_progress) showProgress(event.prompt_progress, shown);
   for (const { delta, finish_reason: finish } of event.choices) {
     told.finish = finish ?? told.finish;
     if (delta.reasoning_content) {
@@ -236,9 +240,31 @@ function take(event, told, times, shown) {
     if (delta.content || delta.reasoning_content || delta.tool_calls) {
       times.last = performance.now();
       times.first ||= times.last;
+      if (!shown.bar.hidden) hideProgress(shown);
     }
   }
   if (isAtEnd) shown.turn.scrollIntoView({ block: "end" });
+}
+
+// What the server does before the first token. A bar without a value only moves.
+function showProgress(progress, { bar, figures }) {
+  const parts = [];
+  let [done, total] = [progress.processed, progress.total];
+  if (progress.phase === "load") {
+    [done, total] = [progress.loaded_bytes, progress.total_bytes];
+    parts.push("loading the model");
+  } else if (progress.queue_position) parts.push(`place ${progress.queue_position} in the queue`);
+  else parts.push(total ? `${done} of ${total} tokens read` : "preparing");
+  if (progress.first_token_ms !== null) parts.push(`about ${Math.ceil(progress.first_token_ms / 1000)} s left`);
+  if (total && done) Object.assign(bar, { max: total, value: done });
+  else bar.removeAttribute("value");
+  bar.hidden = false;
+  figures.textContent = parts.join(" · ");
+}
+
+function hideProgress({ bar, figures }) {
+  bar.hidden = true;
+  figures.textContent = "…";
 }
 
 function figuresOf(told, times) {
