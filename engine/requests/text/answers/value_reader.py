@@ -68,9 +68,20 @@ class JsonScanner:
 class ValueReader(AnswerReader):
     """Reads values. `_argue` takes the JSON."""
 
+    def __init__(self) -> None:
+        self._aside: list[list[str]] = []  # JSON that is held back, of values inside each other
+        super().__init__()
+
     @abstractmethod
     def _argue(self, text: str) -> None:
         """Append to the JSON of the call that is read."""
+
+    def _write(self, text: str) -> None:
+        """Append to the JSON of the value that is read."""
+        if self._aside:
+            self._aside[-1].append(text)
+        else:
+            self._argue(text)
 
     def _read_value(self, notation: Notation, depth: int = 0) -> Trying:
         """Consume a value. Return False where it cannot go on."""
@@ -80,14 +91,16 @@ class ValueReader(AnswerReader):
             if depth == DEPTH_MAX:
                 return False
             yield from self._advance()
+            if opening == "(":
+                return (yield from self._read_group(notation, depth + 1))
             is_object = opening == "{"
-            self._argue("{" if is_object else "[")
-            closing = {"{": "}", "[": "]", "(": ")"}[opening]
+            self._write("{" if is_object else "[")
+            closing = "}" if is_object else "]"
             equals = ":" if is_object else ""
             if not (yield from self._read_items(notation, closing, equals, depth + 1)):
                 return False
             yield from self._advance()
-            self._argue("}" if is_object else "]")
+            self._write("}" if is_object else "]")
             return True
         quote = yield from self._try_markers(notation.quotes)
         if quote:
@@ -97,8 +110,35 @@ class ValueReader(AnswerReader):
             word.append(self._next)
             yield from self._advance()
         plain = _plain_json("".join(word)) if self._next else ""
-        self._argue(plain)
+        self._write(plain)
         return plain != ""
+
+    def _read_group(self, notation: Notation, depth: int) -> Trying:
+        """Consume a value in parentheses or, if it has a comma, a tuple, whose "(" was read. Until
+        it is known which of them it is, its JSON is held back."""
+        yield from self._skip_space()
+        self._aside.append([])
+        is_whole = self._next == ")" or (yield from self._read_value(notation, depth))
+        yield from self._skip_space()
+        first = "".join(self._aside.pop())
+        if not self._next:
+            return False
+        is_tuple = not (is_whole and first and self._next == ")")
+        self._write("[" * is_tuple + first)
+        if not is_whole:
+            return False
+        if self._next == ",":
+            yield from self._advance()
+            yield from self._skip_space()
+            if self._next != ")":
+                self._write(", ")
+            if not (yield from self._read_items(notation, ")", "", depth)):
+                return False
+        if self._next != ")":
+            return False
+        yield from self._advance()
+        self._write("]" * is_tuple)
+        return True
 
     def _read_items(self, notation: Notation, closing: str, equals: str, depth: int = 0) -> Trying:
         """Consume values up to ``closing``, separated by commas. With ``equals``, a key and
@@ -113,7 +153,7 @@ class ValueReader(AnswerReader):
                 yield from self._skip_space()
                 if self._next == closing:
                     break
-                self._argue(", ")
+                self._write(", ")
             is_first = False
             if equals and not (yield from self._read_key(notation, equals)):
                 return False
@@ -137,17 +177,17 @@ class ValueReader(AnswerReader):
             name = "".join(key).strip()
             if not (name and self._next):
                 return False
-            self._argue(json.dumps(name, ensure_ascii=False))
+            self._write(json.dumps(name, ensure_ascii=False))
         yield from self._skip_space()
         if self._next != equals:
             return False
         yield from self._advance()
-        self._argue(": ")
+        self._write(": ")
         return True
 
     def _read_string(self, notation: Notation, quote: str) -> Trying:
         """Consume a string, whose first quote was read."""
-        self._argue('"')
+        self._write('"')
         while self._next:
             if self._next == "\\" and notation.has_escapes:
                 if not (yield from self._read_escape()):
@@ -157,11 +197,11 @@ class ValueReader(AnswerReader):
                 if not self._next:
                     return False
                 if not notation.has_escapes or self._next in _AFTER_STRING:
-                    self._argue('"')
+                    self._write('"')
                     return True
-                self._argue(escaped(quote + space))
+                self._write(escaped(quote + space))
             else:
-                self._argue(escaped(self._next))
+                self._write(escaped(self._next))
                 yield from self._advance()
         return False
 
@@ -169,6 +209,8 @@ class ValueReader(AnswerReader):
         """Consume a backslash of Python's notation and what it escapes."""
         yield from self._advance()
         kind = self._next
+        if not kind:
+            return False
         if kind in _HEX_DIGITS or kind in "01234567":
             digits, allowed, most = "", "01234567", 3
             if kind in _HEX_DIGITS:
@@ -180,11 +222,9 @@ class ValueReader(AnswerReader):
             code = int(digits or "0", 16 if kind in _HEX_DIGITS else 8)
             if (kind in _HEX_DIGITS and len(digits) < most) or code > 0x10FFFF:
                 return False
-            self._argue(escaped(chr(code)))
+            self._write(escaped(chr(code)))
             return True
-        if not kind:
-            return False
-        self._argue(escaped(_ESCAPES.get(kind, "\\" + kind)))
+        self._write(escaped(_ESCAPES.get(kind, "\\" + kind)))
         yield from self._advance()
         return True
 
