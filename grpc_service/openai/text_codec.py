@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
+from engine.requests.text.answers.reasoning import SWITCHES
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import (
     MAX_CHOICES,
@@ -60,7 +61,6 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 INPUT_PATH = re.compile(r"(?:text|input|chat|token_ids\.ids)((?:\[\d+\])?)")
 TOOL_MODES = ("auto", "none", "required")
 NO_REASONING = "none"  # the effort of OpenAI's models that do not reason
-SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 BUDGETS = ("thinking_token_budget", "thinking_budget")  # vLLM's name, and that of Qwen's own API
 ROLES = {"developer": "system"}  # the templates of open models know one of them
 # Names of triolet.v1 in errors, and what the fields are called here.

@@ -202,6 +202,20 @@ async def test_a_budget_needs_the_marker_that_ends_the_reasoning(directory):
             await answer(eng, sampling=sampling | {"max_tokens": 3})
 
 
+async def test_a_budget_beside_a_form_without_free_reasoning_is_refused(directory):
+    """Where the form's grammar says where reasoning ends, or the chat has begun the answer."""
+    end = "<|channel|>" if directory.name == "channels" else "</think>"
+    spelled = Constraint("lark", f'start: /[a-z ]+/ "{end}" /[0-9]/')
+    begun = Chat([*ASK, {"role": "assistant", "content": "Once"}], continue_final_message=True)
+    cases = [{"constraint": spelled}, {"constraint": FORMS["regex"][0], "chat": begun}]
+    async with engine(directory) as eng:
+        for fields in cases:
+            with pytest.raises(InvalidRequest) as caught:
+                await answer(eng, reasoning={"budget_tokens": 9}, **fields)
+            named = [violation.field for violation in caught.value.violations]
+            assert named == ["reasoning.budget_tokens"]
+
+
 async def test_a_model_that_does_not_reason_refuses_a_budget_and_begins_forms_at_once():
     form = Constraint("choice", "red\0green", reasoning=True)
     async with engine("demo-stories") as eng:

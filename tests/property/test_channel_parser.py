@@ -65,18 +65,29 @@ def written(kind, words):
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(messages=messages, cuts=st.lists(st.integers(0, 400), max_size=6))
-def test_messages_come_out_by_their_channels(messages, cuts):
-    """The stream is cut anywhere, as tokens may cut it."""
-    text = ASSISTANT.join(written(*one) for one in messages)
+@given(
+    messages=messages,
+    cuts=st.lists(st.integers(0, 400), max_size=6),
+    form=st.sampled_from([TOOLS, replace(TOOLS, streams_arguments=True)]),
+    tail=st.sampled_from(["", "<", "<|", "so <|chan"]),
+)
+def test_messages_come_out_by_their_channels(messages, cuts, form, tail):
+    """The stream is cut anywhere, as tokens may cut it, and may end within a marker."""
+    text = ASSISTANT.join(written(*one) for one in messages) + tail
     cuts = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[low:high] for low, high in itertools.pairwise(cuts)]
-    said, reasoning, calls = parse(TOOLS, *pieces)
+    said, reasoning, parts = parse(form, *pieces)
+    calls = []
+    for part in parts:
+        if part.name:
+            calls.append(part)
+        else:
+            calls[-1] = calls[-1]._replace(arguments_json=calls[-1][1] + part.arguments_json)
     of = {kind: [own for own_kind, own in messages if own_kind == kind] for kind in
           ("analysis", "call")}  # fmt: skip
     shown = [own for kind, own in messages if kind in ("commentary", "final")]
     assert reasoning == joined(of["analysis"])
-    assert said == joined(shown)
+    assert said == joined(shown) + tail
     assert [json.loads(call.arguments_json) for call in calls] == [{"words": w} for w in of["call"]]
     assert all(call.name == "f" for call in calls)
 

@@ -6,15 +6,20 @@ templates write them.
 
 import json
 import random
+import re
 import time
+from dataclasses import replace
 
 import pytest
 
+from engine.core.text.thought import Thought
 from engine.requests.text.answers.argument_values import TYPES, argument_json, types_of
 from engine.requests.text.answers.choice_parser import parser_of
 from engine.requests.text.answers.dialects import DIALECTS, dialect_named, find_dialect
 from engine.requests.text.answers.format import REASONING, AnswerFormat, detect_format
+from engine.requests.text.answers.reasoning import reasoning_of
 from engine.settings import TOOL_FORMATS
+from tests.property.test_thought import Spelling
 from tests.support.dialect_turns import (
     DIGESTS,
     FAMILIES,
@@ -110,6 +115,19 @@ def test_calls_of_functions_that_were_not_offered_are_text_byte_for_byte(name, s
         assert text == written, seed
 
 
+@pytest.mark.parametrize("tail", ["<", "so <|", "[", "\n<tool", "{"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_follows_the_calls_is_the_same_if_their_arguments_are_streamed(name, tail):
+    family = FAMILIES[name]
+    for seed in range(40):
+        functions, turn = draw(family, seed)
+        written = family.write(turn) + tail
+        form = form_of(family, functions)
+        answer = parse(form, [written])
+        assert answer[0].endswith(tail), seed
+        assert parse(replace(form, streams_arguments=True), [written]) == answer, seed
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arguments_come_as_they_are_generated(name):
     """With argument deltas the name comes before the arguments are whole, and the parts are those
@@ -126,11 +144,12 @@ def test_arguments_come_as_they_are_generated(name):
             parts = parser.feed(character)
             sizes += [len(call.arguments_json) for call in parts.calls]
             early += any(call.name and len(call.arguments_json) < 2 for call in parts.calls)
-        at = len(written) * 2 // 3
-        _, _, cut_off = parse(form, [written[:at]])
-        for (called, arguments), (expected, all_of_it) in zip(cut_off, whole, strict=False):
-            assert called == expected
-            assert all_of_it.startswith(arguments), (seed, arguments, all_of_it)
+        places = range(len(written)) if seed < 6 else [len(written) * 2 // 3]
+        for at in places:
+            _, _, cut_off = parse(form, [written[:at]])
+            for (called, arguments), (expected, all_of_it) in zip(cut_off, whole, strict=False):
+                assert called == expected
+                assert all_of_it.startswith(arguments), (seed, arguments, all_of_it)
     assert early > 20
 
 
@@ -152,9 +171,51 @@ def test_reasoning_may_follow_a_call(name):
         for marker in ("<think></think>", "<think>\n\n</think>\n\n", "</think>"):
             again = again.strip().removeprefix(marker)
         again = again.removeprefix("<|START_THINKING|><|END_THINKING|>")
-        text, reasoning, calls = parse(form_of(family, functions), once + between + again)
+        form, written = form_of(family, functions), once + between + again
+        text, reasoning, calls = parse(form, written)
         assert (text.strip(), reasoning) == ("", "Hm.\n\nThen the other."), seed
         assert [(one, json.loads(own)) for one, own in calls] == turn.calls * 2
+        assert count_reasoning(form, written) == num_inside(family, written), seed
+
+
+def count_reasoning(form, written):
+    """Return how many of an answer's characters, each of them a token, are counted as reasoning."""
+    rules = reasoning_of(form, "", None, Spelling(), is_enforced=False)
+    thought = Thought(rules, written.__getitem__)
+    for index in range(len(written)):
+        thought.push(index)
+    return thought.num_tokens
+
+
+def num_inside(family, written):
+    """Return how many characters stand between the markers of reasoning."""
+    opening, closing = family.think
+    if family.dialect == "channels":
+        opening, closing = "<|channel|>analysis<|message|>", "<|end|>"
+    text = (opening if family.is_open else "") + written
+    spans = re.findall(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
+    return sum(map(len, spans))
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.think])
+def test_reasoning_behind_a_call_is_bounded_by_the_budget(name):
+    family = FAMILIES[name]
+    opening, closing = family.think
+    if family.dialect == "channels":
+        opening, closing = "<|start|>assistant<|channel|>analysis<|message|>", "<|end|>"
+    for seed in range(60):
+        functions, turn = draw(family, seed)
+        first = family.write(Turn("Hm.", "", turn.calls)) + opening
+        written = first + "x" * 60
+        form = form_of(family, functions)
+        rules = reasoning_of(form, "", 30, Spelling([closing]), is_enforced=False)
+        thought, index = Thought(rules, written.__getitem__), 0
+        while not thought.owed:
+            thought.push(index)
+            index += 1
+        assert index >= len(first), seed
+        assert thought.num_tokens == rules.tokens_max, seed
+        assert thought.owed[0] == 0, seed
 
 
 @pytest.mark.parametrize(
@@ -177,6 +238,14 @@ def test_reasoning_may_follow_a_call(name):
         ("1_000", "string integer", '"1_000"'),
         ("٣", "string integer", '"٣"'),
         ("+5", "integer", "5"),
+        ("(5)", "integer", "5"),
+        ("((True))", "boolean", "true"),
+        ("(5,)", "array", "[5]"),
+        ("(5, (6))", "array", "[5, 6]"),
+        ("((5, 6), ())", "array", "[[5, 6], []]"),
+        ("{'a': ('x' )}", "object", '{"a": "x"}'),
+        ("(5", "array", '"(5"'),
+        ("'a\\", "array", '"\'a\\\\"'),
     ],
 )
 def test_an_argument_without_a_type_has_that_of_its_schema(text, types, written):

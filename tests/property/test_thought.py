@@ -6,13 +6,16 @@ The oracle reads the whole text of the answer at once; the code reads it token b
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.text.thought import Thought
 from engine.core.text.types import Reasoning
 from engine.requests.text.answers.choice_parser import parser_of
+from engine.requests.text.answers.dialects import dialect_named
 from engine.requests.text.answers.format import REASONING, AnswerFormat
+from engine.requests.text.answers.reasoning import reasoning_of
+from tests.support.examples import examples
 
 WORDS = (
     "so",
@@ -31,9 +34,26 @@ WORDS = (
     '."',
     " a b",
 )
-CHANNELS = Reasoning(
-    "<|channel|>analysis<|message|>", ("<|end|>", "<|return|>", "<|start|>"), repeats=True
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+IN_CHANNELS = AnswerFormat(
+    dialect_named("channels"), {"get": {}}, has_channels=True, opened=f"{START}assistant"
 )
+
+
+class Spelling:
+    """Stands for a tokenizer in which these texts are tokens of their own."""
+
+    def __init__(self, texts=()):
+        self._texts = list(texts)
+
+    def added_id_of(self, text):
+        return self._texts.index(text) if text in self._texts else None
+
+    def encode(self, text, *, add_special_tokens):
+        return [len(self._texts)]
+
+
+CHANNELS = reasoning_of(IN_CHANNELS, "", None, Spelling(), is_enforced=False)
 
 
 @st.composite
@@ -135,15 +155,13 @@ def test_a_spent_budget_ends_the_reasoning_with_the_sentence_but_not_within_a_nu
 
 @given(st.data())
 def test_in_channels_all_reasoning_counts_and_none_begins_behind_a_spent_budget(data):
-    texts = [*WORDS, "<|start|>", "assistant", "<|channel|>", "analysis", "final", "<|message|>"]
-    texts += ["<|end|>"]
+    texts = [*WORDS, START, "assistant", CHANNEL, "analysis", "final", MESSAGE, END]
     start, assistant, channel, analysis, final, message, end = range(len(WORDS), len(texts))
     budget = data.draw(st.integers(0, 20))
     offers_tools = data.draw(st.booleans())
     ending = (end, start, assistant, channel)
     rules = replace(
         CHANNELS,
-        begun="<|start|>assistant",
         budget=budget,
         ending=ending if offers_tools else (*ending, final, message),
         shunned=frozenset([analysis]) if offers_tools else frozenset(),
@@ -168,3 +186,47 @@ def test_in_channels_all_reasoning_counts_and_none_begins_behind_a_spent_budget(
         count += is_inside
         is_inside |= tokens[number - 2 : number + 1] == head
     assert thought.num_tokens == count
+
+
+FREE = "?"  # a token that no header has
+# What may stand in the header of a message, in any order.
+CHANNEL_PIECES = [CHANNEL, f"{CHANNEL}analysis", f"{CHANNEL} analysis", f"{CHANNEL}final"]
+RECIPIENTS = ["", " to=python", " to=functions.get", " to=functions.other"]
+HEADER_PIECES = [*CHANNEL_PIECES, "analysis", "final", " ", "\n"]
+HEADER_PIECES += ["<|constrain|>json", f"{START}assistant", f"{CHANNEL}commentary"]
+PLACES = [
+    (False, False),
+    (True, False),
+    (False, True),
+]  # of a recipient: before the channel, behind
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.data())
+def test_in_channels_a_token_counts_if_the_reader_takes_it_as_reasoning(data):
+    """Whatever the headers are; each free token has a character of its own, by which it is found
+    in the reader's reasoning."""
+    pieces = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        before, inside = data.draw(st.sampled_from(PLACES))
+        to = data.draw(st.sampled_from(RECIPIENTS))
+        pieces += [f"{START}assistant", to] if before else []
+        pieces.append(data.draw(st.sampled_from(CHANNEL_PIECES)))
+        pieces += data.draw(st.lists(st.sampled_from(HEADER_PIECES), max_size=2))
+        pieces += [to] if inside else []
+        pieces += data.draw(st.lists(st.sampled_from(HEADER_PIECES), max_size=2))
+        pieces += data.draw(st.sampled_from([[], [MESSAGE], [" json", MESSAGE]]))
+        pieces += [FREE] * data.draw(st.integers(1, 3))
+        pieces += data.draw(st.sampled_from([[], [END], ["<|call|>"]]))
+    texts = [chr(0xE000 + at) if piece == FREE else piece for at, piece in enumerate(pieces)]
+    if data.draw(st.booleans()):  # markers and words of several tokens
+        texts = [letter for text in texts for letter in text]
+    parser, thought = parser_of(IN_CHANNELS), Thought(CHANNELS, texts.__getitem__)
+    reasoning = "".join(part.reasoning for part in (*map(parser.feed, texts), parser.close()))
+    counted = []
+    for index, text in enumerate(texts):
+        before = thought.num_tokens
+        thought.push(index)
+        if text >= chr(0xE000):
+            counted += text * (thought.num_tokens - before)
+    assert counted == [letter for letter in reasoning if letter >= chr(0xE000)]

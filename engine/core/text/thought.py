@@ -2,8 +2,8 @@
 
 Rule 1: a state depends on the answer's tokens alone, so that it is the same after a preemption, in
 a continuation, in a fork and behind drafts. Rule 2: no more tokens than `Reasoning.tokens_max` are
-reasoning. Rule 3: markers are found in the text, as the readers of answers find them
-(`engine.requests.text.answers`), whatever tokens spell them.
+reasoning. Rule 3: markers are found in the text, whatever tokens spell them, and reasoning is what
+the readers of answers (`engine.requests.text.answers`) read as such.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ SENTENCE_END = re.compile(r"(?:\n|[.。！？!?…][\"'”’)\]*]*)\s*\Z")
 DECIMAL = re.compile(r"\d\.\Z")
 NONE: frozenset[int] = frozenset()
 TAIL_CHARS = 16  # The latest characters are kept, to find a sentence's end; a guess: with brackets.
+OPENING_CHARS = 640  # The latest characters are searched for a whole header of a message.
 
 
 class Thought:
@@ -29,8 +30,8 @@ class Thought:
     part of a marker. ``owed`` are the tokens that must come next, because the budget is spent."""
 
     __slots__ = (
+        "_is_behind",
         "_is_inside",
-        "_is_over",
         "_is_shunning",
         "_pieces",
         "_rules",
@@ -47,7 +48,8 @@ class Thought:
         self._pieces: list[
             tuple[str, bool]
         ] = []  # its tokens' texts, and whether they were counted
-        self._is_inside = self._is_over = self._is_shunning = False
+        self._is_behind = not rules.opening  # the answer's beginning is over
+        self._is_inside = self._is_shunning = False
         self.num_tokens = 0
         self.owed: tuple[int, ...] = ()
         self._read(rules.begun, counts=False)
@@ -60,7 +62,8 @@ class Thought:
 
     def push(self, token: int) -> None:
         """Append a token to the answer: the next of ``owed``, if there are any."""
-        if self._is_over and not self.owed:
+        is_over = self._is_behind and not self._is_inside and self._rules.again is None
+        if is_over and not self.owed:
             return
         is_forced = bool(self.owed)
         self.owed = self.owed[1:]
@@ -81,27 +84,30 @@ class Thought:
             self.num_tokens += counts
             self._pieces.append((piece, counts))
         while self._leaves() if self._is_inside else self._enters():
-            pass
+            if self._is_inside and self._tail.strip():  # the token goes on behind the marker
+                self.num_tokens += counts
+                self._pieces.append((self._tail, counts))
 
     def _enters(self) -> bool:
         """Return whether the reasoning begins in the text, which is then cut behind the marker."""
-        opening = self._rules.opening
-        if self._is_over:
-            return False
-        if self._rules.repeats:
-            _, found, rest = self._tail.rpartition(opening)
-            self._tail = rest if found else self._tail[-len(opening) :]
-            self._is_inside = bool(found)
-            return self._is_inside
-        text = self._tail.lstrip()
-        self._is_inside = text.startswith(opening)
-        self._is_over = not (self._is_inside or opening.startswith(text))
-        if self._is_inside:
-            self._tail = text[len(opening) :]
-        return self._is_inside
+        opening, again = self._rules.opening, self._rules.again
+        if not self._is_behind:
+            text = self._tail.lstrip()
+            if text.startswith(opening):
+                self._tail, self._is_inside = text[len(opening) :], True
+                return True
+            self._is_behind = not opening.startswith(text)
+        if self._is_behind and again is not None:
+            while (found := again.search(self._tail)) is not None:
+                self._tail = self._tail[found.end() :]
+                if found.lastgroup is None:
+                    self._is_inside = True
+                    return True
+            self._tail = self._tail[-OPENING_CHARS:]
+        return False
 
     def _leaves(self) -> bool:
-        """Return whether the reasoning ends in the text, which is then cut behind the marker. The
+        """Return whether the reasoning ends in the text, which is then cut before the marker. The
         tokens of the marker are no reasoning."""
         closings = self._rules.closings
         found = [(at, closing) for closing in closings if (at := self._tail.find(closing)) >= 0]
@@ -111,15 +117,15 @@ class Thought:
             while len(self._pieces) > kept:
                 del self._pieces[0]
             return False
-        at, closing = min(found)
+        at, _ = min(found)
         behind = len(self._tail) - at
         while behind > 0 and self._pieces:
             piece, was_counted = self._pieces.pop()
             self.num_tokens -= was_counted
             behind -= len(piece)
         self._pieces.clear()
-        self._tail = self._tail[at + len(closing) :]
-        self._is_inside, self._is_over = False, not self._rules.repeats
+        self._tail = self._tail[at:]
+        self._is_inside, self._is_behind = False, True
         return True
 
     def _decide(self) -> None:

@@ -15,6 +15,7 @@ from engine.core.common.types import CoreStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from re import Pattern
 
     from engine.core.common.types import DraftCounts, RequestId, SequenceId
 
@@ -73,8 +74,9 @@ MARGIN_MAX = 64  # tokens; a guess: two or three sentences
 class Reasoning:
     """How an answer's reasoning is marked, and how long it may be (`engine.core.text.thought`).
 
-    It goes from the text ``opening`` to one of ``closings``. It is the beginning of the answer or,
-    if it ``repeats``, any part of it. ``begun`` is the beginning of the answer that the prompt has.
+    It goes from the text ``opening``, which is the beginning of the answer, or from a match of
+    ``again`` anywhere, to one of ``closings``. A match with a named group opens none. ``begun`` is
+    the beginning of the answer that the prompt has.
     With a ``budget`` of tokens, the tokens ``ending`` end it: where a sentence ends, once the
     budget is spent, and at `tokens_max` anywhere. None of ``shunned`` follows ``ending``.
     """
@@ -82,7 +84,7 @@ class Reasoning:
     opening: str
     closings: tuple[str, ...]
     begun: str = ""
-    repeats: bool = False
+    again: Pattern[str] | None = None
     budget: int | None = None
     ending: tuple[int, ...] = ()
     shunned: frozenset[int] = frozenset()

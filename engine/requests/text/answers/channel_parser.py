@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.requests.text.answers.call_reader import CallReader
 from engine.requests.text.answers.dialects import (
+    ANALYSIS,
     CHANNEL,
     CHANNEL_ENDS,
+    CHANNELS,
     CONSTRAIN,
     FUNCTIONS,
     MESSAGE,
@@ -32,6 +34,7 @@ from engine.requests.text.answers.dialects import (
     START,
     Part,
 )
+from engine.requests.text.answers.reader import APART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
     from engine.requests.text.answers.format import AnswerFormat
     from engine.requests.text.answers.reader import Reading, Trying
 
-REASONING_CHANNEL = "analysis"
-CHANNELS = (REASONING_CHANNEL, "commentary", "final")
-APART = "\n\n"  # separates two messages of one kind
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
 CALL_ENDS = tuple(Part("text", end) for end in CHANNEL_ENDS)
 HEADER_CHARS_MAX = 512  # a guess: a header is a few words, of which only a name may be long
@@ -101,28 +101,32 @@ class ChannelParser(CallReader):
         there is no header, or if nothing follows it."""
         channel, recipient = known.channel, known.recipient
         is_header, is_typed = bool(raw or channel or recipient), False
+        is_awaited = False
         rest = ""  # what was read and belongs in no header
         while len(raw) <= HEADER_CHARS_MAX:
             space = yield from self._skip_space()
             marker = yield from self._try_markers((MESSAGE, CHANNEL, CONSTRAIN, RECIPIENT))
             if marker == MESSAGE:
                 return Header(channel, recipient, raw + space + marker)
-            word = (yield from self._read_word()) if marker or (channel and not is_typed) else ""
+            takes_word = marker or is_awaited or (channel and not is_typed)
+            word = (yield from self._read_word()) if takes_word else ""
             raw += space + marker + word
             if not marker + word:
                 rest += space
                 break
             is_header = is_header or marker in (CHANNEL, CONSTRAIN)
-            if marker == CHANNEL:
+            is_channel = marker == CHANNEL or (is_awaited and not marker)
+            is_awaited = marker == CHANNEL and not word  # a space may precede the channel's name
+            if is_channel:
                 channel = word
             elif marker == RECIPIENT:
                 recipient = word
             is_cut = not self._next and any(channel.startswith(word) for channel in CHANNELS)
-            if marker == CHANNEL and not (word in CHANNELS or is_cut):
+            if is_channel and not (word in CHANNELS or is_cut):
                 rest += word
             elif marker == RECIPIENT and word.startswith(FUNCTIONS):
                 rest += marker + word
-            elif not marker:
+            elif not marker and not is_channel:
                 rest, is_typed = rest + space + word, True
         if is_header:
             return Header(channel, recipient, rest=rest.lstrip()) if self._next or rest else None
@@ -135,7 +139,7 @@ class ChannelParser(CallReader):
         is_offered = header.recipient.removeprefix(FUNCTIONS) in self._form.functions
         if is_function and is_offered and (header.raw or self._next == "{"):
             yield from self._read_call_of(header)
-        elif header.channel == REASONING_CHANNEL and not is_function:
+        elif header.channel == ANALYSIS and not is_function:
             apart = APART * self._has_reasoning
             has_text = yield from self._read_part(apart, header.rest, self._emit_reasoning)
             self._has_reasoning |= has_text
@@ -151,6 +155,7 @@ class ChannelParser(CallReader):
         self._begin(header.recipient.removeprefix(FUNCTIONS))
         if not (yield from self._read_arguments()):
             yield from self._read_cut(CALL_ENDS)
+        self._drops_cut = False
         yield from self._skip_space()
         yield from self._read_part("", "", self._emit_text)
 

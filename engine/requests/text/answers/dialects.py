@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 CHANNEL_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 RECIPIENT, FUNCTIONS = "to=", "functions."
+# Words of their headers: the role, and the channels of reasoning, of calls, and of the answer.
+ASSISTANT, ANALYSIS, COMMENTARY, FINAL = "assistant", "analysis", "commentary", "final"
+CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
 
 SLOTS = ("name", "id", "object", "arguments", "parameters", "keywords", "key", "value")
 # A part of a pattern: a slot, the beginning or end of what may be missing, a line break, a marker
@@ -121,6 +124,13 @@ class Form:
         """The marker that begins a form's calls; "" if it is bare."""
         part = (*self.opening, *self.call)[0]
         return part.text if part.kind == "text" and len(part.text) > 1 else ""
+
+    @property
+    def ends(self) -> Iterator[str]:
+        """The texts with which a call may end, and all calls together."""
+        for parts in (self.call, self.closing):
+            if parts:
+                yield parts[-1].text.strip() if parts[-1].kind == "text" else "}"
 
     @property
     def separator(self) -> str:

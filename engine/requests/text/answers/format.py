@@ -13,14 +13,18 @@ An answer may have these parts:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.requests.text.answers.dialects import (
+    ANALYSIS,
     CHANNEL,
     CHANNEL_ENDS,
     CONSTRAIN,
+    FUNCTIONS,
     MESSAGE,
+    RECIPIENT,
     START,
     dialect_named,
     find_dialect,
@@ -59,6 +63,19 @@ ANSWERS = (
     Pair("<answer>", "</answer>", _HUNYUAN),
     Pair("<response>", "</response>"),  # ERNIE 4.5 Thinking, Granite 3
     Pair("<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Cohere 2
+)
+
+# The header of a message that is reasoning, up to the message, as
+# `engine.requests.text.answers.channel_parser` reads it: behind the channel there may be recipients
+# and one type. The group is the recipient of a call, which is none.
+_WORD = rf"(?!{RECIPIENT})[\w.-]++"
+_REST = rf"(?:\s|{RECIPIENT}(?!{re.escape(FUNCTIONS)})[\w.-]*+|{re.escape(CONSTRAIN)}[\w.-]*+)*+"
+_HEADER = rf"(?:[\w.\s-]|{re.escape(CHANNEL)}|{re.escape(CONSTRAIN)})*?"
+_FREE = rf"[^\s\w.<-]|<(?!\||\Z)|(?<=\s)(?!t(?:o=?)?\Z|{RECIPIENT})[\w.-]"
+REASONING_HEADER = re.compile(
+    rf"(?P<call>{RECIPIENT}{re.escape(FUNCTIONS)}{_HEADER})?"
+    rf"{re.escape(CHANNEL)}\s*+{ANALYSIS}(?![\w.-])"
+    rf"{_REST}(?:{_WORD}{_REST})?+(?:{re.escape(MESSAGE)}|(?={_FREE}))"
 )
 
 
@@ -103,8 +120,19 @@ class AnswerFormat:
     def begins_inside(self) -> bool:
         """Whether the answer begins inside the reasoning."""
         if self.has_channels:
-            return "analysis" in self.opened.partition(MESSAGE)[0] and MESSAGE in self.opened
+            return ANALYSIS in self.opened.partition(MESSAGE)[0] and MESSAGE in self.opened
         return self.reasoning is not None and self.opened == self.reasoning.opening
+
+    @property
+    def opens_again(self) -> re.Pattern[str] | None:
+        """What opens reasoning behind the answer's beginning, as
+        `engine.core.text.types.Reasoning` has it; None if nothing does."""
+        if self.has_channels:
+            return REASONING_HEADER
+        if self.reasoning is None or self.tools is None:
+            return None
+        ends = {re.escape(end) for form in self.tools.read for end in form.ends}
+        return re.compile(rf"(?:{'|'.join(sorted(ends))})\s*{re.escape(self.reasoning.opening)}")
 
     @property
     def markers(self) -> tuple[str, ...]:

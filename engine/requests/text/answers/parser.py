@@ -13,13 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.requests.text.answers.call_reader import CallReader
+from engine.requests.text.answers.reader import APART
 
 if TYPE_CHECKING:
     from engine.requests.text.answers.dialects import Form
     from engine.requests.text.answers.format import AnswerFormat, Pair
     from engine.requests.text.answers.reader import Reading, Trying
-
-APART = "\n\n"  # separates two pieces of reasoning
 
 
 class AnswerParser(CallReader):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEPTH_MAX = 64  # levels in a call's JSON; a guess: deeper than any schema, far below Python's limit
 NAME_CHARS_MAX = 256  # characters of a function's name; a guess: OpenAI allows 64
 
+APART = "\n\n"  # separates two pieces of reasoning, and two messages of text
 END = ""  # stands for what follows the last character
 
 _SPACE = frozenset(" \t\r\n")

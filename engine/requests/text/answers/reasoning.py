@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.text.types import Reasoning
 from engine.errors import InvalidRequest, Unsupported
-from engine.requests.text.answers.dialects import CHANNEL, CHANNEL_ENDS, MESSAGE, START
+from engine.requests.text.answers.dialects import (
+    ANALYSIS,
+    ASSISTANT,
+    CHANNEL,
+    CHANNEL_ENDS,
+    FINAL,
+    MESSAGE,
+    START,
+)
 from engine.requests.text.answers.format import (
     PLAIN,
     AnswerFormat,
@@ -29,11 +37,13 @@ if TYPE_CHECKING:
     from engine.requests.text.values import GenerateRequest, ReasoningOptions, SamplingParams
     from engine.worker.interface import Tokenizer
 
-ASSISTANT, REASONING_CHANNEL, FINAL = "assistant", "analysis", "final"
-OPENS_REASONING = f"{CHANNEL}{REASONING_CHANNEL}{MESSAGE}"
 # Variables by which templates switch reasoning. Where one of the second name is set by the template
 # itself, it is the caller's only if the template asks whether it is defined.
 SWITCHES = ("enable_thinking", "thinking")
+BUDGET_OF_NOTHING = (
+    "bounds reasoning for which the constraint leaves no room: its grammar spells the reasoning's "
+    "end itself, or the chat has begun the answer"
+)
 _TAG = re.compile(r"\{[%{].*?[%}]\}", re.S)
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.S)
 
@@ -102,7 +112,8 @@ def answer_of(
 
     Raises:
         Unsupported: the model does not reason, and the request says how it is to reason.
-        InvalidRequest: the request bans the end of the reasoning, which it bounds.
+        InvalidRequest: the request bans the end of the reasoning, which it bounds; or it bounds the
+            reasoning beside a constraint that leaves none.
     """
     options, chat = request.reasoning, request.chat
     constraint = translated(request.constraint, tokenizer.added_id_of)
@@ -126,12 +137,14 @@ def answer_of(
         lead = _lead(form, tokenizer, is_required=options.enabled is True)
         constraint = replace(constraint, reasoning=None, lead=lead)
     elif constraint is not None:  # whose grammar alone says what may come
+        if options.budget_tokens is not None:
+            raise InvalidRequest.of("reasoning.budget_tokens", BUDGET_OF_NOTHING)
         constraint, budget = replace(constraint, reasoning=None), None
         form = detect_format(template, prompt=prompt, constraint=constraint.source)
     is_enforced = leads or (chat is not None and chat.must_call)
     reasoning = None
     if form.reasons:
-        reasoning = _reasoning(form, begun, budget, tokenizer, is_enforced=is_enforced)
+        reasoning = reasoning_of(form, begun, budget, tokenizer, is_enforced=is_enforced)
     if leads or options.budget_tokens is not None:
         _check_possible(form, request.sampling, tokenizer)
     return Answer(PLAIN if chat is None else form, reasoning, constraint)
@@ -161,7 +174,7 @@ def _lead(form: AnswerFormat, tokenizer: Tokenizer, *, is_required: bool) -> str
     return "\n".join(lead_rules(form, find_id, part, is_required=is_required)) + "\n"
 
 
-def _reasoning(
+def reasoning_of(
     form: AnswerFormat,
     begun: str,
     budget: int | None,
@@ -169,12 +182,14 @@ def _reasoning(
     *,
     is_enforced: bool,
 ) -> Reasoning:
-    """Return how the reasoning of an answer in this format is counted and ended."""
+    """Return how the reasoning of an answer in this format is counted and ended. ``begun`` is the
+    answer's beginning in the chat. ``is_enforced``: a grammar says what follows the reasoning."""
     if form.reasoning is not None:
         opening, closing, _ = form.reasoning
         begun = form.opened + begun
         ending = () if budget is None else _ids_of((closing,), tokenizer)
-        return Reasoning(opening, (closing,), begun, budget=budget, ending=ending)
+        again = None if is_enforced else form.opens_again
+        return Reasoning(opening, (closing,), begun, again, budget, ending)
     texts: tuple[str, ...] = (CHANNEL_ENDS[0],)
     shunned: frozenset[int] = frozenset()
     if not is_enforced:  # otherwise the grammar says what comes next
@@ -182,16 +197,12 @@ def _reasoning(
         if form.tools is None:
             texts += (FINAL, MESSAGE)
         else:
-            shunned = frozenset(_ids_of((REASONING_CHANNEL,), tokenizer)[:1])
-    return Reasoning(
-        OPENS_REASONING,
-        (*CHANNEL_ENDS, START),
-        form.opened + begun,
-        repeats=True,
-        budget=budget,
-        ending=() if budget is None else _ids_of(texts, tokenizer),
-        shunned=shunned,
-    )
+            spelled = (ANALYSIS, f" {ANALYSIS}")
+            shunned = frozenset(_ids_of((text,), tokenizer)[0] for text in spelled)
+    ending = () if budget is None else _ids_of(texts, tokenizer)
+    closings = (*CHANNEL_ENDS, START, CHANNEL)
+    begun = form.opened + begun
+    return Reasoning("", closings, begun, form.opens_again, budget, ending, shunned)
 
 
 def _ids_of(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
