@@ -27,6 +27,17 @@ def zoo(tmp_path_factory):
     zoo.close()
 
 
+@pytest.fixture(scope="module", params=["markers are tokens", "markers are text"])
+def marked(request):
+    """Yield a tokenizer and its compiler of constraints. Markers of answers are tokens, or not."""
+    from tests.support.grammar_walks import MARKERS, compiler_of, tokenizer_with
+
+    tokenizer = tokenizer_with(MARKERS if "tokens" in request.param else ())
+    grammars = compiler_of(tokenizer)
+    yield tokenizer, grammars
+    grammars.close()
+
+
 @pytest.fixture(scope="module")
 def llama(zoo):
     return zoo.load("llama")

@@ -10,8 +10,6 @@ import pytest
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.answers.structural_tags import lark_of_tags
-from engine.worker.sampling.constraint_compiler import ConstraintCompiler
-from tests.conformance.test_tool_choice import MARKERS, tokenizer_with
 
 OBJECT = {
     "type": "object",
@@ -63,6 +61,11 @@ CASES = {  # a part, the answers that it allows, and others
         [CALL, f"so {CALL_G}"],
         ["so", CALL + CALL],
     ),
+    "at_least_one of several": (
+        {**TRIGGERED, "at_least_one": True},
+        [CALL, f"so {CALL_G}{CALL}!"],
+        ["so", BAD],
+    ),
     "tags_with_separator": (
         {"type": "tags_with_separator", "tags": [TAG, OTHER], "separator": "\n"},
         [CALL, f"{CALL}\n{CALL_G}"],
@@ -79,16 +82,6 @@ CASES = {  # a part, the answers that it allows, and others
 }
 
 
-@pytest.fixture(scope="module", params=["markers are tokens", "markers are text"])
-def compiler(request):
-    """Yield a tokenizer and its compiler of constraints."""
-    tokenizer = tokenizer_with(MARKERS if "tokens" in request.param else ())
-    end = tokenizer.backend.token_to_id("<|endoftext|>")
-    one = ConstraintCompiler(tokenizer, tokenizer.vocab_size, frozenset({end}))
-    yield tokenizer, one
-    one.close()
-
-
 def is_allowed(matching, tokens):
     """Return whether the grammar allows these tokens, and the end behind them."""
     for index, token in enumerate(tokens):
@@ -100,8 +93,8 @@ def is_allowed(matching, tokens):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_structural_tag_allows_what_it_describes_and_nothing_else(compiler, name):
-    tokenizer, grammars = compiler
+def test_a_structural_tag_allows_what_it_describes_and_nothing_else(marked, name):
+    tokenizer, grammars = marked
     part, allowed, others = CASES[name]
     tag = {"type": "structural_tag", **(part if "structures" in part else {"format": part})}
     constraint = Constraint("lark", lark_of_tags(json.dumps(tag), tokenizer.added_id_of))

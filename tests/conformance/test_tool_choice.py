@@ -5,12 +5,11 @@ judges are the answer parser, which is what a client's calls come from, and `jso
 """
 
 import json
-import random
 import shutil
 
 import jsonschema
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
@@ -27,8 +26,8 @@ from engine.requests.text.values import AnswerTokens, GenerateRequest, Tokens
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
 from engine.worker.tokenizing.tokenizer import HfTokenizer
 from tests.checkpoints.text import EOS
-from tests.support import toy_tokenizers
 from tests.support.dialect_turns import FAMILIES, draw
+from tests.support.grammar_walks import walk
 from tests.support.model_zoo import Zoo
 
 SCHEMAS = {
@@ -50,15 +49,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
-MARKERS += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>")
-MARKERS += ("<|end|>", "<|constrain|>", "<|call|>", "[THINK]", "[/THINK]")
-MARKERS += tuple(
-    marker
-    for dialect in DIALECTS
-    for marker in dialect.markers
-    if marker not in MARKERS and marker[0] + marker[-1] in ("<>", "[]")
-)
 TEMPLATES = {
     "hermes": "<tool_call></tool_call>",
     "hermes, reasoning": "<think></think><tool_call></tool_call>",
@@ -77,41 +67,6 @@ TEMPLATES = {
     "glm, reasoning": "</think><arg_key>",
     "minimax-m2, reasoning": "</think><minimax:tool_call>",
 }
-
-
-def tokenizer_with(markers):
-    """Return a byte-level tokenizer in which these markers are tokens of their own."""
-    backend = Tokenizer.from_str(toy_tokenizers.byte_level().to_str())
-    backend.add_special_tokens([AddedToken(one, normalized=False) for one in markers[::2]])
-    backend.add_tokens([AddedToken(one, normalized=False) for one in markers[1::2]])
-    return HfTokenizer(backend)
-
-
-@pytest.fixture(scope="module", params=["markers are tokens", "markers are text"])
-def compiler(request):
-    """Yield a tokenizer and its compiler of constraints."""
-    tokenizer = tokenizer_with(MARKERS if "tokens" in request.param else ())
-    end = tokenizer.backend.token_to_id("<|endoftext|>")
-    one = ConstraintCompiler(tokenizer, tokenizer.vocab_size, frozenset({end}))
-    yield tokenizer, one
-    one.close()
-
-
-def walk(matching, seed, begin):
-    """Return the tokens ``begin``, which the grammar must allow, and random ones until it ends."""
-    rng, tokens = random.Random(seed), []
-    while True:
-        mask = matching.new_mask()
-        matching.fill(mask)
-        assert not mask.trouble
-        allowed = mask.bits(32 * len(mask.words)).nonzero()[0]
-        token = begin[len(tokens)] if len(tokens) < len(begin) else int(rng.choice(allowed))
-        assert token in allowed
-        if token in matching.ends:
-            return tokens
-        tokens.append(token)
-        if matching.push(token):
-            return tokens
 
 
 def parse(form, text):
@@ -136,8 +91,8 @@ def check(calls, only):
 
 @pytest.mark.parametrize("only", ["", *SCHEMAS])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
-    tokenizer, grammars = compiler
+def test_whatever_the_grammar_allows_is_parsed_as_calls(marked, name, only):
+    tokenizer, grammars = marked
     template = TEMPLATES[name]
     of_think = "[THINK]\n" if name.startswith("mistral") else "<think>\n"
     prompts = ["", of_think] if "reasoning" in name else [""]
@@ -185,9 +140,9 @@ def with_short_texts(schema):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_drawn_schemas_are_kept_in_every_dialect(compiler, name):
+def test_drawn_schemas_are_kept_in_every_dialect(marked, name):
     """Nested schemas, of which some properties are required."""
-    tokenizer, grammars = compiler
+    tokenizer, grammars = marked
     family = FAMILIES[name]
     dialect = dialect_named(family.dialect)
     num_calls, lead = 0, ()
@@ -225,6 +180,11 @@ EXACT = {
     "pattern": {"type": "string", "pattern": "^[a-c]{2,3}$"},
     "part of a pattern": {"type": "string", "pattern": "a/b", "maxLength": 6},
     "numbers": {"type": "number", "minimum": 2, "exclusiveMaximum": 4},
+    "digits or a small number": {
+        "type": ["string", "integer"],
+        "maximum": 3,
+        "pattern": "^[0-9a]{2}$",
+    },
     "text or null": {"type": ["string", "null"], "maxLength": 5},
     "anything short": {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 2}]},
     "mixed values": {"enum": ["a", 'b "c"', 3, None]},
@@ -245,8 +205,8 @@ TREE = {
 
 @pytest.mark.parametrize("what", EXACT)
 @pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "gemma", "hermes"])
-def test_a_value_has_what_its_schema_asks_for(compiler, name, what):
-    tokenizer, grammars = compiler
+def test_a_value_has_what_its_schema_asks_for(marked, name, what):
+    tokenizer, grammars = marked
     properties = {} if EXACT[what] is None else {"a": EXACT[what]}
     if EXACT[what] is None and name != "pythonic":
         properties = {"a": {"maxLength": 4, "type": ["string", "integer"]}}
@@ -258,7 +218,59 @@ def test_a_value_has_what_its_schema_asks_for(compiler, name, what):
     constraint = tool_constraint([tool], "f", form, tokenizer.added_id_of)
     grammars.compile(constraint)
     for seed in range(12):
-        tokens = walk(grammars.start(constraint), seed, ())
+        tokens = walk(grammars.start(constraint), seed)
+        written = tokenizer.decode(tokens, skip_special_tokens=False)
+        _, _, [call] = parse(form, written)
+        arguments = json.loads(call.arguments_json)
+        assert jsonschema.Draft202012Validator(schema).is_valid(arguments), written
+    grammars.forget(constraint)
+
+
+SHORT = {"type": "string", "minLength": 1, "maxLength": 3}
+BESIDE = {  # an argument's schema, and whether the dialects enforce it
+    "a type beside anyOf": ({"type": "string", "anyOf": [SHORT, {"type": "integer"}]}, True),
+    "a narrower type": ({"type": "integer", "anyOf": [{"type": "number"}, SHORT]}, True),
+    "a type beside enum": ({"type": "integer", "enum": ["a", 1, None]}, True),
+    "a type beside const": ({"type": ["string", "null"], "const": "x"}, True),
+    "never, or a number": ({"anyOf": [False, {"type": "integer"}]}, True),
+    "a value of another type": ({"type": "string", "const": 1}, False),
+    "an alternative of another type": ({"type": "null", "anyOf": [SHORT]}, False),
+    "const and enum": ({"const": "a", "enum": ["b", "a"]}, False),
+    "enum beside anyOf": ({"enum": ["a", 1], "anyOf": [{"const": 1}, {"type": "null"}]}, False),
+    "anyOf and oneOf": ({"anyOf": [SHORT, {"const": 1}], "oneOf": [{"const": "a"}, True]}, False),
+    "oneOf of strings": ({"oneOf": [SHORT, {"type": "string"}]}, False),
+    "a bound beside anyOf": ({"anyOf": [SHORT, {"type": "null"}], "maxLength": 1}, False),
+    "a bound beside $ref": ({"$ref": "#/$defs/Text", "maxLength": 1}, False),
+    "a type beside $ref": ({"$ref": "#/$defs/Any", "type": "string"}, False),
+    "a bound beside $ref in a list": (
+        {"type": "array", "items": {"$ref": "#/$defs/Text", "maxLength": 1}, "minItems": 1},
+        False,
+    ),
+    "a note beside $ref": ({"$ref": "#/$defs/Text", "description": "a city"}, True),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "gemma"])
+def test_keywords_beside_each_other_are_enforced_or_refused(marked, name, what):
+    """Where a dialect writes a value as JSON, it may enforce more."""
+    tokenizer, grammars = marked
+    own, is_enforced = BESIDE[what]
+    texts = {"Text": SHORT, "Any": {"anyOf": [SHORT, {"type": "integer", "maximum": 9}]}}
+    schema = {**REQUIRED, "properties": {"a": own}, "$defs": texts}
+    form = AnswerFormat(dialect_named(name), {"f": schema})
+    tools = [{"name": "f", "parameters": schema}]
+    is_refused = False
+    try:
+        constraint = tool_constraint(tools, "f", form, tokenizer.added_id_of)
+        grammars.compile(constraint)
+    except (Unsupported, InvalidRequest):
+        is_refused = True
+    assert not (is_enforced and is_refused)
+    if is_refused:
+        return
+    for seed in range(12):
+        tokens = walk(grammars.start(constraint), seed)
         written = tokenizer.decode(tokens, skip_special_tokens=False)
         _, _, [call] = parse(form, written)
         arguments = json.loads(call.arguments_json)
@@ -267,9 +279,27 @@ def test_a_value_has_what_its_schema_asks_for(compiler, name, what):
 
 
 @pytest.mark.parametrize(
+    ("properties", "others"),
+    [({"a": False}, {}), ({}, {"additionalProperties": False}), ({"a": False, "b": True}, {})],
+)
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma", "pythonic"])
+def test_a_property_that_is_never_valid_is_not_written(marked, name, properties, others):
+    tokenizer, _ = marked
+    schema = {**REQUIRED, "properties": properties, **others}
+    form = AnswerFormat(dialect_named(name), {"f": schema})
+    tools = [{"name": "f", "parameters": schema}]
+    with pytest.raises(Unsupported):
+        tool_constraint(tools, "f", form, tokenizer.added_id_of)
+    schema["required"] = []
+    assert '"a' not in tool_constraint(tools, "f", form, tokenizer.added_id_of).source
+
+
+@pytest.mark.parametrize(
     ("own", "what"),
     [
         ({"type": "string", "format": "date"}, "format"),
+        ({"$ref": "#/$defs/A", "maxLength": 3}, r"maxLength beside \$ref"),
+        ({"anyOf": [{"type": "string"}], "maxLength": 3}, "maxLength beside anyOf"),
         ({"allOf": [{"type": "string"}]}, "allOf"),
         ({"type": "string", "not": {"const": "a"}}, "not"),
     ],
@@ -325,8 +355,8 @@ def test_a_tool_that_cannot_be_called_is_named(template, function, field):
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_by_the_tools_field(compiler):
-    tokenizer, grammars = compiler
+def test_a_schema_that_cannot_be_enforced_is_refused_by_the_tools_field(marked):
+    tokenizer, grammars = marked
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": "foo"}}}}
     form = detect_format("<tool_call>", functions={"f": {}}, prompt="")
     constraint = tool_constraint([tool], "", form, tokenizer.added_id_of)

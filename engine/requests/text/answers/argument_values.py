@@ -31,6 +31,8 @@ def types_of(schema: Any, root: Any) -> frozenset[str]:
 
 def _types_of(schema: Any, root: Any, depth: int, left: Iterator[int]) -> frozenset[str]:
     """`types_of` at a depth, while schemas are ``left``."""
+    if schema is False:
+        return frozenset()
     if not isinstance(schema, Mapping) or depth > DEPTH_MAX or next(left, None) is None:
         return TYPES
     found = TYPES
@@ -83,12 +85,12 @@ def argument_json(text: str, types: frozenset[str]) -> str:
         # Where a string may stand, a number that JSON does not have, such as 02139, is one.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_as_written = written == text.strip() or not is_number
-        if is_as_written and not isinstance(value, str) and _is_of(value, types):
+        if is_as_written and not isinstance(value, str) and is_of(value, types):
             return written
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_of(value: Any, types: frozenset[str]) -> bool:
+def is_of(value: Any, types: frozenset[str]) -> bool:
     """Return whether a value has one of these types; a whole float is an integer, too."""
-    kind = _PYTHON_TYPES[type(value)]
+    kind = _PYTHON_TYPES.get(type(value), "object")
     return kind in types or (kind == "number" and "integer" in types and value.is_integer())

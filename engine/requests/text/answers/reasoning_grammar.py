@@ -10,7 +10,14 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from engine.requests.text.answers.dialects import CHANNEL, CHANNEL_ENDS, MESSAGE, START
+from engine.requests.text.answers.dialects import (
+    ANALYSIS,
+    ASSISTANT,
+    CHANNEL,
+    CHANNEL_ENDS,
+    MESSAGE,
+    START,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +39,8 @@ def lead_rules(
     may = "" if is_required else "?"
     if form.has_channels:
         thought = _thought(CHANNEL_ENDS[0], find_id)
-        begin = f'{marker(CHANNEL, find_id)} "analysis" {marker(MESSAGE, find_id)}'
-        again = f'{marker(START, find_id)} "assistant"'
+        begin = f'{marker(CHANNEL, find_id)} "{ANALYSIS}" {marker(MESSAGE, find_id)}'
+        again = f'{marker(START, find_id)} "{ASSISTANT}"'
         if form.begins_inside:
             return [f"start: thought {again} {part}", thought]
         return [f"start: ({begin} thought {again}){may} {part}", thought]
@@ -53,6 +60,32 @@ def _thought(end: str, find_id: FindId) -> str:
         return rf"thought: /(.|\n)*/ <[{token_id}]>"
     escaped = re.escape(end).replace("/", r"\/")
     return rf"thought[lazy]: /(.|\n)*{escaped}/"
+
+
+class Rules:
+    """The rules of a grammar. Their names begin with ``prefix`` or, if they are terminals, with its
+    capitals."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._by_name: dict[str, str] = {}
+
+    def add(self, right: str, *, is_terminal: bool = False) -> str:
+        """Add a rule and return its name."""
+        name = f"{self._prefix}_{len(self._by_name)}"
+        if is_terminal:
+            name = name.upper()
+        self._by_name[name] = right
+        return name
+
+    def put(self, name: str, right: str) -> None:
+        """Give a rule that was added another right side."""
+        self._by_name[name] = right
+
+    @property
+    def lines(self) -> list[str]:
+        """The rules' texts."""
+        return [f"{name}: {right}" for name, right in self._by_name.items()]
 
 
 def marker(text: str, find_id: FindId) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.text.answers.dialects import parts_of
-from engine.requests.text.answers.reasoning_grammar import marker, with_escaped_slashes
+from engine.requests.text.answers.reasoning_grammar import Rules, marker, with_escaped_slashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,8 +72,7 @@ class _Grammar:
 
     def __init__(self, find_id: FindId) -> None:
         self._find_id = find_id
-        self._num_rules = 0
-        self.rules: list[str] = []
+        self._rules = Rules("tag")
         self.PARTS: dict[str, tuple[Callable[..., str], frozenset[str]]] = {
             "const_string": (self._const_string, frozenset({"value"})),
             "json_schema": (self._json_schema, frozenset({"json_schema", "style"})),
@@ -94,6 +93,11 @@ class _Grammar:
                 frozenset({"tags", "separator", "at_least_one", "stop_after_first"}),
             ),
         }
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules to which the others refer."""
+        return self._rules.lines
 
     def part(self, part: Any, depth: int, end: str = "") -> str:
         """Return the right side of a rule for a part. ``end`` is the text behind it, which free
@@ -119,11 +123,11 @@ class _Grammar:
     def _json_schema(self, part: dict[str, Any], depth: int, end: str) -> str:
         if part.get("style", "json") != "json":
             self._refuse(f"the style {part['style']!r} of json_schema")
-        return self._rule("%json " + json.dumps(part.get("json_schema", {})))
+        return self._rules.add("%json " + json.dumps(part.get("json_schema", {})))
 
     def _regex(self, part: dict[str, Any], depth: int, end: str) -> str:
         pattern = with_escaped_slashes(self._text_of(part, "pattern"))
-        return self._rule(f"/{pattern}/", is_terminal=True)
+        return self._rules.add(f"/{pattern}/", is_terminal=True)
 
     def _any_text(self, part: dict[str, Any], depth: int, end: str) -> str:
         excluded = self._texts_of(part, "excludes")
@@ -172,7 +176,7 @@ class _Grammar:
             if trigger is None:
                 raise InvalidRequest.of(FIELD, f"has the tag {begin!r}, which no trigger begins")
             tags.append(f"{self._ended(free, trigger)} {self._tag(tag, depth, '', trigger)}")
-        one = self._rule(" | ".join(tags))
+        one = self._rules.add(" | ".join(tags))
         rest = self._free_text([*excluded, *([end] if end else [])])
         if part.get("stop_after_first"):
             return one if part.get("at_least_one") else f"({one} | {rest})"
@@ -180,7 +184,7 @@ class _Grammar:
 
     def _tags_with_separator(self, part: dict[str, Any], depth: int, end: str) -> str:
         tags = [self.part(tag, depth) for tag in self._list_of(part, "tags")]
-        one = self._rule(" | ".join(tags))
+        one = self._rules.add(" | ".join(tags))
         separator = self._literal(self._text_of(part, "separator"))
         several = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
         return f"({several})" if part.get("at_least_one") else f"({several})?"
@@ -202,14 +206,16 @@ class _Grammar:
         return " ".join(marker(piece, self._find_id) for piece in pieces) or '""'
 
     def _free_text(self, excluded: Sequence[str]) -> str:
-        return self._rule(" & ".join(["/(?s:.*)/", *map(_without, excluded)]), is_terminal=True)
+        return self._rules.add(
+            " & ".join(["/(?s:.*)/", *map(_without, excluded)]), is_terminal=True
+        )
 
     def _ended(self, free: str, trigger: str) -> str:
         """Return free text and the trigger behind it."""
         written = self._literal(trigger)
         if "<[" in written:
             return f"{free} {written}"
-        return self._rule(f"{free} {written}", is_terminal=True)
+        return self._rules.add(f"{free} {written}", is_terminal=True)
 
     def _text_of(self, part: dict[str, Any], name: str) -> str:
         if not isinstance(part.get(name), str):
@@ -227,14 +233,6 @@ class _Grammar:
         if not isinstance(part.get(name), list) or not part[name]:
             raise InvalidRequest.of(FIELD, f"has a part whose {name!r} is no list, or empty")
         return list(part[name])
-
-    def _rule(self, right: str, *, is_terminal: bool = False) -> str:
-        name = f"tag_{self._num_rules}"
-        if is_terminal:
-            name = name.upper()
-        self._num_rules += 1
-        self.rules.append(f"{name}: {right}")
-        return name
 
     def _refuse(self, what: str) -> NoReturn:
         raise Unsupported(f"{FIELD} has {what}, which is not known here", field=FIELD)

@@ -14,9 +14,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import InvalidRequest, Unsupported
-from engine.requests.text.answers.argument_values import STRING, TYPES, referred, types_of
+from engine.requests.text.answers.argument_values import STRING, TYPES, is_of, referred, types_of
 from engine.requests.text.answers.reader import NAME_CHARS_MAX
-from engine.requests.text.answers.reasoning_grammar import literal, marker, with_escaped_slashes
+from engine.requests.text.answers.reasoning_grammar import (
+    Rules,
+    literal,
+    marker,
+    with_escaped_slashes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +35,6 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 # Keywords that say nothing about which values are valid.
 NOTES = frozenset({"title", "description", "default", "examples", "$schema", "$comment", "$id"})
 NOTES |= {"$defs", "definitions", "deprecated", "readOnly", "writeOnly"}
-TYPING = NOTES | {"type", "enum", "const", "$ref", "anyOf", "oneOf"}
 OF_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
 OF_ARRAYS = frozenset({"items", "minItems", "maxItems"})
 OF_TEXTS = frozenset({"minLength", "maxLength", "pattern"})
@@ -50,21 +54,24 @@ COUNT_MAX = 100  # least items of an array, and alternatives of a string; a gues
 
 
 class ValueGrammar:
-    """The grammar of one function's arguments. ``rules`` are those that the others refer to, and
-    their names begin with ``prefix`` or, if they are terminals, with its capitals."""
+    """The grammar of one function's arguments. The names of ``rules``, to which the others refer,
+    begin with ``prefix``."""
 
     def __init__(
         self, form: Form, schema: Schema, prefix: str, field: str, find_id: FindId
     ) -> None:
         self._form = form
         self._root = schema
-        self._prefix = prefix
         self._field = field
         self._find_id = find_id
         self._by_reference: dict[str, str] = {}
         self._num_alternatives = 0
-        self._num_rules = 0
-        self.rules: list[str] = []
+        self._rules = Rules(prefix)
+
+    @property
+    def rules(self) -> list[str]:
+        """The rules to which the others refer."""
+        return self._rules.lines
 
     def parameters(self) -> str:
         """Return the right side of a rule for arguments that are written one by one."""
@@ -107,7 +114,7 @@ class ValueGrammar:
         """Return a rule for the JSON of a schema."""
         own = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
         try:
-            return self._rule("%json " + json.dumps({**own, **schema, "x-guidance": SPACING}))
+            return self._rules.add("%json " + json.dumps({**own, **schema, "x-guidance": SPACING}))
         except (TypeError, ValueError):
             raise InvalidRequest.of(self._field, "is not JSON") from None
 
@@ -126,8 +133,8 @@ class ValueGrammar:
             rule = f"({rule}) {literal(padding)}"
         ended = marker(closing, self._find_id)
         if ended.startswith("<["):
-            return [self._rule(rule, is_terminal=True), ended]
-        return [self._rule(f"({rule}) {ended}", is_terminal=True)]
+            return [self._rules.add(rule, is_terminal=True), ended]
+        return [self._rules.add(f"({rule}) {ended}", is_terminal=True)]
 
     def _contents(self, schema: Any) -> list[str]:
         """Return the terminals of the strings that a schema accepts."""
@@ -135,17 +142,15 @@ class ValueGrammar:
         if self._num_alternatives > COUNT_MAX:
             self._refuse(f"anyOf with more than {COUNT_MAX} alternatives, or one inside itself")
         schema = self._resolved(schema)
-        self._check_keys(schema, TYPING | OF_TEXTS | OF_NUMBERS)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = self._values_of(schema)
         if values is not None:
             return [literal(value) for value in values if isinstance(value, str)]
-        branches = schema.get("anyOf") or schema.get("oneOf")
-        if branches:
-            own = {key: schema[key] for key in OF_TEXTS if key in schema}
-            if own:
-                self._refuse(f"{min(own)} beside anyOf")
+        if branches := self._branches_of(schema):
             found = [one for one in branches if "string" in types_of(one, self._root)]
+            if "oneOf" in schema and len(found) > 1:
+                self._refuse("oneOf with types that overlap")
             return [content for one in found for content in self._contents(one)]
+        self._check_keys(schema, NOTES | {"type"} | OF_TEXTS | OF_NUMBERS)
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         terminal = f"/(?s:.{{{least},{most}}})/" if least or most != "" else "/(?s:.*)/"
         if "pattern" in schema:
@@ -165,7 +170,7 @@ class ValueGrammar:
         rest = first = '""'
         for key, own in reversed(self._properties(schema)):
             value = f"{key_of(key)} {self._value(own)}"
-            first_name, rest_name = self._rule(first), self._rule(rest)
+            first_name, rest_name = self._rules.add(first), self._rules.add(rest)
             first = f"{value} {rest_name}"
             rest = f"{literal(separator)} {value} {rest_name}"
             if key not in schema.get("required", ()):
@@ -175,27 +180,24 @@ class ValueGrammar:
     def _value(self, schema: Any) -> str:
         """Return a rule for a value of a schema."""
         if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+            self._check_keys(schema, NOTES | {"$ref"}, beside="$ref")
             reference = schema["$ref"]
             if reference not in self._by_reference:
-                name = self._by_reference[reference] = self._rule("")
-                place = len(self.rules) - 1
-                self.rules[place] = f"{name}: {self._value(referred(reference, self._root))}"
+                name = self._by_reference[reference] = self._rules.add("")
+                self._rules.put(name, self._value(referred(reference, self._root)))
             return self._by_reference[reference]
         if not isinstance(schema, Mapping):
             if schema is False:
                 self._refuse("false")
             schema = {}
-        branches = schema.get("anyOf") or schema.get("oneOf")
-        if branches:
-            self._check_keys(schema, NOTES | {"anyOf", "oneOf", "type"})
+        if branches := self._branches_of(schema):
             each = [types_of(one, self._root) for one in branches]
             if "oneOf" in schema and sum(map(len, each)) != len(frozenset().union(*each)):
                 self._refuse("oneOf with types that overlap")
-            return self._rule(" | ".join(self._value(one) for one in branches))
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+            return self._rules.add(" | ".join(self._value(one) for one in branches))
+        values = self._values_of(schema)
         if values is not None:
-            self._check_keys(schema, TYPING)
-            return self._rule(" | ".join(self._constant(value) for value in values))
+            return self._rules.add(" | ".join(self._constant(value) for value in values))
         types = types_of(schema, self._root)
         if types == TYPES:
             types = TYPES - {"object", "array"}  # of what may be anything
@@ -204,7 +206,7 @@ class ValueGrammar:
         for one in types:
             allowed |= KEYS.get(one, frozenset())
         self._check_keys(schema, allowed)
-        return self._rule(" | ".join(self._typed(one, schema) for one in sorted(types)))
+        return self._rules.add(" | ".join(self._typed(one, schema) for one in sorted(types)))
 
     def _typed(self, kind: str, schema: Schema) -> str:
         """Return a value of one type."""
@@ -218,7 +220,7 @@ class ValueGrammar:
         if kind == "object":
             separator = ", " if notation.has_escapes else ","
             members = self._members(schema, separator, self._key)
-            return f'"{{" {self._rule(members)} "}}"'
+            return f'"{{" {self._rules.add(members)} "}}"'
         own = {key: schema[key] for key in KEYS[kind] - {"format"} if key in schema}
         if kind != "string":
             return self._json({"type": kind, **own})
@@ -229,7 +231,7 @@ class ValueGrammar:
             return self._json({**own, **ANY_TEXT})
         count = f"{{{own.get('minLength', 0)},{own.get('maxLength', '')}}}" if own else "*"
         character = r'([^"\\\x00-\x1F\x7F]|\\[nt"\\])'
-        return self._rule(f'/"{character}{count}"/', is_terminal=True)
+        return self._rules.add(f'/"{character}{count}"/', is_terminal=True)
 
     def _array(self, schema: Schema) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -270,24 +272,66 @@ class ValueGrammar:
                 return {}
             if not isinstance(schema.get("$ref"), str):
                 return schema
+            self._check_keys(schema, NOTES | {"$ref"}, beside="$ref")
             schema = referred(schema["$ref"], self._root)
         self._refuse("$ref to itself")
+
+    def _values_of(self, schema: Schema) -> list[Any] | None:
+        """Return the values that a schema lists; None if it lists none."""
+        name = "const" if "const" in schema else "enum"
+        if name not in schema:
+            return None
+        self._check_keys(schema, NOTES | {"type", name}, beside=name)
+        types = types_of(schema, self._root)
+        listed = [schema["const"]] if name == "const" else schema["enum"]
+        values = [value for value in listed if is_of(value, types)]
+        if not values:
+            self._refuse(f"{name} without a value of its type")
+        return values
+
+    def _branches_of(self, schema: Schema) -> list[Any]:
+        """Return the alternatives of a schema, as far as they are of its own type; none if it has
+        no alternatives."""
+        name = "anyOf" if schema.get("anyOf") else "oneOf"
+        if not schema.get(name):
+            return []
+        self._check_keys(schema, NOTES | {"type", name}, beside=name)
+        own = types_of({"type": schema["type"]} if "type" in schema else {}, self._root)
+        found = []
+        for branch in schema[name]:
+            types = types_of(branch, self._root)
+            if not types & own:
+                continue
+            one = {} if branch is True else branch
+            if not types <= own:
+                if one.keys() & {"$ref", "anyOf", "oneOf"}:
+                    self._refuse(f"type beside {name}")
+                one = {**one, "type": sorted(types & own)}
+            found.append(one)
+        if not found:
+            self._refuse(f"{name} without an alternative of its type")
+        return found
 
     def _properties(self, schema: Schema) -> list[tuple[str, Any]]:
         """Return the properties of an object, those that are only required among them."""
         self._check_keys(schema, NOTES | OF_OBJECTS | {"type"})
+        required = schema.get("required") or ()
         properties = dict(schema.get("properties") or {})
-        for key in schema.get("required") or ():
-            properties.setdefault(key, {})
+        for key in required:
+            properties.setdefault(key, schema.get("additionalProperties", {}))
+        for key in [key for key, own in properties.items() if own is False]:
+            if key in required:
+                self._refuse(f"the property {key!r}, which is required and has no valid value")
+            del properties[key]
         for key in properties:
             if not PLAIN_KEY.fullmatch(key):
                 self._refuse(f"the property {key!r}, whose name is not plain")
         return list(properties.items())
 
-    def _check_keys(self, schema: Schema, allowed: frozenset[str]) -> None:
+    def _check_keys(self, schema: Schema, allowed: frozenset[str], *, beside: str = "") -> None:
         for key in schema:
             if key not in allowed:
-                self._refuse(key)
+                self._refuse(f"{key} beside {beside}" if beside else key)
 
     def _refuse(self, what: str) -> NoReturn:
         raise Unsupported(
@@ -295,12 +339,3 @@ class ValueGrammar:
             "calls; leave chat.tool_choice out, or set it to auto or none",
             field=self._field,
         )
-
-    def _rule(self, right: str, *, is_terminal: bool = False) -> str:
-        """Add a rule and return its name."""
-        name = f"{self._prefix}_{self._num_rules}"
-        if is_terminal:
-            name = name.upper()
-        self._num_rules += 1
-        self.rules.append(f"{name}: {right}")
-        return name
