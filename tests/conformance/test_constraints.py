@@ -34,6 +34,7 @@ from engine.worker.sampling.sampler import SampleRow, sample
 from engine.worker.tokenizing.tokenizer import HfTokenizer, load_tokenizer
 from tests.support import toy_tokenizers
 from tests.support.forms import drawn, regexes, schema_constraint, schemas
+from tests.support.grammar_walks import walk
 from tests.support.margins import gumbel_margin
 from tests.support.wire import wait_until
 
@@ -598,17 +599,6 @@ def test_every_common_kind_of_tokenizer_writes_the_requested_form(name):
             assert {*json.loads(text)} <= {"é漢", " lead", "x y"}
 
 
-def walk(matching, seed):
-    """Return random tokens until the constraint ends."""
-    rng, tokens = random.Random(seed), []
-    while True:
-        mask = matching.new_mask()
-        matching.fill(mask)
-        tokens.append(int(rng.choice(mask.bits(32 * len(mask.words)).nonzero()[0])))
-        if matching.push(tokens[-1]):
-            return tokens
-
-
 def test_a_tokenizer_that_llguidance_cannot_use_is_unsupported_each_time():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -620,3 +610,27 @@ def test_a_tokenizer_that_llguidance_cannot_use_is_unsupported_each_time():
             own.compile(Constraint("regex", "a"))
         assert caught.value.field == "constraint"
     own.close()
+
+
+SPELLED = "green </think>"  # has the text of an added token
+WITH_MARKERS = {
+    "choice": (Constraint("choice", SPELLED), SPELLED),
+    "regex": (Constraint("regex", "green <\\/think>"), SPELLED),
+    "lark": (Constraint("lark", f'start: "{SPELLED}"'), SPELLED),
+    "tools": (Constraint("tools", f'start: %json {{"const": "{SPELLED}"}}'), f'"{SPELLED}"'),
+    "json_schema": (Constraint("json_schema", r'{"const": "green \u003c/think>"}'), f'"{SPELLED}"'),
+    "behind": (Constraint("choice", SPELLED, lead='start: "so: " @form\n'), f"so: {SPELLED}"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MARKERS)
+def test_a_form_may_have_the_text_of_an_added_token(marked, name):
+    """Red if a step fails in the middle of such a text."""
+    tokenizer, grammars = marked
+    constraint, text = WITH_MARKERS[name]
+    grammars.compile(constraint)
+    for seed in range(4):
+        tokens = walk(grammars.start(constraint), seed)
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == text
+        assert tokenizer.added_id_of("</think>") not in tokens
+    grammars.forget(constraint)

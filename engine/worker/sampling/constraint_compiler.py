@@ -65,6 +65,7 @@ TOKEN_S_MAX = 0.025
 MASK_S_MAX = 0.25
 REASON_CHARS = 300
 PROBE = '{"key": [1, true], "é": "x\\n"}\n <b>'
+NO_FORCING = '%llguidance {"no_forcing": true}\n'  # a text may be spelled by any tokens
 
 NOT_COMPILED = "is not compiled"
 TOO_COMPLEX = "became too complex to follow"
@@ -163,7 +164,7 @@ class ConstraintCompiler:
             Overloaded, ShuttingDown: The sandbox did not answer in time, or was closed.
         """
         tokenizer, sandbox = self._prepare(constraint.field_path)
-        grammar = behind_lead(grammar_of(constraint), constraint.lead)
+        grammar = behind_lead(grammar_of(constraint), self._lead_of(constraint))
         size = max(MIN_BYTES, TRUSTED_BYTES_PER_CHAR * len(constraint.source))
         if constraint.kind not in TRUSTED:
             attempt = sandbox.try_grammar(grammar)
@@ -202,6 +203,17 @@ class ConstraintCompiler:
         self._compiled.clear()
         if self._sandbox is not None:
             self._sandbox.close()
+
+    def _lead_of(self, constraint: Constraint) -> str:
+        """Return the constraint's lead. With an added token's text in the form it begins with
+        `NO_FORCING`: llguidance would mask all but that token, as the tokenizer writes the text,
+        and then refuse it."""
+        plain = constraint.source.replace("\\", "")
+        if constraint.kind == "json_schema":
+            plain = json.dumps(json.loads(constraint.source), ensure_ascii=False)
+        if not self.tokenizer.has_added(plain):
+            return constraint.lead
+        return NO_FORCING + (constraint.lead or "start: @form\n")
 
     def _prepare(self, field: str) -> tuple[LLTokenizer, ConstraintSandbox]:
         """Return llguidance's own tokenizer and the sandbox. The first call makes them, which takes

@@ -213,6 +213,10 @@ class HfTokenizer(TextEncoder):
         """Return the id of a text that is an added token, special or not; None for others."""
         return self._added.get(text)
 
+    def has_added(self, text: str) -> bool:
+        """Return whether a text has the text of an added token in it."""
+        return any(own in text for own in self._added)
+
     def _template(self, *, has_tools: bool) -> str:
         """Return the template that transformers would choose: with tools the template named
         tool_use, if there is one, else the default.
