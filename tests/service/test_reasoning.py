@@ -2,11 +2,15 @@
 
 import json
 import re
+import uuid
 
 import grpc
+import jsonschema
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.openai_calls import CHAT, ask
 from tests.support.server import openai_port_of, real
 from tests.support.thinkers import make_thinker
@@ -107,25 +111,67 @@ def test_reasoning_is_switched_off_by_openais_api(server, fields):
     assert content
 
 
-def test_the_gateways_port_begins_a_form_behind_the_reasoning(server):
-    """Unless the gateway says that the grammar holds from the first token."""
+def asked_by_gateway(server, **params):
+    """Return the ids of an answer over the port for gateways."""
     found = re.compile(r"to gateways on grpc://[^:]+:(\d+)")
     port = int(server.wait_for_output(lambda _: found.search(server.log), 20)[1])
+    sampling = {"max_tokens": 400, "temperature": 1.5, "seed": 4} | params
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        for from_first in (False, True):
-            request = vllm_engine_pb2.GenerateRequest(
-                request_id=f"r{from_first}",
-                text="<think>Once upon a time</",
-                sampling_params={
-                    "regex": "[a-f]{3}",
-                    "grammar_from_first_token": from_first,
-                    "max_tokens": 400,
-                    "temperature": 1.5,
-                    "seed": 4,
-                    "logit_bias": {CLOSING: 20.0},
-                },
-            )
-            [*_, last] = stub.Generate(request, timeout=60)
-            ids = list(last.complete.output_ids)
-            assert (CLOSING in ids) is not from_first
+        request = vllm_engine_pb2.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            text="<think>Once upon a time</",
+            sampling_params=sampling,
+        )
+        [*_, last] = stub.Generate(request, timeout=60)
+        return list(last.complete.output_ids)
+
+
+CALLS = {  # a model's tool calls, as smg describes them
+    "type": "tags_with_separator",
+    "tags": [
+        {
+            "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+            "content": {
+                "type": "json_schema",
+                "json_schema": SCHEMA | {"additionalProperties": False},
+            },
+            "end": "}\n</tool_call>",
+        }
+        for name in ("look_up", "now")
+    ],
+    "separator": "\n",
+    "at_least_one": True,
+    "stop_after_first": True,
+}
+CALL = re.compile(
+    r'(?s)(.*)<tool_call>\n\{"name": "(look_up|now)", "arguments": (.*)\}\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+def test_the_gateways_port_enforces_a_structural_tag(server, from_first):
+    """At once, or behind the reasoning in which the prompt ends."""
+    tag = json.dumps({"type": "structural_tag", "format": CALLS})
+    bias = {CLOSING: 20.0} if not from_first else {}
+    ids = asked_by_gateway(
+        server, structural_tag=tag, grammar_from_first_token=from_first, logit_bias=bias
+    )
+    assert (CLOSING in ids) is not from_first
+    asked = pb.DetokenizeRequest(ids=ids)
+    text = stubs.InferenceStub(server.channel).Detokenize(asked, timeout=20).text
+    _, name, arguments = CALL.fullmatch(text).groups()
+    assert name in ("look_up", "now")
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_the_gateways_port_begins_a_form_behind_the_reasoning(server):
+    """Unless the gateway says that the grammar holds from the first token."""
+    for from_first in (False, True):
+        ids = asked_by_gateway(
+            server,
+            regex="[a-f]{3}",
+            grammar_from_first_token=from_first,
+            logit_bias={CLOSING: 20.0},
+        )
+        assert (CLOSING in ids) is not from_first
