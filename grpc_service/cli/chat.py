@@ -17,6 +17,7 @@ from grpc_service.cli.bars import until_first_token
 from grpc_service.cli.client import break_note, explain, message_from, run_client
 from grpc_service.cli.generate import json_line, sampling_of, waiting_output
 from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
+from grpc_service.cli.tools import Calls, read_tools, result_turn, shown
 from grpc_service.client import CallError, InvalidArgument, messages
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Conversation:
         self._client = client
         self._is_terminal = sys.stdin.isatty()
         self._sampling = sampling_of(args)
+        self._tools = read_tools(args.tools)
         self._turns: list[Turn] = []
         self._images: list[SentImage] = []
         self._begin(args.system)
@@ -73,14 +75,14 @@ class Conversation:
             elif line.strip():
                 self._ask(line.strip())
 
-    def _read(self) -> str | None:
+    def _read(self, prompt: str = PROMPT) -> str | None:
         """Return the next line, None at the end of the input."""
         while True:
             try:
                 if self._is_terminal and sys.stdout.isatty():
-                    return input(PROMPT)
+                    return input(prompt)
                 if self._is_terminal:
-                    print(PROMPT, end="", file=sys.stderr, flush=True)
+                    print(prompt, end="", file=sys.stderr, flush=True)
                 line = sys.stdin.readline()
                 if self._is_terminal and len(line.encode(errors="replace")) >= TERMINAL_LINE_BYTES:
                     kept = TERMINAL_LINE_BYTES - 1
@@ -133,13 +135,28 @@ class Conversation:
     # ---- one turn
 
     def _ask(self, question: str) -> None:
-        """Ask one question and print the answer. If no answer comes, the question is forgotten
-        with its images."""
+        """Ask one question and print the answer. As long as the answer calls tools, the next lines
+        are what these return, and the model answers again. If no answer comes, the question is
+        forgotten with its images."""
         conversation = [*self._turns, user_turn(question, self._images)]
         self._images.clear()
+        choice = self._args.tool_choice
         try:
-            turns = self._truncated(conversation)
-            answer = self._answer(turns, len(conversation) - len(turns))
+            while True:
+                turns = self._truncated(conversation)
+                num_dropped, choice_now, choice = len(conversation) - len(turns), choice, ""
+                answer, calls = self._answer(turns, num_dropped, choice_now)
+                if not answer and not calls:
+                    return
+                said: Turn = {"role": "assistant", "content": answer, "tool_calls": tuple(calls)}
+                conversation = [*turns, said]
+                if not calls:
+                    break
+                results = self._results(calls)
+                if results is None:
+                    self._note_kept()
+                    return
+                conversation += results
         except CallError as error:
             if not self._is_terminal:
                 raise
@@ -148,8 +165,23 @@ class Conversation:
             return
         except KeyboardInterrupt:  # while the turns were counted
             return
-        if answer:
-            self._turns = [*turns, {"role": "assistant", "content": answer}]
+        self._turns = conversation
+
+    def _results(self, calls: Calls) -> list[Turn] | None:
+        """Read a line for each call: what the tool returns. Return None at the end of the input, or
+        after a command, which is carried out."""
+        turns = []
+        for call in calls:
+            if self._is_terminal:
+                _note(f"(What does {call.name} return?)")
+            line = self._read(f"{call.name}{PROMPT}")
+            if line is not None and line.startswith("/"):
+                self._command(line)
+                line = None
+            if line is None:
+                return None
+            turns.append(result_turn(call, line.strip()))
+        return turns
 
     def _truncated(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return the turns without those that are left out to make room for the answer."""
@@ -177,7 +209,7 @@ class Conversation:
 
     def _count(self, turns: Sequence[Turn]) -> tuple[int, int]:
         """Return the number of tokens of these turns, and the context's length."""
-        chat = messages.Chat(messages=map(message_of, turns))
+        chat = messages.Chat(messages=map(message_of, turns), tools=self._tools)
         request = messages.TokenizeRequest(model=self._args.model, chat=chat)
         try:
             with naming_files(turns):
@@ -188,12 +220,15 @@ class Conversation:
                 raise
             return TOO_MANY, self._count(turns[-1:])[1]
 
-    def _answer(self, turns: Sequence[Turn], num_dropped: int) -> str:
+    def _answer(self, turns: Sequence[Turn], num_dropped: int, choice: str) -> tuple[str, Calls]:
         """Print the answer as it comes, after a note if messages were left out to make room for it.
-        Return the text that has come, also when Ctrl-C ended the answer."""
+        ``choice`` says whether the model calls tools. Return the text and the calls that have come,
+        also when Ctrl-C ended the answer."""
         request = messages.GenerateRequest(
             model=self._args.model,
-            chat=messages.Chat(messages=map(message_of, turns)),
+            chat=messages.Chat(
+                messages=map(message_of, turns), tools=self._tools, tool_choice=choice
+            ),
             sampling=self._sampling,
             reasoning=message_from(messages.Reasoning, self._args),
             output=waiting_output(self._args),
@@ -216,14 +251,15 @@ class Conversation:
         finally:
             stream.cancel()
             printer.end_line()
-        return "".join(printer.text)
+        return "".join(printer.text), printer.calls
 
 
 class _Printer:
-    """Prints one answer. ``text`` has the parts that have come."""
+    """Prints one answer. ``text`` and ``calls`` have the parts that have come."""
 
     def __init__(self, *, is_json: bool) -> None:
         self.text: list[str] = []
+        self.calls = Calls()
         self._is_json = is_json
         self._is_line_open = False
         self._is_reasoning = False
@@ -232,6 +268,7 @@ class _Printer:
         """Print one event."""
         text, reasoning = event.delta.text, event.delta.reasoning
         self.text.append(text)
+        self.calls.add(event.delta.tool_calls)
         if self._is_json:
             print(json_line(event), flush=True)
             return
@@ -243,6 +280,10 @@ class _Printer:
             self._end_reasoning()
             print(text, end="", flush=True)
             self._is_line_open = not text.endswith("\n")
+        if event.HasField("finished"):
+            self.end_line()
+            for call in self.calls:
+                print(shown(call), flush=True)
         if event.finished.reason == messages.FINISH_REASON_LENGTH:
             self.note("(cut at --max-tokens, or at the end of the context)")
 

@@ -16,9 +16,12 @@ from grpc_service.client import CallError, messages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    Turn = Mapping[str, "str | Sequence[SentImage]"]  # role, content and images
+    # Role, content, images, and a message's other fields.
+    Turn = Mapping[str, "str | Sequence[SentImage] | Sequence[messages.ToolCall]"]
 
 IMAGE_FIELD = re.compile(r"chat\.messages\[(\d+)\]\.parts\[(\d+)\]\.image")
+
+OTHERS = ("tool_calls", "tool_call_id", "name")  # fields of messages that turns have as they are
 
 
 class SentImage(NamedTuple):
@@ -46,7 +49,8 @@ def message_of(turn: Turn) -> messages.Message:
     """Return the message to send."""
     role, content, images = str(turn["role"]), str(turn["content"]), _images_of(turn)
     if not images:
-        return messages.Message(role=role, content=content)
+        others = {name: value for name, value in turn.items() if name in OTHERS}
+        return messages.Message(role=role, content=content, **others)
     parts = [messages.MessagePart(image=image.data) for image in images]
     if content:
         parts.append(messages.MessagePart(text=content))

@@ -231,6 +231,19 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument(
+        "--tools",
+        default="",
+        metavar="FILE",
+        help="functions that the model may call, a JSON list as OpenAI's API has it; when it calls "
+        "one, the next line is what the function returns",
+    )
+    parser.add_argument(
+        "--tool-choice",
+        default="",
+        metavar="NAME",
+        help="auto, none, required, or the function that the first answer to a message must call",
+    )
+    parser.add_argument(
         "--reasoning",
         dest="enabled",
         action=argparse.BooleanOptionalAction,

@@ -15,7 +15,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge
-from engine.requests.text.values import AnswerTokens, Started
+from engine.requests.text.values import AnswerTokens, Started, ToolCallDelta
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
 from tests.service import fake_backend
@@ -95,6 +95,80 @@ def test_reasoning_and_notes_of_a_cut_are_not_sent_again(chat):
     assert (code, out) == (0, "Yes\nYes\n")
     assert err.startswith("hm\n(cut at --max-tokens")
     assert said(backend.streams[1])[1] == ("assistant", "Yes")
+
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def with_call(text, *arguments):
+    """Return the events of an answer that calls a tool, with its arguments in parts."""
+    named = [ToolCallDelta(0, "c1", "weather", arguments[0])]
+    more = [ToolCallDelta(0, "", "", part) for part in arguments[1:]]
+    parts = [[AnswerTokens.of(tokens(""), "", (call,))] for call in (*named, *more)]
+    return [STARTED], [tokens(text)], *parts, [finished()]
+
+
+def file_of(tmp_path, content):
+    path = tmp_path / "tools.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_a_call_is_shown_and_the_next_line_is_what_it_returns(chat, tmp_path):
+    """Of the answers to a message only the first must call."""
+    backend = FakeBackend()
+    answers = [with_call("Let me look.", '{"city": ', '"Oslo"}'), ANSWER, ANSWER]
+    backend.engine.script_of = lambda request: {
+        "batches": list(answers[min(2, len(backend.streams))])
+    }
+    wrapped = [{"type": "function", "function": WEATHER | {"strict": True}}]
+    flags = ("--tools", file_of(tmp_path, wrapped), "--tool-choice", "weather")
+    code, out, err = chat(backend, "How is it?\n sunny \nand now?\n", *flags)
+    assert (code, err) == (0, "")
+    assert out == 'Let me look.\nweather({"city": "Oslo"})\nYes, so.\nYes, so.\n'
+    first, second, third = (stream.request.chat for stream in backend.streams)
+    assert [tool["function"]["name"] for tool in third.tools] == ["weather"]
+    assert first.tools[0]["function"]["parameters"] == WEATHER["parameters"]
+    choices = [chat.tool_choice for chat in (first, second, third)]
+    assert choices == ["weather", "auto", "weather"]
+    _, call, result = second.messages
+    assert call["content"] == "Let me look."
+    assert call["tool_calls"][0]["function"]["name"] == "weather"
+    assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", "sunny", "c1")
+    assert [message["role"] for message in third.messages] == [
+        *("user", "assistant", "tool", "assistant", "user")
+    ]
+
+
+@pytest.mark.parametrize("rest", ["", "/reset\n"])
+def test_a_call_without_a_result_is_not_kept(chat, tmp_path, rest):
+    backend = FakeBackend(*with_call("", "{}"))
+    flags = ("--tools", file_of(tmp_path, [WEATHER]))
+    code, out, err = chat(backend, f"How is it?\n{rest}", *flags)
+    assert (code, out) == (0, "weather({})\n")
+    assert "This message was not kept." in err
+    assert ("The conversation was forgotten." in err) == bool(rest)
+    assert len(backend.streams) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "it is not JSON"),
+        ({"name": "f"}, "it is no list of functions"),
+        ([3], r"\[0\]: it is no object"),
+        ([WEATHER, {"nam": "f"}], r"\[1\]: .*nam"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_of_tools_that_cannot_be_read_is_refused(chat, tmp_path, content, reason):
+    path = str(tmp_path / "none.json") if content is None else file_of(tmp_path, content)
+    code, out, err = chat(FakeBackend(*ANSWER), "one\n", "--tools", path)
+    assert (code, out) == (2, "")
+    assert re.search(f"cannot read --tools {re.escape(path)}: {reason}", err)
 
 
 def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):

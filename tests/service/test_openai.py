@@ -6,6 +6,8 @@ import json
 import re
 import ssl
 import struct
+import subprocess
+import sys
 
 import pytest
 import trustme
@@ -69,6 +71,23 @@ def faked():
 
 
 # ---- answers
+
+
+@pytest.mark.model
+def test_the_command_line_shows_the_call_that_a_model_must_make(demo, tmp_path):
+    """The tool's result is the next line; the answer to it is a story."""
+    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+    flags = ["--tools", str(tmp_path / "tools.json"), "--tool-choice", "look_up"]
+    flags += ["--max-tokens", "90", "--seed", "7", "--server", demo.address]
+    argv = [sys.executable, "-m", "grpc_service", "chat", *flags]
+    said = f"{TURNS[0]['content']}\na boat\n"
+    done = subprocess.run(argv, input=said, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    call, _, story = done.stdout.partition("\n")
+    name, arguments = re.fullmatch(r"(\w+)\((.*)\)", call).groups()
+    assert name == "look_up"
+    assert json.loads(arguments).keys() == {"word"}
+    assert len(story) > 20
 
 
 @pytest.mark.model
