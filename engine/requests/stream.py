@@ -111,8 +111,10 @@ class RequestStream(Generic[EventT]):
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     ``wants_progress``: the client asked for events before its first token (`show`).
+    ``operation`` is OpenTelemetry's name for what the request asks for.
     """
 
+    operation = ""
     attach_token = ""
     seed = 0
     wants_progress = False
@@ -314,7 +316,8 @@ class RequestStream(Generic[EventT]):
         since the request arrived. Any thread may call this once the stream's `Reader` has been
         notified of the end or has left.
         """
-        fields: dict[str, str | int | float] = {"model": self.model, "phase": self.phase.value}
+        fields: dict[str, str | int | float] = {"operation": self.operation}
+        fields |= {"model": self.model, "phase": self.phase.value}
         fields |= {"prompt_tokens": self._prompt_tokens, "tokens_done": self.tokens_done}
         if self.error is not None:
             fields["reason"] = self.error.reason

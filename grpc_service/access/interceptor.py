@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.status import Status
 
     Fields = Mapping[str, str | int | float]  # the fields of a log line
-    Record = Callable[[Fields, Iterable[tuple[str, str | bytes]], str], None]
+    Metadata = Iterable[tuple[str, str | bytes]]
+    Record = Callable[[Fields, Metadata, str], None]
 
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
 # A draining server waits for calls of these methods until the engine has their requests.

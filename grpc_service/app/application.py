@@ -38,6 +38,7 @@ from grpc_service.access.interceptor import Interceptor
 from grpc_service.access.keys import open_keys, reload_keys
 from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.app.gateway_ports import GatewayPorts, check_gateways
+from grpc_service.app.gen_ai import GenAiMetrics
 from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.app.health import HealthServicer, apply_states, health_methods
 from grpc_service.app.listening import check_free, listen, num_connections
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.pool.entry import Entry
     from engine.pool.loader import RunnerFactory
+    from grpc_service.access.interceptor import Fields, Metadata
     from grpc_service.access.keys import KeyRing
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.app.startup import HeldBack
@@ -274,7 +276,14 @@ async def _serving_calls(
     names = [*SERVICE_NAMES, HEALTH_NAME]
     own = methods(backend, config.max_message_bytes, adapter_root=config.adapter_root)
     served = [*own, *health_methods(health), *reflection_methods(names)]
-    record = None if tracing is None else tracing.record
+    named = GenAiMetrics()
+
+    def record(fields: Fields, metadata: Metadata, request_id: str) -> None:
+        """Count an ended call under OpenTelemetry's names, and make its spans."""
+        named.record(fields)
+        if tracing is not None:
+            tracing.record(fields, metadata, request_id)
+
     interceptor = Interceptor(served, ending.keys, status_of, record)
     limits = _limits_of(config)
     server = ending.server = RpcServer(interceptor.serve, limits, flusher)
@@ -285,9 +294,9 @@ async def _serving_calls(
         return RpcServer(own.serve, limits, flusher)
 
     gateways = ending.gateways = GatewayPorts(config, backend, serve_gateways)
-    openai = ending.openai = OpenAIPort(config, backend, interceptor, ending.keys)
+    openai = ending.openai = OpenAIPort(config, backend, interceptor, ending.keys, named)
     # Metrics start first and end last, so that they show a drain to its end.
-    async with serving_metrics(config, backend, interceptor), trio.open_nursery() as nursery:
+    async with serving_metrics(config, backend, interceptor, named), trio.open_nursery() as nursery:
         listeners = listen(config, server_context(config))
         nursery.start_soon(server.run, listeners)
         gateways.start(nursery)

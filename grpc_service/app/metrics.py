@@ -19,6 +19,7 @@ import trio
 
 from engine.errors import ConfigError, TrioletError
 from engine.replica.threads import WorkerThreads
+from grpc_service.app import gen_ai
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine.replica.telemetry import Distribution, EngineTelemetry, ReplicaSnapshot
     from engine.status import Counts
     from grpc_service.access.interceptor import Interceptor
+    from grpc_service.app.gen_ai import GenAiMetrics
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.services.backend import Backend
 
@@ -158,6 +160,13 @@ MEMORY = _gauge("memory_reserved_bytes", "memory reserved for models", ())
 MEMORY_LIMIT = _gauge("memory_limit_bytes", "memory that may be reserved", ())
 RPCS = _counter("rpcs_total", "RPCs that ended", ("method", "code"))
 
+# OpenTelemetry's metrics of calls, whose names have no prefix.
+OF_GEN_AI = {
+    metric: Metric(metric.name, "histogram", gen_ai.LABELS, metric.meaning)
+    for metric in gen_ai.METRICS
+}
+ALL = (*METRICS, *OF_GEN_AI.values())
+
 
 def samples_of(
     telemetry: EngineTelemetry, calls: Iterable[tuple[tuple[str, str], int]]
@@ -255,7 +264,7 @@ class Collector:
         except (RuntimeError, TrioletError) as error:
             log.warning("a scrape failed, because the engine has ended: %s", error)
             return
-        families = {metric: _family(metric) for metric in METRICS}
+        families = {metric: _family(metric) for metric in ALL}
         for metric, labels, value in samples:
             if metric.kind == "histogram":
                 families[metric].add_metric(labels, _buckets(value), sum_value=value.total)
@@ -276,7 +285,8 @@ def _family(metric: Metric) -> Any:
         "counter": CounterMetricFamily,
         "histogram": HistogramMetricFamily,
     }
-    return kinds[metric.kind](PREFIX + metric.name, metric.meaning, labels=metric.labels)
+    name = metric.name if metric in OF_GEN_AI.values() else PREFIX + metric.name
+    return kinds[metric.kind](name, metric.meaning, labels=metric.labels)
 
 
 def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
@@ -290,7 +300,7 @@ def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
 
 @asynccontextmanager
 async def serving_metrics(
-    config: ServerConfig, backend: Backend, interceptor: Interceptor
+    config: ServerConfig, backend: Backend, interceptor: Interceptor, named: GenAiMetrics
 ) -> AsyncIterator[None]:
     """Serve Prometheus while the block runs, on threads of prometheus_client. Does nothing if no
     port is configured.
@@ -308,7 +318,7 @@ async def serving_metrics(
     token = trio.lowlevel.current_trio_token()
 
     def answer() -> list[tuple[Metric, tuple[str, ...], Any]]:
-        return _samples(backend, interceptor)
+        return _samples(backend, interceptor, named)
 
     def ask() -> list[tuple[Metric, tuple[str, ...], Any]]:
         return trio.from_thread.run_sync(answer, trio_token=token)
@@ -332,19 +342,20 @@ async def serving_metrics(
             await WorkerThreads().run(partial(_stop, server, thread), trio.CapacityLimiter(1))
 
 
-async def text_of(backend: Backend, interceptor: Interceptor) -> bytes:
+async def text_of(backend: Backend, interceptor: Interceptor, named: GenAiMetrics) -> bytes:
     """Return every metric in Prometheus' plain text. Cancellation: waits for the thread's end."""
     from prometheus_client import generate_latest
 
-    samples = _samples(backend, interceptor)
+    samples = _samples(backend, interceptor, named)
     job = partial(lambda: generate_latest(_registry(lambda: samples)))
     return await WorkerThreads().run(job, _scrapes)
 
 
 def _samples(
-    backend: Backend, interceptor: Interceptor
+    backend: Backend, interceptor: Interceptor, named: GenAiMetrics
 ) -> list[tuple[Metric, tuple[str, ...], Any]]:
-    return list(samples_of(backend.telemetry(), interceptor.calls.items()))
+    of_gen_ai = [(OF_GEN_AI[metric], *rest) for metric, *rest in named.samples()]
+    return [*samples_of(backend.telemetry(), interceptor.calls.items()), *of_gen_ai]
 
 
 def _registry(ask: Callable[[], Iterable[tuple[Metric, tuple[str, ...], Any]]]) -> Any:

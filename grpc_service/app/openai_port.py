@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from grpc_service.access.interceptor import Interceptor
     from grpc_service.access.keys import KeyRing
+    from grpc_service.app.gen_ai import GenAiMetrics
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.openai.server import HttpServer
     from grpc_service.rpc.connection import Shared
@@ -55,6 +56,7 @@ class OpenAIPort:
     _backend: Backend
     _interceptor: Interceptor
     _keys: KeyRing | None
+    _named: GenAiMetrics
     port: int | None = None
     _server: HttpServer | None = None
 
@@ -106,4 +108,4 @@ class OpenAIPort:
         return model_states(engine.list_models(), draining=engine.is_draining)[""]
 
     async def _metrics(self) -> bytes:
-        return await text_of(self._backend, self._interceptor)
+        return await text_of(self._backend, self._interceptor, self._named)

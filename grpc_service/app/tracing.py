@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import install_command
+from grpc_service.app.gen_ai import attributes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -107,6 +108,7 @@ class Tracing:
                     for name, value in fields.items()
                     if name in ("model", "phase", "prompt_tokens", "tokens_done", "reason", "key")
                 },
+                **attributes_of(fields),
             },
         )
         if code in FAULTS:

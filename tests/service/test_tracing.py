@@ -10,11 +10,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from grpc_service.app.gen_ai import LABELS, METRICS, GenAiMetrics
 from grpc_service.app.tracing import Tracing, open_tracing
 from grpc_service.client import stubs
+from tests.support.encode_wire import embed, rerank
+from tests.support.image_generation_wire import draw, draw_request
+from tests.support.openai_calls import ask
 from tests.support.programs import imported_by, output_of
 from tests.support.server import fake
-from tests.support.wire import generate_request, wait_serving
+from tests.support.wire import generate, generate_request, wait_serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -137,6 +141,133 @@ def test_a_server_exports_its_spans(monkeypatch):
     assert {"triolet.v1.Inference/Generate", "prefill", "decode"} <= names
     assert not any("grpc.health" in span["name"] for span in spans)
     assert SECRET not in server.out
+
+
+# ---- OpenTelemetry's names for what models do
+
+SETTLED = {"prompt_tokens": 7, "tokens_done": 9, "first_s": 0.2}
+ENDS = {"cached_tokens": 4, "reasoning_tokens": 3, "finish": "stop,length"}
+
+
+def test_the_span_of_a_chat_has_the_conventions_names(tracing, exporter):
+    tracing.record(fields(operation="chat", model="m", **SETTLED, **ENDS), [], "r1")
+    [span] = exporter.get_finished_spans()
+    named = {name: value for name, value in span.attributes.items() if "gen_ai" in name}
+    assert named == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "triolet",
+        "gen_ai.request.model": "m",
+        "gen_ai.output.type": "text",
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.cache_read.input_tokens": 4,
+        "gen_ai.usage.output_tokens": 9,
+        "gen_ai.usage.reasoning.output_tokens": 3,
+        "gen_ai.response.time_to_first_chunk": 0.2,
+        "gen_ai.response.finish_reasons": ("stop", "length"),
+    }
+    assert "error.type" not in span.attributes
+
+
+def test_a_call_that_fails_names_its_reason(tracing, exporter):
+    failed = fields(operation="chat", model="m", code="DEADLINE_EXCEEDED", reason="DEADLINE")
+    tracing.record(failed, [], "r1")
+    tracing.record(fields(code="NOT_FOUND"), [], "r1")
+    first, second = exporter.get_finished_spans()
+    assert first.attributes["error.type"] == "DEADLINE"
+    assert not any(name.startswith(("gen_ai", "error")) for name in second.attributes)
+
+
+def test_metrics_have_the_conventions_bounds_and_labels():
+    named = GenAiMetrics()
+    done = fields(operation="chat", model="m", **SETTLED)
+    named.record(done)
+    named.record(done | {"elapsed_s": 0.2, "tokens_done": 1})
+    named.record(done | {"code": "ABORTED", "reason": "ABORTED"})
+    named.record(done | {"method": "triolet.v1.Inference/Attach"})
+    named.record(fields())
+    found = {
+        (metric.name.removeprefix("gen_ai_server_"), labels): (counted.count, counted.total)
+        for metric, labels, counted in named.samples()
+    }
+    labels, failed = ("chat", "triolet", "m", ""), ("chat", "triolet", "m", "ABORTED")
+    assert found == {
+        ("request_duration_seconds", labels): (2, 1.2),
+        ("request_duration_seconds", failed): (1, 1.0),
+        ("time_to_first_token_seconds", labels): (2, 0.4),
+        ("time_per_output_token_seconds", labels): (1, 0.1),
+    }
+    # semantic-conventions-genai, docs/gen-ai/gen-ai-metrics.md
+    assert [metric.bounds for metric in METRICS] == [
+        (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10),
+        (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    ]
+    assert LABELS == ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model",
+                      "error_type")  # fmt: skip
+
+
+MODELS = [
+    {"name": "fake", "script": {"words": ("so ", SECRET, ".")}},
+    {"name": "embedder", "capability": "text-embedding"},
+    {"name": "ranker", "capability": "rerank"},
+    {"name": "painter", "capability": "text-to-image"},
+]
+DONE = {  # OpenTelemetry's operations, and the model and the output of each
+    "text_completion": ("fake", "text"),
+    "chat": ("fake", "text"),
+    "embeddings": ("embedder", None),
+    "rerank": ("ranker", None),
+    "generate_content": ("painter", "image"),
+}
+
+
+def test_no_span_and_no_metric_has_text_of_a_prompt_or_an_answer(monkeypatch):
+    """Every kind of work by both doors, and a refused request, with a secret in every text."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    ports = {"openai_port": 0, "metrics_port": 0}
+    with fake(models=MODELS, server=ports) as server:
+        wait_serving(server.channel)
+        chat = {"messages": [{"role": "user", "content": SECRET}]}
+        said = generate(server.channel, text=SECRET, max_tokens=9).text()
+        assert SECRET in said
+        said = generate(server.channel, chat=chat, sampling={"max_tokens": 9}).text()
+        assert SECRET in said
+        assert embed(server.channel, [SECRET]).error is None
+        assert rerank(server.channel, SECRET, [SECRET]).error is None
+        assert draw(server.channel, draw_request(SECRET)).error is None
+        bad = generate(server.channel, text=SECRET, temperature=-1.0, stop=[SECRET])
+        assert bad.error is not None
+        text = {"model": "fake", "max_tokens": 9}
+        for path, body in (
+            ("/v1/completions", text | {"prompt": SECRET}),
+            ("/v1/chat/completions", text | chat | {"user": SECRET}),
+            ("/v1/embeddings", {"input": SECRET, "model": "embedder"}),
+            ("/v1/rerank", {"query": SECRET, "documents": [SECRET], "model": "ranker"}),
+            ("/v1/images/generations", {"prompt": SECRET, "model": "painter"}),
+        ):
+            answer = ask(server.openai_port, path, body)
+            assert answer.status == 200, answer.body
+        scraped = ask(server.openai_port, "/metrics", verb="GET").body.decode()
+        assert server.stop() == 0
+        spans = spans_in(server.out.partition("\n")[2])
+    assert SECRET not in server.out
+    assert SECRET not in scraped
+    for operation, (model, output) in DONE.items():
+        own = [
+            span["attributes"]
+            for span in spans
+            if span["attributes"].get("gen_ai.operation.name") == operation
+        ]
+        assert {one["rpc.system"] for one in own} == {"grpc", "http"}
+        for one in own:
+            assert one["gen_ai.request.model"] == model
+            assert one.get("gen_ai.output.type") == output
+            assert one["gen_ai.usage.input_tokens"] > 0
+            assert ("gen_ai.usage.output_tokens" in one) == (output == "text")
+        labels = f'gen_ai_operation_name="{operation}",gen_ai_provider_name="triolet"'
+        assert f'gen_ai_server_request_duration_seconds_count{{error_type="",{labels}' in scraped
+        first = f'gen_ai_server_time_to_first_token_seconds_count{{error_type="",{labels}'
+        assert (first in scraped) == (output == "text")
 
 
 def spans_in(text):

@@ -39,8 +39,10 @@ class EncodeStream(RequestStream[EncodeEvent]):
 
     def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
         if isinstance(request, EmbedRequest):
+            self.operation = "embeddings"
             self.num_inputs, self._top_n = len(request.inputs), None
         else:
+            self.operation = "rerank"
             self.num_inputs, self._top_n = len(request.documents), request.top_n
         self._num_done = 0
         self._scores: list[Score] = []

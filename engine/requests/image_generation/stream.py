@@ -48,6 +48,8 @@ DRAWN_SEEDS = 2**32  # seeds that the server draws are below this, so that they 
 class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     """A GenerateImage request's life on the Trio thread. ``seed`` is the client's or drawn here."""
 
+    operation = "generate_content"
+
     def __init__(self, request: DrawRequest, options: StreamOptions[ImageGenerationEvent]) -> None:
         # Started and Finished hold no message slot.
         super().__init__(request, options, num_beside=2, credited=(Progress, GeneratedImage))

@@ -58,6 +58,9 @@ class TextStream(RequestStream[StreamEvent]):
         if seed is None and request.continuation is not None:
             seed = request.continuation.seed
         self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
+        self.operation = "text_completion" if request.chat is None else "chat"
+        self._cached_tokens = self._reasoning_tokens = 0
+        self._ends: list[str] = []  # reasons of the choices that have ended by themselves
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
         self._prompt_bytes = 0  # memory of the prompt's tokens, once the input is dropped
@@ -162,6 +165,20 @@ class TextStream(RequestStream[StreamEvent]):
         """Hand an event about the wait to the reader. It is not kept for a client that attaches."""
         super().show(progress, self._kept and self._kept.reader)
 
+    # ---- accounting
+
+    def account(self, elapsed_s: float) -> dict[str, str | int | float]:
+        """Return the fields of the class, with the seconds until the first tokens, if there are
+        any, and what the choices have counted that have ended by themselves."""
+        fields = super().account(elapsed_s)
+        if self._first_result_at is not None:
+            fields["first_s"] = self._first_result_at - self.started_at
+        if self._ends:
+            fields["cached_tokens"] = self._cached_tokens
+            fields["reasoning_tokens"] = self._reasoning_tokens
+            fields["finish"] = ",".join(self._ends)
+        return fields
+
     # ---- before the request is in the queue
 
     def _take(self, prepared: PreparedText) -> None:
@@ -245,6 +262,9 @@ class TextStream(RequestStream[StreamEvent]):
         )
 
     def _finish(self, event: Finished) -> None:
+        self._cached_tokens = max(self._cached_tokens, event.usage.cached_tokens)
+        self._reasoning_tokens += event.usage.reasoning_tokens
+        self._ends.append(event.reason.value)
         self._reader.push(replace(event, request_id=RequestId(self.request_id)))
         self._num_left -= 1
         if self._num_left == 0:
