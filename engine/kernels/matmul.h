@@ -182,10 +182,11 @@ static void vector_block(const T *x, long ldx, long rows, const W *w, long strid
                          long begin, long end, float *out, long ldo, bool is_more, const W *next) {
     long n = 0;
     constexpr int PAIR = MOST_ROWS > 4 ? 2 : 1;
+    constexpr int FEW = sizeof(T) == 4 && std::is_same_v<W, bf16> ? FEW_BF16_PANELS : 4;
     if (rows <= FEW_ROWS)
-        for (; panels - n >= 4; n += 4)
-            rows_of_block<4>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL,
-                             ldo, is_more, next);
+        for (; panels - n >= FEW; n += FEW)
+            rows_of_block<FEW>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL,
+                               ldo, is_more, next);
     for (; panels - n >= PAIR; n += PAIR)
         rows_of_block<PAIR>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL, ldo,
                             is_more, n + PAIR < panels ? w + (n + PAIR) * stride : next);

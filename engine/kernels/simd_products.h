@@ -48,11 +48,12 @@ namespace triolet {
 }
 
 // MOST_ROWS: the rows of a block with one or two panels in bfloat16; MOST_FLOAT_ROWS: in float32.
-// FEW_ROWS: up to so many rows, a block has four panels. FETCHING_ROWS: up to so many rows, a block
-// also fetches the next panels.
+// FEW_ROWS: up to so many rows, a block has four panels; with rows in float32 and weights in
+// bfloat16, FEW_BF16_PANELS. FETCHING_ROWS: up to so many rows, a block also fetches the next panels.
 #if defined(__AVX512F__)
 // With 12 rows 24 of 32 registers hold sums, and with four panels of 4 rows 16.
 constexpr int MOST_ROWS = 12, MOST_FLOAT_ROWS = 12, FEW_ROWS = 4;
+constexpr int FEW_BF16_PANELS = 4;
 constexpr long FETCHING_ROWS = 64;  // measured: with more rows, a block does not wait for memory
 // A block of integers has 6 rows and 2 panels: 12 sums of integers and 12 of floats in registers.
 constexpr int SMALL_ROWS = 6, SMALL_PANELS = 2;
@@ -60,8 +61,10 @@ constexpr int SMALL_ROWS = 6, SMALL_PANELS = 2;
 constexpr int MOST_ROWS = 4, FEW_ROWS = 1;  // a vector takes two registers of 16, or four of 32
 #if defined(__AVX2__)
 constexpr int MOST_FLOAT_ROWS = 6;  // 12 sums, a panel's two vectors, and a number of a row
+constexpr int FEW_BF16_PANELS = 2;  // with four, a sum is in memory: 1.7 times as long on Zen 4
 #else
 constexpr int MOST_FLOAT_ROWS = 4;
+constexpr int FEW_BF16_PANELS = 4;
 #endif
 constexpr long FETCHING_ROWS = 0;
 // A block of integers has 4 rows and a panel. Its sums of integers fill half of the registers or
