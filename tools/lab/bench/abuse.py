@@ -73,6 +73,9 @@ APART = (
     *("HTTP: connections opened and closed", "HTTP: streams begun and left"),
     *("HTTP: streams not read",),
 )
+# Its streams cost the victim their share of the steps until they are parked, as those of a client
+# that reads would. What is measured begins then.
+PARKING = "HTTP: streams not read"
 SOURCES = {FILLING: (FOUR,), **dict.fromkeys(APART, (TEN[:1], TEN))}
 FLAGS = {FILLING: ["--max-connections", "257", "--max-connections-per-address", "64"]}
 HOARDED, HOARDED_EACH = "hoarded windows", 100  # streams of each of ten addresses
@@ -268,6 +271,8 @@ def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]
             with running(*argv) as attacker:
                 assert attacker.stdout is not None
                 attacker.stdout.readline()
+                if name == PARKING:
+                    wait_for(lambda: totals(address).running <= 1)  # the victim's
                 beside_attack.append(watch(victim, address, pid))
         victim.is_stopping = True
         victim.join(60)
