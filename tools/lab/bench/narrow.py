@@ -9,9 +9,9 @@ it on a processor without bfloat16.
 
 A decode of one sequence waits for memory: the weights, and the sequence's keys and values. "What
 the bytes allow" is the ratio of these bytes; a row says how much of it is reached. The bench
-`quantization` measures what narrow pools cost in accuracy. The bar of weights of 16 bits is for q05: a
-step of s135 is a third work that does not depend on the weights' bytes (with weights of 4 bits it
-takes 6 ms of the 11).
+`quantization` measures what narrow pools cost in accuracy. The bar of weights of 16 bits is for
+q05: a third of a step of s135 is work that does not depend on the weights' bytes (with weights of 4
+bits it takes 6 ms of the 11).
 
 `BENCH_ONLY` is a regular expression that selects measurements by name.
 """
