@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import TokenLogprob, Tokens
+from engine.errors import RequestTooLarge
 from engine.requests.text.values import AnswerTokens, Started
 from grpc_service.openai.json_text import encode_json
 from grpc_service.openai.work import WholeEncoder
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length"}
 HEAVY_EVENTS = 64  # with log-probabilities: some milliseconds
+# Log-probabilities, with the alternatives, that one answer keeps: some 60 MB of JSON, and five
+# times as much before. Guess: as a list of a million tokens has.
+SCORES_MAX = 2**21
 HEAVY_CHARS = 2**16  # of text, as an echo may have: half a millisecond
 
 
@@ -68,8 +72,21 @@ class _Answer:
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens = self._reasoning_tokens = 0
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        self._num_scores = 0  # that are kept
+
+    def _keep_scores(self, entries: Iterable[TokenLogprob], times: int = 1) -> None:
+        """Count log-probabilities that are kept, and written ``times`` times at the end.
+
+        Raises:
+            RequestTooLarge: the answer would have more than `SCORES_MAX`.
+        """
+        self._num_scores += times * sum([1 + len(entry.alternatives) for entry in entries])
+        if self._num_scores > SCORES_MAX:
+            what = f"makes an answer of more than {SCORES_MAX} log-probabilities"
+            raise RequestTooLarge.of("output.logprobs", f"{what}; ask for fewer at once")
 
     def _start(self, source: int, event: Started) -> None:
+        self._keep_scores(event.prompt_logprobs)
         self._head["model"] = event.model
         self._prompt_logprobs[source] = event.prompt_logprobs
         self._prompt_tokens[source] = event.prompt_tokens
@@ -338,6 +355,11 @@ class _Whole(_Answer):
         self._kept = [_Kept() for _ in range(self._num_left)]
         self._num_chars = 0  # of the texts that are kept
 
+    def _start(self, source: int, event: Started) -> None:
+        super()._start(source, event)
+        if self._with_logprobs:
+            self._keep_scores(event.prompt_logprobs, self._num_choices - 1)
+
     encode_short = WholeEncoder.encode_short
 
     def encode(self, source: int, events: Sequence[StreamEvent]) -> list[bytes]:
@@ -365,6 +387,7 @@ class _Whole(_Answer):
         kept.text.append(event.text)
         self._num_chars += len(event.text)
         kept.logprobs += event.logprobs
+        self._keep_scores(event.logprobs)
         if self._with_ids:
             kept.ids += event.token_ids
         if reasoning := _reasoning_of(event):

@@ -7,11 +7,11 @@ import pytest
 
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
-from engine.core.text.types import Tokens
-from engine.errors import InvalidRequest
+from engine.core.text.types import Alternative, TokenLogprob, Tokens
+from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.encode.values import Score
 from engine.requests.text.values import MAX_CHOICES, Started
-from grpc_service.openai import encode_codec, text_codec
+from grpc_service.openai import answers, encode_codec, text_codec
 from grpc_service.openai.json_text import parse_json
 from grpc_service.openai.work import Context
 
@@ -157,3 +157,33 @@ def test_a_ranking_with_its_documents_is_encoded_in_a_thread(shows):
     end = Finished("r", 0, EndReason.STOP, Usage(1, 0, 1), Timings(0.0))
     assert not encoder.is_heavy([Score(0, 0.5)])
     assert encoder.is_heavy([end]) == shows
+
+
+SCORE = TokenLogprob(5, "a", -0.5, (Alternative(6, "b", -1.0, 1),))
+SCORED = {
+    "prompts": ([Started("r", "m", 9, prompt_logprobs=(SCORE,) * 9)], 27),
+    "tokens": ([Started("r", "m", 1), *[Tokens("r", 2, (5,), "a", (SCORE,))] * 9], 9),
+}
+
+
+@pytest.mark.parametrize(("events", "count"), SCORED.values(), ids=SCORED)
+def test_the_scores_that_a_whole_answer_keeps_are_bounded(monkeypatch, events, count):
+    """A prompt's scores are in the answer once for each choice: a body of 640 KB, 64 prompts and
+    16 choices would make an answer of a gigabyte."""
+    body = {"prompt": "a", "echo": True, "logprobs": 1, "n": 3}
+    monkeypatch.setattr(answers, "SCORES_MAX", 2 * count)
+    encode_all(text_codec.decode_completion(body, CONTEXT), events)
+    monkeypatch.setattr(answers, "SCORES_MAX", 2 * count - 1)
+    work = text_codec.decode_completion(body, CONTEXT)
+    with pytest.raises(RequestTooLarge) as caught:
+        encode_all(work, events)
+    [violation] = caught.value.violations
+    assert work.rename(0, violation.field) == "logprobs"
+    streamed = text_codec.decode_completion(body | {"stream": True}, CONTEXT)
+    encode_all(streamed, events)  # keeps a prompt's once, and no others
+
+
+def encode_all(work, events):
+    """Have each event encoded."""
+    for event in events:
+        work.encoder.encode(0, [event])
