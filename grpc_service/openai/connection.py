@@ -19,6 +19,8 @@ from anycorn.events import Closed, Updated
 from anycorn.tcp_server import TCPServer
 from anyio.abc import SocketAttribute
 
+from grpc_service.openai.errors import HttpError, answer_of
+from grpc_service.openai.json_text import encode_json
 from grpc_service.rpc.accounts import POINT_S, SERVING, Account
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.rpc.held_bytes import Holder, Holding
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 UNSENT_BYTES = 2**16
 PART_BYTES = 2**14  # received at once, until a request may be read: anycorn keeps up to four parts
 PART_S, BYTE_S = 1e-4, 4e-9  # processor time of a received part, and of each byte, about
+NO_HTTP = "this is no request of HTTP/1.1"
+MALFORMED = {431: "the headers are too large", 501: "this Transfer-Encoding is not known"}
 CLOSE_PATIENCE_S = 1.0  # for the last bytes of an answer that ends its connection. Guess.
 
 
@@ -331,8 +335,18 @@ def _restrain(protocol: Any) -> None:
             )
         await create_stream(request)
 
+    async def refuse(status: int) -> None:
+        _, _, told = answer_of(HttpError(status, "INVALID_REQUEST", MALFORMED.get(status, NO_HTTP)))
+        body = encode_json(told)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers.append((b"connection", b"close"))
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body)):
+            await protocol._send_h11_event(event)
+        await protocol._send_h11_event(h11.EndOfMessage())
+
     protocol._check_protocol = _stay
     protocol._create_stream = create
+    protocol._send_error_response = refuse  # anycorn's has no body
     most = protocol.config.h11_max_incomplete_size
     protocol.connection = _Framing(h11.SERVER, max_incomplete_event_size=most)
 

@@ -724,6 +724,27 @@ def test_a_page_that_is_named_may_ask_first(paged):
     assert "access-control-allow-headers" not in refused.headers
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+MALFORMED = {
+    "no request": (b"hello\r\n\r\n", 400),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    "no number": (HEAD + b"Content-Length: -5\r\n\r\n", 400),
+    "no chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    "no end of the headers": (HEAD + b"X: " + b"y" * 70_000, 431),
+    "another encoding": (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
+}
+
+
+@pytest.mark.parametrize(("sent", "status"), MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_http_has_openais_form_of_error_and_ends_its_connection(faked, sent, status):
+    with Connection(faked.openai_port) as client:
+        client.send(sent)
+        answer = client.read()
+        assert (answer.status, answer.error["code"]) == (status, "invalid_request")
+        assert answer.error["message"]
+        assert client.read_until(b"never") == b""
+
+
 def test_http_2_and_websockets_are_not_spoken(paged):
     with Connection(paged.openai_port) as client:
         client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
