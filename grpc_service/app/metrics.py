@@ -354,7 +354,7 @@ async def text_of(backend: Backend, interceptor: Interceptor, named: GenAiMetric
 def _samples(
     backend: Backend, interceptor: Interceptor, named: GenAiMetrics
 ) -> list[tuple[Metric, tuple[str, ...], Any]]:
-    of_gen_ai = [(OF_GEN_AI[metric], *rest) for metric, *rest in named.samples()]
+    of_gen_ai = [(OF_GEN_AI[metric], labels, value) for metric, labels, value in named.samples()]
     return [*samples_of(backend.telemetry(), interceptor.calls.items()), *of_gen_ai]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpc_service.cli.texts import images_of
 from grpc_service.client import CallError, messages
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     # Role, content, images, and a message's other fields.
-    Turn = Mapping[str, "str | Sequence[SentImage] | Sequence[messages.ToolCall]"]
+    Turn = Mapping[str, Any]
 
 IMAGE_FIELD = re.compile(r"chat\.messages\[(\d+)\]\.parts\[(\d+)\]\.image")
 
@@ -49,7 +49,7 @@ def message_of(turn: Turn) -> messages.Message:
     """Return the message to send."""
     role, content, images = str(turn["role"]), str(turn["content"]), _images_of(turn)
     if not images:
-        others = {name: value for name, value in turn.items() if name in OTHERS}
+        others: dict[str, Any] = {name: value for name, value in turn.items() if name in OTHERS}
         return messages.Message(role=role, content=content, **others)
     parts = [messages.MessagePart(image=image.data) for image in images]
     if content:
