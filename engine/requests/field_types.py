@@ -211,6 +211,11 @@ def _input(given: Any) -> str | bytes | tuple[int, ...]:
     return bytes(given) if isinstance(given, _Bytes) else _ids(given)
 
 
+def _ranges(given: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    rows = [tuple(map(_number, row)) for row in given]
+    return (rows[0], rows[1]) if len(rows) == 2 else _refuse(given)
+
+
 def _mappings(given: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(map(_mapping, _tuple(given)))
 
@@ -239,6 +244,7 @@ ANNOTATED = {
     "Mapping[int, float]": _field_type("a mapping of token ids to numbers", None, (), _biases),
 }
 INPUTS = _field_type("a list of texts, lists of token ids, or bytes of images", (), (), _inputs)
+RANGES = _field_type("two lists of numbers, the least and the greatest", None, (), _ranges)
 MAPPING = _field_type("a mapping", None, (dict,), _mapping)
 MESSAGES = _field_type("a list of mappings, each with role and content", (), (), _mappings)
 TOOLS = _field_type("a list of mappings, each with a function", (), (), _mappings)

@@ -6,11 +6,17 @@ texts. Without it, the output is a table for people.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
+import os
+import struct
 import sys
-from typing import TYPE_CHECKING
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from engine.errors import ConfigError
 from grpc_service.cli.client import run_client
 from grpc_service.cli.query import print_json, print_table, print_texts
 from grpc_service.cli.texts import (
@@ -39,6 +45,7 @@ NEAREST_MAX = 300  # the most texts that are compared in Python: 0.7 s for vecto
 
 def run(args: argparse.Namespace) -> int:
     """Embed the texts and images and print the vectors. Return the exit code."""
+    ranges = read_ranges(args.ranges)
     images = images_of(args.images, hint="; texts come before --image")
     has_texts = args.texts or args.file is not None or not images
     inputs: list[Input] = [
@@ -48,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     def job(client: Client) -> None:
         def ask(part: Sequence[Input], timeout_s: float | None) -> Stream[Response]:
-            return client.embed(request_of(args, part), timeout=timeout_s)
+            return client.embed(request_of(args, part, ranges), timeout=timeout_s)
 
         is_quiet = args.json and sys.stdout.isatty()  # a progress bar would stand among the lines
         with progress("embedding", len(inputs), is_quiet=is_quiet) as advance:
@@ -60,12 +67,34 @@ def run(args: argparse.Namespace) -> int:
                     print_json(vector)
                 return
             vectors = list(responses)
-        print_vectors(inputs, vectors)
+        print_vectors(inputs, vectors, args.precision)
 
     return run_client(args, job)
 
 
-def request_of(args: argparse.Namespace, inputs: Sequence[Input]) -> messages.EmbedRequest:
+def read_ranges(file: str | None) -> dict[str, Any] | None:
+    """Return the ranges that a file has; None without a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has another form.
+    """
+    if file is None:
+        return None
+    try:
+        ranges = json.loads(Path(os.path.expanduser(file)).read_text("utf-8"))
+        messages.VectorRanges(**ranges)
+    except OSError as error:
+        raise ConfigError(f"--ranges {file} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f'--ranges {file} is not JSON of the form {{"low": [numbers], "high": [numbers]}}'
+        ) from None
+    return dict(ranges)
+
+
+def request_of(
+    args: argparse.Namespace, inputs: Sequence[Input], ranges: dict[str, Any] | None = None
+) -> messages.EmbedRequest:
     """Return the request. Flags that are not given stay unset, so that the model's own defaults
     apply."""
     return messages.EmbedRequest(
@@ -80,7 +109,23 @@ def request_of(args: argparse.Namespace, inputs: Sequence[Input]) -> messages.Em
         normalize=args.normalize,
         prompt_name=args.prompt_name,
         truncate=args.truncate,
+        precision=args.precision and f"PRECISION_{args.precision.upper()}",
+        ranges=ranges,
     )
+
+
+def numbers_of(vector: Response, precision: str | None) -> Sequence[float]:
+    """Return the numbers of a vector; of a binary one, 1 and -1 for the bits."""
+    data = vector.packed
+    if precision in (None, "float32"):
+        return vector.values
+    if precision == "float16":
+        return struct.unpack(f"<{len(data) // 2}e", data)
+    if str(precision).endswith("binary"):
+        flip = 0 if precision == "ubinary" else 128  # in two's complement, 128 less flips a bit
+        bits = range(7, -1, -1)
+        return [1 if (byte ^ flip) >> bit & 1 else -1 for byte in data for bit in bits]
+    return array("B" if precision == "uint8" else "b", data)
 
 
 def named(vectors: Iterable[Response]) -> Iterator[Response]:
@@ -92,19 +137,20 @@ def named(vectors: Iterable[Response]) -> Iterator[Response]:
         yield vector
 
 
-def print_vectors(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:
+def print_vectors(
+    inputs: Sequence[Input], vectors: Sequence[Response], precision: str | None = None
+) -> None:
     """Print one line per text or image, and then the similarities of all pairs. With more than
     `MATRIX_MAX`, each line has the nearest text instead."""
     texts = [input_.path if isinstance(input_, ImageFile) else input_ for input_ in inputs]
-    lengths = [math.hypot(*vector.values) for vector in vectors]
-    units = [
-        _scaled(vector.values, length) for vector, length in zip(vectors, lengths, strict=True)
-    ]
+    numbers = [numbers_of(vector, precision) for vector in vectors]
+    lengths = [math.hypot(*values) for values in numbers]
+    units = [_scaled(values, length) for values, length in zip(numbers, lengths, strict=True)]
     head = ["INDEX", "TOKENS", "LENGTH", "FIRST NUMBERS"]
     rows = []
     for place, vector in enumerate(vectors):
-        shown = " ".join(f"{number:+.3f}" for number in vector.values[:NUMBERS_SHOWN])
-        more = " …" if len(vector.values) > NUMBERS_SHOWN else ""
+        shown = " ".join(f"{number:+.3f}" for number in numbers[place][:NUMBERS_SHOWN])
+        more = " …" if len(numbers[place]) > NUMBERS_SHOWN else ""
         rows.append([str(place), str(vector.tokens), f"{lengths[place]:.3f}", shown + more])
     if MATRIX_MAX < len(texts) <= NEAREST_MAX:
         head.append("NEAREST")

@@ -327,6 +327,17 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="scale the vectors to length 1, also after a cut (default: as the model does)",
     )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "float16", "int8", "uint8", "binary", "ubinary"),
+        help="the numbers of the vectors (default: float32); --json prints others in base64",
+    )
+    parser.add_argument(
+        "--ranges",
+        metavar="FILE",
+        help='JSON of the least and the greatest number of each dimension, {"low": […], "high": '
+        "[…]}, for int8 and uint8 (default: those in the model's folder)",
+    )
     _add_client(parser, timeout_s=None)
 
 

@@ -26,6 +26,7 @@ from engine.requests.text.values import Started
 from grpc_service.openai.fields import Fields, is_ids, most_of, texts_or_ids
 from grpc_service.openai.json_text import encode_json
 from grpc_service.openai.work import Context, WholeEncoder, Work, id_of
+from grpc_service.services.encode_codec import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,6 +72,8 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
         normalize=fields.switch("normalize"),
         truncate=fields.switch("truncate"),
         prompt_name=fields.text("prompt_name") or "",
+        precision=_precision_of(fields),
+        ranges=_ranges_of(fields),
         **_common(fields, context),
     )
     fields.done()
@@ -83,7 +86,7 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
             return fields.sent_as.get(path, path)
         return f"input[{found[1]}]{found[2]}" if is_list else f"input{found[2]}"
 
-    fields.sent_as["inputs"] = "input"
+    fields.sent_as |= {"inputs": "input", "precision": "output_dtype"}
     return Work(request.request_id, (request,), encoder, rename=rename)
 
 
@@ -91,9 +94,24 @@ def _inputs_of(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     return tuple(texts_or_ids(fields, "input", most_of("TokenIds.ids"), 0, MAX_INPUTS))
 
 
+def _precision_of(fields: Fields) -> str:
+    """Take ``output_dtype``, Voyage's name of a vector's precision, whose float is float32."""
+    name = fields.text("output_dtype") or ""
+    return "float32" if name == "float" else name
+
+
+def _ranges_of(fields: Fields) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    ranges = fields.inner("ranges")
+    if ranges is None:
+        return None
+    low, high = (ranges.numbers(name, most_of(f"VectorRanges.{name}")) for name in ("low", "high"))
+    ranges.done()
+    return low, high
+
+
 class EmbeddingsWhole(WholeEncoder):
-    """The answer of ``/v1/embeddings``. In base64 a vector is little-endian float32, as OpenAI's
-    clients read it."""
+    """The answer of ``/v1/embeddings``. In base64 a vector is little-endian, in the precision that
+    was asked for; OpenAI's clients read float32."""
 
     def __init__(self, *, is_base64: bool) -> None:
         self._is_base64 = is_base64
@@ -127,7 +145,7 @@ class EmbeddingsWhole(WholeEncoder):
 
     def _vector(self, found: Embedding) -> str | list[float]:
         if self._is_base64:
-            return base64.b64encode(found.values.tobytes()).decode()
+            return base64.b64encode(bytes_of(found)).decode()
         return found.values.tolist()
 
 

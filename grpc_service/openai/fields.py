@@ -133,6 +133,16 @@ class Fields:
         check_ids(self.path(name), values)
         return tuple(values)
 
+    def numbers(self, name: str, most: int) -> tuple[float, ...]:
+        """Take a list of numbers."""
+        values = self.items(name, most) or []
+        for index, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                self.refuse(f"{name}[{index}]", "is not a number")
+            if _float_of(value) is None:
+                self.refuse(f"{name}[{index}]", "is too large")
+        return tuple(map(float, values))
+
     def inner(self, name: str) -> Fields | None:
         """Take an object; None if it is not set."""
         value = self.take(name, "object")

@@ -4,6 +4,7 @@ the rules of `grpc_service.services.text_codec`.
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 from engine.errors import FieldViolation, InvalidRequest
@@ -18,23 +19,40 @@ if TYPE_CHECKING:
     from engine.requests.encode.values import EncodeEvent
 
 VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
+PRECISIONS = {
+    vectors_pb2.PRECISION_UNSPECIFIED: "",
+    vectors_pb2.PRECISION_FLOAT32: "float32",
+    vectors_pb2.PRECISION_FLOAT16: "float16",
+    vectors_pb2.PRECISION_INT8: "int8",
+    vectors_pb2.PRECISION_UINT8: "uint8",
+    vectors_pb2.PRECISION_BINARY: "binary",
+    vectors_pb2.PRECISION_UBINARY: "ubinary",
+}
 
 
 def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = None) -> EmbedRequest:
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
     Raises:
-        InvalidRequest: Inputs are not set; it names every field that is wrong.
+        InvalidRequest: Inputs are not set, or the precision is no value of Precision; it names
+            every field that is wrong.
     """
     violations = [
         FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")
         for index, input_ in enumerate(message.inputs)
         if input_.WhichOneof("input") is None
     ]
+    if message.precision not in PRECISIONS:
+        what = f"is {message.precision}, which is no Precision"
+        violations.append(FieldViolation("precision", what))
     request = EmbedRequest(
         model=message.model,
         inputs=tuple(map(_input_of, message.inputs)),
         prompt_name=message.prompt_name,
+        precision=PRECISIONS.get(message.precision, ""),
+        ranges=(tuple(message.ranges.low), tuple(message.ranges.high))
+        if message.HasField("ranges")
+        else None,
         request_id=message.request_id,
         timeout_s=timeout_s,
         check=False,
@@ -88,10 +106,20 @@ class EmbedEncoder:
         message = vectors_pb2.EmbedResponse(index=event.index, tokens=event.tokens)
         if self._model:
             message.model, self._model = self._model, ""
+        if event.precision != "float32":
+            message.packed = bytes_of(event)
+            return message
         # To copy a vector of 384 packed numbers takes 2 µs; to append them one at a time, 20 µs.
         numbers = event.values.tobytes()
         message.MergeFromString(VALUES_TAG + _varint(len(numbers)) + numbers)
         return message
+
+
+def bytes_of(event: Embedding) -> bytes:
+    """Return a vector's numbers as they are sent in its precision, little-endian."""
+    if event.precision == "float16":
+        return struct.pack(f"<{len(event.values)}e", *event.values)
+    return event.values.tobytes()
 
 
 def _varint(number: int) -> bytes:

@@ -116,6 +116,72 @@ def test_a_models_own_normalisation_can_be_left_out(model):
         np.testing.assert_allclose(got, oracle.encode(TEXTS), atol=1e-5)
 
 
+PRECISIONS = ["float32", "float16", "int8", "uint8", "binary", "ubinary"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dimensions", [None, 13])
+def test_precisions_are_the_librarys(model, precision, dimensions):
+    """Of the same vectors, every number is; of the library's own, those beside the border of two
+    parts may be in the other one."""
+    from sentence_transformers.util import quantize_embeddings
+
+    name, runner, _, oracle = model
+    cut = {"dimensions": dimensions}
+    floats, scales = embed(runner, TEXTS, **cut), "normalised" in name
+    theirs = oracle.encode(TEXTS, truncate_dim=dimensions, normalize_embeddings=scales)
+    ranges = np.stack([theirs[:4].min(axis=0), theirs[:4].max(axis=0)])  # others are outside
+    ranges[1, 0] = ranges[0, 0]  # an empty one
+    options = {"precision": precision} | cut
+    if "int8" in precision:
+        options["ranges"] = ranges.astype(np.float32).tobytes()
+    got = embed(runner, TEXTS, **options)
+    if precision == "float16":  # not a precision of the library's function
+        np.testing.assert_array_equal(got, floats.astype(np.float16))
+        return
+    want = quantize_embeddings(floats, precision, ranges=ranges)
+    np.testing.assert_array_equal(got, want)
+    alone = embed(runner, TEXTS, alone=True, **options)
+    want = quantize_embeddings(theirs, precision, ranges=ranges)
+    for found in (got, alone):
+        if "int8" in precision:
+            assert np.abs(found[:, 1:].astype(int) - want[:, 1:]).max() <= 1
+        elif "binary" in precision:
+            bits = np.unpackbits((found.astype(int) ^ want).astype(np.uint8), axis=1)
+            assert bits.sum() <= np.count_nonzero(np.abs(theirs) < 1e-5)
+        else:
+            np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def test_a_models_ranges_are_read_from_its_folder(tmp_path):
+    make_embedder(tmp_path)
+    assert load(tmp_path)[1].ranges == b""
+    ranges = np.stack([np.full(32, -1.0), np.arange(32.0)]).astype(np.float32)
+    file = tmp_path / "embedding_ranges.json"
+    file.write_text(json.dumps({"low": ranges[0].tolist(), "high": ranges[1].tolist()}))
+    assert load(tmp_path)[1].ranges == ranges.tobytes()
+    for low, high in (([0.0] * 31, [1.0] * 31), ([1.0] * 32, [0.0] * 32), ([0.0] * 32, ["x"] * 32)):
+        file.write_text(json.dumps({"low": low, "high": high}))
+        with pytest.raises(SpawnFailed, match=r"embedding_ranges\.json is not of the form"):
+            load(tmp_path)
+
+
+def test_a_number_that_float16_cannot_hold_fails_its_row(tmp_path):
+    make_embedder(tmp_path, dense=16)
+    edit_tensors(lambda w: w["linear.bias"].fill_(1e3), "2_Dense/model.safetensors")(tmp_path)
+    edit_json(
+        tmp_path / "2_Dense" / "config.json",
+        lambda c: c.update(activation_function="torch.nn.modules.linear.Identity"),
+    )
+    edit_tensors(lambda w: w["linear.weight"].mul_(1e6), "2_Dense/model.safetensors")(tmp_path)
+    runner, _ = load(tmp_path)
+    [one, _] = [one.input for one in runner.encoder_tokenizer.encode_texts(TEXTS[:2], "")]
+    options = [EncodeOptions(precision="float16"), EncodeOptions()]
+    rows = tuple(EncodeRow(SequenceId(i), one, option) for i, option in enumerate(options))
+    result = runner.execute(EncodePlan(PlanId(1), rows))
+    assert [isinstance(row, RowFailure) for row in result.rows] == [True, False]
+
+
 def test_prompts_are_the_librarys(model):
     name, runner, info, oracle = model
     if "prompt" not in name:

@@ -206,6 +206,39 @@ def test_embed_sends_its_arguments(ask):
     assert backend.last.request == EmbedRequest(inputs=("a",))
 
 
+def test_embed_sends_a_precision_and_the_ranges_of_a_file(ask, tmp_path):
+    backend, file = Encoder(), tmp_path / "ranges.json"
+    file.write_text('{"low": [0, -1], "high": [1, 1.5]}')
+    ask(backend, "embed", "a", "--precision", "int8", "--ranges", str(file))
+    request = backend.last.request
+    assert (request.precision, request.ranges) == ("int8", ((0, -1), (1, 1.5)))
+    for text, reason in (("[]", "is not JSON of the form"), ("{", "is not JSON of the form")):
+        file.write_text(text)
+        code, _, err = ask(backend, "embed", "a", "--ranges", str(file))
+        assert (code, reason in err) == (2, True), err
+    code, _, err = ask(backend, "embed", "a", "--ranges", str(tmp_path / "none"))
+    assert (code, "cannot be read: No such file" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("precision", "numbers", "shown"),
+    [
+        ("float16", array("f", [0.5, -2.0]), "+0.500 -2.000"),
+        ("int8", array("b", [3, -128]), "+3.000 -128.000"),
+        ("uint8", array("B", [3, 255]), "+3.000 +255.000"),
+        ("ubinary", array("B", [0b10100000]), "+1.000 -1.000 +1.000 -1.000 …"),
+        ("binary", array("b", [0b10100000 - 128]), "+1.000 -1.000 +1.000 -1.000 …"),
+    ],
+)
+def test_embed_shows_the_numbers_of_each_precision(ask, precision, numbers, shown):
+    backend = Encoder()
+    batches = [[STARTED], [Embedding(0, numbers, 3, precision)], [FINISHED]]
+    backend.engine.script_of = lambda _: {"batches": batches, "credited": (object,)}
+    code, out, err = ask(backend, "embed", "a", "--precision", precision)
+    assert (code, err) == (0, "")
+    assert f" {shown} " in out
+
+
 def test_embed_json_is_a_line_per_text_in_their_order(ask):
     _, out, _ = ask(Encoder(), "embed", "0", "90", "--json")
     lines = [json.loads(line) for line in out.splitlines()]

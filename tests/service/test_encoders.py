@@ -1,6 +1,7 @@
 """Embed and Rerank over real gRPC, with fake encoders."""
 
 import contextlib
+import struct
 import time
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 
 from engine.requests.encode.values import MAX_INPUTS
 from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
+from engine.worker.fakes.precision import in_precision
 from grpc_service.client import messages as pb
 from tests.simulator.encode_oracle import image_file, pixels_in
 from tests.support.encode_wire import (
@@ -85,6 +87,32 @@ def test_options_reach_the_encoder(server):
     assert sum(value**2 for value in message.values) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("precision", "num_bytes"),
+    [("FLOAT16", 16), ("INT8", 8), ("UINT8", 8), ("BINARY", 1), ("UBINARY", 1)],
+)
+def test_a_vector_in_another_precision_is_packed(server, precision, num_bytes):
+    ranges = {} if not precision.endswith("INT8") else {"low": [0.2] * 8, "high": [0.6] * 8}
+    fields = {"precision": f"PRECISION_{precision}"} | ({"ranges": ranges} if ranges else {})
+    [message] = embed(server.channel, ["ab"], **fields).messages
+    want = in_precision(vector_of(ids_of("ab")), precision.lower(), **ranges)
+    form = "<8e" if precision == "FLOAT16" else f"<{num_bytes}{want.typecode}"
+    assert not message.values
+    assert len(message.packed) == num_bytes
+    assert list(struct.unpack(form, message.packed)) == list(want)
+
+
+def test_a_models_own_ranges_are_of_its_whole_vectors(server):
+    fields = {"precision": "PRECISION_UINT8"}
+    [message] = embed(server.channel, ["ab"], **fields).messages
+    want = in_precision(vector_of(ids_of("ab")), "uint8", [0.0] * 8, [1.0] * 8)
+    assert list(message.packed) == list(want)
+    for changed in ({"dimensions": 4}, {"normalize": True}, {"normalize": False}):
+        error = embed(server.channel, ["ab"], **fields, **changed).error
+        assert broken_fields(error) == ["ranges"], changed
+    assert embed(server.channel, ["ab"], **fields, dimensions=8).error is None
+
+
 @pytest.mark.parametrize("raw", [None, False, True])
 def test_scores_come_by_index_as_they_are_ready(server, raw):
     documents = ["a", "a much longer one", "bb"]
@@ -129,6 +157,24 @@ BAD = {
     "an id of nobody's": (E([[1], [2, 1000]]), ["inputs[1].token_ids.ids[1]"]),
     "too many dimensions": (E(["a"], dimensions=9), ["dimensions"]),
     "an unknown prompt": (E(["a"], prompt_name="z"), ["prompt_name"]),
+    "an unknown precision": (E(["a"], precision=99), ["precision"]),
+    "ranges reversed": (
+        E(["a"], precision=3, ranges={"low": [0, 2], "high": [1, 1]}),
+        ["ranges.high[1]"],
+    ),
+    "ranges of other vectors": (
+        E(["a"], precision=4, ranges={"low": [0] * 7, "high": [1] * 7}),
+        ["ranges"],
+    ),
+    "ranges of whole vectors": (
+        E(["a"], dimensions=3, precision=4, ranges={"low": [0] * 8, "high": [1] * 8}),
+        ["ranges"],
+    ),
+    "ranges without their use": (E(["a"], ranges={"low": [0], "high": [1]}), ["ranges"]),
+    "no number in a range": (
+        E(["a"], precision=4, ranges={"low": [float("nan")], "high": [1]}),
+        ["ranges.low[0]"],
+    ),
     "a text without tokens": (E(["a", "b", "c", ""]), ["inputs[3].text"]),
     "a request id": (E(["a"], request_id="x\n"), ["request_id"]),
     "everything at once": (

@@ -277,6 +277,28 @@ def test_options_of_vectors_are_those_of_triolet_v1(demo, fields):
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("precision", ["float", "float16", "int8", "uint8", "binary", "ubinary"])
+def test_precisions_of_vectors_are_those_of_triolet_v1(demo, precision):
+    body = {"model": "demo-embed", "input": "a dog", "dimensions": 8, "output_dtype": precision}
+    ranges = {"ranges": {"low": [-0.5] * 8, "high": [0.5] * 8}} if "int8" in precision else {}
+    floats = ask(demo.openai_port, EMBED, body | ranges).json["data"][0]["embedding"]
+    base64_body = body | ranges | {"encoding_format": "base64"}
+    packed = ask(demo.openai_port, EMBED, base64_body).json["data"][0]["embedding"]
+    name = precision.upper() if precision != "float" else "FLOAT32"
+    asked = pb.EmbedRequest(
+        model="demo-embed",
+        inputs=[{"text": "a dog"}],
+        dimensions=8,
+        precision=f"PRECISION_{name}",
+        **ranges,
+    )
+    [ours] = stubs.InferenceStub(demo.channel).Embed(asked)
+    wanted = ours.packed or struct.pack("<8f", *ours.values)
+    form = {"float": "f", "float16": "e", "int8": "b", "binary": "b"}.get(precision, "B")
+    assert base64.b64decode(packed) == wanted == struct.pack(f"<{len(floats)}{form}", *floats)
+
+
+@pytest.mark.model
 @pytest.mark.parametrize("path", [RERANK, "/v2/rerank", "/rerank"])
 def test_a_ranking_is_that_of_triolet_v1(demo, path):
     documents = ["The ship left.", "A hound naps near the hearth.", "Bread is baked."]
@@ -388,6 +410,18 @@ WRONG = {
     "a choice that is none": (CHAT, {"messages": TURNS, "tool_choice": "any"}, "tool_choice"),
     "two answers": (TEXT, BODY | {"best_of": 2}, "best_of"),
     "a vector's form": (EMBED, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    "a vector's precision": (EMBED, {"input": "a", "output_dtype": "int4"}, "output_dtype"),
+    "ranges without their use": (
+        EMBED,
+        {"input": "a", "ranges": {"low": [], "high": []}},
+        "ranges",
+    ),
+    "no number in a range": (EMBED, {"input": "a", "ranges": {"low": ["1"]}}, "ranges.low[0]"),
+    "ranges reversed": (
+        EMBED,
+        {"input": "a", "output_dtype": "int8", "ranges": {"low": [1], "high": [0]}},
+        "ranges.high[0]",
+    ),
     "no documents": (RERANK, {"query": "a"}, "documents"),
     "a size": (DRAW, {"prompt": "a", "size": "large"}, "size"),
     "an address of a drawing": (DRAW, {"prompt": "a", "response_format": "url"}, "response_format"),

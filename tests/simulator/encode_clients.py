@@ -3,7 +3,9 @@
 import random
 from dataclasses import replace
 
+from engine.core.encode.types import PRECISIONS, RANGED
 from engine.requests.encode.values import MAX_INPUTS, EmbedRequest, EncodeRequests, RerankRequest
+from engine.worker.fakes.encode import DIMENSIONS
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
 from tests.simulator.encode_oracle import MAX_INPUT_LEN, image_file
 
@@ -65,11 +67,17 @@ def _draw_text(rng: random.Random) -> str:
 def _draw_embed(rng: random.Random) -> EmbedRequest:
     count = _draw_count(rng)
     takes_ids = rng.choice([0.0, 0.5, 1.0])
+    dimensions = rng.choice([None, None, 1, 5, 8])
+    precision = rng.choice(["", "", *PRECISIONS])
+    number = dimensions or DIMENSIONS
+    ranges = ((0.25,) * number, (0.75,) * number) if precision in RANGED else None
     return EmbedRequest(
         inputs=tuple(
             _draw_ids(rng) if rng.random() < takes_ids else _draw_text(rng) for _ in range(count)
         ),
-        dimensions=rng.choice([None, None, 1, 5, 8]),
+        dimensions=dimensions,
+        precision=precision,
+        ranges=ranges,
         normalize=rng.choice([None, False, True]),
         prompt_name=rng.choice(["", "", "query"]),
         truncate=rng.choice([None, True]),
@@ -125,6 +133,8 @@ def _spoil_embed(rng: random.Random, request: EmbedRequest) -> EmbedRequest:
         lambda: {"inputs": (*inputs, (-1,))},
         lambda: {"inputs": (*inputs, "\ud800")},
         lambda: {"dimensions": rng.choice([0, 9])},
+        lambda: {"precision": "int8", "ranges": ((1.0,), (0.0,))},
+        lambda: {"precision": "uint8", "ranges": ((0.0,) * 9, (1.0,) * 9)},
         lambda: {"prompt_name": "nobody's"},
         lambda: {"prompt_name": "x" * 200},
         lambda: {"priority": 2**31},

@@ -10,6 +10,7 @@ from array import array
 
 from engine.requests.encode.values import EmbedRequest, EncodeRequests
 from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
+from engine.worker.fakes.precision import in_precision
 from engine.worker.fakes.tokenizer import FakeTokenizer
 
 IMAGE_SIDE = 4  # pixels of an image's side, as the fake has it, so that none is resized
@@ -68,7 +69,7 @@ def _ids_of(one: str | bytes | tuple[int, ...], prompt: tuple[int, ...]) -> tupl
 
 
 def expected_results(request: EncodeRequests) -> list[list[float]]:
-    """Return each input's numbers, rounded to float32."""
+    """Return each input's numbers, in the precision asked for."""
     found = []
     for ids in inputs_of(request):
         if isinstance(request, EmbedRequest):
@@ -76,7 +77,8 @@ def expected_results(request: EncodeRequests) -> list[list[float]]:
             if request.normalize:
                 length = sum(value * value for value in values) ** 0.5
                 values = [value / length for value in values]
+            low, high = request.ranges or ((), ())
+            found.append(list(in_precision(values, request.precision or "float32", low, high)))
         else:
-            values = [score_of(ids, raw=bool(request.raw_scores))]
-        found.append(list(array("f", values)))
+            found.append(list(array("f", [score_of(ids, raw=bool(request.raw_scores))])))
     return found

@@ -498,6 +498,12 @@ MUTANTS = (
         "tokenizer.encode_texts(texts[::-1], request.prompt_name)",
     ),
     Mutant(
+        "vectors come in another precision",
+        prepare_inputs.InputPreparer.prepare,
+        'precision=request.precision or "float32"',
+        'precision="float32"',
+    ),
+    Mutant(
         "the images of a request get each other's vectors",
         prepare_inputs._in_order,
         "iter(images)",

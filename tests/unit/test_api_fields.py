@@ -140,10 +140,11 @@ MESSAGES = {
     # Embed, Rerank, Tokenize, Detokenize
     "EmbedRequest": """
         model:string inputs:EmbedInput* dimensions:uint32? normalize:bool? prompt_name:string
-        truncate:bool? request_id:string priority:int32?
+        truncate:bool? request_id:string priority:int32? precision:Precision ranges:VectorRanges
     """,
+    "VectorRanges": "low:float* high:float*",
     "EmbedInput": "input/text:string input/token_ids:TokenIds input/image:bytes",
-    "EmbedResponse": "index:uint32 values:float* tokens:uint32 model:string",
+    "EmbedResponse": "index:uint32 values:float* tokens:uint32 model:string packed:bytes",
     "RerankRequest": """
         model:string query:string documents:string* raw_scores:bool? truncate:bool?
         top_n:uint32? request_id:string priority:int32?
@@ -240,6 +241,7 @@ MESSAGES = {
 # The names of each enum's values without their common prefix; the value 0 is UNSPECIFIED in each.
 ENUMS = {
     "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
+    "Precision": ("PRECISION", "FLOAT32 FLOAT16 INT8 UINT8 BINARY UBINARY"),
     "ImageFormat": ("IMAGE_FORMAT", "PNG JPEG WEBP"),
     "PauseMode": ("PAUSE_MODE", "ABORT WAIT KEEP"),
     "AbortOutcome": ("ABORT_OUTCOME", "ABORTED ALREADY_ENDED REMEMBERED"),

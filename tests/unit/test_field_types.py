@@ -1,5 +1,6 @@
 """What a Python program may write for the fields of a request, and what any other value raises."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,11 @@ from engine.errors import InvalidRequest
 from engine.requests.text.values import validate_tokenize
 
 USER = {"role": "user", "content": "hi"}
+
+
+def ranged(low, high, *, precision="uint8"):
+    """Return an Embed request with ranges."""
+    return EmbedRequest(inputs=["a"], precision=precision, ranges=(low, high))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,11 @@ USER = {"role": "user", "content": "hi"}
         (Chat, {"messages": [USER]}, {"messages": (USER,)}),
         (EmbedRequest, {"inputs": "one text"}, {"inputs": ("one text",)}),
         (EmbedRequest, {"inputs": ["a", [1, 2]]}, {"inputs": ("a", (1, 2))}),
+        (
+            EmbedRequest,
+            {"inputs": ("a",), "precision": "int8", "ranges": np.array([[0, 1], [2, 3]], "f")},
+            {"inputs": ("a",), "precision": "int8", "ranges": ((0.0, 1.0), (2.0, 3.0))},
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -131,6 +142,10 @@ def test_options_may_be_mappings_of_their_fields():
             "EmbedRequest.inputs takes a list of texts, lists of token ids, or bytes of images",
         ),
         (
+            lambda: EmbedRequest(inputs=["a"], precision="int8", ranges=[[0.0]]),
+            "EmbedRequest.ranges takes two lists of numbers, the least and the greatest, not",
+        ),
+        (
             lambda: RerankRequest(query=["a"], documents="b"),
             "RerankRequest.query takes a text, not ['a'] (list)",
         ),
@@ -196,6 +211,12 @@ def test_a_value_of_a_wrong_type_is_named_with_what_is_wanted(make, sentence):
         (lambda: GenerateRequest(chat=Chat([])), "chat.messages"),
         (lambda: EmbedRequest(), "inputs"),
         (lambda: EmbedRequest(inputs=["a"], dimensions=0), "dimensions"),
+        (lambda: EmbedRequest(inputs=["a"], precision="int4"), "precision"),
+        (lambda: ranged([1.0], [0.5]), "ranges.high[0]"),
+        (lambda: ranged([0.0, 1e39], [0.5, 2.0]), "ranges.low[1]"),
+        (lambda: ranged([0.0], [math.nan]), "ranges.high[0]"),
+        (lambda: ranged([0.0], [1.0, 2.0]), "ranges"),
+        (lambda: ranged([0.0], [1.0], precision="binary"), "ranges"),
         (lambda: RerankRequest(documents=["a"]), "query"),
         (lambda: arguments.completion_request("a", {"top_p": 7}), "sampling.top_p"),
         (lambda: arguments.completion_request(GenerateRequest(text="a", n=2), {}), "n"),

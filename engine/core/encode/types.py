@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from engine.core.common.types import PlanId, RequestId, SequenceId
     from engine.images.fit import FittedImage
 
+# The precisions of a vector, and the type codes of the arrays that hold its numbers. An array of
+# float16 does not exist: its numbers are rounded, and take two bytes only where they are sent.
+PRECISIONS = {
+    "float32": "f",
+    "float16": "f",
+    "int8": "b",
+    "uint8": "B",
+    "binary": "b",
+    "ubinary": "B",
+}
+# The precisions that divide the range of each dimension into 256 equal parts.
+RANGED = ("int8", "uint8")
+Numbers: TypeAlias = "array[float] | array[int]"
+
 
 class InputKind(Enum):
     """The kinds of inputs."""
@@ -76,11 +90,17 @@ class TokenizedInput(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
     """What becomes of a model's output. If ``dimensions`` or ``normalize`` is None, the model's own
-    configuration decides. ``raw_scores`` leaves out a cross-encoder's activation function."""
+    configuration decides. ``raw_scores`` leaves out a cross-encoder's activation function.
+
+    ``precision`` is one of `PRECISIONS`. For one of `RANGED`, ``ranges`` are the least numbers of
+    all dimensions and then the greatest, in float32; they are bytes, whose hash is kept.
+    """
 
     dimensions: int | None = None
     normalize: bool | None = None
     raw_scores: bool = False
+    precision: str = "float32"
+    ranges: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +179,11 @@ class EncodePlan:
 
 
 class EncodeRowResult(NamedTuple):
-    """The result of one input: a vector of float32 or, for a cross-encoder, one score."""
+    """The result of one input: a vector in the precision asked for or, for a cross-encoder, one
+    score."""
 
     sequence: SequenceId
-    values: array[float]
+    values: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +200,7 @@ class Encoded(NamedTuple):
 
     request_id: RequestId
     index: int  # type: ignore[assignment]  # the proto's word, over tuple.index
-    values: array[float]
+    values: Numbers
     tokens: int
 
     def journal_line(self) -> str:

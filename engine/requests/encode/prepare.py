@@ -9,6 +9,7 @@ bounded (`engine.requests.image_memory`).
 
 from __future__ import annotations
 
+from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.core.common.phases import Phase
 from engine.core.common.vocabulary import violation_of_ids, violation_of_text
 from engine.core.encode.types import (
+    RANGED,
     EncodeInput,
     EncodeOptions,
     EncodeRequest,
@@ -81,7 +83,12 @@ class InputPreparer:
                 for index, input_ in enumerate(request.inputs)
                 if not isinstance(input_, bytes)
             ]
-            options = EncodeOptions(request.dimensions, request.normalize)
+            options = EncodeOptions(
+                request.dimensions,
+                request.normalize,
+                precision=request.precision or "float32",
+                ranges=_ranges_of(request, info),
+            )
         else:
             tokenized = await self._tokenize_pairs(request, replica, party)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
@@ -216,6 +223,7 @@ def _check_embed(request: EmbedRequest, info: EncoderInfo) -> None:
     if request.prompt_name and request.prompt_name not in info.prompt_names:
         known = ", ".join(info.prompt_names) or "none"
         faults.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
+    faults += _range_faults(request, info)
     for index, input_ in enumerate(request.inputs):
         if isinstance(input_, tuple):
             path = f"inputs[{index}].token_ids.ids"
@@ -223,6 +231,30 @@ def _check_embed(request: EmbedRequest, info: EncoderInfo) -> None:
                 faults.append(wrong)
     if faults:
         raise InvalidRequest(faults)
+
+
+def _range_faults(request: EmbedRequest, info: EncoderInfo) -> Iterator[FieldViolation]:
+    """Yield a violation if a request needs ranges that neither it nor the model has, or has others
+    than its vectors take."""
+    number = request.dimensions or info.dimensions
+    if request.ranges is not None:
+        if len(request.ranges[0]) != number:
+            what = f"are of {len(request.ranges[0])} dimensions, and the vectors have {number}"
+            yield FieldViolation("ranges", what)
+    elif request.precision in RANGED and not info.ranges:
+        yield FieldViolation(
+            "ranges", f"are not set, {request.precision} needs them, and the model has none"
+        )
+    elif request.precision in RANGED and (number, request.normalize) != (info.dimensions, None):
+        what = "are not set, and the model's are of its whole vectors, scaled as it does itself"
+        yield FieldViolation("ranges", what)
+
+
+def _ranges_of(request: EmbedRequest, info: EncoderInfo) -> bytes:
+    """Return the ranges for a request's vectors (`EncodeOptions.ranges`), which were checked."""
+    if request.ranges is not None:
+        return array("f", [*request.ranges[0], *request.ranges[1]]).tobytes()
+    return info.ranges if request.precision in RANGED else b""
 
 
 def _check_lengths(

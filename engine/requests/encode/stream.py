@@ -61,7 +61,8 @@ class EncodeStream(RequestStream[EncodeEvent]):
         self._num_done += 1
         self._note_result(Phase.ENCODE, self.tokens_done + event.tokens)
         if isinstance(self.request, EmbedRequest):
-            self._reader.push(Embedding(event.index, event.values, event.tokens))
+            precision = self.request.precision or "float32"
+            self._reader.push(Embedding(event.index, event.values, event.tokens, precision))
             return
         score = Score(event.index, event.values[0])
         if self._top_n is None:

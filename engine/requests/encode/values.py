@@ -11,17 +11,20 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from engine.core.common.events import Finished
+from engine.core.encode.types import PRECISIONS, RANGED
 from engine.errors import FieldViolation
-from engine.requests.field_types import INPUTS, CheckedFields
+from engine.requests.field_types import INPUTS, RANGES, CheckedFields
 from engine.requests.text.values import Started, common_violations
 from engine.status import Capability
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator
+
+    from engine.core.encode.types import Numbers
 
 MAX_INPUTS = 2048  # inputs of a request, as in OpenAI's API
 MAX_PROMPT_NAME_CHARS = 128  # characters of a prompt's name; a guess
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +34,22 @@ class EmbedRequest(CheckedFields):
 
     ``dimensions`` cuts each vector to that many numbers. ``normalize`` says whether to scale
     vectors, after the cut, to length 1; unset: as the model does. ``truncate`` says whether inputs
-    that are too long lose their end (unset: True) or are refused. ``timeout_s``, ``request_id``,
-    ``check`` and the errors are those of `GenerateRequest`.
+    that are too long lose their end (unset: True) or are refused. ``precision`` is float32 (if it
+    is empty), float16, int8, uint8, binary or ubinary, as sentence-transformers names them;
+    ``ranges`` are the least and the greatest numbers of all dimensions, for int8 and uint8 (unset:
+    the model's own). ``timeout_s``, ``request_id``, ``check`` and the errors are those of
+    `GenerateRequest`.
     """
 
-    TYPES: ClassVar = {"inputs": INPUTS}
+    TYPES: ClassVar = {"inputs": INPUTS, "ranges": RANGES}
     model: str = ""
     inputs: tuple[str | bytes | tuple[int, ...], ...] = ()
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str = ""
     truncate: bool | None = None
+    precision: str = ""
+    ranges: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
@@ -75,6 +83,28 @@ class EmbedRequest(CheckedFields):
         if len(self.prompt_name) > MAX_PROMPT_NAME_CHARS:
             what = f"must have at most {MAX_PROMPT_NAME_CHARS} characters"
             yield FieldViolation("prompt_name", what)
+        if self.precision and self.precision not in PRECISIONS:
+            yield FieldViolation("precision", f"is not one of {', '.join(PRECISIONS)}")
+        elif self.ranges is not None:
+            yield from self._range_violations(*self.ranges)
+
+    def _range_violations(
+        self, low: tuple[float, ...], high: tuple[float, ...]
+    ) -> Iterator[FieldViolation]:
+        if self.precision not in RANGED:
+            yield FieldViolation("ranges", f"are set, and only {' and '.join(RANGED)} have them")
+        if len(low) != len(high):
+            yield FieldViolation("ranges", f"have {len(low)} low and {len(high)} high numbers")
+            return
+        for index, (least, most) in enumerate(zip(low, high, strict=True)):
+            for name, number in (("low", least), ("high", most)):
+                if not abs(number) <= FLOAT32_MAX:
+                    yield FieldViolation(f"ranges.{name}[{index}]", "is not a finite float32")
+                    return
+            if least > most:
+                what = f"is {most:g}, below ranges.low[{index}], which is {least:g}"
+                yield FieldViolation(f"ranges.high[{index}]", what)
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +143,13 @@ def count_violations(field: str, count: int) -> Iterator[FieldViolation]:
 
 
 class Embedding(NamedTuple):
-    """The vector of the input ``index`` in float32, made from ``tokens`` tokens."""
+    """The vector of the input ``index``, made from ``tokens`` tokens. Its ``values`` are those of
+    the ``precision``; numbers of float16 are in an array of float32."""
 
     index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
-    values: array[float]
+    values: Numbers
     tokens: int
+    precision: str = "float32"
 
 
 class Score(NamedTuple):

@@ -23,6 +23,7 @@ class EncoderInfo(WorkerInfo):
 
     kind: Capability
     dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
+    ranges: bytes = b""  # of its whole vectors' numbers (`EncodeOptions.ranges`); b"": not known
     prompt_names: tuple[str, ...] = ()
     text_width: int = 0  # tokens to which each text is padded, in any batch; 0: no such padding
     images: ImageFit | None = None  # fits its images; None: it reads no images

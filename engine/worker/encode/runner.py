@@ -13,7 +13,6 @@ another dtype, that dtype is torch's default in every thread, also in those that
 
 from __future__ import annotations
 
-from array import array
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ from engine.worker.encode.library import (
     max_tokens_of,
     padding_of,
 )
+from engine.worker.encode.precision import packed, read_ranges
 from engine.worker.encode.tokenizer import InputTokenizer
 from engine.worker.image_reader import ImageReader, text_width
 from engine.worker.interface import Inspection, LoadProgress
@@ -165,6 +165,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         texts = getattr(config, "text_config", config)
         self._check_fixed_ids(texts)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        dimensions = 0 if is_rerank else int(model.get_embedding_dimension())
         workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
             kind=self._capability,
@@ -177,7 +178,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             + _tokenizer_bytes(texts.vocab_size, device)
             + workspace
             + self._decoding_bytes(device),
-            dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
+            dimensions=dimensions,
+            ranges=read_ranges(source.directory, dimensions) if dimensions else b"",
             prompt_names=() if is_rerank else tuple(model.prompts),
             is_demo=source.is_demo,
             threads=spec.threads,
@@ -295,12 +297,11 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         for module in self._modules:
             features = module(features)
         for row, numbers in zip(rows, self._finish(features, rows), strict=True):
-            if not np.isfinite(numbers).all():
+            made = packed(numbers, row.options)
+            if made is None:
                 yield RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
-                continue
-            made = array("f")
-            made.frombytes(numbers.tobytes())
-            yield EncodeRowResult(row.sequence, made)
+            else:
+                yield EncodeRowResult(row.sequence, made)
 
     def _image_features(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the forward's arguments for images."""

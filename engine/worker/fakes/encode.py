@@ -28,6 +28,7 @@ from engine.images.fit import FittedImage, ImageFit
 from engine.status import Capability
 from engine.worker.encode.interface import EncoderInfo
 from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.precision import in_precision
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
@@ -35,12 +36,13 @@ from engine.worker.fakes.tokenizer import FakeTokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.core.encode.types import EncodeOptions
+    from engine.core.encode.types import EncodeOptions, Numbers
 
 DIMENSIONS = 8
 IMAGE_TOKENS = 16
 SEPARATOR = 900  # the id between a query and its document
 PROMPTS = {"query": "<7><8>"}
+RANGES = array("f", [0.0] * DIMENSIONS + [1.0] * DIMENSIONS).tobytes()  # of its whole vectors
 
 
 def digest_of(token_ids: Sequence[int]) -> int:
@@ -152,6 +154,7 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
             memory_bytes=memory_bytes,
             dimensions=DIMENSIONS if is_embedding else 0,
             prompt_names=tuple(PROMPTS) if is_embedding else (),
+            ranges=RANGES if is_embedding else b"",
             images=FakeFit(decode_s=script.decode_s, sleep=script.sleep)
             if kind is Capability.IMAGE_EMBEDDING
             else None,
@@ -186,11 +189,13 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         own = row.input
         return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))
 
-    def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
+    def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> Numbers:
         if self.info.kind is Capability.RERANK:
             return array("f", [score_of(token_ids, raw=options.raw_scores)])
         values = vector_of(token_ids, options.dimensions or DIMENSIONS)
         if options.normalize:
             length = sum(value * value for value in values) ** 0.5
             values = [value / length for value in values]
-        return array("f", values)
+        ranges = array("f", options.ranges)
+        half = len(ranges) // 2
+        return in_precision(values, options.precision, ranges[:half], ranges[half:])

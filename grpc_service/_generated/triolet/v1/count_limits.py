@@ -24,4 +24,6 @@ COUNT_LIMITS: dict[str, tuple[int, int | None]] = {
     "triolet.v1.SamplingParams.stop_token_ids": (65536, None),
     "triolet.v1.TokenIds.ids": (262144, None),
     "triolet.v1.Tool.parameters": (16384, 30),
+    "triolet.v1.VectorRanges.high": (65536, None),
+    "triolet.v1.VectorRanges.low": (65536, None),
 }

@@ -1,5 +1,6 @@
 from grpc_service._generated.triolet.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,8 +8,33 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRECISION_UNSPECIFIED: _ClassVar[Precision]
+    PRECISION_FLOAT32: _ClassVar[Precision]
+    PRECISION_FLOAT16: _ClassVar[Precision]
+    PRECISION_INT8: _ClassVar[Precision]
+    PRECISION_UINT8: _ClassVar[Precision]
+    PRECISION_BINARY: _ClassVar[Precision]
+    PRECISION_UBINARY: _ClassVar[Precision]
+PRECISION_UNSPECIFIED: Precision
+PRECISION_FLOAT32: Precision
+PRECISION_FLOAT16: Precision
+PRECISION_INT8: Precision
+PRECISION_UINT8: Precision
+PRECISION_BINARY: Precision
+PRECISION_UBINARY: Precision
+
+class VectorRanges(_message.Message):
+    __slots__ = ("low", "high")
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    low: _containers.RepeatedScalarFieldContainer[float]
+    high: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, low: _Optional[_Iterable[float]] = ..., high: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority")
+    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority", "precision", "ranges")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +43,8 @@ class EmbedRequest(_message.Message):
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
     dimensions: int
@@ -25,7 +53,9 @@ class EmbedRequest(_message.Message):
     truncate: bool
     request_id: str
     priority: int
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    precision: Precision
+    ranges: VectorRanges
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., precision: _Optional[_Union[Precision, str]] = ..., ranges: _Optional[_Union[VectorRanges, _Mapping]] = ...) -> None: ...
 
 class EmbedInput(_message.Message):
     __slots__ = ("text", "token_ids", "image")
@@ -38,16 +68,18 @@ class EmbedInput(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., image: _Optional[bytes] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("index", "values", "tokens", "model")
+    __slots__ = ("index", "values", "tokens", "model", "packed")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     index: int
     values: _containers.RepeatedScalarFieldContainer[float]
     tokens: int
     model: str
-    def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    packed: bytes
+    def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
     __slots__ = ("model", "query", "documents", "raw_scores", "truncate", "top_n", "request_id", "priority")
