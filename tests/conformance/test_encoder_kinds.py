@@ -42,7 +42,7 @@ def test_vectors_are_the_librarys_and_another_pooling_is_seen(name, tmp_path):
             assert got.shape == want.shape
             assert distance(got, want) <= 1e-5
     wrong = "cls" if kind.pooling == "lasttoken" else "lasttoken"
-    runner._modules[1].pooling_mode = wrong
+    runner._output.modules[1].pooling_mode = wrong
     assert distance(embed(runner, TEXTS, prompt_name="document"), want) > 1e-3
     runner.close()
 

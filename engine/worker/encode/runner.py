@@ -45,7 +45,8 @@ from engine.worker.encode.library import (
     max_tokens_of,
     padding_of,
 )
-from engine.worker.encode.precision import packed, read_ranges
+from engine.worker.encode.outputs import OUTPUTS
+from engine.worker.encode.precision import read_ranges
 from engine.worker.encode.tokenizer import InputTokenizer
 from engine.worker.image_reader import ImageReader, text_width
 from engine.worker.interface import Inspection, LoadProgress
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine.core.encode.types import AnyInput
+    from engine.worker.encode.outputs import Output
     from engine.worker.interface import RunnerSpec
 
 # The most padding in a group, in tokens. A guess: one more forward costs as much as 48 tokens.
@@ -76,8 +78,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         super().__init__(spec)
         self._capability = capability
         self._model: Any = None  # a SentenceTransformer or a CrossEncoder.
-        self._modules: list[Any] = []  # The model's modules, without a Normalize at the end.
-        self._normalizes = False  # Whether the model's last module was a Normalize.
+        self._output: Output | None = None
         self._splits_prompts = False  # Whether the pooling excludes the prompt's tokens.
         self._has_types = False
         self._pad_id = 0
@@ -129,8 +130,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         for module in [] if self._model is None else self._model.modules():
             for tensor in (*module.parameters(False), *module.buffers(False)):
                 tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
-        self._model = self._input_tokenizer = self._images = None
-        self._modules = []
+        self._model = self._input_tokenizer = self._images = self._output = None
         super().close()
 
     # ---- loading
@@ -158,14 +158,16 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         model.requires_grad_(False)
         max_tokens = max_tokens_of(model, spec.max_model_len)
         self._take_tokenizer(model, max_tokens)
-        self._take_modules(model, is_rerank=is_rerank)
+        self._output = output = OUTPUTS[self._capability](model)
+        self._splits_prompts = any(
+            not getattr(module, "include_prompt", True) for module in output.modules
+        )
         config = transformer.model.config
         if self._capability is Capability.IMAGE_EMBEDDING:
             self._images = _image_reader(transformer, spec.max_image_pixels)
         texts = getattr(config, "text_config", config)
         self._check_fixed_ids(texts)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        dimensions = 0 if is_rerank else int(model.get_embedding_dimension())
         workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
             kind=self._capability,
@@ -178,8 +180,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             + _tokenizer_bytes(texts.vocab_size, device)
             + workspace
             + self._decoding_bytes(device),
-            dimensions=dimensions,
-            ranges=read_ranges(source.directory, dimensions) if dimensions else b"",
+            dimensions=output.dimensions,
+            ranges=read_ranges(source.directory, output.dimensions) if output.dimensions else b"",
             prompt_names=() if is_rerank else tuple(model.prompts),
             is_demo=source.is_demo,
             threads=spec.threads,
@@ -241,18 +243,6 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
                     f"{num_types}"
                 )
 
-    def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
-        self._modules = list(model)
-        if is_rerank:
-            return
-        last = self._modules[-1]
-        if type(last).__name__ == "Normalize" and last.module_output_name == "sentence_embedding":
-            self._normalizes = True
-            self._modules.pop()
-        self._splits_prompts = any(
-            not getattr(module, "include_prompt", True) for module in self._modules
-        )
-
     def _warm_up(self) -> None:
         """Compute a short input of each kind, so that lazy initialisation happens before the first
         request."""
@@ -294,14 +284,11 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             features = self._features([row.input for row in rows])
         if prompt_tokens and self._splits_prompts:
             features["prompt_length"] = prompt_tokens
-        for module in self._modules:
+        assert self._output is not None, "the model is loaded"
+        for module in self._output.modules:
             features = module(features)
-        for row, numbers in zip(rows, self._finish(features, rows), strict=True):
-            made = packed(numbers, row.options)
-            if made is None:
-                yield RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
-            else:
-                yield EncodeRowResult(row.sequence, made)
+        for row, result in zip(rows, self._output.results(features, rows), strict=True):
+            yield result or RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
 
     def _image_features(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the forward's arguments for images."""
@@ -332,35 +319,6 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         if self._is_causal:
             made["logits_to_keep"] = 1
         return made | {"modality": self._modality}
-
-    def _finish(
-        self, features: dict[str, Any], rows: Sequence[EncodeRow]
-    ) -> np.ndarray[Any, Any] | list[np.ndarray[Any, Any]]:
-        """Return each row's vector or score in float32. Usually all rows have the same options."""
-        is_rerank = self._capability is Capability.RERANK
-        raw = features["scores" if is_rerank else "sentence_embedding"].float().cpu()
-        finish = self._finish_scores if is_rerank else self._finish_vectors
-        by_options: dict[EncodeOptions, list[int]] = {}
-        for place, row in enumerate(rows):
-            by_options.setdefault(row.options, []).append(place)
-        if len(by_options) == 1:
-            return finish(raw, rows[0].options).numpy()
-        made: dict[int, np.ndarray[Any, Any]] = {}
-        for options, places in by_options.items():
-            made.update(zip(places, finish(raw[places], options).numpy(), strict=True))
-        return [made[place] for place in range(len(rows))]
-
-    def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
-        """Cut each vector to the requested dimensions, and then scale it to length 1 if the model
-        or the request wants that. (The library cuts vectors after scaling them, so that theirs are
-        shorter than 1.) Return [rows, dimensions] float32."""
-        raw = raw[:, : options.dimensions]
-        scales = self._normalizes if options.normalize is None else options.normalize
-        return torch.nn.functional.normalize(raw, p=2, dim=-1) if scales else raw
-
-    def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
-        """Return scores [rows, 1] float32, after the activation unless raw ones are requested."""
-        return raw if options.raw_scores else self._model.activation_fn(raw)
 
 
 def _tokenizer_bytes(vocab_size: int | None, device: torch.device) -> int:
