@@ -77,7 +77,7 @@ class TextKind:
 class EncodeKind:
     """Implements `ReplicaKind` and `RequestKind` for embedding and reranking."""
 
-    capabilities = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
+    capabilities = tuple(capability for capability in Capability if capability.encodes)
     request_types = (EmbedRequest, RerankRequest)
     default_threads = 1
     token_event = None

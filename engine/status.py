@@ -18,11 +18,18 @@ class Capability(Enum):
     IMAGE_EMBEDDING = "image-embedding"
     VISION = "vision"
     TEXT_TO_IMAGE = "text-to-image"
+    SPARSE_EMBEDDING = "sparse-embedding"
+    MULTI_VECTOR_EMBEDDING = "multi-vector-embedding"
 
     @property
     def generates_text(self) -> bool:
         """Whether a model with this capability serves Generate."""
         return self in (Capability.TEXT_TO_TEXT, Capability.VISION)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a model with this capability serves Embed or Rerank."""
+        return self.value.endswith("embedding") or self is Capability.RERANK
 
 
 class ModelState(Enum):
@@ -79,6 +86,7 @@ class ModelStatus:
     name: str
     state: ModelState
     capability: Capability = Capability.TEXT_TO_TEXT
+    capabilities: tuple[Capability, ...] = ()  # all that it has, ``capability`` first
     aliases: tuple[str, ...] = ()
     error: str = ""  # why the model's last load failed; empty unless the state is FAILED
     memory_bytes: int = 0  # reserved for all replicas

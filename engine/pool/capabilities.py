@@ -42,11 +42,20 @@ TRAITS = {
     Capability.TEXT_EMBEDDING: _sentence_transformers("makes embeddings"),
     Capability.RERANK: _sentence_transformers("reranks"),
     Capability.IMAGE_EMBEDDING: _sentence_transformers("embeds images", Capability.TEXT_EMBEDDING),
+    Capability.SPARSE_EMBEDDING: _sentence_transformers("makes sparse vectors", Capability.RERANK),
+    Capability.MULTI_VECTOR_EMBEDDING: _sentence_transformers(
+        "makes a vector for each token", Capability.RERANK
+    ),
     Capability.VISION: ModelTraits("reads images", (Capability.TEXT_TO_TEXT,), has_kv_cache=True),
     Capability.TEXT_TO_IMAGE: _DRAWS,
 }
 
 
+def all_of(own: Capability) -> tuple[Capability, ...]:
+    """Return all capabilities of a model, its own first."""
+    return (own, *TRAITS[own].also)
+
+
 def can(own: Capability, needed: Capability | None) -> bool:
     """Return whether a model of the capability ``own`` has ``needed``; None is any capability."""
-    return needed is None or needed is own or needed in TRAITS[own].also
+    return needed is None or needed in all_of(own)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from engine.pool.backoff import CircuitBreaker
-from engine.pool.capabilities import TRAITS
+from engine.pool.capabilities import TRAITS, all_of
 from engine.pool.load_errors import reason
 from engine.pool.routing import by_prefix, least_busy
 from engine.status import Capability, ModelState, ModelStatus
@@ -222,6 +222,7 @@ class Entry:
             name=self.config.name,
             state=state,
             capability=self.likely_capability,
+            capabilities=all_of(self.likely_capability),
             aliases=self.config.aliases,
             error=reason(self.cause) if has_failed else "",
             memory_bytes=sum(replica.reservation.num_bytes for replica in self.replicas),

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     AnyRunner = TextRunner | EncodeRunner | ImageGenerationRunner
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
-ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
 # The default size of a shipped model's KV pool. It holds 32 sequences of the story teller's full
 # length; a pool for --max-num-seqs sequences would reserve a gigabyte for a model of 4 MB.
 DEMO_KV_BYTES = 128 << 20
@@ -54,16 +53,19 @@ def threads_for(model: ModelConfig, config: EngineConfig) -> int:
     encoder; otherwise an equal share of `cpu_limit`, at least one."""
     if model.threads:
         return model.threads
-    if _known_capability(model) in ENCODERS:
+    if _encodes(model):
         return 1
-    num_workers = sum(
-        m.num_replicas * m.tp for m in config.models if _known_capability(m) not in ENCODERS
-    )
+    num_workers = sum(m.num_replicas * m.tp for m in config.models if not _encodes(m))
     return max(1, cpu_limit().threads // num_workers)
 
 
 def _known_capability(model: ModelConfig) -> Capability | None:
     return model.capability or capability.find(model.model, model.revision)
+
+
+def _encodes(model: ModelConfig) -> bool:
+    known = _known_capability(model)
+    return known is not None and known.encodes
 
 
 def _generates_text(model: ModelConfig) -> bool:
@@ -164,7 +166,7 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
             return Capability.TEXT_TO_TEXT
         directory = source.directory
         kind = capability.fitting(directory, kind)
-        if kind in ENCODERS:
+        if kind.encodes:
             from engine.worker.encode.files import check
 
             check(directory, kind)
@@ -205,7 +207,7 @@ def _import_runner(spec: RunnerSpec, kind: Capability) -> AnyRunner:
         from engine.worker.image_generation.runner import PipelineRunner
 
         return PipelineRunner(spec)
-    if kind in ENCODERS:
+    if kind.encodes:
         from engine.worker.encode.runner import EncoderRunner
 
         return EncoderRunner(spec, kind)

@@ -218,6 +218,10 @@ def first_requests(engine: Engine, config: ServerConfig, port: int) -> Iterator[
         yield f'triolet generate --chat --image FILE "What do you see?"{server}{needs}'
     if Capability.TEXT_EMBEDDING in kinds:
         yield f'triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
+    if Capability.SPARSE_EMBEDDING in kinds:
+        yield f'triolet embed --kind sparse "The dog sleeps." "A hound naps."{server}{needs}'
+    if Capability.MULTI_VECTOR_EMBEDDING in kinds:
+        yield f'triolet embed --kind multi-vector "The dog sleeps."{server}{needs}'
     if Capability.IMAGE_EMBEDDING in kinds:
         yield f'triolet embed "a dog" "a ship" --image FILE{server}{needs}'
     if Capability.RERANK in kinds:

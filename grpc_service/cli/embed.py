@@ -31,7 +31,7 @@ from grpc_service.client import messages
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from grpc_service.client import Client, Stream
 
@@ -67,7 +67,12 @@ def run(args: argparse.Namespace) -> int:
                     print_json(vector)
                 return
             vectors = list(responses)
-        print_vectors(inputs, vectors, args.precision)
+        if args.kind == "sparse":
+            print_sparse(inputs, vectors)
+        elif args.kind == "multi-vector":
+            print_rows(inputs, vectors, args.precision)
+        else:
+            print_vectors(inputs, vectors, args.precision)
 
     return run_client(args, job)
 
@@ -111,6 +116,9 @@ def request_of(
         truncate=args.truncate,
         precision=args.precision and f"PRECISION_{args.precision.upper()}",
         ranges=ranges,
+        kind=args.kind and f"VECTOR_KIND_{args.kind.upper().replace('-', '_')}",
+        top_k=args.top_k,
+        threshold=args.threshold,
     )
 
 
@@ -142,7 +150,7 @@ def print_vectors(
 ) -> None:
     """Print one line per text or image, and then the similarities of all pairs. With more than
     `MATRIX_MAX`, each line has the nearest text instead."""
-    texts = [input_.path if isinstance(input_, ImageFile) else input_ for input_ in inputs]
+    texts = _shown(inputs)
     numbers = [numbers_of(vector, precision) for vector in vectors]
     lengths = [math.hypot(*values) for values in numbers]
     units = [_scaled(values, length) for values, length in zip(numbers, lengths, strict=True)]
@@ -165,6 +173,43 @@ def print_vectors(
         print(f"Similarities are shown for at most {NEAREST_MAX} texts; --json prints the vectors.")
 
 
+def print_sparse(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:
+    """Print one line per text with its greatest weights, and then the products of all pairs."""
+    weights = [dict(zip(one.sparse.indices, one.sparse.weights, strict=True)) for one in vectors]
+    rows = []
+    for place, (vector, own) in enumerate(zip(vectors, weights, strict=True)):
+        best = sorted(own, key=lambda index: -own[index])[:NUMBERS_SHOWN]
+        shown = " ".join(f"{index}:{own[index]:.3f}" for index in best)
+        rows.append([str(place), str(vector.tokens), str(len(own)), shown])
+    print_texts(("INDEX", "TOKENS", "WEIGHTS", "GREATEST", "TEXT"), rows, _shown(inputs))
+    if 1 < len(weights) <= MATRIX_MAX:
+        print("\ndot product")
+        _print_matrix(
+            weights, lambda one, other: sum(one[at] * other[at] for at in one if at in other)
+        )
+    print(f"\n{_counted(len(weights))} by {vectors[0].model}")
+
+
+def print_rows(inputs: Sequence[Input], vectors: Sequence[Response], precision: str | None) -> None:
+    """Print one line per text with the number of its vectors and the first numbers of the first."""
+    rows = []
+    for place, vector in enumerate(vectors):
+        first = numbers_of(vector, precision)[:NUMBERS_SHOWN]
+        shown = " ".join(f"{number:+.3f}" for number in first)
+        rows.append([str(place), str(vector.tokens), str(vector.rows), shown])
+    print_texts(("INDEX", "TOKENS", "VECTORS", "FIRST NUMBERS", "TEXT"), rows, _shown(inputs))
+    count = sum(vector.rows for vector in vectors)
+    print(f"\n{_counted(count)} of {_counted_texts(len(vectors))} by {vectors[0].model}")
+
+
+def _counted_texts(number: int) -> str:
+    return "1 text" if number == 1 else f"{number} texts"
+
+
+def _shown(inputs: Sequence[Input]) -> list[str]:
+    return [input_.path if isinstance(input_, ImageFile) else input_ for input_ in inputs]
+
+
 def _counted(number: int) -> str:
     return "1 vector" if number == 1 else f"{number} vectors"
 
@@ -173,9 +218,10 @@ def _scaled(values: Iterable[float], length: float) -> list[float]:
     return [value / length for value in values] if length else list(values)
 
 
-def _print_matrix(units: Sequence[Sequence[float]]) -> None:
+def _print_matrix(units: Sequence[Any], product: Callable[[Any, Any], float] | None = None) -> None:
+    product = product or _product
     places = [str(place) for place in range(len(units))]
-    rows = [[_cosine(_product(row, column)) for column in units] for row in units]
+    rows = [[_cosine(product(row, column)) for column in units] for row in units]
     print_table(("", *places), [[place, *row] for place, row in zip(places, rows, strict=True)])
 
 

@@ -315,7 +315,17 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         "before this flag",
     )
     what = "cut the vectors to N numbers, for models that were trained to allow it"
-    _add_numbers(parser, ("--dimensions", "count", "N", what))
+    _add_numbers(
+        parser,
+        ("--dimensions", "count", "N", what),
+        ("--top-k", "count", "N", "only the N greatest weights of a sparse vector"),
+        ("--threshold", "real", "X", "only the weights of a sparse vector above this one"),
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("dense", "sparse", "multi-vector"),
+        help="the kind of vectors (default: dense)",
+    )
     parser.add_argument(
         "--prompt-name",
         default="",

@@ -143,7 +143,7 @@ class EmbeddingsWhole(WholeEncoder):
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return encode_json({"object": "list", "model": self._model, "data": data, "usage": usage})
 
-    def _vector(self, found: Embedding) -> str | list[float]:
+    def _vector(self, found: Embedding) -> str | list[float] | list[int]:
         if self._is_base64:
             return base64.b64encode(bytes_of(found)).decode()
         return found.values.tolist()

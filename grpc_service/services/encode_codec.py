@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from engine.requests.encode.values import EncodeEvent
 
 VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
+OPTIONAL = ("dimensions", "normalize", "truncate", "priority", "top_k", "threshold")
+KINDS = {
+    vectors_pb2.VECTOR_KIND_UNSPECIFIED: "",
+    vectors_pb2.VECTOR_KIND_DENSE: "dense",
+    vectors_pb2.VECTOR_KIND_SPARSE: "sparse",
+    vectors_pb2.VECTOR_KIND_MULTI_VECTOR: "multi-vector",
+}
 PRECISIONS = {
     vectors_pb2.PRECISION_UNSPECIFIED: "",
     vectors_pb2.PRECISION_FLOAT32: "float32",
@@ -34,21 +41,23 @@ def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = No
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
     Raises:
-        InvalidRequest: Inputs are not set, or the precision is no value of Precision; it names
-            every field that is wrong.
+        InvalidRequest: Inputs are not set, or an enum has no such value; it names every field that
+            is wrong.
     """
     violations = [
         FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")
         for index, input_ in enumerate(message.inputs)
         if input_.WhichOneof("input") is None
     ]
-    if message.precision not in PRECISIONS:
-        what = f"is {message.precision}, which is no Precision"
-        violations.append(FieldViolation("precision", what))
+    for name, known in (("precision", PRECISIONS), ("kind", KINDS)):
+        if getattr(message, name) not in known:
+            what = f"is {getattr(message, name)}, which the enum does not have"
+            violations.append(FieldViolation(name, what))
     request = EmbedRequest(
         model=message.model,
         inputs=tuple(map(_input_of, message.inputs)),
         prompt_name=message.prompt_name,
+        kind=KINDS.get(message.kind, ""),
         precision=PRECISIONS.get(message.precision, ""),
         ranges=(tuple(message.ranges.low), tuple(message.ranges.high))
         if message.HasField("ranges")
@@ -56,7 +65,7 @@ def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = No
         request_id=message.request_id,
         timeout_s=timeout_s,
         check=False,
-        **given(message, "dimensions", "normalize", "truncate", "priority"),
+        **given(message, *OPTIONAL),
     )
     if violations:
         raise InvalidRequest([*violations, *request.violations()])
@@ -106,6 +115,13 @@ class EmbedEncoder:
         message = vectors_pb2.EmbedResponse(index=event.index, tokens=event.tokens)
         if self._model:
             message.model, self._model = self._model, ""
+        if event.rows is not None:
+            message.rows = event.rows
+        if event.indices is not None:
+            message.sparse.SetInParent()  # set, even if it has no weights
+            message.sparse.indices.extend(event.indices)
+            message.sparse.weights.extend(event.values)
+            return message
         if event.precision != "float32":
             message.packed = bytes_of(event)
             return message

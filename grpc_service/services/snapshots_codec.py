@@ -31,6 +31,7 @@ def encode_model(status: ModelStatus) -> models_pb2.Model:
     """Return the message for a model, as ListModels and GetModel send it."""
     others = {
         "capability": f"CAPABILITY_{status.capability.name}",
+        "capabilities": [f"CAPABILITY_{capability.name}" for capability in status.capabilities],
         "state": f"MODEL_STATE_{status.state.name}",
         "replicas": [_encode_replica(replica) for replica in status.replicas],
         "last_used": _encode_timestamp(status.last_used) if status.last_used else None,

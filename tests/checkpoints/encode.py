@@ -12,6 +12,7 @@ libraries themselves write the files, so that they are like those of real models
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,12 @@ def words_tokenizer(vocab: int) -> Any:
     return tokenizer
 
 
-def _write_base(out: Path, shape: Shape, seed: int, *, num_labels: int) -> None:
-    """Write the transformer and its tokenizer. Without labels the model has no head."""
+def _write_base(out: Path, shape: Shape, seed: int, *, head: str = "Model", **labels: int) -> None:
+    """Write the transformer and its tokenizer. ``head`` is the end of the name of BERT's class."""
     import torch
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        BertModel,
-        PreTrainedTokenizerFast,
-    )
+    import transformers
+    from transformers import BertConfig, PreTrainedTokenizerFast
 
-    labels = {"num_labels": num_labels} if num_labels else {}
     config = BertConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -100,8 +96,7 @@ def _write_base(out: Path, shape: Shape, seed: int, *, num_labels: int) -> None:
         **labels,
     )
     torch.manual_seed(seed)
-    make = BertForSequenceClassification if num_labels else BertModel
-    make(config).save_pretrained(str(out))
+    getattr(transformers, f"Bert{head}")(config).save_pretrained(str(out))
     PreTrainedTokenizerFast(
         tokenizer_object=words_tokenizer(shape.vocab),
         model_max_length=shape.max_len,
@@ -134,7 +129,7 @@ def make_embedder(
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     with tempfile.TemporaryDirectory() as base:
-        _write_base(Path(base), shape, seed, num_labels=0)
+        _write_base(Path(base), shape, seed)
         torch.manual_seed(seed + 1)
         modules: list[Any] = [
             Transformer(base, max_seq_length=shape.max_len),
@@ -161,12 +156,124 @@ def make_reranker(
     """Write a cross-encoder into ``out``, in the format of transformers, and return the path.
     ``activation`` is the torch class that its config names."""
     out = Path(out)
-    _write_base(out, shape, seed, num_labels=1)
+    _write_base(out, shape, seed, head="ForSequenceClassification", num_labels=1)
     if activation is not None:
         path = out / "config.json"
         config = json.loads(path.read_text())
         config["sentence_transformers"] = {"activation_fn": activation}
         path.write_text(json.dumps(config))
+    return out
+
+
+def make_sparse_embedder(
+    out: Path | str,
+    shape: Shape = PRESETS["tiny"],
+    *,
+    pooling: str = "max",
+    activation: str = "relu",
+    most: int | None = None,
+    prompts: dict[str, str] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a SPLADE model into ``out`` and return the path. ``most`` is the model's own number of
+    weights."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
+
+    with tempfile.TemporaryDirectory() as base:
+        _write_base(Path(base), shape, seed, head="ForMaskedLM")
+        model = SparseEncoder(
+            modules=[
+                Transformer(base, max_seq_length=shape.max_len, transformer_task="fill-mask"),
+                SpladePooling(pooling, activation_function=activation),
+            ],
+            max_active_dims=most,
+            prompts=prompts,
+            device="cpu",
+        )
+        model.save(str(out), create_model_card=False)
+    return Path(out)
+
+
+EXPANSION = {"strategy": "fixed", "attend": False, "length": 16}
+
+
+def make_multi_vector_embedder(
+    out: Path | str,
+    shape: Shape = PRESETS["tiny"],
+    *,
+    width: int = 8,
+    settings: dict[str, Any] | None = None,
+    skipped: str = "",
+    normalize: bool = True,
+    more: Sequence[Any] = (),
+    similarity: str | None = None,
+    prompts: dict[str, str] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a ColBERT model into ``out``, as sentence-transformers saves it, and return the path.
+    ``settings`` are those of its Transformer, such as query_expansion, ``skipped`` the words of its
+    mask, and ``more`` modules at the end."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    name = "token_embeddings"
+    with tempfile.TemporaryDirectory() as base:
+        _write_base(Path(base), shape, seed)
+        torch.manual_seed(seed + 1)
+        identity = torch.nn.Identity()
+        projection = {"bias": False, "activation_function": identity, "module_input_name": name}
+        modules: list[Any] = [
+            Transformer(base, max_seq_length=shape.max_len, **(settings or {})),
+            Dense(shape.hidden, width, **projection),
+            MultiVectorMask(skiplist_words=list(skipped)),
+        ]
+        modules += [Normalize(module_input_name=name)] if normalize else []
+        model = MultiVectorEncoder(
+            modules=[*modules, *more],
+            prompts=prompts,
+            similarity_fn_name=similarity,
+            device="cpu",
+        )
+        model.save(str(out), create_model_card=False)
+    return Path(out)
+
+
+def make_pylate(out: Path | str, **config: Any) -> Path:
+    """Write a ColBERT model as PyLate 1 saves it: a Transformer, its own Dense, and the rest in
+    ``config``."""
+    out = make_multi_vector_embedder(out, normalize=False)
+    types = "sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"
+    modules = json.loads((out / "modules.json").read_text())[:2]
+    for module, kind in zip(modules, types, strict=True):
+        module["type"] = kind
+    (out / "modules.json").write_text(json.dumps(modules))
+    own = out / "config_sentence_transformers.json"
+    told = {"model_type": "ColBERT", "query_prefix": "[MASK] ", "document_prefix": "[UNK] "}
+    own.write_text(json.dumps({"prompts": {}, "default_prompt_name": None} | told | config))
+    settings = out / "sentence_bert_config.json"
+    settings.write_text(json.dumps({"max_seq_length": 63, "do_lower_case": False}))
+    return out
+
+
+def make_stanford(out: Path | str, shape: Shape = PRESETS["tiny"], *, seed: int = 0) -> Path:
+    """Write a ColBERT model as its authors publish it: BERT and a projection in one file."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    out = Path(out)
+    _write_base(out, shape, seed)
+    tensors = load_file(out / "model.safetensors")
+    tensors = {f"bert.{name}": tensor for name, tensor in tensors.items() if "pooler" not in name}
+    torch.manual_seed(seed + 1)
+    tensors["linear.weight"] = torch.randn(8, shape.hidden)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
+    (out / "config.json").write_text(json.dumps(config))
+    told = {"query_maxlen": 20, "doc_maxlen": 40, "mask_punctuation": True}
+    (out / "artifact.metadata").write_text(json.dumps(told))
     return out
 
 

@@ -132,6 +132,8 @@ def test_a_text_model_is_described_as_its_load_finds_it(tmp_path, make, fields):
 OTHERS = {
     Capability.TEXT_EMBEDDING: encode.make_embedder,
     Capability.RERANK: encode.make_reranker,
+    Capability.SPARSE_EMBEDDING: encode.make_sparse_embedder,
+    Capability.MULTI_VECTOR_EMBEDDING: encode.make_multi_vector_embedder,
     Capability.IMAGE_EMBEDDING: encode.make_image_embedder,
     Capability.VISION: vision.make,
     Capability.TEXT_TO_IMAGE: image_generation.make,

@@ -220,6 +220,49 @@ def test_embed_sends_a_precision_and_the_ranges_of_a_file(ask, tmp_path):
     assert (code, "cannot be read: No such file" in err) == (2, True), err
 
 
+def test_embed_shows_sparse_vectors_and_their_products(ask):
+    backend = Encoder()
+    found = [
+        Embedding(0, array("f", [0.5, 2.0]), 3, indices=array("I", [3, 70])),
+        Embedding(1, array("f", [1.5, 4.0]), 4, indices=array("I", [3, 9])),
+    ]
+    batches = [[STARTED], found, [FINISHED]]
+    backend.engine.script_of = lambda _: {"batches": batches, "credited": (object,)}
+    given = ["--kind", "sparse", "--top-k", "2", "--threshold", "0.25"]
+    code, out, err = ask(backend, "embed", "a", "b", *given)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "INDEX  TOKENS  WEIGHTS  GREATEST          TEXT",
+        "0      3       2        70:2.000 3:0.500  a",
+        "1      4       2        9:4.000 3:1.500   b",
+        "",
+        "dot product",
+        "   0      1",
+        "0  4.250  0.750",
+        "1  0.750  18.250",
+        "",
+        "2 vectors by emb",
+    ]
+    request = backend.last.request
+    assert (request.kind, request.top_k, request.threshold) == ("sparse", 2, 0.25)
+
+
+def test_embed_shows_how_many_vectors_a_text_has(ask):
+    backend = Encoder()
+    values = array("f", [0.5, -2.0, 1.0, 3.0])
+    batches = [[STARTED], [Embedding(0, values, 3, rows=2)], [FINISHED]]
+    backend.engine.script_of = lambda _: {"batches": batches, "credited": (object,)}
+    code, out, err = ask(backend, "embed", "a", "--kind", "multi-vector")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "INDEX  TOKENS  VECTORS  FIRST NUMBERS                TEXT",
+        "0      3       2        +0.500 -2.000 +1.000 +3.000  a",
+        "",
+        "2 vectors of 1 text by emb",
+    ]
+    assert backend.last.request.kind == "multi-vector"
+
+
 @pytest.mark.parametrize(
     ("precision", "numbers", "shown"),
     [

@@ -3,12 +3,21 @@
 import contextlib
 import struct
 import time
+from itertools import chain
 
 import grpc
 import pytest
 
 from engine.requests.encode.values import MAX_INPUTS
-from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
+from engine.worker.fakes.encode import (
+    IMAGE_TOKENS,
+    PROMPTS,
+    SEPARATOR,
+    rows_of,
+    score_of,
+    vector_of,
+    weights_of,
+)
 from engine.worker.fakes.precision import in_precision
 from grpc_service.client import messages as pb
 from tests.simulator.encode_oracle import image_file, pixels_in
@@ -144,6 +153,55 @@ def test_too_long_inputs_are_cut_unless_that_is_refused(server):
     assert rerank(server.channel, "q", ["a", long]).error is None
 
 
+def sparse_of(message):
+    """Return a sparse vector as weights by index, which must ascend."""
+    assert message.HasField("sparse")
+    assert (len(message.values), message.packed) == (0, b"")
+    assert list(message.sparse.indices) == sorted(message.sparse.indices)
+    return dict(zip(message.sparse.indices, message.sparse.weights, strict=True))
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"threshold": 0.75}, {"threshold": 1.0}])
+def test_sparse_vectors_come_by_index(server, limits):
+    inputs = ["ab", [1, 2, 3], "a longer text", [5]]
+    heard = embed(server.channel, inputs, kind="VECTOR_KIND_SPARSE", **limits)
+    assert heard.error is None
+    assert heard.messages[0].model == "sparse"
+    for message, one in zip(heard.by_index(), inputs, strict=True):
+        ids = ids_of(one) if isinstance(one, str) else one
+        assert sparse_of(message) == weights_of(ids, **limits)
+
+
+@pytest.mark.parametrize("precision", [None, "PRECISION_BINARY"])
+def test_the_vectors_of_a_text_come_one_after_the_other(server, precision):
+    inputs = ["ab", [1, 2, 3], [5, 10]]
+    kind = {"kind": "VECTOR_KIND_MULTI_VECTOR", "precision": precision}
+    heard = embed(server.channel, inputs, **kind, dimensions=4)
+    assert heard.error is None
+    assert [message.rows for message in heard.by_index()] == [2, 3, 0]
+    for message, one in zip(heard.by_index(), inputs, strict=True):
+        rows = [row[:4] for row in rows_of(ids_of(one) if isinstance(one, str) else one)]
+        assert message.HasField("rows")
+        if precision is None:
+            assert list(message.values) == [*chain.from_iterable(rows)]
+        else:
+            assert message.packed == b"".join(in_precision(row, "binary").tobytes() for row in rows)
+
+
+@pytest.mark.parametrize("model", ["sparse", "multi"])
+def test_a_model_that_reads_texts_apart_reranks_by_comparing_them(server, model):
+    documents = ["a", "a much longer one", "bb"]
+    heard = rerank(server.channel, "q", documents, model=model)
+    want = [score_of([*ids_of("q"), SEPARATOR, *ids_of(one)]) for one in documents]
+    assert [message.score for message in heard.by_index()] == want
+    long = "x" * (ENCODER_MAX_LEN + 5)
+    for query, texts in ((long, ["a"]), ("a", ["b", long])):
+        assert rerank(server.channel, query, texts, model=model).error is None
+        error = rerank(server.channel, query, texts, model=model, truncate=False).error
+        assert reason(error) == "REQUEST_TOO_LARGE"
+        assert broken_fields(error) == ["query" if query is long else "documents[1]"]
+
+
 # ---- bad input
 
 E = embed_request
@@ -190,6 +248,20 @@ BAD = {
             "inputs[2].token_ids.ids[1]",
         ],
     ),
+    "an unknown kind": (E(["a"], kind=99), ["kind"]),
+    "a dense vector of few weights": (E(["a"], top_k=3, threshold=0.5), ["top_k", "threshold"]),
+    "vectors of few weights": (E(["a"], kind=3, top_k=3), ["top_k"]),
+    "several vectors of a sparse model": (E(["a"], model="sparse", kind=3), ["model"]),
+    "no weights": (E(["a"], kind=2, top_k=0), ["top_k"]),
+    "weights below zero": (E(["a"], kind=2, threshold=-0.5), ["threshold"]),
+    "no number of a weight": (E(["a"], kind=2, threshold=float("nan")), ["threshold"]),
+    "a sparse vector of another form": (
+        E(["a"], kind=2, dimensions=3, normalize=False, precision=2),
+        ["dimensions", "normalize", "precision"],
+    ),
+    "an image's sparse vector": (E(["a", {"image": b"x"}], kind=2), ["inputs[1].image"]),
+    "a sparse vector of a dense model": (E(["a"], model="emb", kind=2), ["model"]),
+    "a dense vector of a sparse model": (E(["a"], model="sparse"), ["model"]),
     "the model generates": (E(["a"], model="fake"), ["model"]),
     "the model reranks": (E(["a"], model="rank"), ["model"]),
     "no documents": (R("q", []), ["documents"]),
@@ -416,7 +488,12 @@ def test_models_and_their_capabilities_are_listed(server):
         "fake": pb.CAPABILITY_TEXT_TO_TEXT,
         "emb": pb.CAPABILITY_TEXT_EMBEDDING,
         "rank": pb.CAPABILITY_RERANK,
+        "sparse": pb.CAPABILITY_SPARSE_EMBEDDING,
+        "multi": pb.CAPABILITY_MULTI_VECTOR_EMBEDDING,
     }
+    for name, model in listed.items():
+        others = [pb.CAPABILITY_RERANK] if name in ("sparse", "multi") else []
+        assert list(model.capabilities) == [model.capability, *others]
     assert listed["emb"].replicas[0].threads == 1
     assert listed["emb"].max_model_len == ENCODER_MAX_LEN
 

@@ -1,6 +1,7 @@
 """The requests of a simulated world to its encoders; `clients` draws how their readers behave."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.encode.types import PRECISIONS, RANGED
@@ -67,17 +68,11 @@ def _draw_text(rng: random.Random) -> str:
 def _draw_embed(rng: random.Random) -> EmbedRequest:
     count = _draw_count(rng)
     takes_ids = rng.choice([0.0, 0.5, 1.0])
-    dimensions = rng.choice([None, None, 1, 5, 8])
-    precision = rng.choice(["", "", *PRECISIONS])
-    number = dimensions or DIMENSIONS
-    ranges = ((0.25,) * number, (0.75,) * number) if precision in RANGED else None
     return EmbedRequest(
         inputs=tuple(
             _draw_ids(rng) if rng.random() < takes_ids else _draw_text(rng) for _ in range(count)
         ),
-        dimensions=dimensions,
-        precision=precision,
-        ranges=ranges,
+        dimensions=rng.choice([None, None, 1, 5, 8]),
         normalize=rng.choice([None, False, True]),
         prompt_name=rng.choice(["", "", "query"]),
         truncate=rng.choice([None, True]),
@@ -97,6 +92,36 @@ def show_images(rng: random.Random, client: Client) -> Client:
         inputs[inputs.index(images[0])] = images[0][:-30]
         client = replace(client, may_end=frozenset({"INVALID_REQUEST"}), must_fail=True)
     return replace(client, request=replace(request, inputs=tuple(inputs)))
+
+
+def shape_vectors(rng: random.Random, client: Client, others: Sequence[str]) -> Client:
+    """Return ``client``, with a precision in its Embed request, or with another kind of vectors by
+    the model of ``others`` that makes them. In one such client of ten a field does not fit, and the
+    request must fail."""
+    request = client.request
+    if client.must_fail or client.may_end or rng.random() < 0.4:
+        return client
+    if isinstance(request, RerankRequest):
+        # an empty document alone has no tokens
+        model = request.model if "" in request.documents else rng.choice([request.model, *others])
+        return replace(client, request=replace(request, model=model))
+    if not isinstance(request, EmbedRequest):
+        return client
+    kind = "" if request.has_images else rng.choice(["", *others])
+    if kind == "sparse":
+        limits = {"top_k": rng.choice([None, 1, 3]), "threshold": rng.choice([None, 0.0, 0.75])}
+        fields = {"kind": kind, "model": kind, "dimensions": None, "normalize": None} | limits
+    else:
+        precision = rng.choice([*PRECISIONS])
+        number = request.dimensions or DIMENSIONS
+        ranges = ((0.25,) * number, (0.75,) * number) if precision in RANGED else None
+        fields = {"kind": kind, "model": kind or request.model}
+        fields |= {"precision": precision, "ranges": ranges}
+    if rng.random() < 0.1:
+        wrong = {"precision": "int8", "ranges": ((1.0,), (0.0,))}, {"top_k": 0}, {"threshold": -1.0}
+        fields |= rng.choice(wrong) | {"check": False}
+        client = replace(client, may_end=frozenset({"INVALID_REQUEST"}), must_fail=True)
+    return replace(client, request=replace(request, **fields))
 
 
 def _draw_rerank(rng: random.Random) -> RerankRequest:
@@ -133,8 +158,6 @@ def _spoil_embed(rng: random.Random, request: EmbedRequest) -> EmbedRequest:
         lambda: {"inputs": (*inputs, (-1,))},
         lambda: {"inputs": (*inputs, "\ud800")},
         lambda: {"dimensions": rng.choice([0, 9])},
-        lambda: {"precision": "int8", "ranges": ((1.0,), (0.0,))},
-        lambda: {"precision": "uint8", "ranges": ((0.0,) * 9, (1.0,) * 9)},
         lambda: {"prompt_name": "nobody's"},
         lambda: {"prompt_name": "x" * 200},
         lambda: {"priority": 2**31},

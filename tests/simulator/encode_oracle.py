@@ -8,13 +8,28 @@ import struct
 import zlib
 from array import array
 
+from engine.core.encode.types import Numbers
 from engine.requests.encode.values import EmbedRequest, EncodeRequests
-from engine.worker.fakes.encode import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
+from engine.status import Capability
+from engine.worker.fakes.encode import (
+    IMAGE_TOKENS,
+    PROMPTS,
+    SEPARATOR,
+    rows_of,
+    score_of,
+    vector_of,
+    weights_of,
+)
 from engine.worker.fakes.precision import in_precision
 from engine.worker.fakes.tokenizer import FakeTokenizer
 
 IMAGE_SIDE = 4  # pixels of an image's side, as the fake has it, so that none is resized
 PIXELS_AT = 41  # where the pixels of `image_file` begin
+# Models that read texts apart, by the names of their kinds of vectors.
+APART = {
+    "sparse": Capability.SPARSE_EMBEDDING,
+    "multi-vector": Capability.MULTI_VECTOR_EMBEDDING,
+}
 MAX_INPUT_LEN = 48  # tokens; drawn worlds' encoders cut longer inputs
 
 
@@ -44,7 +59,8 @@ def tokens_of(request: EncodeRequests) -> list[int]:
     """Return how many tokens each input of a valid request has."""
     lengths = [len(ids) for ids in inputs_of(request)]
     if not isinstance(request, EmbedRequest):
-        return lengths
+        query = len(FakeTokenizer().encode(request.query)[:MAX_INPUT_LEN]) + 1
+        return [length - query for length in lengths] if request.model in APART else lengths
     return [
         IMAGE_TOKENS if isinstance(one, bytes) else length
         for one, length in zip(request.inputs, lengths, strict=True)
@@ -58,6 +74,9 @@ def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
         prompt = encode(PROMPTS.get(request.prompt_name, ""))
         return [_ids_of(one, prompt) for one in request.inputs]
     head = (*encode(request.query), SEPARATOR)
+    if request.model in APART:  # each text is cut alone
+        head = (*head[:-1][:MAX_INPUT_LEN], SEPARATOR)
+        return [head + encode(document)[:MAX_INPUT_LEN] for document in request.documents]
     return [(head + encode(document))[:MAX_INPUT_LEN] for document in request.documents]
 
 
@@ -68,17 +87,27 @@ def _ids_of(one: str | bytes | tuple[int, ...], prompt: tuple[int, ...]) -> tupl
     return ids[:MAX_INPUT_LEN]
 
 
+def _numbers_of(values: list[float], request: EmbedRequest) -> Numbers:
+    """Return a vector's numbers as a request wants them."""
+    values = values[: request.dimensions]
+    if request.normalize:
+        length = sum(value * value for value in values) ** 0.5
+        values = [value / length for value in values]
+    low, high = request.ranges or ((), ())
+    return in_precision(values, request.precision or "float32", low, high)
+
+
 def expected_results(request: EncodeRequests) -> list[list[float]]:
-    """Return each input's numbers, in the precision asked for."""
+    """Return each input's numbers, in the precision asked for; of a sparse vector, the indices and
+    then the weights."""
     found = []
     for ids in inputs_of(request):
-        if isinstance(request, EmbedRequest):
-            values = vector_of(ids)[: request.dimensions]
-            if request.normalize:
-                length = sum(value * value for value in values) ** 0.5
-                values = [value / length for value in values]
-            low, high = request.ranges or ((), ())
-            found.append(list(in_precision(values, request.precision or "float32", low, high)))
+        if isinstance(request, EmbedRequest) and request.kind == "sparse":
+            weights = weights_of(ids, request.top_k, request.threshold or 0.0)
+            found.append([*weights, *weights.values()])
+        elif isinstance(request, EmbedRequest):
+            rows = rows_of(ids) if request.kind == "multi-vector" else [vector_of(ids)]
+            found.append([number for row in rows for number in _numbers_of(row, request)])
         else:
             found.append(list(array("f", [score_of(ids, raw=bool(request.raw_scores))])))
     return found

@@ -167,7 +167,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
     def message(self, live: LiveInputs, part: int, row: EncodeRow, got: EncodeRowResult) -> Encoded:
         """Return the event that must follow from a row's result."""
         name = live.submit.request.request_id
-        return Encoded(name, part, got.values, row.input.num_tokens)
+        return Encoded(name, part, got, row.input.num_tokens)
 
     def fail(self, failure: StepFailure) -> list[LiveInputs]:
         """Let a failed step's inputs wait again; a step of one input ends its request."""

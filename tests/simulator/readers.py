@@ -192,7 +192,7 @@ class EncodeReader(Reader):
             raise Violation(f"{name}: a vector for a Rerank")
         if event.tokens != self._tokens[event.index]:
             raise Violation(f"{name}: {event.tokens} tokens of input {event.index}")
-        return list(event.values)
+        return [*(event.indices or ()), *event.values]
 
     def check_whole(self) -> None:
         """Check that all results have come or, of a Rerank with top_n, the best ones in order."""

@@ -24,7 +24,14 @@ from tests.simulator import (
 )
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_beside, draw_client
-from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
+from tests.simulator.encode_clients import (
+    EMBEDDER,
+    RERANKER,
+    ask_encoder,
+    shape_vectors,
+    show_images,
+)
+from tests.simulator.encode_oracle import APART
 from tests.simulator.oracle import MAX_MODEL_LEN
 
 FAULTS = (
@@ -159,6 +166,13 @@ def draw_world(
     if has_images:
         clients = tuple(show_images(images, client) for client in clients)
         config = replace(config, models=tuple(map(_reading_images, config.models)))
+    shapes = random.Random(f"vectors {seed}")
+    others = list(APART) if num_encodes and shapes.random() < 0.4 else []
+    clients = tuple(shape_vectors(shapes, client, others) for client in clients)
+    config = replace(
+        config,
+        models=config.models + tuple(ModelConfig(one, capability=APART[one]) for one in others),
+    )
     pool = pool_faults.PoolFaults()
     if pool_faults.FAULT in active:
         config, pool = pool_faults.crowd(seed, config, duration, num_blocks * block_size)

@@ -52,7 +52,7 @@ class EncodeDriver(OneChoiceDriver):
         """Check that a vector is the one of its own input."""
         assert event.index not in [one.index for one in got], f"{event} came twice"
         own = request.inputs[event.index]
-        assert list(event.values) == vector_of(ids_of(own)), f"{event}: another's values"
+        assert list(event.result.values) == vector_of(ids_of(own)), f"{event}: another's values"
         assert event.tokens == own.num_tokens
 
     def num_messages(self, request):

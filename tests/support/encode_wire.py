@@ -8,6 +8,8 @@ ENCODERS = (
     {"name": "fake"},
     {"name": "emb", "capability": "text-embedding"},
     {"name": "rank", "capability": "rerank"},
+    {"name": "sparse", "capability": "sparse-embedding"},
+    {"name": "multi", "capability": "multi-vector-embedding"},
 )
 
 

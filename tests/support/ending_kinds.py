@@ -9,12 +9,13 @@ import json
 import os
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import chain
 
 from PIL import Image
 
 from engine.core.text.types import PromptImage
 from engine.images.preprocessor import digest_of
-from engine.worker.fakes.encode import SEPARATOR, score_of, vector_of
+from engine.worker.fakes.encode import SEPARATOR, rows_of, score_of, vector_of, weights_of
 from engine.worker.fakes.preprocessor import num_tokens_of
 from engine.worker.fakes.tokenizer import IMAGE_ID, FakeTokenizer
 from grpc_service.client import messages as pb
@@ -191,7 +192,9 @@ class Encode(Kind):
     def models(self, script):
         embedder = {"name": "emb", "capability": "image-embedding", "script": script}
         ranker = {"name": "rank", "capability": "rerank", "script": script}
-        return [{"name": "fake"}, embedder, ranker]
+        sparse = {"name": "sparse", "capability": "sparse-embedding", "script": script}
+        multi = {"name": "multi", "capability": "multi-vector-embedding", "script": script}
+        return [{"name": "fake"}, embedder, ranker, sparse, multi]
 
     def call(self, channel, fields, **options):
         is_pairs = "query" in fields
@@ -211,7 +214,14 @@ class Encode(Kind):
                 one = pixels_in(one["image"])
             elif isinstance(one, str):
                 one = FakeTokenizer().encode(one)
-            assert list(message.values) == vector_of(one)
+            if fields.get("model") == "sparse":
+                found = zip(message.sparse.indices, message.sparse.weights, strict=True)
+                assert dict(found) == weights_of(one)
+            elif fields.get("model") == "multi":
+                assert message.rows == len(rows_of(one))
+                assert list(message.values) == [*chain.from_iterable(rows_of(one))]
+            else:
+                assert list(message.values) == vector_of(one)
         assert "top_n" not in fields or len(call.messages) in (0, fields["top_n"])
 
     def check(self, call, fields):
@@ -286,6 +296,8 @@ TEXT = Text(
 
 PICTURES = {"inputs": [{"image": one} for one in IMAGES]}
 RANKED = {"query": "q", "documents": DOCUMENTS, "model": "rank"}
+SPARSE = {"inputs": MANY, "kind": "VECTOR_KIND_SPARSE", "model": "sparse"}
+ROWS = {"inputs": MANY, "kind": "VECTOR_KIND_MULTI_VECTOR", "model": "multi"}
 TWO = {"max_num_seqs": 2}
 ENCODE = Encode(
     *("encode", "emb", {"inputs": ["after"]}),
@@ -301,6 +313,9 @@ ENCODE = Encode(
         encode=running({"inputs": MANY}, 3, engine=TWO),
         encode_images=running(PICTURES, 3, engine=TWO, counted_as="encode"),
         encode_pairs=running(RANKED, 3, engine=TWO, counted_as="encode"),
+        encode_sparse=running(SPARSE, 3, engine=TWO, counted_as="encode"),
+        encode_rows=running(ROWS, 3, engine=TWO, counted_as="encode"),
+        encode_apart=running(RANKED | {"model": "sparse"}, 3, engine=TWO, counted_as="encode"),
         encode_for_best=running(RANKED | {"top_n": 3}, 3, engine=TWO, counted_as="encode"),
     ),
 )

@@ -1,7 +1,7 @@
 """The kinds of work of `tests.support.ending_kinds` at the HTTP port.
 
 Phases are left out that a kind does not have there: answers that are sent whole keep every event,
-so that none waits for its reader, and embeddings take no images.
+so that none waits for its reader, and embeddings take no images and have no kinds.
 """
 
 import base64
@@ -46,7 +46,7 @@ class WholeText(HttpText):
 class HttpEncode(AtHttp, ending_kinds.Encode):
     """Embeddings and rankings."""
 
-    rare = ("tokenize", "load", "encode_for_best")
+    rare = ("tokenize", "load", "encode_for_best", "encode_apart")
 
     blocking = ENCODE
 
@@ -124,6 +124,11 @@ def at_http(make, kind, name, *left_out):
 
 STREAM = at_http(HttpText, TEXT, "http text")
 WHOLE = at_http(WholeText, TEXT, "http whole", "parked")
-HTTP_ENCODE = at_http(HttpEncode, ENCODE, "http encode", "parked", "decode image", "encode_images")
+HTTP_ENCODE = at_http(
+    HttpEncode,
+    ENCODE,
+    "http encode",
+    *("parked", "decode image", "encode_images", "encode_sparse", "encode_rows"),
+)
 HTTP_DRAW = at_http(HttpDraw, DRAW, "http draw", "parked", "decode image", "write")
 HTTP_KINDS = (STREAM, WHOLE, HTTP_ENCODE, HTTP_DRAW)

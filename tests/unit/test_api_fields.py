@@ -141,10 +141,15 @@ MESSAGES = {
     "EmbedRequest": """
         model:string inputs:EmbedInput* dimensions:uint32? normalize:bool? prompt_name:string
         truncate:bool? request_id:string priority:int32? precision:Precision ranges:VectorRanges
+        kind:VectorKind top_k:uint32? threshold:float?
     """,
+    "SparseVector": "indices:uint32* weights:float*",
     "VectorRanges": "low:float* high:float*",
     "EmbedInput": "input/text:string input/token_ids:TokenIds input/image:bytes",
-    "EmbedResponse": "index:uint32 values:float* tokens:uint32 model:string packed:bytes",
+    "EmbedResponse": """
+        index:uint32 values:float* tokens:uint32 model:string packed:bytes sparse:SparseVector
+        rows:uint32?
+    """,
     "RerankRequest": """
         model:string query:string documents:string* raw_scores:bool? truncate:bool?
         top_n:uint32? request_id:string priority:int32?
@@ -190,7 +195,7 @@ MESSAGES = {
         memory_bytes:uint64 replicas:Replica* leases:uint32 last_used:Timestamp
         dtype:string device:string architecture:string max_model_len:uint32 demo:bool
         context_note:string quantization:string base:string adapter_digest:string
-        adapter_rank:uint32
+        adapter_rank:uint32 capabilities:Capability*
     """,
     "Replica": """
         id:uint32 state:ReplicaState device:string threads:uint32 restarts:uint32
@@ -241,6 +246,7 @@ MESSAGES = {
 # The names of each enum's values without their common prefix; the value 0 is UNSPECIFIED in each.
 ENUMS = {
     "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
+    "VectorKind": ("VECTOR_KIND", "DENSE SPARSE MULTI_VECTOR"),
     "Precision": ("PRECISION", "FLOAT32 FLOAT16 INT8 UINT8 BINARY UBINARY"),
     "ImageFormat": ("IMAGE_FORMAT", "PNG JPEG WEBP"),
     "PauseMode": ("PAUSE_MODE", "ABORT WAIT KEEP"),
@@ -249,7 +255,8 @@ ENUMS = {
     "ModelState": ("MODEL_STATE", "UNLOADED LOADING READY DRAINING FAILED"),
     "Capability": (
         "CAPABILITY",
-        "TEXT_TO_TEXT TEXT_EMBEDDING RERANK IMAGE_EMBEDDING VISION TEXT_TO_IMAGE",
+        "TEXT_TO_TEXT TEXT_EMBEDDING RERANK IMAGE_EMBEDDING VISION TEXT_TO_IMAGE "
+        "SPARSE_EMBEDDING MULTI_VECTOR_EMBEDDING",
     ),
 }
 

@@ -69,6 +69,7 @@ SET_SCALARS = [
 ]
 NON_ZERO = {
     FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
+    FieldDescriptor.CPPTYPE_FLOAT: 0.5,
     FieldDescriptor.CPPTYPE_UINT32: 3,
     FieldDescriptor.CPPTYPE_UINT64: 3,
     FieldDescriptor.CPPTYPE_BOOL: True,
@@ -119,7 +120,8 @@ def asked(field, **values):
         case "Constraint":
             return getattr(decode(constraint={"regex": "a"} | values).constraint, name)
         case "EmbedRequest":
-            request = vectors_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
+            kind = "VECTOR_KIND_SPARSE" if name in ("top_k", "threshold") else None
+            request = vectors_pb2.EmbedRequest(inputs=[{"text": "a"}], kind=kind, **values)
             embed = encode_codec.decode_embed(request)
             embed.validate()
             return getattr(embed, name)
@@ -140,7 +142,7 @@ OTHER_SCALARS = [
     for field in message.fields
     if field.containing_oneof is not None and field.containing_oneof.name == f"_{field.name}"
     # these are sections of GenerateRequest, an answer, or tested in tests/service/test_servicer.py
-    if not message.name.endswith(("Params", "Options", "Logprob", "Started"))
+    if not message.name.endswith(("Params", "Options", "Logprob", "Started", "Response"))
     and message.name[:5] != "Detok"
 ]
 
@@ -151,7 +153,7 @@ def test_unset_zero_and_set_differ_in_the_other_requests(field):
     value = NON_ZERO.get(field.cpp_type, -5)
     assert asked(field, **{field.name: value}) == value
     zero = type(value)()
-    if field.name in ("n", "dimensions", "top_n", "replicas"):
+    if field.name in ("n", "dimensions", "top_n", "top_k", "replicas"):
         with pytest.raises(InvalidRequest) as caught:
             asked(field, **{field.name: zero})
         assert [violation.field for violation in caught.value.violations] == [field.name]

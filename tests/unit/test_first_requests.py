@@ -16,6 +16,8 @@ FITTING = {
     Capability.VISION: ("triolet generate --chat --image FILE",),
     Capability.TEXT_EMBEDDING: ("triolet embed",),
     Capability.IMAGE_EMBEDDING: ('triolet embed "a dog" "a ship" --image FILE',),
+    Capability.SPARSE_EMBEDDING: ("triolet embed --kind sparse",),
+    Capability.MULTI_VECTOR_EMBEDDING: ("triolet embed --kind multi-vector",),
     Capability.RERANK: ("triolet rerank",),
     Capability.TEXT_TO_IMAGE: ("triolet draw",),
 }

@@ -60,7 +60,10 @@ VALUES = [
     e.EncodeRequest(RequestId("r"), (INPUT, IMAGE), 1.0, OPTIONS, 2, 3.0),
     e.EncodePlan(PlanId(8), (e.EncodeRow(SequenceId(1), INPUT, OPTIONS),)),
     e.EncodeResult(PlanId(8), (e.EncodeRowResult(SequenceId(1), array("f", [0.5])),)),
-    e.Encoded(RequestId("r"), 0, array("f", [0.5]), 2),
+    e.EncodeRowResult(SequenceId(1), array("f", [0.5]), array("I", [7])),
+    e.EncodeRowResult(SequenceId(1), array("b", [5, 7]), rows=2),
+    e.EncodeInput((1, 2), (), 0, 0, e.EncodeInput((3, 4), is_query=True, expanded=1)),
+    e.Encoded(RequestId("r"), 0, e.EncodeRowResult(SequenceId(1), array("f", [0.5])), 2),
     encode.EncoderInfo(
         "bert", "float32", "cpu", 10, 20, 30, Capability.TEXT_EMBEDDING, 4, ("query",)
     ),

@@ -161,7 +161,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def _take_result(self, live: LiveEncode, part: int, got: EncodeRowResult, now: float) -> None:
         name, num_tokens = live.request.request_id, live.length(part)
-        self._events.append(Encoded(name, part, got.values, num_tokens))
+        self._events.append(Encoded(name, part, got, num_tokens))
 
     def _step_failed(self, step: OneChoiceStep, failure: StepFailure, now: float) -> None:
         """Put the inputs of a failed step back. They run again: after running out of memory in

@@ -47,12 +47,19 @@ class EncodeInput(NamedTuple):
     ``type_ids`` has one number for each token; empty stands for all 0. The first ``prompt_tokens``
     tokens are the model's own prompt, which some models leave out of their pooling. A model that
     takes no shorter text pads it to ``width`` tokens, even alone in a step; 0: no padding.
+
+    The result is the text's vector or, if it has a ``query``, a score of how well it answers that.
+    A model may treat a text that ``is_query`` in another way, of which the last ``expanded`` tokens
+    were added as places for words that it lacks.
     """
 
     token_ids: tuple[int, ...]
     type_ids: tuple[int, ...] = ()
     prompt_tokens: int = 0
     width: int = 0
+    query: EncodeInput | None = None
+    is_query: bool = False
+    expanded: int = 0
 
     @property
     def kind(self) -> InputKind:
@@ -81,16 +88,21 @@ AnyInput: TypeAlias = EncodeInput | ImageInput
 
 
 class TokenizedInput(NamedTuple):
-    """An input, cut to what the model takes; ``full_tokens`` is its length before the cut."""
+    """An input, cut to what the model takes; ``full_tokens`` is its length before the cut, and
+    ``full_query`` that of its query."""
 
     input: EncodeInput
     full_tokens: int
+    full_query: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
     """What becomes of a model's output. If ``dimensions`` or ``normalize`` is None, the model's own
     configuration decides. ``raw_scores`` leaves out a cross-encoder's activation function.
+
+    A sparse vector has its ``top_k`` greatest weights (None: as many as the model says), of which
+    each is greater than ``threshold``.
 
     ``precision`` is one of `PRECISIONS`. For one of `RANGED`, ``ranges`` are the least numbers of
     all dimensions and then the greatest, in float32; they are bytes, whose hash is kept.
@@ -101,6 +113,8 @@ class EncodeOptions:
     raw_scores: bool = False
     precision: str = "float32"
     ranges: bytes = b""
+    top_k: int | None = None
+    threshold: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +193,14 @@ class EncodePlan:
 
 
 class EncodeRowResult(NamedTuple):
-    """The result of one input: a vector in the precision asked for or, for a cross-encoder, one
-    score."""
+    """The result of one input: a vector in the precision asked for, or one score. Of a sparse
+    vector, ``values`` are the weights at the places ``indices``, which ascend; of a text with
+    several vectors, they are those of its ``rows``, one after the other."""
 
     sequence: SequenceId
     values: Numbers
+    indices: array[int] | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +217,7 @@ class Encoded(NamedTuple):
 
     request_id: RequestId
     index: int  # type: ignore[assignment]  # the proto's word, over tuple.index
-    values: Numbers
+    result: EncodeRowResult
     tokens: int
 
     def journal_line(self) -> str:

@@ -26,7 +26,7 @@ from engine.core.encode.types import (
     TokenizedInput,
 )
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
-from engine.requests.encode.values import EmbedRequest
+from engine.requests.encode.values import QUERY, EmbedRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.prepared import Prepared
 
@@ -88,12 +88,14 @@ class InputPreparer:
                 request.normalize,
                 precision=request.precision or "float32",
                 ranges=_ranges_of(request, info),
+                top_k=request.top_k,
+                threshold=request.threshold or 0.0,
             )
         else:
             tokenized = await self._tokenize_pairs(request, replica, party)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(request.raw_scores))
-        _check_lengths(tokenized, paths, info.max_model_len, may_cut=request.truncate is not False)
+        _check_lengths(tokenized, paths, may_cut=request.truncate is not False)
         if isinstance(request, EmbedRequest) and request.has_images:
             images = await self._read_images(assignment, request.inputs)
         core_request = EncodeRequest(
@@ -127,7 +129,12 @@ class InputPreparer:
             _widened(
                 next(made)
                 if isinstance(input_, str)
-                else TokenizedInput(EncodeInput(input_[: info.max_model_len]), len(input_)),
+                else TokenizedInput(
+                    EncodeInput(
+                        input_[: info.max_model_len], is_query=request.prompt_name == QUERY
+                    ),
+                    len(input_),
+                ),
                 info.text_width,
             )
             for input_ in request.inputs
@@ -258,21 +265,25 @@ def _ranges_of(request: EmbedRequest, info: EncoderInfo) -> bytes:
 
 
 def _check_lengths(
-    tokenized: Sequence[TokenizedInput], paths: Sequence[str], most: int, *, may_cut: bool
+    tokenized: Sequence[TokenizedInput], paths: Sequence[str], *, may_cut: bool
 ) -> None:
-    """Check the number of tokens of every input.
+    """Check the number of tokens of every input, and of the query that all of them have.
 
     Raises:
         InvalidRequest: Inputs have no tokens.
-        RequestTooLarge: Inputs have more than ``most`` tokens, and inputs may not be cut.
+        RequestTooLarge: Inputs were cut, and may not be.
     """
     violations, has_empty = [], False
-    for path, item in zip(paths, tokenized, strict=True):
-        if not item.input.token_ids:
+    inputs = [(item.input, item.full_tokens) for item in tokenized]
+    if tokenized and (query := tokenized[0].input.query) is not None:
+        inputs, paths = [(query, tokenized[0].full_query), *inputs], ["query", *paths]
+    for path, (text, full_tokens) in zip(paths, inputs, strict=True):
+        most = len(text.token_ids)
+        if not most:
             has_empty = True
             violations.append(FieldViolation(path, "has no tokens"))
-        elif item.full_tokens > most and not may_cut:
-            what = f"has {item.full_tokens} tokens, of at most {most}"
+        elif full_tokens > most and not may_cut:
+            what = f"has {full_tokens} tokens, of at most {most}"
             violations.append(FieldViolation(path, what))
     if violations:
         raise (InvalidRequest if has_empty else RequestTooLarge)(violations)
@@ -285,7 +296,7 @@ def _check_tokens(
     query: str = "",
 ) -> None:
     """Check that the tokens of every text are of the model's vocabulary. If the query of a rerank
-    has a wrong token, only the query is reported.
+    has a wrong token, only the query is reported, whether it is in each text or beside it.
 
     Raises:
         InvalidRequest: A token is not in it; the error lists every text with such a token.
@@ -296,7 +307,7 @@ def _check_tokens(
         for path, item in zip(paths, tokenized, strict=True)
     ]
     violations = [text for text in texts if text is not None]
-    if violations and query:
+    if query and (violations or (tokenized and tokenized[0].input.query is not None)):
         own = tokenizer.encode(query, add_special_tokens=False)
         if (wrong := violation_of_text("query", own, vocab_size, tokenizer)) is not None:
             violations = [wrong]

@@ -62,9 +62,11 @@ class EncodeStream(RequestStream[EncodeEvent]):
         self._note_result(Phase.ENCODE, self.tokens_done + event.tokens)
         if isinstance(self.request, EmbedRequest):
             precision = self.request.precision or "float32"
-            self._reader.push(Embedding(event.index, event.values, event.tokens, precision))
+            _, values, indices, rows = event.result
+            vector = Embedding(event.index, values, event.tokens, precision, indices, rows)
+            self._reader.push(vector)
             return
-        score = Score(event.index, event.values[0])
+        score = Score(event.index, event.result.values[0])
         if self._top_n is None:
             self._reader.push(score)
         elif not self.is_closed:

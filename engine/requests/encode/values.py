@@ -18,13 +18,24 @@ from engine.requests.text.values import Started, common_violations
 from engine.status import Capability
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator
 
     from engine.core.encode.types import Numbers
 
 MAX_INPUTS = 2048  # inputs of a request, as in OpenAI's API
+# The kinds of vectors, and the capabilities of the models that make them.
+VECTOR_KINDS = {
+    "dense": Capability.TEXT_EMBEDDING,
+    "sparse": Capability.SPARSE_EMBEDDING,
+    "multi-vector": Capability.MULTI_VECTOR_EMBEDDING,
+}
+QUERY = "query"  # the name of the prompt of queries
 MAX_PROMPT_NAME_CHARS = 128  # characters of a prompt's name; a guess
 FLOAT32_MAX = 3.4028234663852886e38
+# Fields that the other kinds of vectors do not have.
+OF_DENSE = ("dimensions", "normalize", "precision", "ranges")
+OF_SPARSE = ("top_k", "threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,9 @@ class EmbedRequest(CheckedFields):
     that are too long lose their end (unset: True) or are refused. ``precision`` is float32 (if it
     is empty), float16, int8, uint8, binary or ubinary, as sentence-transformers names them;
     ``ranges`` are the least and the greatest numbers of all dimensions, for int8 and uint8 (unset:
-    the model's own). ``timeout_s``, ``request_id``, ``check`` and the errors are those of
-    `GenerateRequest`.
+    the model's own). ``kind`` is one of `VECTOR_KINDS` (if it is empty, dense). Of a sparse vector
+    only the ``top_k`` greatest weights are sent, and those above ``threshold``. ``timeout_s``,
+    ``request_id``, ``check`` and the errors are those of `GenerateRequest`.
     """
 
     TYPES: ClassVar = {"inputs": INPUTS, "ranges": RANGES}
@@ -50,6 +62,9 @@ class EmbedRequest(CheckedFields):
     truncate: bool | None = None
     precision: str = ""
     ranges: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    kind: str = ""
+    top_k: int | None = None
+    threshold: float | None = None
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
@@ -63,7 +78,7 @@ class EmbedRequest(CheckedFields):
     @property
     def capability(self) -> Capability:
         """The capability that a model must have for the request."""
-        return Capability.IMAGE_EMBEDDING if self.has_images else Capability.TEXT_EMBEDDING
+        return Capability.IMAGE_EMBEDDING if self.has_images else VECTOR_KINDS[self.kind or "dense"]
 
     @property
     def image_bytes(self) -> int:
@@ -83,10 +98,29 @@ class EmbedRequest(CheckedFields):
         if len(self.prompt_name) > MAX_PROMPT_NAME_CHARS:
             what = f"must have at most {MAX_PROMPT_NAME_CHARS} characters"
             yield FieldViolation("prompt_name", what)
+        yield from self._kind_violations()
         if self.precision and self.precision not in PRECISIONS:
             yield FieldViolation("precision", f"is not one of {', '.join(PRECISIONS)}")
         elif self.ranges is not None:
             yield from self._range_violations(*self.ranges)
+
+    def _kind_violations(self) -> Iterator[FieldViolation]:
+        if self.kind and self.kind not in VECTOR_KINDS:
+            yield FieldViolation("kind", f"is not one of {', '.join(VECTOR_KINDS)}")
+        is_sparse = self.kind == "sparse"
+        for name in OF_DENSE if is_sparse else OF_SPARSE:
+            if getattr(self, name) not in (None, ""):
+                what = f"is set, and vectors of kind {self.kind or 'dense'} have none"
+                yield FieldViolation(name, what)
+        for index, input_ in enumerate(self.inputs[:MAX_INPUTS]):
+            if isinstance(input_, bytes) and self.kind not in ("", "dense"):
+                yield FieldViolation(f"inputs[{index}].image", f"has no {self.kind} vector")
+        if self.top_k is not None and self.top_k < 1:
+            yield FieldViolation("top_k", "must be at least 1")
+        if self.threshold is not None and not 0 <= self.threshold <= FLOAT32_MAX:
+            yield FieldViolation(
+                "threshold", f"is {self.threshold:g}, outside [0, {FLOAT32_MAX:g}]"
+            )
 
     def _range_violations(
         self, low: tuple[float, ...], high: tuple[float, ...]
@@ -144,12 +178,16 @@ def count_violations(field: str, count: int) -> Iterator[FieldViolation]:
 
 class Embedding(NamedTuple):
     """The vector of the input ``index``, made from ``tokens`` tokens. Its ``values`` are those of
-    the ``precision``; numbers of float16 are in an array of float32."""
+    the ``precision``; numbers of float16 are in an array of float32. Of a sparse vector they are
+    the weights at the places ``indices``, which ascend. Of several vectors, one for each token,
+    they are those of all ``rows``, one after the other."""
 
     index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
     values: Numbers
     tokens: int
     precision: str = "float32"
+    indices: array[int] | None = None
+    rows: int | None = None
 
 
 class Score(NamedTuple):

@@ -11,6 +11,8 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from safetensors import safe_open
+
 from engine.status import Capability
 from engine.worker.load.capability import IMAGE_TEXT_TYPES, MODULES_NAME, OWN_CONFIG_NAME
 from engine.worker.load.reading import check_readable, has_file
@@ -31,19 +33,26 @@ MODULES = {
     Capability.TEXT_EMBEDDING: {"Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"},
     Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
     Capability.RERANK: {"Transformer", "LogitScore"},
+    Capability.SPARSE_EMBEDDING: {"Transformer", "MLMTransformer", "SpladePooling"},
+    Capability.MULTI_VECTOR_EMBEDDING: {
+        *("Transformer", "Dense", "LayerNorm", "Normalize"),
+        *("MultiVectorMask", "HierarchicalTokenPooling"),
+    },
 }
-# Modules whose output is not one dense vector for each text, and what messages call their output.
+# Types of modules of other libraries that sentence-transformers has a class of its own for.
+ALIASES = {(Capability.MULTI_VECTOR_EMBEDDING, "pylate.models.Dense.Dense"): "Dense"}
+# Modules that no model is complete without, if its files list modules.
+NEEDED = {
+    Capability.TEXT_EMBEDDING: "Pooling",
+    Capability.SPARSE_EMBEDDING: "SpladePooling",
+}
+# Modules that are not served, and what messages call their output.
 OTHER_OUTPUTS = {
-    **dict.fromkeys(
-        ("MLMTransformer", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding"),
-        "sparse vectors",
-    ),
-    **dict.fromkeys(
-        ("MultiVectorMask", "HierarchicalTokenPooling", "LambdaTokenPooling"),
-        "a vector for each token",
-    ),
+    **dict.fromkeys(("SparseAutoEncoder", "SparseStaticEmbedding"), "sparse vectors"),
+    "LambdaTokenPooling": "a vector for each token",
 }
-FIRST = {"Transformer", "CLIPModel"}
+PROJECTION = "linear.weight"  # in the first ColBERT models, whose files have no modules
+FIRST = {"Transformer", "CLIPModel", "MLMTransformer"}
 WITH_WEIGHTS = FIRST | {"Dense", "LayerNorm"}
 PROCESSOR_NAMES = ("preprocessor_config.json", "processor_config.json")
 MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(?P<name>\w+)")
@@ -59,17 +68,21 @@ def check(directory: Path, capability: Capability) -> Path:
         Refusal: A file is missing or broken, or names something that is not accepted (Rule 1).
     """
     modules = _modules(directory)
-    names = [_name_of(module, MODULES[capability]) for module in modules]
+    names = [_name_of(module, capability) for module in modules]
     if names and [name in FIRST for name in names] != [True] + [False] * (len(names) - 1):
         raise Refusal(f"its {MODULES_NAME} does not begin with its one Transformer")
-    if capability is Capability.TEXT_EMBEDDING and "Pooling" not in names:
-        raise Refusal(f"its {MODULES_NAME} has no Pooling")
+    needed = NEEDED.get(capability) if names or capability is Capability.TEXT_EMBEDDING else None
+    if needed is not None and needed not in names:
+        raise Refusal(f"its {MODULES_NAME} has no {needed}")
     folders = [_folder_of(directory, module) for module in modules] or [directory]
-    for name, folder in zip(names or ["Transformer"], folders, strict=True):
+    without = "Dense" if capability is Capability.MULTI_VECTOR_EMBEDDING else "Transformer"
+    for name, folder in zip(names or [without], folders, strict=True):
         if name in WITH_WEIGHTS:
             _check_weights(folder, name)
         if name == "Dense":
             _check_activation(read_json(folder, "config.json").get("activation_function"))
+    if capability is Capability.MULTI_VECTOR_EMBEDDING and not modules:
+        _check_projection(directory)
     if has_file(folders[0] / "adapter_config.json"):
         raise Refusal("it is an adapter, and adapters are not supported")
     config = read_json(folders[0], "config.json")
@@ -104,6 +117,14 @@ def _check_weights(folder: Path, module: str) -> None:
         )
 
 
+def _check_projection(directory: Path) -> None:
+    """Check that a model without modules has the projection of its vectors; the library would make
+    one at random."""
+    with safe_open(directory / WEIGHTS_NAME, "np") as file:
+        if PROJECTION not in file.keys():  # noqa: SIM118  (it is no mapping)
+            raise Refusal(f"its checkpoint lacks the tensor {PROJECTION}")
+
+
 def _check_image_model(config: dict[str, Any], folder: Path) -> None:
     model_type = str(config.get("model_type"))[:200]
     if model_type not in IMAGE_TEXT_TYPES:
@@ -125,13 +146,15 @@ def _modules(directory: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _name_of(module: dict[str, Any], allowed: set[str]) -> str:
-    kind = str(module.get("type"))
+def _name_of(module: dict[str, Any], capability: Capability) -> str:
+    kind, allowed = str(module.get("type")), MODULES[capability]
+    if (capability, kind) in ALIASES:
+        return ALIASES[capability, kind]
     match = MODULE_TYPE.fullmatch(kind)
     if match is not None and match["name"] in OTHER_OUTPUTS:
         raise Refusal(
-            f"its module {match['name']} makes {OTHER_OUTPUTS[match['name']]}, and an answer has "
-            "one dense vector for each text; choose a model whose modules end with a Pooling"
+            f"its module {match['name']}, which makes {OTHER_OUTPUTS[match['name']]}, is not "
+            "served; choose a model whose modules end with a Pooling or a SpladePooling"
         )
     if match is None or match["name"] not in allowed:
         raise Refusal(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.status import Capability
 from engine.worker.encode.files import check_all_loaded
 from engine.worker.encode.input_template import InputTemplate
 from engine.worker.import_lock import holds_import_lock
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 # Model types that need their checkpoint's code, and transformers' types of the same models.
 OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
+# The library's classes for models that are no SentenceTransformer.
+CLASSES = {
+    Capability.RERANK: "CrossEncoder",
+    Capability.SPARSE_EMBEDDING: "SparseEncoder",
+    Capability.MULTI_VECTOR_EMBEDDING: "MultiVectorEncoder",
+}
 # The keys of a model's processing_kwargs that change how the library tokenises texts.
 TEXT_SETTINGS = {"common", "text"}
 
@@ -44,18 +51,20 @@ def check_model_type(config: dict[str, Any]) -> None:
 
 
 @holds_import_lock
-def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Tensor] | None) -> Any:
-    """Load a model by the library, on the CPU in float32, without the network, foreign code or
-    pickled files. ``weights``, if given, replace the transformer's: of a tensor in several files,
-    transformers takes the last copy, whatever the index names.
+def load_model(
+    directory: Path, capability: Capability, weights: dict[str, torch.Tensor] | None
+) -> Any:
+    """Load a model by the library's class for a capability, on the CPU in float32, without the
+    network, foreign code or pickled files. ``weights``, if given, replace the transformer's: of a
+    tensor in several files, transformers takes the last copy, whatever the index names.
 
     The library imports modules throughout the load, so the import lock is held for all of it. The
     load is short, 0.3 s for 0.7 GB, because `Checkpoint.check_finite` has read the weights."""
-    from sentence_transformers import CrossEncoder, SentenceTransformer
+    import sentence_transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # for all uses of transformers in this process
-    make = CrossEncoder if is_rerank else SentenceTransformer
+    make = getattr(sentence_transformers, CLASSES.get(capability, "SentenceTransformer"))
     model = make(
         str(directory),
         device="cpu",
@@ -105,16 +114,16 @@ def _learnt_positions(module: Any) -> int | None:
     return None
 
 
-def max_tokens_of(model: Any, operator_limit: int | None) -> int:
-    """Return the most tokens of an input: the least of the tokenizer's limit, the model's positions
-    and ``asked``, the operator's setting.
+def max_tokens_of(model: Any, operator_limit: int | None, own: int | None = None) -> int:
+    """Return the most tokens of an input: the least of the tokenizer's limit or, if it is not None,
+    the model's ``own`` limit for such texts, the model's positions, and the operator's setting.
 
     Raises:
         Refusal: No limit is known.
     """
     module = model[0].model
     config = getattr(module.config, "text_config", module.config)
-    limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
+    limits = [own or model.max_seq_length, getattr(config, "max_position_embeddings", None)]
     limits += [operator_limit, _learnt_positions(module)]
     known = [int(limit) for limit in limits if limit]
     if not known or min(known) > 10**6:

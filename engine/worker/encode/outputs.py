@@ -6,45 +6,57 @@ row with numbers that are not finite.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 
-from engine.core.encode.types import EncodeRowResult
+from engine.core.encode.types import EncodeOptions, EncodeRowResult
 from engine.status import Capability
 from engine.worker.encode.precision import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.core.encode.types import EncodeOptions, EncodeRow
+    from engine.core.encode.types import EncodeInput, EncodeRow
 
     Array = np.ndarray[Any, Any]
+    Features = dict[str, Any]
+    Forward = Callable[[Sequence[EncodeInput]], Features]
     Results = Iterator[EncodeRowResult | None]
 
+QUERIES_KEPT = 16  # queries whose vectors are kept for the documents of later steps; a guess
+WORDS_AT_ONCE = 1024  # tokens of a forward that gives weights of a vocabulary for each; a guess
 LEAST_LENGTH = 1e-12  # a shorter vector is divided by this, as torch's normalize does
 
 
 class Output(Protocol):
     """A kind of encoder. ``modules`` are those of the library's model that are called one after the
-    other; ``dimensions`` is the length of a vector, 0 without vectors."""
+    other, for at most ``tokens_at_once`` tokens if that is not None and the input allows it.
+    ``dimensions`` is the length of a vector, 0 without vectors. Its constructor takes the library's
+    model and a function that returns the modules' output for texts."""
 
     modules: list[Any]
     dimensions: int
+    tokens_at_once: ClassVar[int | None]
 
-    def results(self, features: dict[str, Any], rows: Sequence[EncodeRow]) -> Results:
+    def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
         """Yield the result of each row of a forward."""
 
 
 class Vectors:
     """One vector for each input."""
 
-    def __init__(self, model: Any) -> None:
+    tokens_at_once: ClassVar[int | None] = None
+
+    def __init__(self, model: Any, _: Forward) -> None:
         self.modules, self._normalizes = _without_normalize(list(model), "sentence_embedding")
         self.dimensions = int(model.get_embedding_dimension())
 
-    def results(self, features: dict[str, Any], rows: Sequence[EncodeRow]) -> Results:
+    def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
         """Yield each row's vector (`Output.results`)."""
         vectors = features["sentence_embedding"].float().cpu().numpy()
         for row, vector in zip(rows, vectors, strict=True):
@@ -55,19 +67,106 @@ class Vectors:
 class Scores:
     """One score for each pair of texts, which are read together."""
 
+    tokens_at_once: ClassVar[int | None] = None
     dimensions = 0
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, _: Forward) -> None:
         self.modules = list(model)
         self._activation = model.activation_fn
 
-    def results(self, features: dict[str, Any], rows: Sequence[EncodeRow]) -> Results:
+    def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
         """Yield each row's score, after the activation unless the raw one is requested."""
         raw = features["scores"].float().cpu()
         active = self._activation(raw)
         for place, row in enumerate(rows):
             score = (raw if row.options.raw_scores else active)[place].item()
             yield EncodeRowResult(row.sequence, array("f", [score])) if np.isfinite(score) else None
+
+
+class _Compared(ABC):
+    """Something for each text, which is read alone. What a query and a document have make a score,
+    by the model's own similarity. That of a query is kept for the documents of later steps."""
+
+    modules: list[Any]
+    dimensions: int
+    tokens_at_once: ClassVar[int | None] = None
+
+    def __init__(self, model: Any, forward: Forward) -> None:
+        self._similarity = model.similarity
+        self._of_query = lru_cache(QUERIES_KEPT)(
+            lambda query: self._compared(self._parts(forward([query]))[0])
+        )
+
+    @abstractmethod
+    def _parts(self, features: Features) -> Sequence[Any]:
+        """Return the tensor of each text of a forward, float32 on the CPU."""
+
+    def _compared(self, part: Any) -> Any:
+        """Return the tensor of a text as it is compared."""
+        return part
+
+    @abstractmethod
+    def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
+        """Return the result of a row without a query; None if a number is not finite."""
+
+    def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
+        """Yield each row's vector, or the score of a row with a query (`Output.results`)."""
+        for row, part in zip(rows, self._parts(features), strict=True):
+            query = getattr(row.input, "query", None)
+            if query is None:
+                yield self._result(row, part.numpy())
+                continue
+            score = self._similarity([self._of_query(query)], [self._compared(part)]).item()
+            yield EncodeRowResult(row.sequence, array("f", [score])) if np.isfinite(score) else None
+
+
+class SparseVectors(_Compared):
+    """A weight for each word of the vocabulary, most of them 0."""
+
+    tokens_at_once = WORDS_AT_ONCE
+
+    def __init__(self, model: Any, forward: Forward) -> None:
+        super().__init__(model, forward)
+        self.modules = list(model)
+        self.dimensions = int(model[0].model.config.vocab_size)
+        self._most = model.max_active_dims
+
+    def _parts(self, features: Features) -> Any:
+        from sentence_transformers.util import select_max_active_dims
+
+        return select_max_active_dims(features["sentence_embedding"].float().cpu(), self._most)
+
+    def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
+        if not np.isfinite(part).all():
+            return None
+        indices = np.flatnonzero(part > row.options.threshold)
+        most = row.options.top_k
+        if most is not None and len(indices) > most:  # of equal weights, the first go on
+            indices = np.sort(indices[np.argsort(-part[indices], kind="stable")[:most]])
+        weights = array("f", part[indices].tolist())
+        return EncodeRowResult(row.sequence, weights, array("I", indices.tolist()))
+
+
+class MultiVectors(_Compared):
+    """A vector for each token of a text that the model's masks leave."""
+
+    def __init__(self, model: Any, forward: Forward) -> None:
+        super().__init__(model, forward)
+        self.modules, self._normalizes = _without_normalize(list(model), "token_embeddings")
+        # A module that clusters tokens scales what is left.
+        self._normalizes |= getattr(self.modules[-1], "normalize_embeddings", False)
+        self.dimensions = int(model.get_embedding_dimension())
+
+    def _parts(self, features: Features) -> Sequence[Any]:
+        vectors, masks = features["token_embeddings"].float().cpu(), features["attention_mask"]
+        return [one[mask] for one, mask in zip(vectors, masks.bool().cpu(), strict=True)]
+
+    def _compared(self, part: Any) -> Any:
+        return torch.from_numpy(finished(part.numpy(), EncodeOptions(), scales=self._normalizes))
+
+    def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
+        made = packed(finished(part, row.options, scales=self._normalizes), row.options)
+        return None if made is None else EncodeRowResult(row.sequence, made, rows=len(part))
 
 
 def _without_normalize(modules: list[Any], name: str) -> tuple[list[Any], bool]:
@@ -91,8 +190,10 @@ def finished(vectors: Array, options: EncodeOptions, *, scales: bool) -> Array:
     return scaled
 
 
-OUTPUTS: dict[Capability, Callable[[Any], Output]] = {
+OUTPUTS: dict[Capability, type[Vectors | Scores | _Compared]] = {
     Capability.TEXT_EMBEDDING: Vectors,
     Capability.IMAGE_EMBEDDING: Vectors,
     Capability.RERANK: Scores,
+    Capability.SPARSE_EMBEDDING: SparseVectors,
+    Capability.MULTI_VECTOR_EMBEDDING: MultiVectors,
 }

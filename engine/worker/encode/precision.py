@@ -27,9 +27,9 @@ RANGES_NAME = "embedding_ranges.json"
 
 
 def packed(vector: np.ndarray[Any, Any], options: EncodeOptions) -> Numbers | None:
-    """Return a vector of float32 in the precision of the options; None if it has a number that is
-    not finite, or that float16 cannot hold. A binary precision has eight dimensions in each number,
-    the first in the highest bit, and a last number filled with zeros.
+    """Return vectors ([…, dimensions] float32), one after the other, in the precision of the
+    options; None if a number is not finite, or float16 cannot hold it. A binary precision has eight
+    dimensions in each number, the first in the highest bit, and a last number filled with zeros.
 
     Source: sentence_transformers.util.quantize_embeddings.
     """
@@ -45,7 +45,7 @@ def packed(vector: np.ndarray[Any, Any], options: EncodeOptions) -> Numbers | No
         starts, steps = _parts(options.ranges)
         made = np.clip(np.floor((vector - starts) / steps), 0, 255).astype(np.uint8)
     elif options.precision in ("binary", "ubinary"):
-        made = np.packbits(vector > 0)
+        made = np.packbits(vector > 0, axis=-1)
     if PRECISIONS[options.precision] == "b":
         made = (made.astype(np.int16) - 128).astype(np.int8)
     numbers: Numbers = array(PRECISIONS[options.precision])

@@ -13,6 +13,7 @@ another dtype, that dtype is torch's default in every thread, also in those that
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,13 @@ from engine.core.encode.types import (
 from engine.errors import EngineBug
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.status import Capability
+from engine.worker.encode.apart import (
+    ApartTokenizer,
+    RolesTokenizer,
+    document_prompt,
+    expansion_of,
+    query_limit,
+)
 from engine.worker.encode.files import check
 from engine.worker.encode.interface import EncoderInfo
 from engine.worker.encode.library import (
@@ -61,6 +69,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine.core.encode.types import AnyInput
+    from engine.worker.encode.apart import Expansion
+    from engine.worker.encode.interface import EncoderTokenizer
     from engine.worker.encode.outputs import Output
     from engine.worker.interface import RunnerSpec
 
@@ -69,6 +79,9 @@ GROUP_COST_TOKENS = 48
 # An estimate of a step's activations, in numbers per token and unit of the model's width: of the
 # widest layer's input and output, of the attention (four), and of the residual.
 ACTIVATIONS_PER_WIDTH = 16
+# Copies of a forward's weights of the vocabulary that exist at once: the head's, the pooling's, and
+# one while that is made.
+WORD_COPIES = 3
 
 
 class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
@@ -86,10 +99,11 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._modality = "text"  # The library's name of the inputs' kind: text or message.
         self._is_causal = False  # Whether the scores are logits of the next token.
         self._images: ImageReader | None = None
-        self._input_tokenizer: InputTokenizer | None = None
+        self._expansion: Expansion | None = None
+        self._input_tokenizer: EncoderTokenizer | None = None
 
     @property
-    def encoder_tokenizer(self) -> InputTokenizer:
+    def encoder_tokenizer(self) -> EncoderTokenizer:
         """The tokenizer of the model's inputs."""
         if self._input_tokenizer is None:
             raise EngineBug("the tokenizer was asked for before the encoder was loaded")
@@ -116,7 +130,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             file_bytes=file_bytes,
             weight_bytes=num_bytes,
             tokenizer_bytes=_tokenizer_bytes(texts.get("vocab_size"), device),
-            workspace_bytes=_workspace(spec, config, length, dtype) + self._decoding_bytes(device),
+            workspace_bytes=self._workspace(config, length, dtype) + self._decoding_bytes(device),
             execution="sentence-transformers' modules",
         )
 
@@ -124,6 +138,15 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         """Return the memory of ``device`` that decoding one image takes, in bytes."""
         reads_images = self._capability is Capability.IMAGE_EMBEDDING and device.type == "cpu"
         return BYTES_PER_PIXEL * self._spec.max_image_pixels if reads_images else 0
+
+    def _workspace(self, config: dict[str, Any], max_tokens: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the activations of the largest step."""
+        parts = (config, config.get("text_config") or {}, config.get("vision_config") or {})
+        width = max(int(part.get("hidden_size") or 0) for part in parts)
+        numbers = max(self._spec.max_num_batched_tokens, max_tokens) * width * ACTIVATIONS_PER_WIDTH
+        if (at_once := OUTPUTS[self._capability].tokens_at_once) is not None:
+            numbers += max(at_once, max_tokens) * int(config.get("vocab_size") or 0) * WORD_COPIES
+        return numbers * dtype.itemsize
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
@@ -150,15 +173,15 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         progress(LoadProgress("weights"))
         is_rerank = self._capability is Capability.RERANK
         check_model_type(read_json(folder, "config.json"))
-        self._model = model = load_model(source.directory, is_rerank=is_rerank, weights=weights)
+        self._model = model = load_model(source.directory, self._capability, weights)
         transformer = model[0]
-        reads_texts = self._capability is Capability.TEXT_EMBEDDING
+        embeds = (Capability.TEXT_EMBEDDING, Capability.MULTI_VECTOR_EMBEDDING)
+        reads_texts = self._capability in embeds
         check_weights(transformer.model, stored, unused="pooler." if reads_texts else "")
         model.to(device=device, dtype=dtype).eval()
         model.requires_grad_(False)
-        max_tokens = max_tokens_of(model, spec.max_model_len)
-        self._take_tokenizer(model, max_tokens)
-        self._output = output = OUTPUTS[self._capability](model)
+        max_tokens = self._take_tokenizer(model)
+        self._output = output = OUTPUTS[self._capability](model, self._forward)
         self._splits_prompts = any(
             not getattr(module, "include_prompt", True) for module in output.modules
         )
@@ -168,7 +191,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         texts = getattr(config, "text_config", config)
         self._check_fixed_ids(texts)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
+        workspace = self._workspace(config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
             kind=self._capability,
             architecture=type(transformer.model).__name__,
@@ -192,7 +215,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._warm_up()
         return info
 
-    def _take_tokenizer(self, model: Any, max_tokens: int) -> None:
+    def _take_tokenizer(self, model: Any) -> int:
+        """Make the tokenizers, and return the most tokens of an input."""
         tokenizer = model.tokenizer
         if not getattr(tokenizer, "is_fast", False):
             raise Refusal("its tokenizer is not one of the tokenizers library")
@@ -205,13 +229,23 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         is_rerank, template = self._capability is Capability.RERANK, None
         if not reads_images:
             template = input_template(model[0], prompts.get("", ""), is_rerank=is_rerank)
-        self._input_tokenizer = InputTokenizer(
-            backend,
-            max_tokens=max_tokens,
-            prompts=prompts,
-            special_ids=special_ids,
-            template=template,
+        has_roles = self._capability is Capability.MULTI_VECTOR_EMBEDDING
+        if has_roles:
+            prompts[""] = prompts.get(document_prompt(prompts), "")
+        make = partial(
+            InputTokenizer, backend, prompts=prompts, special_ids=special_ids, template=template
         )
+        own = model[0].document_length if has_roles else None
+        max_tokens = max_tokens_of(model, self._spec.max_model_len, own)
+        self._input_tokenizer = made = make(max_tokens=max_tokens)
+        if self._capability is Capability.SPARSE_EMBEDDING:
+            self._input_tokenizer = ApartTokenizer(made, prompts)
+        if has_roles:
+            most = max_tokens_of(model, self._spec.max_model_len, query_limit(model[0]))
+            self._expansion = expansion_of(model[0], most)
+            queries = make(max_tokens=most)
+            self._input_tokenizer = RolesTokenizer(made, queries, prompts, self._expansion)
+            max_tokens = max(max_tokens, most)
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         self._pad_id = padding_of(model, is_rerank=is_rerank)
@@ -222,6 +256,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._modality = "text" if "text" in kinds else kinds[0]
         is_padded = text_width(model[0].model.config) > 0
         self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
+        return max_tokens
 
     def _check_fixed_ids(self, config: Any) -> None:
         """Check ids that do not come from requests: the padding's, and types of a pair's tokens.
@@ -259,15 +294,17 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
 
     def _execute(self, plan: EncodePlan) -> EncodeResult:
         started = perf_counter()
-        by_prompt: dict[int, list[int]] = {}
+        assert self._output is not None, "the model is loaded"
+        alike: dict[tuple[int, bool], list[int]] = {}
         for place, row in enumerate(plan.rows):
             text = row.input if isinstance(row.input, EncodeInput) else None
-            key = text.prompt_tokens if text is not None and self._splits_prompts else 0
-            by_prompt.setdefault(key, []).append(place)
+            prompt_tokens = text.prompt_tokens if text is not None and self._splits_prompts else 0
+            is_query = text is not None and text.is_query
+            alike.setdefault((prompt_tokens, is_query), []).append(place)
         values: dict[int, EncodeRowResult | RowFailure] = {}
-        for prompt_tokens, places in by_prompt.items():
+        for (prompt_tokens, _), places in alike.items():
             lengths = [plan.rows[place].input.num_tokens for place in places]
-            for part in groups(lengths):
+            for part in groups(lengths, self._output.tokens_at_once):
                 chosen = places[part]
                 rows = [plan.rows[place] for place in chosen]
                 values.update(zip(chosen, self._encode(rows, prompt_tokens), strict=True))
@@ -278,17 +315,26 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self, rows: Sequence[EncodeRow], prompt_tokens: int
     ) -> Iterator[EncodeRowResult | RowFailure]:
         """Compute rows of similar length in one forward and yield their results in order."""
-        if rows[0].input.kind is InputKind.IMAGE:
-            features = self._image_features([row.input for row in rows])
-        else:
-            features = self._features([row.input for row in rows])
-        if prompt_tokens and self._splits_prompts:
-            features["prompt_length"] = prompt_tokens
         assert self._output is not None, "the model is loaded"
-        for module in self._output.modules:
-            features = module(features)
+        features = self._forward([row.input for row in rows], prompt_tokens)
         for row, result in zip(rows, self._output.results(features, rows), strict=True):
             yield result or RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
+
+    def _forward(self, inputs: Sequence[AnyInput], prompt_tokens: int = 0) -> dict[str, Any]:
+        """Return the output of the modules for inputs of one kind, either queries or others. The
+        pooling leaves the first ``prompt_tokens`` out."""
+        assert self._output is not None, "the model is loaded"
+        if inputs[0].kind is InputKind.IMAGE:
+            features = self._image_features(inputs)
+        else:
+            features = self._features(inputs)
+        if prompt_tokens and self._splits_prompts:
+            features["prompt_length"] = prompt_tokens
+        task = "query" if getattr(inputs[0], "is_query", False) else "document"
+        for module in self._output.modules:
+            own = {"task": task} if "task" in getattr(module, "forward_kwargs", ()) else {}
+            features = module(features, **own)
+        return features
 
     def _image_features(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the forward's arguments for images."""
@@ -301,6 +347,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         ids = np.full(shape, self._pad_id, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         types = np.zeros(shape, dtype=np.int64)
+        places = np.zeros(shape, dtype=np.bool_)  # of the tokens that lengthen queries
         for place, input_ in enumerate(inputs):
             length = len(input_.token_ids)
             start = shape[1] - length if self._pads_left else 0
@@ -308,7 +355,13 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             mask[place, start : start + length] = 1
             if input_.type_ids:
                 types[place, start : start + length] = input_.type_ids
+            if input_.expanded:
+                places[place, start + length - input_.expanded : start + length] = True
         arrays = {"input_ids": ids, "attention_mask": mask}
+        if self._expansion is not None:
+            arrays["query_expansion_positions"] = places
+            if not self._expansion.attends:
+                mask[places] = 0
         if self._has_types:
             arrays["token_type_ids"] = types
         if self._is_causal:  # positions count from an input's first token, after the padding
@@ -326,23 +379,17 @@ def _tokenizer_bytes(vocab_size: int | None, device: torch.device) -> int:
     return 3 * tokenizer_bytes(vocab_size or 0, str(device))
 
 
-def _workspace(
-    spec: RunnerSpec, config: dict[str, Any], max_tokens: int, dtype: torch.dtype
-) -> int:
-    """Return the bytes of the activations of the largest step."""
-    parts = (config, config.get("text_config") or {}, config.get("vision_config") or {})
-    width = max(int(part.get("hidden_size") or 0) for part in parts)
-    tokens = max(spec.max_num_batched_tokens, max_tokens)
-    return tokens * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize
-
-
-def groups(lengths: Sequence[int]) -> Iterator[slice]:
-    """Split rows of ascending lengths into groups whose padding costs less than a forward."""
+def groups(lengths: Sequence[int], most: int | None = None) -> Iterator[slice]:
+    """Split rows of ascending lengths into groups whose padding costs less than a forward, and
+    which have at most ``most`` tokens with it, unless a row alone has more."""
     end = len(lengths)
     while end:
-        start, padding = end - 1, 0
-        while start and padding + lengths[end - 1] - lengths[start - 1] <= GROUP_COST_TOKENS:
-            padding += lengths[end - 1] - lengths[start - 1]
+        start, padding, longest = end - 1, 0, lengths[end - 1]
+        first = 0 if most is None else end - max(1, most // longest)
+        while start > max(first, 0):
+            padding += longest - lengths[start - 1]
+            if padding > GROUP_COST_TOKENS:
+                break
             start -= 1
         yield slice(start, end)
         end = start

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure, RowPhase, StepTimings
 from engine.core.encode.types import (
+    PRECISIONS,
     AnyInput,
     EncodeInput,
     EncodePlan,
@@ -42,6 +43,7 @@ DIMENSIONS = 8
 IMAGE_TOKENS = 16
 SEPARATOR = 900  # the id between a query and its document
 PROMPTS = {"query": "<7><8>"}
+APART = (Capability.SPARSE_EMBEDDING, Capability.MULTI_VECTOR_EMBEDDING)
 RANGES = array("f", [0.0] * DIMENSIONS + [1.0] * DIMENSIONS).tobytes()  # of its whole vectors
 
 
@@ -77,6 +79,26 @@ class FakeFit(ImageFit):
         return ImageFit.read(self, data)
 
 
+def weights_of(
+    token_ids: Sequence[int], top_k: int | None = None, threshold: float = 0.0
+) -> dict[int, float]:
+    """Return the weights of an input's sparse vector by index: those of its vector that are above a
+    half, so that there may be none."""
+    weights = {10 * at: one for at, one in enumerate(vector_of(token_ids)) if one > 0.5}
+    best = sorted(weights, key=lambda at: (-weights[at], at))[:top_k]
+    return {at: weights[at] for at in sorted(best) if weights[at] > threshold}
+
+
+def rows_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[list[float]]:
+    """Return the vectors of an input's tokens, each of a token and its place; a token that can be
+    divided by 5 has none."""
+    return [
+        vector_of((at, token_id), dimensions)
+        for at, token_id in enumerate(token_ids)
+        if token_id % 5
+    ]
+
+
 def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
     """Return the score of a pair, from 0 to 1 if ``raw`` and from 0 to 0.5 otherwise."""
     score = (digest_of(token_ids) & 0xFFFF) / 2**16
@@ -91,9 +113,10 @@ def ids_of(input_: AnyInput) -> tuple[int, ...]:
 class FakeInputTokenizer:
     """Implements `engine.worker.encode.interface.EncoderTokenizer` with a `FakeTokenizer`."""
 
-    def __init__(self, script: FakeScript, max_tokens: int) -> None:
+    def __init__(self, script: FakeScript, max_tokens: int, *, is_apart: bool = False) -> None:
         self._tokenizer = FakeTokenizer(script)
         self._max_tokens = max_tokens
+        self._is_apart = is_apart
 
     def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
         """Return one input for each text, with the named prompt of `PROMPTS` before it.
@@ -108,12 +131,19 @@ class FakeInputTokenizer:
         ]
 
     def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
-        """Return one input for each document: the query, the `SEPARATOR`, the document.
+        """Return one input for each document: the query, the `SEPARATOR`, the document. A model
+        that reads texts apart has the query beside the document.
 
         Raises:
             InvalidRequest: A text is not Unicode; the violation's field is its index, or ``query``.
         """
         head = (*self._ids(query, "query"), SEPARATOR)
+        if self._is_apart:
+            own, full = EncodeInput(head[:-1][: self._max_tokens]), len(head) - 1
+            made = [self._cut(self._ids(text, str(i))) for i, text in enumerate(documents)]
+            return [
+                TokenizedInput(one.input._replace(query=own), one.full_tokens, full) for one in made
+            ]
         return [self._cut(head + self._ids(text, str(i))) for i, text in enumerate(documents)]
 
     def _ids(self, text: str, field: str) -> tuple[int, ...]:
@@ -164,7 +194,8 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
     @property
     def encoder_tokenizer(self) -> FakeInputTokenizer:
         """A tokenizer for inputs, which cuts them to ``max_model_len`` tokens."""
-        return FakeInputTokenizer(self.script, self.info.max_model_len)
+        is_apart = self.info.kind in APART
+        return FakeInputTokenizer(self.script, self.info.max_model_len, is_apart=is_apart)
 
     def close(self) -> None:
         """Do nothing, because the fake holds nothing."""
@@ -185,17 +216,40 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         fault = self.script.row_faults.get(row.sequence)
         if fault is not None:
             return RowFailure(row.sequence, RowPhase(fault[1]), "scripted")
-        drawn = self._row_fault(row.sequence)
-        own = row.input
-        return drawn or EncodeRowResult(row.sequence, self._values(ids_of(own), row.options))
+        return self._row_fault(row.sequence) or self._result(row)
 
-    def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> Numbers:
-        if self.info.kind is Capability.RERANK:
+    def _result(self, row: EncodeRow) -> EncodeRowResult:
+        own, options, query = row.input, row.options, getattr(row.input, "query", None)
+        ids = ids_of(own)
+        if query is not None:
+            pair = (*query.token_ids, SEPARATOR, *ids)
+            return EncodeRowResult(row.sequence, self._values(pair, options, is_score=True))
+        if self.info.kind is Capability.SPARSE_EMBEDDING:
+            kept = weights_of(ids, options.top_k, options.threshold)
+            values, indices = array("f", kept.values()), array("I", kept)
+            return EncodeRowResult(row.sequence, values, indices)
+        if self.info.kind is Capability.MULTI_VECTOR_EMBEDDING:
+            rows = [_finished(one, options) for one in rows_of(ids)]
+            values = array(PRECISIONS[options.precision])
+            for one in rows:
+                values.extend(one)
+            return EncodeRowResult(row.sequence, values, rows=len(rows))
+        return EncodeRowResult(row.sequence, self._values(ids, options))
+
+    def _values(
+        self, token_ids: Sequence[int], options: EncodeOptions, *, is_score: bool = False
+    ) -> Numbers:
+        if is_score or self.info.kind is Capability.RERANK:
             return array("f", [score_of(token_ids, raw=options.raw_scores)])
-        values = vector_of(token_ids, options.dimensions or DIMENSIONS)
-        if options.normalize:
-            length = sum(value * value for value in values) ** 0.5
-            values = [value / length for value in values]
-        ranges = array("f", options.ranges)
-        half = len(ranges) // 2
-        return in_precision(values, options.precision, ranges[:half], ranges[half:])
+        return _finished(vector_of(token_ids), options)
+
+
+def _finished(values: list[float], options: EncodeOptions) -> Numbers:
+    """Return a vector cut, scaled and in the precision asked for."""
+    values = values[: options.dimensions]
+    if options.normalize:
+        length = sum(value * value for value in values) ** 0.5
+        values = [value / length for value in values]
+    ranges = array("f", options.ranges)
+    half = len(ranges) // 2
+    return in_precision(values, options.precision, ranges[:half], ranges[half:])

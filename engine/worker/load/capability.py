@@ -20,7 +20,23 @@ if TYPE_CHECKING:
 # transformers' model types that embed texts and images into one vector space.
 IMAGE_TEXT_TYPES = ("clip", "siglip", "siglip2")
 # Of these capabilities, a model may have another one than its files show, if the operator says so.
-OPEN = (Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.RERANK)
+OPEN = (
+    *(Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.RERANK),
+    Capability.SPARSE_EMBEDDING,
+)
+# Capabilities by the class of sentence-transformers that saved the model.
+SAVED_BY = {
+    "CrossEncoder": Capability.RERANK,
+    "SparseEncoder": Capability.SPARSE_EMBEDDING,
+    "MultiVectorEncoder": Capability.MULTI_VECTOR_EMBEDDING,
+    "ColBERT": Capability.MULTI_VECTOR_EMBEDDING,  # PyLate's
+}
+# Capabilities by a module that only such models have.
+OWN_MODULES = {
+    "SpladePooling": Capability.SPARSE_EMBEDDING,
+    "MultiVectorMask": Capability.MULTI_VECTOR_EMBEDDING,
+}
+STANFORD = "HF_ColBERT"  # the architecture of the first ColBERT models, whose files have no modules
 MODULES_NAME = "modules.json"
 OWN_CONFIG_NAME = "config_sentence_transformers.json"
 
@@ -36,11 +52,14 @@ def find(model: str, revision: str = "") -> Capability | None:
 
 def capability_of(directory: Path) -> Capability:
     """Return the capability of the model in ``directory``: a pipeline of diffusers draws images, a
-    classifier with one label reranks, a CLIP or SigLIP model embeds images, any other
-    sentence-transformers model embeds texts, a model with a vision part beside its text model reads
-    images in chats, and any other model generates text or is refused when it is loaded."""
+    classifier with one label reranks, `SAVED_BY` and `OWN_MODULES` name others, a CLIP or SigLIP
+    model embeds images, any other sentence-transformers model embeds texts, a model with a vision
+    part beside its text model reads images in chats, and any other model generates text or is
+    refused when it is loaded."""
     if (directory / PIPELINE_INDEX).is_file():
         return Capability.TEXT_TO_IMAGE
+    if (saved := _saved_as(directory)) is not None:
+        return saved
     if _is_cross_encoder(directory):
         return Capability.RERANK
     if _read(first_folder(directory), "config.json").get("model_type") in IMAGE_TEXT_TYPES:
@@ -67,6 +86,8 @@ def fitting(directory: Path, configured: Capability | None) -> Capability:
     is_open = configured in OPEN and own in OPEN
     if is_open and configured is Capability.RERANK:
         _check_can_rank(directory, own)
+    if is_open and configured is Capability.SPARSE_EMBEDDING:
+        _check_predicts_masked(directory, own)
     if not is_open:
         raise Refusal(
             f"it is said to have the capability {configured.value}, and its files show "
@@ -89,6 +110,22 @@ def _check_can_rank(directory: Path, own: Capability) -> None:
         )
 
 
+def _check_predicts_masked(directory: Path, own: Capability) -> None:
+    """Check that a model that the operator says makes sparse vectors predicts masked tokens, as the
+    older SPLADE models do, whose files have no modules.
+
+    Raises:
+        Refusal: It does not, or has modules, which say what it makes.
+    """
+    names = _read(directory, "config.json").get("architectures")
+    predicts = isinstance(names, list) and bool(names) and str(names[0]).endswith("ForMaskedLM")
+    if not predicts or (directory / MODULES_NAME).is_file():
+        raise Refusal(
+            f"it is said to have the capability sparse-embedding, and its files show {own.value}; "
+            "choose a checkpoint that SparseEncoder saved or one that predicts masked tokens"
+        )
+
+
 def first_folder(directory: Path) -> Path:
     """Return the folder of a sentence-transformers model's first module, or else its directory."""
     try:
@@ -100,9 +137,20 @@ def first_folder(directory: Path) -> Path:
         return directory  # loading reports a broken list of modules
 
 
+def _saved_as(directory: Path) -> Capability | None:
+    """Return the capability that the files of sentence-transformers name; None: they do not."""
+    saved = SAVED_BY.get(str(_read(directory, OWN_CONFIG_NAME).get("model_type")))
+    if STANFORD in str(_read(directory, "config.json").get("architectures")):
+        saved = Capability.MULTI_VECTOR_EMBEDDING
+    try:
+        modules = json.loads((directory / MODULES_NAME).read_text("utf-8"))
+        names = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    except (OSError, ValueError, TypeError, AttributeError):
+        names = []  # loading reports a broken list of modules
+    return saved or next((OWN_MODULES[name] for name in names if name in OWN_MODULES), None)
+
+
 def _is_cross_encoder(directory: Path) -> bool:
-    if _read(directory, OWN_CONFIG_NAME).get("model_type") == "CrossEncoder":
-        return True
     config = _read(directory, "config.json")
     return bool(config.get("architectures")) and _is_classifier(config) and _num_labels(config) == 1
 

@@ -19,6 +19,8 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_IMAGE_EMBEDDING: _ClassVar[Capability]
     CAPABILITY_VISION: _ClassVar[Capability]
     CAPABILITY_TEXT_TO_IMAGE: _ClassVar[Capability]
+    CAPABILITY_SPARSE_EMBEDDING: _ClassVar[Capability]
+    CAPABILITY_MULTI_VECTOR_EMBEDDING: _ClassVar[Capability]
 
 class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +46,8 @@ CAPABILITY_RERANK: Capability
 CAPABILITY_IMAGE_EMBEDDING: Capability
 CAPABILITY_VISION: Capability
 CAPABILITY_TEXT_TO_IMAGE: Capability
+CAPABILITY_SPARSE_EMBEDDING: Capability
+CAPABILITY_MULTI_VECTOR_EMBEDDING: Capability
 MODEL_STATE_UNSPECIFIED: ModelState
 MODEL_STATE_UNLOADED: ModelState
 MODEL_STATE_LOADING: ModelState

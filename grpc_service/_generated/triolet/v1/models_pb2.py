@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triolet/v1/models.proto\x12\ntriolet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17triolet/v1/common.proto\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.triolet.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.triolet.v1.Model\"\xc6\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12*\n\ncapability\x18\x03 \x01(\x0e\x32\x16.triolet.v1.Capability\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.triolet.v1.ModelState\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12%\n\x08replicas\x18\x07 \x03(\x0b\x32\x13.triolet.v1.Replica\x12\x0e\n\x06leases\x18\x08 \x01(\r\x12-\n\tlast_used\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x0c \x01(\t\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x0c\n\x04\x64\x65mo\x18\x0e \x01(\x08\x12\x14\n\x0c\x63ontext_note\x18\x0f \x01(\t\x12\x14\n\x0cquantization\x18\x10 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x11 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x12 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x13 \x01(\r\"\xee\x01\n\x07Replica\x12\n\n\x02id\x18\x01 \x01(\r\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.triolet.v1.ReplicaState\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x0f\n\x07threads\x18\x04 \x01(\r\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x11\n\tprocessed\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x11\n\tcancelled\x18\x08 \x01(\x04\x12\'\n\x04\x62usy\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14tensor_parallel_size\x18\n \x01(\r\"E\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\x08replicas\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_replicas\"\x9f\x01\n\x11LoadModelResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x12\n\nbytes_done\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x04\x12\x14\n\x0ctensors_done\x18\x04 \x01(\r\x12\x15\n\rtensors_total\x18\x05 \x01(\r\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.triolet.v1.ModelState\"M\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13UnloadModelResponse\"G\n\x12LoadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0f\n\x07\x61liases\x18\x03 \x03(\t\"7\n\x13LoadAdapterResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.triolet.v1.Model\"O\n\x14UnloadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x17\n\x15UnloadAdapterResponse2\xde\x03\n\x06Models\x12K\n\nListModels\x12\x1d.triolet.v1.ListModelsRequest\x1a\x1e.triolet.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.triolet.v1.GetModelRequest\x1a\x1c.triolet.v1.GetModelResponse\x12J\n\tLoadModel\x12\x1c.triolet.v1.LoadModelRequest\x1a\x1d.triolet.v1.LoadModelResponse0\x01\x12N\n\x0bUnloadModel\x12\x1e.triolet.v1.UnloadModelRequest\x1a\x1f.triolet.v1.UnloadModelResponse\x12N\n\x0bLoadAdapter\x12\x1e.triolet.v1.LoadAdapterRequest\x1a\x1f.triolet.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .triolet.v1.UnloadAdapterRequest\x1a!.triolet.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triolet/v1/models.proto\x12\ntriolet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17triolet/v1/common.proto\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.triolet.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.triolet.v1.Model\"\xf4\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12*\n\ncapability\x18\x03 \x01(\x0e\x32\x16.triolet.v1.Capability\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.triolet.v1.ModelState\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12%\n\x08replicas\x18\x07 \x03(\x0b\x32\x13.triolet.v1.Replica\x12\x0e\n\x06leases\x18\x08 \x01(\r\x12-\n\tlast_used\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x0c \x01(\t\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x0c\n\x04\x64\x65mo\x18\x0e \x01(\x08\x12\x14\n\x0c\x63ontext_note\x18\x0f \x01(\t\x12\x14\n\x0cquantization\x18\x10 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x11 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x12 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x13 \x01(\r\x12,\n\x0c\x63\x61pabilities\x18\x14 \x03(\x0e\x32\x16.triolet.v1.Capability\"\xee\x01\n\x07Replica\x12\n\n\x02id\x18\x01 \x01(\r\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.triolet.v1.ReplicaState\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x0f\n\x07threads\x18\x04 \x01(\r\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x11\n\tprocessed\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x11\n\tcancelled\x18\x08 \x01(\x04\x12\'\n\x04\x62usy\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14tensor_parallel_size\x18\n \x01(\r\"E\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\x08replicas\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_replicas\"\x9f\x01\n\x11LoadModelResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x12\n\nbytes_done\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x04\x12\x14\n\x0ctensors_done\x18\x04 \x01(\r\x12\x15\n\rtensors_total\x18\x05 \x01(\r\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.triolet.v1.ModelState\"M\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13UnloadModelResponse\"G\n\x12LoadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0f\n\x07\x61liases\x18\x03 \x03(\t\"7\n\x13LoadAdapterResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.triolet.v1.Model\"O\n\x14UnloadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x17\n\x15UnloadAdapterResponse2\xde\x03\n\x06Models\x12K\n\nListModels\x12\x1d.triolet.v1.ListModelsRequest\x1a\x1e.triolet.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.triolet.v1.GetModelRequest\x1a\x1c.triolet.v1.GetModelResponse\x12J\n\tLoadModel\x12\x1c.triolet.v1.LoadModelRequest\x1a\x1d.triolet.v1.LoadModelResponse0\x01\x12N\n\x0bUnloadModel\x12\x1e.triolet.v1.UnloadModelRequest\x1a\x1f.triolet.v1.UnloadModelResponse\x12N\n\x0bLoadAdapter\x12\x1e.triolet.v1.LoadAdapterRequest\x1a\x1f.triolet.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .triolet.v1.UnloadAdapterRequest\x1a!.triolet.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,25 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=241
   _globals['_GETMODELRESPONSE']._serialized_end=293
   _globals['_MODEL']._serialized_start=296
-  _globals['_MODEL']._serialized_end=750
-  _globals['_REPLICA']._serialized_start=753
-  _globals['_REPLICA']._serialized_end=991
-  _globals['_LOADMODELREQUEST']._serialized_start=993
-  _globals['_LOADMODELREQUEST']._serialized_end=1062
-  _globals['_LOADMODELRESPONSE']._serialized_start=1065
-  _globals['_LOADMODELRESPONSE']._serialized_end=1224
-  _globals['_UNLOADMODELREQUEST']._serialized_start=1226
-  _globals['_UNLOADMODELREQUEST']._serialized_end=1303
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=1305
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=1326
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1328
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1399
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1401
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1456
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1458
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1537
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1539
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1562
-  _globals['_MODELS']._serialized_start=1565
-  _globals['_MODELS']._serialized_end=2043
+  _globals['_MODEL']._serialized_end=796
+  _globals['_REPLICA']._serialized_start=799
+  _globals['_REPLICA']._serialized_end=1037
+  _globals['_LOADMODELREQUEST']._serialized_start=1039
+  _globals['_LOADMODELREQUEST']._serialized_end=1108
+  _globals['_LOADMODELRESPONSE']._serialized_start=1111
+  _globals['_LOADMODELRESPONSE']._serialized_end=1270
+  _globals['_UNLOADMODELREQUEST']._serialized_start=1272
+  _globals['_UNLOADMODELREQUEST']._serialized_end=1349
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=1351
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=1372
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1374
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1445
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1447
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1502
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1504
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1583
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1585
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1608
+  _globals['_MODELS']._serialized_start=1611
+  _globals['_MODELS']._serialized_end=2089
 # @@protoc_insertion_point(module_scope)

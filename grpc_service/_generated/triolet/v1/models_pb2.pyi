@@ -34,7 +34,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "aliases", "capability", "state", "error", "memory_bytes", "replicas", "leases", "last_used", "dtype", "device", "architecture", "max_model_len", "demo", "context_note", "quantization", "base", "adapter_digest", "adapter_rank")
+    __slots__ = ("name", "aliases", "capability", "state", "error", "memory_bytes", "replicas", "leases", "last_used", "dtype", "device", "architecture", "max_model_len", "demo", "context_note", "quantization", "base", "adapter_digest", "adapter_rank", "capabilities")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Model(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     capability: _common_pb2.Capability
@@ -73,7 +74,8 @@ class Model(_message.Message):
     base: str
     adapter_digest: str
     adapter_rank: int
-    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., capability: _Optional[_Union[_common_pb2.Capability, str]] = ..., state: _Optional[_Union[_common_pb2.ModelState, str]] = ..., error: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., leases: _Optional[int] = ..., last_used: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., demo: _Optional[bool] = ..., context_note: _Optional[str] = ..., quantization: _Optional[str] = ..., base: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., adapter_rank: _Optional[int] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[_common_pb2.Capability]
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., capability: _Optional[_Union[_common_pb2.Capability, str]] = ..., state: _Optional[_Union[_common_pb2.ModelState, str]] = ..., error: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., leases: _Optional[int] = ..., last_used: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., demo: _Optional[bool] = ..., context_note: _Optional[str] = ..., quantization: _Optional[str] = ..., base: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., adapter_rank: _Optional[int] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, str]]] = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("id", "state", "device", "threads", "restarts", "processed", "failed", "cancelled", "busy", "tensor_parallel_size")

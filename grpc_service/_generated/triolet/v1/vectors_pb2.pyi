@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class VectorKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VECTOR_KIND_UNSPECIFIED: _ClassVar[VectorKind]
+    VECTOR_KIND_DENSE: _ClassVar[VectorKind]
+    VECTOR_KIND_SPARSE: _ClassVar[VectorKind]
+    VECTOR_KIND_MULTI_VECTOR: _ClassVar[VectorKind]
+
 class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PRECISION_UNSPECIFIED: _ClassVar[Precision]
@@ -17,6 +24,10 @@ class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PRECISION_UINT8: _ClassVar[Precision]
     PRECISION_BINARY: _ClassVar[Precision]
     PRECISION_UBINARY: _ClassVar[Precision]
+VECTOR_KIND_UNSPECIFIED: VectorKind
+VECTOR_KIND_DENSE: VectorKind
+VECTOR_KIND_SPARSE: VectorKind
+VECTOR_KIND_MULTI_VECTOR: VectorKind
 PRECISION_UNSPECIFIED: Precision
 PRECISION_FLOAT32: Precision
 PRECISION_FLOAT16: Precision
@@ -34,7 +45,7 @@ class VectorRanges(_message.Message):
     def __init__(self, low: _Optional[_Iterable[float]] = ..., high: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority", "precision", "ranges")
+    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority", "precision", "ranges", "kind", "top_k", "threshold")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +56,9 @@ class EmbedRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
     dimensions: int
@@ -55,7 +69,10 @@ class EmbedRequest(_message.Message):
     priority: int
     precision: Precision
     ranges: VectorRanges
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., precision: _Optional[_Union[Precision, str]] = ..., ranges: _Optional[_Union[VectorRanges, _Mapping]] = ...) -> None: ...
+    kind: VectorKind
+    top_k: int
+    threshold: float
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., precision: _Optional[_Union[Precision, str]] = ..., ranges: _Optional[_Union[VectorRanges, _Mapping]] = ..., kind: _Optional[_Union[VectorKind, str]] = ..., top_k: _Optional[int] = ..., threshold: _Optional[float] = ...) -> None: ...
 
 class EmbedInput(_message.Message):
     __slots__ = ("text", "token_ids", "image")
@@ -68,18 +85,30 @@ class EmbedInput(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., image: _Optional[bytes] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("index", "values", "tokens", "model", "packed")
+    __slots__ = ("index", "values", "tokens", "model", "packed", "sparse", "rows")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     index: int
     values: _containers.RepeatedScalarFieldContainer[float]
     tokens: int
     model: str
     packed: bytes
-    def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., packed: _Optional[bytes] = ...) -> None: ...
+    sparse: SparseVector
+    rows: int
+    def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ..., model: _Optional[str] = ..., packed: _Optional[bytes] = ..., sparse: _Optional[_Union[SparseVector, _Mapping]] = ..., rows: _Optional[int] = ...) -> None: ...
+
+class SparseVector(_message.Message):
+    __slots__ = ("indices", "weights")
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, indices: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
     __slots__ = ("model", "query", "documents", "raw_scores", "truncate", "top_n", "request_id", "priority")
