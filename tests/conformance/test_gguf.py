@@ -1,5 +1,6 @@
 """GGUF files are read as llama.cpp means them: types, names, orders, norms, tokens, templates."""
 
+import re
 import struct
 from mmap import ACCESS_READ, mmap
 from random import Random
@@ -38,6 +39,7 @@ from tests.conformance.test_rewrites import (
     round_inputs,
 )
 from tests.support.gguf_files import (
+    ALIGNMENT,
     ENDS,
     F16,
     F32,
@@ -253,6 +255,98 @@ def test_a_header_that_is_cut_or_altered_anywhere_is_refused_or_read(
         except Refusal:
             refused += 1
     assert refused > 150
+
+
+def place_of(path, name):
+    """Return where a file's header has the offset of a tensor, and the type before it."""
+    head = path.read_bytes()
+    text = struct.pack("<Q", len(name)) + name.encode()
+    place = head.index(text) + len(text)
+    (dimensions,) = struct.unpack_from("<I", head, place)
+    return place + 4 + 8 * dimensions + 4
+
+
+def moved(path, name, by):
+    """Add to the offset of a tensor of a file."""
+    whole, place = bytearray(path.read_bytes()), place_of(path, name)
+    (offset,) = struct.unpack_from("<Q", whole, place)
+    struct.pack_into("<Q", whole, place, offset + by)
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, -31])
+@pytest.mark.parametrize(
+    "name", ["blk.1.attn_norm.weight", "blk.1.attn_q.weight", "blk.1.ffn_up.weight"]
+)
+def test_numbers_that_begin_between_two_numbers_are_refused_by_their_tensors_name(
+    checkpoints, tmp_path, name, by
+):
+    """Numbers of F32 begin at multiples of four bytes, and those of F16 at multiples of two. Blocks
+    may begin anywhere."""
+    types = {"ffn_up.weight": Q8_0}
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", F16, types=types)
+    moved(path, name, by)
+    if "ffn" in name or by % (4 if "norm" in name else 2) == 0:
+        with GgufFile(path) as file:
+            assert all(len(file.read(one)) for one in file.tensors)
+        return
+    with pytest.raises(SpawnFailed, match=f"model.gguf is damaged: its tensor {name} begins at"):
+        load_gguf(path)
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 7])
+def test_a_file_of_another_alignment_is_read_or_refused_by_a_tensors_name(
+    checkpoints, tmp_path, alignment
+):
+    """The data begin behind the header, at the next multiple of the alignment."""
+    plain = write_model(checkpoints("llama"), tmp_path / "plain.gguf", Q8_0)
+    with GgufFile(plain) as file:
+        wanted = {name: file.read(name).clone() for name in file.tensors}
+    refused = []
+    for length in range(8):  # of a text in the header, so that the header ends anywhere
+        told = {"general.alignment": alignment, "general.name": "x" * length}
+        path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q8_0, metadata=told)
+        whole = path.read_bytes()
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
+            end = read_header(blob, ()).end
+        path.write_bytes(
+            whole[:end] + bytes(-end % alignment) + whole[-(-end // ALIGNMENT) * ALIGNMENT :]
+        )
+        try:
+            with GgufFile(path) as file:
+                own = {name: file.read(name) for name in file.tensors}
+        except Refusal as refusal:
+            refused.append(str(refusal))
+            continue
+        assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
+    assert 0 < len(refused) < 8
+    assert all(re.search(r"damaged: its tensor \S+ begins at byte", one) for one in refused)
+
+
+def test_tensors_whose_types_and_offsets_are_altered_are_refused_or_read(checkpoints, tmp_path):
+    """No type, offset or alignment makes the reader raise anything but a refusal, or read what is
+    not in the file."""
+    types = {"attn_q.weight": F16, "ffn_up.weight": Q4_0}
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q8_0, types=types)
+    whole = path.read_bytes()
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as blob:
+        entries = read_header(blob, ()).tensors
+    draw, refused = Random(60), 0
+    for _ in range(300):
+        altered, entry = bytearray(whole), draw.choice(entries)
+        place = place_of(path, entry.name)
+        kind = draw.choice((entry.kind, F32, F16, *BLOCK_TYPES))
+        offset = draw.choice((entry.offset, draw.randrange(len(whole)), 1 << draw.randrange(64)))
+        struct.pack_into("<IQ", altered, place - 4, kind, offset)
+        other = tmp_path / "altered.gguf"
+        other.write_bytes(altered)
+        try:
+            with GgufFile(other) as file:
+                file.config()
+                assert all(len(file.read(name)) for name in file.tensors)
+        except Refusal:
+            refused += 1
+    assert 100 < refused < 300
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q8_0, IQ4_NL, MXFP4], ids=lambda kind: BLOCK_TYPES[kind][0])
@@ -488,6 +582,11 @@ def test_llama_3s_rotary_factors_become_its_settings(tmp_path):
                 continue
             with pytest.raises(Exception, match="not those of Llama 3"):
                 file.config()
+    whole, place = bytearray(path.read_bytes()), place_of(path, "rope_freqs.weight") - 4
+    struct.pack_into("<I", whole, place, F16)
+    path.write_bytes(whole)
+    with pytest.raises(Refusal, match=r"rope_freqs.weight has the type F16, and F32 is read"):
+        GgufFile(path).__enter__()
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

@@ -328,6 +328,22 @@ def test_parts_of_different_forms_are_one_product(backend, is_paired):
         assert torch.equal(exact[3], wanted[2])
 
 
+@pytest.mark.parametrize("outputs", [(24, 32), (32, 8, 16), (1, 16)], ids=str)
+def test_a_part_without_whole_panels_before_another_is_refused(backend, outputs):
+    """The outputs of the parts behind it would be computed from other weights. The last part, and
+    gates and ups, need no whole panels."""
+    layers = []
+    for seed, count in enumerate(outputs):
+        table = (CENTRED, OF_6, ())[seed]
+        weight = make_weight((count, 64), 32, table, has_offsets=False, seed=seed)
+        layer = Linear(64, count)
+        defer(layer, lambda weight=weight: weight, torch.float32)
+        layers.append(layer)
+    packer = Packer(backend.library, torch.float32)
+    with pytest.raises(Refusal, match=f"of {', '.join(map(str, outputs))} outputs .* of 16$"):
+        packer.linear(layers)
+
+
 def test_weights_of_one_form_are_joined():
     weight = make_weight((16, 96), 32, CENTRED, has_offsets=True, seed=1)
     other = make_weight((32, 96), 16, (), has_offsets=False, seed=2)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward.block_layer import PANEL, BlockLayer
 from engine.worker.forward.packed_cache import Layers
+from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import StoredBlocks
 from engine.worker.quantized.weight import (
     QuantizedWeight,
@@ -54,7 +55,12 @@ class Packer:
     ) -> structs.Linear:
         """Pack ``layers`` into one and free their own tensors. Their outputs follow one another;
         if ``is_paired``, the panels of gates and ups alternate. Weights of different forms become
-        parts, each in its own form; all but the last then have whole panels, or are paired."""
+        parts, each in its own form.
+
+        Raises:
+            Refusal: Such parts are not paired, and one before the last has no whole panels. Or half
+                precision cannot hold a scale.
+        """
         bias = self._joined_bias(layers, is_paired)
         stored = [weight_of(layer) for layer in layers]
         for layer in layers:
@@ -98,6 +104,12 @@ class Packer:
         sizes = [linear.outputs for linear in linears]
         if is_paired:
             sizes = [-(-size // PANEL) * PANEL for size in sizes]
+        if any(size % PANEL for size in sizes[:-1]):
+            listed = ", ".join(map(str, sizes))
+            raise Refusal(
+                f"one of its products joins weights of {listed} outputs in different types, and "
+                f"each but the last needs a multiple of {PANEL}"
+            )
         return structs.Linear(
             bias=self._keep_bias(bias),
             parts=ctypes.addressof(array),

@@ -233,7 +233,12 @@ class GgufFile(Checkpoint):
                           f"{best} of {known}")  # fmt: skip
         if start + size > len(place.file):
             raise Refusal(f"{file} is cut short: it ends before its tensor {name}")
+        if kind in FLOAT_TYPES and start % dtype.itemsize:
+            raise Refusal(f"{file} is damaged: its tensor {name} begins at byte {start:,}, and "
+                          f"numbers of {label} at multiples of {dtype.itemsize}")  # fmt: skip
         if name == ROPE_FACTORS:
+            if label != "F32":
+                raise Refusal(f"its tensor {name} has the type {label}, and F32 is read")
             self._factors = place.file[start : start + size].view(torch.float32)
             return
         own = name_in_checkpoint(self._model, name)
