@@ -145,7 +145,7 @@ static inline void sum_small_task(const Linear &linear, const Rounded &x, long r
     with_form(own, [&](auto bits, auto has_table) {
         constexpr int BITS = decltype(bits)::value;
         constexpr bool HAS_TABLE = decltype(has_table)::value;
-        constexpr long MOST = BITS > 4 ? LONGER_PACKED_ROWS : PACKED_ROWS;
+        constexpr long MOST = BITS == 2 || BITS == 4 ? PACKED_ROWS : LONGER_PACKED_ROWS;
         if constexpr (BITS < 8 && MOST < LONG_MAX)
             if (rows > MOST)
                 return sum_unpacked_task<BITS, HAS_TABLE>(own, x, row, rows, panels, sums_, scratch);

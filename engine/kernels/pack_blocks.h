@@ -55,8 +55,8 @@ static inline bool find_form(int64_t kind, BlockForm *form) {
         case Q5_0: *form = {32, 22, 32, 5, 0}; return true;
         case Q5_1: *form = {32, 24, 32, 5, 0}; return true;
         case Q8_0: *form = {32, 34, 32, 8, 0}; return true;
-        case Q2_K: *form = {256, 84, 16, 4, 2}; return true;
-        case Q3_K: *form = {256, 110, 16, 4, 1}; return true;
+        case Q2_K: *form = {256, 84, 16, 2, 3}; return true;
+        case Q3_K: *form = {256, 110, 16, 3, 1}; return true;
         case Q4_K: *form = {256, 144, 32, 4, 2}; return true;
         case Q5_K: *form = {256, 176, 32, 5, 2}; return true;
         case Q6_K: *form = {256, 210, 16, 6, 1}; return true;
@@ -168,7 +168,7 @@ static inline void read_block(int64_t kind, const uint8_t *from, Block &to) {
                 to.nested_scales[group] = (int8_t)((low | high << 4) - 32);
             }
             quarters(from + 32, to.numbers);
-            for (int i = 0; i < 256; i++) to.numbers[i] += 4 + ((from[i % 32] >> i / 32 & 1) << 2);
+            for (int i = 0; i < 256; i++) to.numbers[i] |= (from[i % 32] >> i / 32 & 1) << 2;
             return;
         case Q4_K:
             k_scales(from, to);
@@ -218,6 +218,23 @@ struct PackedPanels {
     long scale_stride() const { return scale_bytes(inputs, form.group, form.nested); }
 };
 
+// Packs 16 codes of two or three bits into their lane of 16 inputs of a panel.
+template <int BITS>
+static inline void pack_few_bits(const uint8_t *codes, int lane, uint8_t *to) {
+    uint32_t quads[4], low = 0, upper = 0;
+    memcpy(quads, codes, sizeof quads);
+    for (int quad = 0; quad < 4; quad++) {
+        low |= (quads[quad] & 0x03030303u) << 2 * quad;
+        upper |= (quads[quad] >> 2 & 0x01010101u) << quad;
+    }
+    memcpy(to + lane * 4, &low, sizeof low);
+    if constexpr (BITS == 3) {
+        const uint32_t pairs = upper | upper >> 4;  // each byte with the one above it
+        to[64 + lane * 2] = (uint8_t)pairs;
+        to[64 + lane * 2 + 1] = (uint8_t)(pairs >> 16);
+    }
+}
+
 // Packs ``count`` numbers of one output, of a byte each, into its lane of a panel. They begin at input
 // ``first``, where codes that lie together begin.
 template <int BITS>
@@ -249,6 +266,14 @@ static inline void pack_numbers(const uint8_t *numbers, int count, long first, i
 static inline void pack_numbers(int64_t bits, const uint8_t *numbers, int count, long first,
                                 int lane, uint8_t *panel) {
     switch (bits) {
+        case 2:
+        case 3:
+            for (int k = 0; k < count; k += 16) {
+                uint8_t *to = panel + (first + k) * PANEL * bits / 8;
+                bits == 2 ? pack_few_bits<2>(numbers + k, lane, to)
+                          : pack_few_bits<3>(numbers + k, lane, to);
+            }
+            return;
         case 4: return pack_numbers<4>(numbers, count, first, lane, panel);
         case 5: return pack_numbers<5>(numbers, count, first, lane, panel);
         case 6: return pack_numbers<6>(numbers, count, first, lane, panel);
@@ -275,11 +300,12 @@ static inline bool pack_row(const BlockRows &source, int64_t output, int lane,
             f16 *factors = (f16 *)(scales + own.factors(first)) + lane;
             int8_t *nested = (int8_t *)scales + own.scales(first) + lane;
             factors[0] = block.scales[0];
-            if (form.nested == 2) factors[PANEL] = block.offsets[0];
+            if (form.nested > 1) factors[PANEL] = block.offsets[0];
             for (int group = 0; group < form.inputs / form.group; group++) {
-                nested[group * form.nested * PANEL] = block.nested_scales[group];
-                if (form.nested == 2)
-                    nested[(group * form.nested + 1) * PANEL] = block.nested_offsets[group];
+                int8_t *own_scale = nested + group * bytes_of_group(form.nested) * PANEL;
+                own_scale[0] = block.nested_scales[group];
+                if (form.nested == 2) own_scale[PANEL] = block.nested_offsets[group];
+                if (form.nested == 3) own_scale[0] |= block.nested_offsets[group] << 4;
             }
             continue;
         }

@@ -206,6 +206,28 @@ TRIOLET_INLINE v16 load(const int8_t *from) {
 #endif
 }
 
+// Converts the low nibbles of 16 bytes, or the high ones.
+template <bool ARE_HIGH>
+TRIOLET_INLINE v16 load_nibbles(const uint8_t *from) {
+#if defined(__AVX512F__)
+    const auto both = load_as<__m128i>(from);
+    const auto own = _mm_and_si128(ARE_HIGH ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15));
+    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(own));
+#elif defined(__AVX2__)
+    return v16::each([=](int i) {
+        const __m128i both = _mm_loadl_epi64((const __m128i *)(from + 8 * i));
+        const auto own = _mm_and_si128(ARE_HIGH ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15));
+        return (v16::Part)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(own));
+    });
+#else
+    return v16::each([=](int i) {
+        uint8_t own __attribute__((vector_size(sizeof(Bytes))));
+        memcpy(&own, from + i * sizeof own, sizeof own);
+        return __builtin_convertvector(ARE_HIGH ? own >> 4 : own & 15, v16::Part);
+    });
+#endif
+}
+
 // Copies a vector to memory.
 template <class V>
 TRIOLET_INLINE void store_as(void *to, V value) {

@@ -313,7 +313,7 @@ TRIOLET_INLINE i16v add_up(Pairs pairs) {
 // A vector of sums of codes of BITS. The products of eight inputs fit 16 bits, which takes half as
 // many instructions.
 template <int BITS>
-struct CodeSum {
+struct EightSum {
     static constexpr bool TAKES_EIGHT = true;
     static_assert(2 * 2 * ((1 << BITS) - 1) * 127 < 1 << 15);
     i16v own;
@@ -325,9 +325,8 @@ struct CodeSum {
     inline i16v total(int32_t) const { return own; }
 };
 
-// With codes of 4 bits, the products of a whole block fit 16 bits.
-template <>
-struct CodeSum<4> {
+// With codes of 4 bits or fewer, the products of a whole block fit 16 bits.
+struct ShortSum {
     static constexpr bool TAKES_EIGHT = false;
     static_assert(2 * 15 * 127 * (32 / 4) < 1 << 15, "a block has up to 32 inputs");
     Pairs own;
@@ -336,6 +335,9 @@ struct CodeSum<4> {
     inline void add(b64 bytes, int32_t quad) { own += pairs_of(bytes, quad); }
     inline i16v total(int32_t start) const { return start + add_up(own); }
 };
+
+template <int BITS>
+using CodeSum = std::conditional_t<(BITS > 4), EightSum<BITS>, ShortSum>;
 #else
 template <int BITS>
 using CodeSum = WideSum;
@@ -460,6 +462,29 @@ struct PairSums;
 template <int ROWS, int PANELS, class Sum>
 using BlockSums = std::conditional_t<HAS_ROW_PAIRS && ROWS % 2 == 0, PairSums<ROWS, PANELS>,
                                      QuadSums<ROWS, PANELS, Sum>>;
+
+// Returns 64 bytes whose low four bits are the low nibble of a byte, the high one, those of the next
+// byte … of 32.
+TRIOLET_INLINE b64 spread_nibbles(const uint8_t *from) {
+#if defined(__AVX512BW__)
+    const __m512i wide = _mm512_cvtepu8_epi16(load_as<__m256i>(from));
+    return (b64)_mm512_or_si512(wide, _mm512_slli_epi16(wide, 4));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return b64::each([=](int i) {
+        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from + i));
+        return (b64::Part)_mm256_or_si256(wide, _mm256_slli_epi16(wide, 4));
+    });
+#elif defined(TRIOLET_NEON)
+    return b64::each([=](int i) {
+        const uint16x8_t wide = vmovl_u8(vld1_u8(from + 8 * i));
+        return (b64::Part)vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
+    });
+#else
+    uint8_t own[64];
+    for (int i = 0; i < 32; i++) own[2 * i] = from[i], own[2 * i + 1] = from[i] >> 4;
+    return load_as<b64>(own);
+#endif
+}
 
 // Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
 static inline b64 spread_table(const uint8_t *table) {

@@ -1,4 +1,4 @@
-// Products of rows with weights of 8, 6, 5 or 4 bits, by exact sums of integers.
+// Products of rows with weights of 8 bits, or 2 to 6, by exact sums of integers.
 //
 // A weight is scale * number, or scale * number + offset. ``group`` inputs of an output share scale
 // and offset. The numbers are in panels of 16 outputs, with the inputs padded to a multiple of 32:
@@ -8,13 +8,17 @@
 //   5 bits    for 32 inputs, their lower 4 bits as above, and [16][4] bytes: bit j of one is the
 //             upper bit of input 4 * j + i
 //   6 bits    for 16 inputs likewise, with the two upper bits of input 4 * j + i from bit 2 * j on
+//   2 bits    [inputs / 16][16][4], where a byte has the code of input 4 * j + i of 16 from bit 2 * j
+//             on
+//   3 bits    for 16 inputs, their lower 2 bits as above, and [16][2] bytes: bits j and 4 + j of one
+//             are the upper bits of inputs 4 * j + i and 4 * j + i + 1
 // A code stands for itself minus ``centre`` or, of 4 bits, for one of a table of 16 numbers.
 // `vpdpbusd` and `sdot` multiply this order as it is.
 //
 // Scales and offsets are in half precision, as [panels][groups][16]. If they are nested, they are
 // int8 times a factor in half precision, which `NESTED` inputs share. Then a panel has for every
 // NESTED inputs the 16 factors of its scales (and of its offsets), and for each group its 16 scales
-// (and its offsets).
+// (and its offsets). Of 2 bits, both are nibbles of one byte, the scale below.
 //
 // Rows are rounded to int8, too: the largest number of a block of 32 inputs (16, if the groups are
 // no multiple of 32) becomes 127. A block's sum of products is an exact integer. It is multiplied by
@@ -51,7 +55,7 @@ struct Linear {
     int64_t outputs, inputs, group;
     int64_t kind;  // a `WeightKind`
     int64_t bits, centre;
-    int64_t nested;  // 1: the scales are nested; 2: and the offsets; 0: neither
+    int64_t nested;  // 1: the scales are nested; 2: and the offsets; 3: both, in nibbles; 0: neither
     int64_t num_parts, alternates;
 };
 
@@ -87,9 +91,14 @@ static inline long panel_bytes(long bits, long inputs) {
     return small_depth(inputs) * PANEL * bits / 8;
 }
 
+// Returns how many factors NESTED inputs of an output have, and how many bytes a group has.
+static inline long factors_of(long nested) { return nested > 1 ? 2 : 1; }
+static inline long bytes_of_group(long nested) { return nested == 2 ? 2 : 1; }
+
 // Returns how many bytes NESTED inputs of a panel have in their scales and offsets.
 static inline long nested_bytes(long group, long nested) {
-    return nested * PANEL * ((long)sizeof(uint16_t) + NESTED / group);
+    return PANEL * (factors_of(nested) * (long)sizeof(uint16_t) +
+                    bytes_of_group(nested) * (NESTED / group));
 }
 
 // Returns how many bytes the scales of a panel have; as many have its offsets, unless they are nested.
@@ -109,13 +118,14 @@ struct NestedPlaces {
     // Returns where the factors of an input are, and the scales (and then the offsets) of its group.
     long factors(long input) const { return input / NESTED * stride; }
     long scales(long input) const {
-        return factors(input) + nested * PANEL * ((long)sizeof(uint16_t) + (input % NESTED >> shift));
+        return factors(input) + PANEL * (factors_of(nested) * (long)sizeof(uint16_t) +
+                                         bytes_of_group(nested) * (input % NESTED >> shift));
     }
 };
 
 // How many inputs' codes lie together in a panel.
 template <int BITS>
-constexpr long TOGETHER = BITS == 5 ? 32 : BITS == 6 ? 16 : 8;
+constexpr long TOGETHER = BITS == 5 ? 32 : BITS == 4 || BITS == 8 ? 8 : 16;
 
 // --- rows ---------------------------------------------------------------------------------------
 
@@ -193,6 +203,13 @@ struct SmallPanels {
 template <int BITS, bool HAS_TABLE, int QUAD>
 TRIOLET_INLINE b64 quad_of(const uint8_t *from, b64 table) {
     if constexpr (BITS == 8) return load_as<b64>(from + 64 * QUAD);
+    if constexpr (BITS < 4) {
+        const u16v all = load_as<u16v>(from);
+        const b64 low = (b64)(all >> 2 * QUAD) & 3;
+        if constexpr (BITS == 2) return low;
+        const u16v upper = (u16v)spread_nibbles(from + 64);
+        return low | ((b64)(QUAD < 3 ? upper << (2 - QUAD % 3) : upper >> 1) & 4);
+    }
     const b64 pair = load_as<b64>(from + QUAD / 2 * 64);
     const b64 low = (QUAD % 2 ? (b64)((u16v)pair >> 4) : pair) & 15;
     if constexpr (BITS == 4) return HAS_TABLE ? look_up(low, table) : low;
@@ -256,7 +273,7 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
     const uint8_t *weight = w.weight;
     const b64 table = spread_table(w.table);
     const NestedPlaces places(x.block, w.nested);
-    const bool has_offsets = w.offsets || w.nested == 2;
+    const bool has_offsets = w.offsets || w.nested > 1;
     long index = begin / x.block;
     for (long k = begin; k < end; k += x.block, index++) {
         if (k >= next) group++, next += w.group;
@@ -289,7 +306,9 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
             const uint8_t *own = w.scales + n * w.scale_stride;
             v16 scale;
             if (w.nested)
-                scale = load((const f16 *)(own + factors)) * load((const int8_t *)(own + at));
+                scale = load((const f16 *)(own + factors)) *
+                        (w.nested == 3 ? load_nibbles<false>(own + at)
+                                       : load((const int8_t *)(own + at)));
             else
                 scale = load((const f16 *)(own + at));
 #pragma GCC unroll 16
@@ -301,7 +320,8 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
             v16 offset;
             if (w.nested)
                 offset = load((const f16 *)(own + factors) + PANEL) *
-                         load((const int8_t *)(own + at) + PANEL);
+                         (w.nested == 3 ? load_nibbles<true>(own + at)
+                                        : load((const int8_t *)(own + at) + PANEL));
             else
                 offset = load((const f16 *)(w.offsets + n * w.scale_stride + at));
 #pragma GCC unroll 16
@@ -373,6 +393,8 @@ static void with_form(const SmallPanels &w, Use use) {
         case 4:
             if (w.has_table) return use(std::integral_constant<int, 4>{}, std::true_type{});
             return use(std::integral_constant<int, 4>{}, no);
+        case 2: return use(std::integral_constant<int, 2>{}, no);
+        case 3: return use(std::integral_constant<int, 3>{}, no);
         case 5: return use(std::integral_constant<int, 5>{}, no);
         case 6: return use(std::integral_constant<int, 6>{}, no);
         default: use(std::integral_constant<int, 8>{}, no);
@@ -418,9 +440,14 @@ static inline int small_number(const Linear &linear, long output, long input) {
     const uint8_t *panel =
         (const uint8_t *)linear.weight + output / PANEL * panel_bytes(bits, linear.inputs);
     if (bits == 8) return (int8_t)(panel[input / 4 * 64 + at] - ZERO);
-    const long inputs = bits == 5 ? TOGETHER<5> : bits == 6 ? TOGETHER<6> : TOGETHER<4>;
+    const long inputs = bits == 4 ? TOGETHER<4> : bits == 5 ? TOGETHER<5> : TOGETHER<6>;
     const long quad = input % inputs / 4;
     const uint8_t *from = panel + input / inputs * inputs * PANEL * bits / 8 + at;
+    if (bits < 4) {
+        int code = from[0] >> 2 * quad & 3;
+        if (bits == 3) code |= (from[64 - at + at / 2] >> (quad + at % 2 * 4) & 1) << 2;
+        return code - (int)linear.centre;
+    }
     int code = from[quad / 2 * 64] >> quad % 2 * 4 & 15;
     if (upper) code |= (from[inputs * 8] >> quad * upper & ((1 << upper) - 1)) << 4;
     return linear.table ? linear.table[code] : code - (int)linear.centre;
@@ -435,9 +462,12 @@ static inline float small_weight(const Linear &linear, long output, long input) 
         const NestedPlaces places(group, linear.nested);
         const f16 *factors = (const f16 *)(linear.scales + first + places.factors(input)) + lane;
         const int8_t *scales = (const int8_t *)linear.scales + first + places.scales(input) + lane;
-        const float value = to_float(factors[0]) * (float)scales[0] * number;
+        const bool are_nibbles = linear.nested == 3;
+        const int scale = are_nibbles ? scales[0] & 15 : scales[0];
+        const float value = to_float(factors[0]) * (float)scale * number;
         if (linear.nested == 1) return value;
-        return value + to_float(factors[PANEL]) * (float)scales[PANEL];
+        const int offset = are_nibbles ? (uint8_t)scales[0] >> 4 : scales[PANEL];
+        return value + to_float(factors[PANEL]) * (float)offset;
     }
     const long at = input / group * PANEL + lane;
     const float value = to_float(((const f16 *)(linear.scales + first))[at]) * number;

@@ -75,11 +75,12 @@ int64_t triolet_small_bytes(int64_t bits, int64_t outputs, int64_t inputs) {
     return (outputs + PANEL - 1) / PANEL * panel_bytes(bits, inputs);
 }
 
-// Packs ``numbers`` [outputs][inputs] of a byte each into panels of 8, 6, 5 or 4 ``bits``: int8, or
+// Packs ``numbers`` [outputs][inputs] of a byte each into panels of 8 ``bits``, or 2 to 6: int8, or
 // codes. ``pair`` is as for `triolet_pack`.
 void triolet_pack_small(int64_t bits, const uint8_t *numbers, int64_t outputs, int64_t inputs,
                         int64_t pair, uint8_t *panels) {
-    const long stride = panel_bytes(bits, inputs), together = bits == 5 ? 32 : bits == 6 ? 16 : 8;
+    const long stride = panel_bytes(bits, inputs);
+    const long together = bits == 5 ? 32 : bits == 4 || bits == 8 ? 8 : 16;
     each_panel(outputs, pair, [&](long place, long first, long count) {
         uint8_t *panel = panels + place * stride;
         memset(panel, bits == 8 ? ZERO : 0, stride);
@@ -90,6 +91,12 @@ void triolet_pack_small(int64_t bits, const uint8_t *numbers, int64_t outputs, i
                 const long quad = k % together / 4;
                 if (bits == 8) {
                     to[quad * 64] = (uint8_t)(from[k] + ZERO);
+                    continue;
+                }
+                if (bits < 4) {
+                    to[0] |= (from[k] & 3) << 2 * quad;
+                    const long at = lane * 4 + k % 4;
+                    if (bits == 3) to[64 - at + at / 2] |= (from[k] >> 2) << (quad + at % 2 * 4);
                     continue;
                 }
                 to[quad / 2 * 64] |= (from[k] & 15) << (quad % 2 ? 4 : 0);
@@ -135,7 +142,11 @@ void triolet_pack_nested(int64_t kind, const int8_t *scales, const uint16_t *fac
                 const long input = own * group;
                 ((uint16_t *)(to + places.factors(input)))[lane] =
                     factors[output * parts + input / NESTED];
-                to[places.scales(input) + lane] = (uint8_t)scales[output * groups + own];
+                const uint8_t scale = (uint8_t)scales[output * groups + own];
+                if (nested == 3)
+                    to[places.scales(input) + lane % PANEL] |= kind ? scale << 4 : scale & 15;
+                else
+                    to[places.scales(input) + lane] = scale;
             }
         }
     });

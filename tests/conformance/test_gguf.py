@@ -429,7 +429,9 @@ def test_every_tensor_may_have_a_type_of_its_own(tmp_path, types):
     check_rounded_alike(small, exact)
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q4_K, Q8_0], ids=lambda kind: BLOCK_TYPES[kind][0])
+@pytest.mark.parametrize(
+    "kind", [Q2_K, Q3_K, Q4_0, Q4_K, Q8_0], ids=lambda kind: BLOCK_TYPES[kind][0]
+)
 @pytest.mark.parametrize("types", [{}, {"attn_k.weight": Q8_0, "ffn_up.weight": Q6_K}], ids=len)
 def test_a_token_reads_the_bytes_of_its_file(tmp_path, kind, types):
     """A token reads every packed weight, norm and bias once. Red if a tensor is widened because

@@ -33,8 +33,9 @@ from engine.worker.skeleton.modules import Linear
 
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # 4-bit floats, doubled
 UNSIGNED, OF_5, OF_6 = tuple(range(16)), tuple(range(-16, 16)), tuple(range(-32, 32))
-TABLES = ((), CENTRED, MXFP4, UNSIGNED, OF_5, OF_6)
-NAMES = ("int8", "int4", "table", "unsigned", "5 bits", "6 bits")
+OF_2, OF_3 = tuple(range(4)), tuple(range(-4, 4))
+TABLES = ((), CENTRED, MXFP4, UNSIGNED, OF_5, OF_6, OF_2, OF_3)
+NAMES = ("int8", "int4", "table", "unsigned", "5 bits", "6 bits", "2 bits", "3 bits")
 DTYPES = (torch.float32, torch.bfloat16)
 GROUPS = (16, 32, 48, 64, 128, 1024)
 ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130)
@@ -70,7 +71,8 @@ def nested(numbers, scales, group, table, rng, most, *, has_offsets):
     """Return a weight with nested scales of up to ``most``; those of ``scales`` [outputs, groups]
     are the factors."""
     first = slice(0, None, NESTED // group)
-    draw = partial(torch.randint, -most - 1, most + 1, scales.shape, generator=rng)
+    low, high = (0, min(most, 15)) if has_offsets and table == OF_2 else (-most - 1, most)
+    draw = partial(torch.randint, low, high + 1, scales.shape, generator=rng)
     own = {
         "scales": draw().to(torch.int8),
         "factors": torch.tensor(scales[:, first].tolist()).half(),

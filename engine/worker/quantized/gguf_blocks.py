@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Parts = dict[str, torch.Tensor]
 
 UNSIGNED = tuple(range(16))
+UNSIGNED_OF_2, CENTRED_OF_3 = tuple(range(4)), tuple(range(-4, 4))
 UNSIGNED_OF_5, CENTRED_OF_5 = tuple(range(32)), tuple(range(-16, 16))
 # The numbers of IQ4_NL and IQ4_XS: denser about zero, as the weights are.
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -177,13 +178,13 @@ def _q2_k(blocks: torch.Tensor) -> Parts:
 
 
 def _q3_k(blocks: torch.Tensor) -> Parts:
-    """A block's first 32 bytes have the third bits of its numbers, plus 4; the scales of its 16
+    """A block's first 32 bytes have the third bits of its numbers; the scales of its 16
     groups are of six bits, less 32, the high two in the last four of twelve bytes."""
     codes = _quarters(blocks[..., 32:96]) | _planes(blocks[..., :32]) << 2
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (blocks[..., None, 104:108] >> shifts & 3).flatten(-2)
     return {
-        "numbers": codes + 4,
+        "numbers": codes,
         "scales": (_nibbles(blocks[..., 96:104]) | high << 4).to(torch.int8) - 32,
         "factors": _half(blocks, 108),
     }
@@ -228,15 +229,15 @@ def _mxfp4(blocks: torch.Tensor) -> Parts:
 
 
 _K = Form(4, 32, has_offsets=True, is_nested=True)
-# The block types by GGUF's numbers for them. Weights of 2 and 3 bits are kept in 4 bits.
+# The block types by GGUF's numbers for them.
 BLOCK_TYPES = {
     2: ("Q4_0", BlockType(32, 18, Form(4, 32), _q4_0, CENTRED)),
     3: ("Q4_1", BlockType(32, 20, Form(4, 32, has_offsets=True), _q4_1, UNSIGNED)),
     6: ("Q5_0", BlockType(32, 22, Form(5, 32), _q5_0, CENTRED_OF_5)),
     7: ("Q5_1", BlockType(32, 24, Form(5, 32, has_offsets=True), _q5_1, UNSIGNED_OF_5)),
     8: ("Q8_0", BlockType(32, 34, Form(8, 32), _q8_0)),
-    10: ("Q2_K", BlockType(256, 84, replace(_K, group=16), _q2_k, UNSIGNED)),
-    11: ("Q3_K", BlockType(256, 110, Form(4, 16, is_nested=True), _q3_k, CENTRED)),
+    10: ("Q2_K", BlockType(256, 84, replace(_K, bits=2, group=16), _q2_k, UNSIGNED_OF_2)),
+    11: ("Q3_K", BlockType(256, 110, Form(3, 16, is_nested=True), _q3_k, CENTRED_OF_3)),
     12: ("Q4_K", BlockType(256, 144, _K, _q4_k, UNSIGNED)),
     13: ("Q5_K", BlockType(256, 176, replace(_K, bits=5), _q5_k, UNSIGNED_OF_5)),
     14: ("Q6_K", BlockType(256, 210, Form(6, 16, is_nested=True), _q6_k, CENTRED_OF_6)),

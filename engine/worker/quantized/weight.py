@@ -40,7 +40,7 @@ ROUNDED_AT_ONCE = 1 << 19  # weights: a few float32 tensors of so many fit a cor
 @dataclass(frozen=True, slots=True)
 class Form:
     """A packed weight's form: a number's bits, a group's inputs, whether it has offsets, and
-    whether scales and offsets are nested."""
+    whether scales and offsets are nested. Nested scales and offsets of 2 bits are of 4 bits."""
 
     bits: int
     group: int
@@ -49,33 +49,41 @@ class Form:
 
     @property
     def nested(self) -> int:
-        """`kernel_structs.Linear.nested`: how many of scales and offsets are nested."""
+        """`kernel_structs.Linear.nested`: how many of scales and offsets are nested; 3 if both are
+        in one byte."""
+        if self.is_nested and self.has_offsets and self.bits == 2:
+            return 3
         return (1 + self.has_offsets) * self.is_nested
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Return the memory of a weight of this shape, without padding."""
         outputs, inputs = shape
         groups, size = -(-inputs // self.group), torch.float16.itemsize
-        of_scales = groups + -(-inputs // NESTED) * size if self.is_nested else groups * size
-        return outputs * (inputs * self.bits // 8 + of_scales * (1 + self.has_offsets))
+        if not self.is_nested:
+            of_scales = groups * size * (1 + self.has_offsets)
+        else:
+            factors = -(-inputs // NESTED) * size * (1 + self.has_offsets)
+            of_scales = factors + groups * (1 if self.nested == 3 else self.nested)
+        return outputs * (inputs * self.bits // 8 + of_scales)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs] in 8, 6, 5 or 4 bits. ``group`` is a multiple of 16, and of 32 in
-    5 bits. If scales and offsets are nested, they are int8, and it is 16 or 32."""
+    """A weight [outputs, inputs] in 8 bits, or 2 to 6. ``group`` is a multiple of 16, and of 32 in
+    5 bits. If scales and offsets are nested, they are int8, or of 2 bits 0 to 15, and it is 16 or
+    32."""
 
     numbers: torch.Tensor  # [outputs, inputs] int8; with a table: codes, uint8
     scales: torch.Tensor  # [outputs, groups] float16 or float32
     group: int
     offsets: torch.Tensor | None = None  # [outputs, groups], in the scales' type
-    table: tuple[int, ...] = ()  # the 16, 32 or 64 numbers that codes stand for
+    table: tuple[int, ...] = ()  # the 4 to 64 numbers that codes stand for
     factors: torch.Tensor | None = None  # [outputs, inputs / NESTED] of nested scales
     offset_factors: torch.Tensor | None = None  # likewise, of nested offsets
 
     @property
     def bits(self) -> int:
-        """The bits of one number: 4, 5, 6 or 8."""
+        """The bits of one number: 2 to 6, or 8."""
         return bits_of(self.table)
 
     @property
