@@ -259,9 +259,9 @@ class ModelChoices:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "the numbers of a text model's KV pool; auto: those that the model computes with, but "
-        "float16 where it computes in float32 because the processor has no bfloat16. int8 takes "
-        "about a quarter of float32's memory",
+        "the numbers of a text model's KV pool; auto: those of --dtype or, if that is auto too, "
+        "float32 for weights in float32 and else bfloat16, or float16 on a processor without it. "
+        "int8 takes about a quarter of float32's memory",
         choices=KV_DTYPES,
     )
     quantization: str = setting(

@@ -62,6 +62,18 @@ FAULTS = {  # part of the names of cases that fail, a file, its line, and what r
         "offset = load((const f16 *)(own + factors) + PANEL) *",
         "offset = load((const f16 *)(own + factors)) *",
     ),
+    "scales and offsets of a byte change places": (
+        "nested 3",
+        "small_weights.h",
+        "w.nested == 3 ? load_nibbles<false>(own + at)",
+        "w.nested == 3 ? load_nibbles<true>(own + at)",
+    ),
+    "the third bit of a code is that of the next input but four": (
+        "3 bits, ",
+        "small_weights.h",
+        "upper << (2 - QUAD % 3)",
+        "upper << (1 - QUAD % 2)",
+    ),
     "codes of any table are their numbers and a centre": (
         " bits, ",
         "small_weights.h",

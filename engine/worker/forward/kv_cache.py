@@ -68,9 +68,9 @@ class PoolSize:
 
 
 def pick_kv_dtype(spec: RunnerSpec, dtype: torch.dtype, stored: str) -> torch.dtype:
-    """Return the dtype of the cache of a model that computes in ``dtype``. ``stored`` is the name
-    that safetensors has for its checkpoint's dtype. ``auto`` is the model's own dtype; but float16
-    if the model computes in float32 only because the processor has nothing narrower (D12)."""
+    """Return the dtype of the cache of a model for which `pick_dtype` has chosen ``dtype``.
+    ``stored`` is the name that safetensors has for its checkpoint's dtype. ``auto`` is that dtype;
+    but float16 if it is float32 only because the processor has nothing narrower (D12)."""
     if spec.kv_cache_dtype != "auto":
         return DTYPES[spec.kv_cache_dtype]
     is_makeshift = spec.dtype == "auto" and dtype is torch.float32 and stored != "F32"

@@ -183,6 +183,12 @@ class Checkpoint:
         return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else "F32"
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether the compiled products of nearly all weights round their inputs to int8. Then
+        activations in bfloat16 would be rounded twice, and save no time (D24)."""
+        return False
+
+    @property
     def stored(self) -> str:
         """The format, and the types of the tensors by their share of the bytes, for people."""
         sizes: dict[str, int] = {}

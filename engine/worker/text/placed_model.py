@@ -188,18 +188,20 @@ def _sizes(
     device = pick_rank_device(spec.device, division)
     checkpoint = division.part_of(whole, architecture, config)
     dtype, shapes = pick_dtype(spec.dtype, checkpoint.main_dtype, device), layer_shapes(config)
+    kv_dtype = pick_kv_dtype(spec, dtype, checkpoint.main_dtype)
     states = state_shapes(architecture.name, config)
     objection = division.objection_to_decoder(architecture) or objection_to_decoder(
         architecture, config, device, dtype, shapes
     )
     if objection and spec.quantization != "none":
         raise Refusal(f"{spec.quantization} weights need the compiled decoder, and {objection}")
+    if spec.dtype == "auto" and not objection and checkpoint.rounds_inputs:
+        dtype = torch.float32
     narrow = _narrow_weights(found, whole, device, dtype, shapes)
     num_bytes = weight_bytes(
         checkpoint, config, dtype, spec.quantization, is_compiled=not objection, narrow=narrow
     )
     limit = context_limit(config, spec.max_model_len)
-    kv_dtype = pick_kv_dtype(spec, dtype, checkpoint.main_dtype)
     pool = sizing(spec, shapes, kv_dtype, limit, state_bytes(states, dtype), num_bytes)
     sizes = Sizes(
         device,

@@ -16,10 +16,10 @@ by these bytes: the format should cost nothing else.
 
 The accuracy is the Kullback-Leibler divergence from the same file's weights in float32, computed by
 the stock model, of our engine and of llama.cpp (`tools.lab.measure_gguf`). q4b is left out: it
-would take 16 GB. Ours computes in the dtype that ``auto`` chooses. Where that is bfloat16, q05 in
-Q8_0 and Q4_0 misses the bar: it has 1.23 and 1.31 times llama.cpp's divergence on a Zen 4, and in
-float32 Q8_0 has 0.98. llama.cpp rounds inputs of K-quants in groups of 256, and there ours is
-closer.
+would take 16 GB. Ours computes in the dtypes that ``auto`` chooses: in float32, on a Zen 4 over a
+KV pool in bfloat16. There q05 has 1.00 times llama.cpp's divergence in Q8_0, and 1.04 in Q4_0;
+wholly in bfloat16 it had 1.23 and 1.31 (D24). llama.cpp rounds inputs of K-quants in groups of 256,
+and there ours has 0.6 or less.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name, such as ``q05 Q4_K_M decode
 B=1`` or ``KL``. `BENCH_PEERS` is a comma-separated list of the engines to compare with.
