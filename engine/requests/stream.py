@@ -111,13 +111,15 @@ class RequestStream(Generic[EventT]):
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     ``wants_progress``: the client asked for events before its first token (`show`).
-    ``operation`` is OpenTelemetry's name for what the request asks for.
+    ``operation`` is OpenTelemetry's name for what the request asks for. ``how_far`` is the format
+    in which its error says how far the request came.
     """
 
     operation = ""
     attach_token = ""
     seed = 0
     wants_progress = False
+    how_far = "after {0.tokens_done} tokens"
 
     def __init__(
         self,
@@ -412,7 +414,7 @@ class RequestStream(Generic[EventT]):
 
         Without ``reason``, it is the reason given to `cancel` or, if there is none, the deadline.
         """
-        done = f"after {self.tokens_done} tokens"
+        done = self.how_far.format(self)
         match reason or self.reason or EndReason.DEADLINE:
             case EndReason.DEADLINE:
                 return DeadlineExceeded(

@@ -37,6 +37,8 @@ def credited_by(request: EncodeRequests) -> tuple[type, ...]:
 class EncodeStream(RequestStream[EncodeEvent]):
     """An Embed or a Rerank request's life on the Trio thread."""
 
+    how_far = "after {0._num_done} of {0.num_inputs} inputs"
+
     def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
         if isinstance(request, EmbedRequest):
             self.operation = "embeddings"
@@ -85,6 +87,3 @@ class EncodeStream(RequestStream[EncodeEvent]):
         self._scores.clear()
         self._reader.push(replace(event, request_id=RequestId(self.request_id)))
         self.close(None)
-
-    def _progress(self) -> str:
-        return f"after {self._num_done} of {self.num_inputs} inputs"

@@ -49,6 +49,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
     """A GenerateImage request's life on the Trio thread. ``seed`` is the client's or drawn here."""
 
     operation = "generate_content"
+    how_far = "after {0.tokens_done} steps"
 
     def __init__(self, request: DrawRequest, options: StreamOptions[ImageGenerationEvent]) -> None:
         # Started and Finished hold no message slot.
@@ -63,6 +64,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
 
     def _take(self, prepared: PreparedDrawing) -> None:
         self._prepared = prepared
+        self.how_far = f"after {{0.tokens_done}} of {prepared.request.num_steps} steps"
 
     @property
     def _ready(self) -> PreparedDrawing:
@@ -136,10 +138,6 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
         super().close(error)
         self._waiting.clear()
         self._news.set()
-
-    def _progress(self) -> str:
-        total = "" if self._prepared is None else f" of {self._prepared.request.num_steps}"
-        return f"after {self.tokens_done}{total} steps"
 
     # ---- the request's task
 
