@@ -309,23 +309,23 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         "in their order."
     )
     _add_texts(parser, "texts", "TEXT", "the texts to embed")
-    _add_images(
-        parser,
-        "files of images (JPEG, PNG, WebP or GIF), for a model that embeds images; texts come "
-        "before this flag",
-    )
-    what = "cut the vectors to N numbers, for models that were trained to allow it"
+    what = "files of images (JPEG, PNG, WebP or GIF), for a model that embeds images; texts come "
+    _add_images(parser, f"{what}before this flag")
     _add_numbers(
         parser,
-        ("--dimensions", "count", "N", what),
+        ("--dimensions", "count", "N", "cut vectors to N numbers, for models that allow it"),
         ("--top-k", "count", "N", "only the N greatest weights of a sparse vector"),
         ("--threshold", "real", "X", "only the weights of a sparse vector above this one"),
     )
-    parser.add_argument(
-        "--kind",
-        choices=("dense", "sparse", "multi-vector"),
-        help="the kind of vectors (default: dense)",
-    )
+    for flag, choices, what in (
+        ("--kind", ("dense", "sparse", "multi-vector"), "kind of vectors (default: dense)"),
+        (
+            "--precision",
+            ("float32", "float16", "int8", "uint8", "binary", "ubinary"),
+            "numbers of the vectors (default: float32); --json prints others in base64",
+        ),
+    ):
+        parser.add_argument(flag, choices=choices, help=what)
     parser.add_argument(
         "--prompt-name",
         default="",
@@ -336,11 +336,6 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         "--normalize",
         action=argparse.BooleanOptionalAction,
         help="scale the vectors to length 1, also after a cut (default: as the model does)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "float16", "int8", "uint8", "binary", "ubinary"),
-        help="the numbers of the vectors (default: float32); --json prints others in base64",
     )
     parser.add_argument(
         "--ranges",
