@@ -134,8 +134,10 @@ def test_the_second_load_maps_what_the_first_one_packed(model, plain, folder, wa
     assert watch.packed > 10
     assert watch.hashed == 1
     watch.packed = watch.hashed = 0
+    os.utime(note_of(folder), (1, 1))
     assert alike(weights_of(model, folder), plain)
     assert (watch.packed, watch.hashed, watch.checked) == (0, 0, 0)
+    assert note_of(folder).stat().st_mtime > 1  # the file's last use
     assert sorted(path.suffix for path in folder.iterdir()) == [".known", ".packed", ".vouched"]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
