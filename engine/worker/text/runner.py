@@ -137,10 +137,8 @@ class TorchRunner(InProcessRunner["StepPlan", StepResult, ModelInfo]):
         is_compiled = isinstance(model.module, NativeDecoder)
         with ThreadPoolExecutor(1) as threads:  # the step computes without Python's lock
             self._tokenizer = tokenizing = threads.submit(placed.make_tokenizer)
-            try:
-                warm_up(self._execute, pool, decodes=self._states is not None or not is_compiled)
-            finally:  # the tokenizer's own error says more than that of a step without one
-                tokenizer = tokenizing.result()
+            warm_up(self._execute, pool, decodes=self._states is not None or not is_compiled)
+            tokenizer = tokenizing.result()
         self._grammars = ConstraintCompiler(tokenizer, placed.vocab_size, placed.ends)
         num_bytes = placed.num_bytes(spec)
         if spec.draft_model:
