@@ -498,6 +498,12 @@ MUTANTS = (
         "tokenizer.encode_texts(texts[::-1], request.prompt_name)",
     ),
     Mutant(
+        "a sparse vector has all its weights",
+        prepare_inputs.InputPreparer.prepare,
+        "top_k=request.top_k",
+        "top_k=None",
+    ),
+    Mutant(
         "vectors come in another precision",
         prepare_inputs.InputPreparer.prepare,
         'precision=request.precision or "float32"',
@@ -1072,7 +1078,7 @@ MUTANTS = (
     ),
     Mutant(
         "an answer over HTTP does not wait for its reader",
-        call.HttpCall._send_part,
+        call.HttpCall._put_part,
         "if stream.is_clear and not stream.is_broken:",
         "if True:",
         run=run_over_http,
