@@ -205,5 +205,10 @@ class Origin:
         """The name of the holder among whom the server is shared; "" for all without a name."""
         return "" if self.quota is None else self.quota.name
 
+    @property
+    def weight(self) -> int:
+        """The holder's part of a shared server beside other holders."""
+        return 1 if self.quota is None else self.quota.weight
+
 
 NOWHERE = Origin()

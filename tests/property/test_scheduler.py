@@ -33,6 +33,7 @@ from tests.support.image_generation_driver import SIZES, ImageGenerationDriver
 BUFFERS = st.sampled_from([1, 2, 5, 1000])
 QUEUES = st.sampled_from([2, 20])
 PRIORITIES = st.integers(-1, 1)
+WEIGHTS = st.just([1]) | st.lists(st.sampled_from([1, 1, 3]), min_size=2, max_size=8)
 DELAYS = st.sampled_from([0.0, 0.015, 12.0])
 
 
@@ -219,6 +220,7 @@ class SchedulerMachine(Machine):
         ends_every=st.sampled_from([None, 4, 11]),
         acceptance=st.sampled_from([None, 0.0, 0.7, 1.0]),
         spare_states=st.none() | st.integers(0, 4),
+        weights=WEIGHTS,
     )
     def start(
         self,
@@ -232,8 +234,10 @@ class SchedulerMachine(Machine):
         ends_every,
         acceptance,
         spare_states,
+        weights,
     ):
         max_model_len = 96
+        self.weights = weights
         self.buffer, self.budget = buffer, budget
         self.driver = Driver(
             block_size=block_size,
@@ -266,6 +270,7 @@ class SchedulerMachine(Machine):
         scored=st.sampled_from([None, None, 0]),
         drawn=st.sampled_from([(), [(2, 9, 5, b"a", True)], [(2, 9, 5, b"b", True)]]) | IMAGES,
         heard=st.sampled_from([(), (), ()]) | st.lists(st.integers(-2, 20), min_size=4, max_size=4),
+        holder=st.integers(0, 7),
     )
     def submit(
         self,
@@ -281,7 +286,9 @@ class SchedulerMachine(Machine):
         scored,
         drawn,
         heard,
+        holder,
     ):
+        holder %= len(self.weights)
         prompt, most = prefix + tuple(own), min(max_tokens, 96 - len(prefix) - len(own))
         images = self.images_of(prompt, drawn)
         shown = {at for image in images for at in range(image.start, image.end)}
@@ -304,6 +311,8 @@ class SchedulerMachine(Machine):
             deadline=self.deadline(timeout),
             outputs=outputs,
             images=images,
+            holder=f"holder {holder}",
+            weight=self.weights[holder],
         )
         self.driver.submit(request, buffer=self.buffer)
 
@@ -443,6 +452,7 @@ TestEncodeScheduler = case_of(
         {
             "lengths": st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12),
             "priority": PRIORITIES,
+            "holder": st.sampled_from(["", "", "a", "b", "c"]),
         },
         st.sampled_from([None, None, None, 0.0, 0.02, 10.0]),
         500,

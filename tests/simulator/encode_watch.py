@@ -8,6 +8,7 @@ from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.encode.types import Encoded, EncodePlan, EncodeRow, EncodeRowResult, InputKind
 from tests.simulator.kind_watch import KindWatch, Live
+from tests.simulator.share_watch import Leads
 
 
 @dataclass(eq=False)
@@ -27,6 +28,11 @@ class LiveInputs(Live):
         return {self.submit.request.inputs[index].kind for index in self.left}
 
 
+def holder_of(live: LiveInputs) -> str:
+    """Return the holder of a request."""
+    return live.submit.request.holder
+
+
 class EncodeWatch(KindWatch[LiveInputs]):
     """Watch the scheduler of one encoder."""
 
@@ -39,6 +45,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         self.room: int | None = None  # most tokens of a step after one that ran out of memory
         self.owners: dict[int, tuple[LiveInputs, int]] = {}  # by an input's identity
         self.kind: InputKind | None = None  # the kind of the last step's inputs
+        self.leads = Leads()  # of holders
 
     # ---- plans
 
@@ -117,6 +124,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         if len(places) == 1 and places[0] in self.suspects:
             self.suspects.discard(places[0])
             self.has_failed = False
+            self.leads.restart()
             return ""
         if self.has_failed and any(
             (live.name, index) in self.suspects
@@ -135,14 +143,25 @@ class EncodeWatch(KindWatch[LiveInputs]):
             return f"{able[0].name} could go on, and nobody does"
         behind = [live for live in able if live.lengths(self.kind) and live.submit.credit.free]
         late_s = self.scheduler.aging_late_s
-        first = min(behind, key=lambda one: self.key(one, now - late_s), default=None)
         for live in able:
             rows, left = taken.get(live, []), live.lengths(self.kind)
+            own = [one for one in behind if holder_of(one) == holder_of(live)]
+            first = min(own, key=lambda one: self.key(one, now - late_s), default=None)
             if rows and first and self.key(live, now) > self.key(first, now - late_s):
                 return f"{live.name} overtakes {first.name}"
             if rows and left and max(left) > min(rows):
                 return f"{live.name}: an input of {min(rows)} tokens goes before {max(left)}"
-        return ""
+        return self._judge_shares(taken, behind) if len(able) > 1 else ""
+
+    def _judge_shares(self, taken: dict[LiveInputs, list[int]], behind: list[LiveInputs]) -> str:
+        """Check that no holder whose inputs wait gets more than another for its weight."""
+        longest = max((row.input.num_tokens for _, _, row in self.step), default=0)
+        service: dict[str, float] = {}
+        for live, rows in taken.items():
+            service[holder_of(live)] = service.get(holder_of(live), 0.0) + longest * len(rows)
+        weights = {holder_of(one): one.submit.request.weight for one in self.live.values()}
+        largest = max(self.config.max_num_batched_tokens, self.config.max_model_len)
+        return self.leads.note(service, weights, map(holder_of, behind), largest)
 
     def _is_free(self, live: LiveInputs) -> bool:
         return self.phase(live) is not Phase.PARKED

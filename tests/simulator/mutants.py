@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from engine.core.common import core, credit, live_requests, one_choice, turns
+from engine.core.common import core, credit, live_requests, one_choice, shares, turns
 from engine.core.encode import batch, live_request, waiting_inputs
 from engine.core.encode import scheduler as encode_scheduler
 from engine.core.image_generation import deadlines, least_times
@@ -29,9 +29,11 @@ from engine.core.text import (
     guests,
     ledger,
     planned_step,
+    prices,
     prompt_images,
     scheduler,
     sequence,
+    shared_steps,
     step_builder,
     step_times,
     thought,
@@ -1089,6 +1091,36 @@ MUTANTS = (
         "if self.status is None:",
         "if True:\n            return\n        if self.status is None:",
         run=run_over_http,
+    ),
+    Mutant(
+        "a holder that returns has saved up its share",
+        shares.Shares.activate,
+        "share.counter = max(share.counter, min(others, default=self._floor))",
+        "pass",
+    ),
+    Mutant(
+        "prompts cost their holder nothing",
+        prices.price_of,
+        "prices[share] += token_s * count",
+        "pass",
+    ),
+    Mutant(
+        "cached tokens cost as much as computed ones",
+        prices.price_of,
+        "count = row.count + sum(",
+        "count = row.start + row.count + sum(",
+    ),
+    Mutant(
+        "a holder's weight is ignored",
+        shares.Shares.charge,
+        "price / share.weight",
+        "price",
+    ),
+    Mutant(
+        "nobody skips a step",
+        shared_steps.SharedStepBuilder._behind,
+        "if share.counter <= most",
+        "if True",
     ),
     Mutant(
         "reasoning ends with its budget's margin or not at all",

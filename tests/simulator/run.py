@@ -144,7 +144,11 @@ class Simulation:
         self._connections = [SimulatedConnection(number == 0, most) for number in range(8)]
         self._engine: Engine | None = None
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
-        self._holder = Quota("clients over the wire")
+        draws = random.Random(f"holders {world.seed}")  # other draws stay the same
+        self._holders = [  # of the clients over the wire
+            Quota(f"holder {number}", weight=draws.choice([1, 1, 3]))
+            for number in range(draws.choice([1, 2, 7]))
+        ]
         self._aborted_at: dict[str, float] = {}
         self._has_been_full = False  # a full engine may end streams that wait for clients
         self._num_asked = 0  # requests over HTTP
@@ -531,7 +535,7 @@ class Simulation:
         the last reader; its ``has_left`` is set if the stream was given up."""
         while reader.has_left and reader.lost_at is not None:
             await trio.sleep(reader.client.away_s)
-            for token, holder in ((reader.attach_token, self._quota), ("x", self._holder)):
+            for token, holder in ((reader.attach_token, self._quota), ("x", stream.holder)):
                 with suppress(RequestNotFound):
                     found = engine.detached.attachable(stream.request_id, token, holder)
                     raise Violation(f"{found}: anybody can attach")
@@ -567,7 +571,7 @@ class Simulation:
         writer, call = self._make_call(backend, following)
         try:
             token = reader.attach_token
-            found = engine.detached.attachable(stream.request_id, token, self._holder)
+            found = engine.detached.attachable(stream.request_id, token, stream.holder)
         except RequestNotFound:
             return None
         if found is not stream:
@@ -638,8 +642,9 @@ class Simulation:
             reader.heard_at = trio.current_time()
         if self._over_http and getattr(client.request, "resume_window_s", None) is None:
             return await self._ask(engine, backend, reader)
-        self._holder.enter()
-        writer, call = self._open(backend, reader)
+        holder = self._holders[round(1e6 * client.arrival_s) % len(self._holders)]
+        holder.enter()
+        writer, call = self._open(backend, reader, holder)
         stream = call.stream
         self._generations.append(stream)
         async with trio.open_nursery() as nursery:
@@ -652,7 +657,7 @@ class Simulation:
                 with scope:
                     await serve(writer, call)
             finally:
-                self._holder.leave()
+                holder.leave()
                 self._check_cut(stream)
             nursery.cancel_scope.cancel(reason="served to the end")
         if not self._waits(engine, stream):
@@ -698,8 +703,10 @@ class Simulation:
         if trio.current_time() > self._cut_at + MOMENT_S:
             raise Violation(f"the handler of {stream} outlives its server")
 
-    def _open(self, backend: Backend, reader: Reader) -> tuple[CallWriter, SimulatedCall]:
-        """Submit a request as `Inference` does."""
+    def _open(
+        self, backend: Backend, reader: Reader, holder: Quota
+    ) -> tuple[CallWriter, SimulatedCall]:
+        """Submit a request of a holder as `Inference` does."""
         writer, call = self._make_call(backend, reader)
         self._writers.append(writer)
         engine = backend.engine
@@ -707,7 +714,7 @@ class Simulation:
             reader.client.request,
             buffer=engine.config.stream_buffer,
             reader=writer,
-            origin=Origin(quota=self._holder),
+            origin=Origin(quota=holder),
         )
         return writer, call
 
@@ -937,7 +944,7 @@ class Simulation:
                 raise Violation(f"{held} bytes of images are held at rest")
         if files := engine._supervisor.image_files.num_bytes:
             raise Violation(f"{files} bytes of images' files are counted at rest")
-        for quota in (self._quota, self._holder):
+        for quota in (self._quota, *self._holders):
             if quota.queued_tokens or quota.num_requests:
                 held = f"{quota.num_requests} requests and {quota.queued_tokens} tokens"
                 raise Violation(f"{held} of {quota.name} are held at rest")

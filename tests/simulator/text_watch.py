@@ -1,12 +1,21 @@
 """The watcher of a text model's core, which judges plans."""
 
-from engine.core.common.events import InputEvent, OutputEvent, Pause, PauseMode, Resume, StepDone
+from engine.core.common.events import (
+    InputEvent,
+    OutputEvent,
+    Pause,
+    PauseMode,
+    Resume,
+    StepDone,
+    StepFailed,
+)
 from engine.core.common.types import SequenceId
 from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Preempted, PromptImage
 from tests.simulator.guest_watch import GuestWatch
 from tests.simulator.pace_watch import PaceWatch
+from tests.simulator.share_watch import ShareWatch
 
 
 def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set[SequenceId]:
@@ -32,9 +41,11 @@ class TextWatch:
         self._images: dict[SequenceId, tuple[PromptImage, ...]] = {}
         self._pace = PaceWatch(scheduler.config, scheduler._times)
         self._guests = GuestWatch()
+        self._shares = ShareWatch(scheduler)
 
     def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:
         """Take note of an input. `tests.simulator.watch` judges the events."""
+        self._shares.applied()
         match event:
             case Pause(mode):
                 self.pause = mode
@@ -42,6 +53,8 @@ class TextWatch:
                 self.pause = None
             case StepDone():
                 self._pace.done(now)
+            case StepFailed():
+                self._shares.restart()
         return ""
 
     def planned(self, plan: StepPlan | None, events: list[OutputEvent], now: float) -> str:
@@ -54,6 +67,7 @@ class TextWatch:
             self._judge_rows(plan)
             or self._pace.planned(plan, now)
             or self._guests.planned(self.scheduler, plan, now)
+            or self._shares.planned(plan)
         )
 
     def _judge_rows(self, plan: StepPlan) -> str:

@@ -1,6 +1,7 @@
 """Which inputs the next step of an encoder computes.
 
-Rule 1: requests go on in the queue's order, and the first that can go on is in the next step
+Rule 1: requests go on in the queue's order, or with several holders in the order of
+`WaitingInputs.in_order`, and the first that can go on is in the next step
 whatever the length of its input, so that no request starves. Rule 2: an input in a step holds a
 message slot of its request's stream. A request without free slots is left out, and no other request
 waits for it. Rule 3: a step has inputs of one kind. Where texts and images wait, they take turns,
@@ -51,7 +52,7 @@ class BatchBuilder:
         """Choose the inputs and reserve a message slot for each. Remove requests that have no
         inputs left from the queue."""
         for kind in self._kinds():
-            for live in self._waiting.queue.in_order(self._now):
+            for live in self._waiting.in_order(self._now):
                 if kind in live.left and self._may_go_on(live) and not self._take(live, kind):
                     break
             if self.chosen:

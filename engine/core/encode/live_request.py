@@ -10,6 +10,7 @@ from engine.core.common.phases import Phase
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
+    from engine.core.common.shares import Share
     from engine.core.encode.types import EncodeRequest, InputKind
 
 
@@ -19,10 +20,10 @@ class LiveEncode(OneChoice["EncodeRequest"]):
     ``tokens_left`` are their tokens.
 
     The request is in the waiting queue while inputs are left and it is not parked. It has started
-    when its first row was planned.
+    when its first row was planned. ``share`` is its holder's, from its place in the queue on.
     """
 
-    __slots__ = ("left", "tokens_left")
+    __slots__ = ("left", "share", "tokens_left")
 
     running_phase = Phase.ENCODE
 
@@ -35,6 +36,7 @@ class LiveEncode(OneChoice["EncodeRequest"]):
         for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
             self.left.setdefault(request.inputs[index].kind, deque()).append(index)
         self.tokens_left = sum(lengths)
+        self.share: Share
 
     def __repr__(self) -> str:
         return (

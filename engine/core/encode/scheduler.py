@@ -9,13 +9,14 @@ Source: design D14, D17, D18, D19.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 from engine.core.common.live_requests import Places
 from engine.core.common.one_choice import OneChoiceCore
+from engine.core.common.shares import Shares
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import SequenceId
@@ -51,7 +52,8 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
-        self._inputs = WaitingInputs(self._waiting)
+        self._shares = Shares()
+        self._inputs = WaitingInputs(self._waiting, self._shares)
         self._last_kind: InputKind | None = None  # the kind of the last step's inputs
         self._suspects: deque[tuple[LiveEncode, int]] = deque()  # to run alone
         self._sequence_ids = count(1)
@@ -77,6 +79,10 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         )
         plan = EncodePlan(plan_id, made)
         self._last_kind = plan.kind
+        if self._shares.is_contested:  # a row costs as much as the longest, to which it is padded
+            each = plan.num_tokens // len(made)
+            holders = Counter(live.share for live, _ in rows)
+            self._shares.charge({share: each * count for share, count in holders.items()})
         return plan
 
     def _choose(self, now: float) -> list[tuple[LiveEncode, int]]:
@@ -125,11 +131,13 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         return None
 
     def _enqueue(self, live: LiveEncode, now: float) -> None:
+        live.share = self._shares.enter(live.request.holder, live.request.weight)
         self._inputs.add(live, now)
 
     def _leave(self, live: LiveEncode) -> None:
         if live.is_queued:
             self._inputs.remove(live)
+        self._shares.leave(live.share)
 
     # ---- readers
 
@@ -220,3 +228,5 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
                 tokens_left += sum(lengths)
             assert live.tokens_left == tokens_left, f"{live}: its tokens are miscounted"
         assert len(queued) + len(self._parked) <= len(self._requests)
+        active = Counter(live.request.holder for live in queued)
+        self._shares.check(active, Counter(x.request.holder for x in self._requests.values()))

@@ -122,7 +122,7 @@ class EncodeRequest:
     """A request as the core schedules it: at least one input, each of at least one token.
 
     ``arrival`` and ``deadline`` are seconds of the engine's one clock. The request with the lowest
-    ``priority`` goes first.
+    ``priority`` goes first, among those of its holder.
     """
 
     request_id: RequestId
@@ -131,6 +131,8 @@ class EncodeRequest:
     options: EncodeOptions = field(default_factory=EncodeOptions)
     priority: int = 0
     deadline: float | None = None
+    holder: str = ""  # as in `engine.core.text.types.Request`
+    weight: int = 1
 
     @property
     def num_tokens(self) -> int:

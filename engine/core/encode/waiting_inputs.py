@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from engine.core.encode.types import InputKind
 
 if TYPE_CHECKING:
+    from engine.core.common.shares import Shares
     from engine.core.common.waiting_queue import WaitingQueue
     from engine.core.encode.live_request import LiveEncode
 
@@ -16,23 +17,35 @@ class WaitingInputs:
     not parked.
 
     ``num`` counts the inputs that are left of all these requests, ``by_kind`` counts them by kind,
-    and ``peak`` is the largest ``num`` so far. All are read-only outside.
+    and ``peak`` is the largest ``num`` so far. All are read-only outside. ``shares`` are those of
+    the requests' holders.
     """
 
-    def __init__(self, queue: WaitingQueue[LiveEncode]) -> None:
+    def __init__(self, queue: WaitingQueue[LiveEncode], shares: Shares) -> None:
         self.queue = queue
+        self.shares = shares
         self.num = self.peak = 0
         self.by_kind = dict.fromkeys(InputKind, 0)
 
     def add(self, live: LiveEncode, now: float) -> None:
         """Put a request into the queue."""
         self.queue.add(live, now)
+        self.shares.activate(live.share)
         self._count_left(live, 1)
 
     def remove(self, live: LiveEncode) -> None:
         """Take out a request that is in the queue."""
         self.queue.remove(live)
+        self.shares.deactivate(live.share)
         self._count_left(live, -1)
+
+    def in_order(self, now: float) -> list[LiveEncode]:
+        """Return the requests in the queue, first to last: of several holders, those of the one
+        that is furthest behind first."""
+        order = self.queue.in_order(now)
+        if self.shares.is_contested:
+            return sorted(order, key=lambda live: live.share.counter)
+        return order
 
     def take(self, live: LiveEncode, index: int) -> None:
         """Move an input of a request into a step. The caller must `remove` a request that has no

@@ -19,7 +19,9 @@ from engine.core.text.plan import SCORED_TOKENS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from collections.abc import Sequence as SequenceOf
 
+    from engine.core.common.shares import Share
     from engine.core.common.types import BlockId
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import Rank, Sequence
@@ -188,16 +190,63 @@ def order_victims(
     return first + later[::-1]
 
 
+def _by_share(
+    ledger: Ledger, seq: Sequence, running: Iterable[Sequence], num_new: int, *, of_seats: bool
+) -> list[Sequence]:
+    """Return the running sequences that may give way to a sequence of another holder, in the order
+    in which they do: each time the last one of the holder that has the most for its weight, as long
+    as it then still has as much as ``seq``'s holder will have with ``num_new`` blocks, or seats,
+    more. So what was given up is never taken back in the same way, and no holder's last one gives
+    way.
+    """
+    size = ledger.seats_of if of_seats else (lambda other: len(other.blocks))
+    held: Counter[Share] = Counter()
+    for other in ledger.running:
+        held[other.live.share] += size(other)
+    own = seq.live.share
+    after = (held[own] + num_new) / own.weight
+    left: dict[Share, list[Sequence]] = {}
+    for other in running:
+        if other.live.share is not own:
+            left.setdefault(other.live.share, []).append(other)
+    victims = []
+    while left:
+        most = max(left, key=lambda share: held[share] / share.weight)
+        victim = left[most].pop()
+        held[most] -= size(victim)
+        if held[most] / most.weight < after:
+            break
+        victims.append(victim)
+        if not left[most]:
+            del left[most]
+    return victims
+
+
 def victims_for_running(ledger: Ledger, seq: Sequence, count: int) -> list[Sequence]:
     """Return which sequences to preempt so that ``count`` blocks are free for a running sequence.
     The list is empty if those that may give way hold too few blocks: they would start again at
     once.
     """
     running = [other for other in ledger.running if not other.in_step]
+    return _first_of(ledger, order_victims(_parked_residents(ledger), running, seq.rank), count)
+
+
+def victims_by_share(ledger: Ledger, seq: Sequence, count: int) -> list[Sequence]:
+    """Return the same among several holders, of whom others' sequences give way by what these
+    hold."""
+    running = [other for other in ledger.running if not other.in_step]
+    order = order_victims(_parked_residents(ledger), running, seq.rank)
+    others = _by_share(ledger, seq, running, count, of_seats=False)
+    return _first_of(ledger, _among_holders(order, others, seq), count)
+
+
+def _first_of(ledger: Ledger, order: list[Sequence], count: int) -> list[Sequence]:
+    """Return the first sequences whose blocks make ``count`` blocks free; none if all are too
+    few."""
     lacking = count - ledger.pool.num_free
     victims: list[Sequence] = []
     released: Counter[BlockId] = Counter()
-    for victim in order_victims(_parked_residents(ledger), running, seq.rank):
+    for victim in order:
         victims.append(victim)
         lacking -= _frees(ledger, victim, released)
         if lacking <= 0:
@@ -205,8 +254,20 @@ def victims_for_running(ledger: Ledger, seq: Sequence, count: int) -> list[Seque
     return []
 
 
+def _among_holders(order: list[Sequence], others: list[Sequence], seq: Sequence) -> list[Sequence]:
+    """Return who gives way to ``seq`` among several holders: of ``order`` the parked sequences,
+    then the ``others``, then those of ``order`` that are of its own holder."""
+    parked = [other for other in order if other.state is not State.RUNNING]
+    own = [x for x in order if x.state is State.RUNNING and x.live.share is seq.live.share]
+    return [*parked, *others, *own]
+
+
 def victims_for_first(
-    ledger: Ledger, first: Sequence, now: float, prompt_limit: int
+    ledger: Ledger,
+    first: Sequence,
+    now: float,
+    prompt_limit: int,
+    let_in: SequenceOf[Share] = (),
 ) -> list[Sequence]:
     """Return which sequences to preempt so that ``first``, the head of the queue, can start.
 
@@ -218,6 +279,8 @@ def victims_for_first(
     otherwise, because of its age, it would stand before ``first`` in the queue and start again at
     once. The key of ``first`` is the one by which the queue sorted it, up to a second ago, because
     that key decides which of the two would stand before the other.
+
+    With several holders, ``let_in`` are those whose rows the next step has, and ``first`` is one's.
     """
     if first.is_late(now) or not has_slots(ledger, first, prompt_limit):
         return []
@@ -237,7 +300,16 @@ def victims_for_first(
     victims: list[Sequence] = []
     released: Counter[BlockId] = Counter()
     shared = frozenset(matched)
-    for victim in order_victims(parked, later, first.rank):
+    order = order_victims(parked, later, first.rank)
+    if let_in:
+        of_seats = max(lacking, over) <= 0
+        num_new = ledger.seats_of(first) if of_seats else still_needs(ledger, first) - len(matched)
+        # Holders whose rows come before would start what they gave up again at once.
+        sooner = let_in[: let_in.index(first.live.share)]
+        running = [seq for seq in ledger.running if seq.live.share not in sooner]
+        others = _by_share(ledger, first, running, num_new, of_seats=of_seats)
+        order = _among_holders(order, others, first)
+    for victim in order:
         if max(lacking, seats_over, over) <= 0:
             break
         if max(lacking, over) <= 0 and victim.state is not State.RUNNING:
@@ -249,15 +321,24 @@ def victims_for_first(
             lacking -= still_needs(ledger, victim)
             seats_over -= ledger.seats_of(victim)
     is_free = max(lacking, seats_over, over) <= 0
-    return victims if is_free and _has_tokens_left(ledger, victims, prompt_limit) else []
+    if not is_free:
+        return []
+    before = let_in[: let_in.index(first.live.share) + 1] if let_in else None
+    return victims if _has_tokens_left(ledger, victims, prompt_limit, before) else []
 
 
-def _has_tokens_left(ledger: Ledger, victims: list[Sequence], prompt_limit: int) -> bool:
+def _has_tokens_left(
+    ledger: Ledger,
+    victims: list[Sequence],
+    prompt_limit: int,
+    before: Collection[Share] | None = None,
+) -> bool:
     """Return whether the running prompts leave some of the step's tokens once the victims are gone.
-    If no tokens are left, it is too early to preempt."""
+    If no tokens are left, it is too early to preempt. Only prompts of the holders ``before``, which
+    the step computes first, count; None: all of them."""
     room, wanted, score_left = ledger.config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
     for seq in ledger.running:
-        if seq in victims:
+        if seq in victims or (before is not None and seq.live.share not in before):
             continue
         count = seq.num_tokens - seq.num_computed
         if seq.is_scoring:  # a step scores `SCORED_TOKENS_MAX` positions of prompts

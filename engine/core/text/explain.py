@@ -141,8 +141,11 @@ class Explainer:
         if seq.state is State.ENDING:
             return "the step in flight, which still uses its blocks"
         if seq.state is State.RUNNING:
-            is_left_out = bool(steps) and not seq.in_step
-            return "token budget: the step has no room for its prompt" if is_left_out else ""
+            if not steps or seq.in_step:
+                return ""
+            if self._ledger.shares.is_contested:
+                return "its turn: other holders have had less of the machine, or its prompt no room"
+            return "token budget: the step has no room for its prompt"
         if not position:
             return "the prompt, which another choice of the request computes"
         return self._reason_to_wait(seq, position, lacking, now)

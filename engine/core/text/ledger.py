@@ -14,9 +14,11 @@ takes a seat for each of its choices, since they all run from the fork on; parke
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
+from engine.core.common.shares import Shares
 from engine.core.common.types import SequenceId
 from engine.core.text.lifecycle import Event, State
 from engine.core.text.memory.blocks import BlockPool, blocks_for
@@ -59,13 +61,15 @@ class Ledger:
         self.parked = Parked(unread)
         self.released: list[SequenceId] = []  # ended sequences that the next plan releases
         self.num_seats = 0
+        self.shares = Shares()
         self._next_id = 1
 
     # ---- places
 
     def admit(self, request: Request, credit: Credit, now: float) -> LiveText:
         """Put a new request into the queue, all its choices WAITING, and return its record."""
-        live = LiveText(request, credit, self.keys.root_of(request))
+        share = self.shares.enter(request.holder, request.weight)
+        live = LiveText(request, credit, share, self.keys.root_of(request))
         since = min(now, request.arrival)  # the request has been waiting since it arrived
         for choice in request.choices:
             live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
@@ -73,6 +77,7 @@ class Ledger:
         for seq in live.sequences:
             if not seq.is_attached:
                 self.waiting.add(seq, now)
+                self.shares.activate(share)
         return live
 
     def start(self, seq: Sequence, now: float) -> None:
@@ -80,6 +85,7 @@ class Ledger:
         starts at its parent's fork and takes one of the parent's seats."""
         if seq.is_attached:
             seq.is_attached = False
+            self.shares.activate(seq.live.share)
         else:
             self.waiting.remove(seq)
             self.num_seats += self.seats_of(seq)
@@ -104,6 +110,7 @@ class Ledger:
         assert not child.blocks, child  # its blocks were given back with the step's reservation
         child.advance(Event.PREEMPT)
         self.running.remove(child)
+        self.shares.deactivate(child.live.share)
         child.is_attached = True
         child.enter(Phase.QUEUED, now)
 
@@ -118,6 +125,8 @@ class Ledger:
                 self.waiting.remove(seq)
             elif seq.state is not State.WAITING:
                 continue
+            if not seq.is_attached:
+                self.shares.deactivate(live.share)
             seq.advance(Event.PARK)
             seq.enter(Phase.PARKED, now)
 
@@ -136,11 +145,13 @@ class Ledger:
                 seq.advance(Event.UNPARK_RESIDENT)
                 self.num_seats += self.seats_of(seq)
                 insort(self.running, seq, key=_rank)
+                self.shares.activate(live.share)
                 seq.enter(Phase.DECODE if seq.has_sampled else Phase.PREFILL, now)
             else:
                 seq.advance(Event.UNPARK_EVICTED)
                 if not seq.is_attached:
                     self.waiting.add(seq, now)
+                    self.shares.activate(live.share)
                 seq.enter(self._phase_of_waiting(seq), now)
 
     def end(self, seq: Sequence, now: float) -> None:
@@ -150,8 +161,10 @@ class Ledger:
         seq.enter(seq.phase, now)
         if was is State.RUNNING:
             self._leave_running(seq)
+            self.shares.deactivate(seq.live.share)
         elif was is State.WAITING and not seq.is_attached:
             self.waiting.remove(seq)
+            self.shares.deactivate(seq.live.share)
         if seq.in_step:
             seq.advance(Event.END_IN_STEP)
         else:
@@ -169,6 +182,7 @@ class Ledger:
         live = seq.live
         if all(other.state is State.FINISHED for other in live.sequences):
             del self.requests[live.request.request_id]
+            self.shares.leave(live.share)
             live.sequences.clear()  # a reference cycle would keep the sequences in memory
 
     # ---- blocks
@@ -263,6 +277,12 @@ class Ledger:
         assert self.running == sorted(self.running, key=_rank)
         assert self.num_seats == sum(self.seats_of(seq) for seq in self.running)
         assert self.num_seats <= self.config.max_num_seqs
+        active = Counter(
+            seq.live.request.holder
+            for seq in self.live_sequences()
+            if seq.state in (State.RUNNING, State.WAITING) and not seq.is_attached
+        )
+        self.shares.check(active, Counter(x.request.holder for x in self.requests.values()))
         for seq in self.live_sequences():
             self._check_sequence(seq)
 

@@ -28,8 +28,10 @@ from engine.core.text.lifecycle import State
 from engine.core.text.outlook import Outlook
 from engine.core.text.plan import StepPlan, StepResult
 from engine.core.text.planned_step import PlannedStep
+from engine.core.text.prices import charge
 from engine.core.text.recovery import Recovery
 from engine.core.text.sequence import LiveText, Sequence
+from engine.core.text.shared_steps import SharedStepBuilder
 from engine.core.text.step_builder import StepBuilder
 from engine.core.text.step_times import StepTimes
 from engine.core.text.types import (
@@ -63,6 +65,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         super().__init__(config)
         self._ledger = Ledger(config, self._requests, self._waiting, self._parked)
         self.prefixes = self._ledger
+        self._shares = self._ledger.shares
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._times = StepTimes(config)
@@ -103,6 +106,8 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
         if step is not None:
             step.seal(plan_id, now)
+            if self._shares.is_contested:
+                self._shares.charge(charge(step, self._times))
         return step
 
     def prepare(self, now: float) -> None:
@@ -146,6 +151,15 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
         of memory (D17)."""
+        if self._shares.is_contested:
+            return SharedStepBuilder(
+                self._ledger,
+                now,
+                self._times,
+                self._prompt_limit,
+                self._note_preemption,
+                only_begun=only_begun,
+            )
         return StepBuilder(
             self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
         )
@@ -174,9 +188,10 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         return self._intake.infeasible(request, now)
 
     def _admit(self, request: Request, credit: Credit, now: float) -> LiveText:
-        live = self._ledger.admit(request, credit, now)
-        if self._ledger.running and live.parent.rank < self._ledger.running[-1].rank:
-            self._discard_prepared(now)  # the request outranks a running row (D9)
+        live, running = self._ledger.admit(request, credit, now), self._ledger.running
+        begins = self._shares.is_contested and live.share.num_live == 1
+        if begins or (running and live.parent.rank < running[-1].rank):
+            self._discard_prepared(now)  # the request outranks a running row (D9), or all of them
         return live
 
     def _end(

@@ -20,6 +20,7 @@ from engine.core.text.lifecycle import Event, State, advance
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.common.events import CoreRequest
+    from engine.core.common.shares import Share
     from engine.core.common.waiting_queue import Key
     from engine.core.text.drafting.draft_lengths import Drafting
     from engine.core.text.types import Request
@@ -244,13 +245,14 @@ class LiveText(LiveRequest["Request"]):
     """A request between its admission and its last choice's end.
 
     ``is_guest``: its client has lost the connection, and may come back. ``root`` is the parent key
-    of its first block in the prefix cache.
+    of its first block in the prefix cache. ``share`` is that of its holder.
     """
 
-    __slots__ = ("is_guest", "root", "sequences")
+    __slots__ = ("is_guest", "root", "sequences", "share")
 
-    def __init__(self, request: Request, credit: Credit, root: bytes = b"") -> None:
+    def __init__(self, request: Request, credit: Credit, share: Share, root: bytes = b"") -> None:
         super().__init__(request, credit)
+        self.share = share
         self.sequences: list[Sequence] = []
         self.is_guest = False
         self.root = root

@@ -24,7 +24,7 @@ from engine.core.text.prompt_images import cut_chunk
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Iterable, Set
 
     from engine.core.common.types import BlockId
     from engine.core.text.ledger import Ledger
@@ -88,7 +88,7 @@ class StepBuilder:
         may_start = bool(self._ledger.waiting.items)
         if may_start:
             self._make_room_for_first()
-        self._plan_all_running()
+        self._plan_all_running(self._ledger.running.copy())
         if may_start:
             self._start_waiting()
         return self._finish()
@@ -113,7 +113,7 @@ class StepBuilder:
         if self._ledger.waiting.items and self._victims_for_first():
             self._lacked_blocks = True
         else:
-            self._plan_all_running()
+            self._plan_all_running(self._ledger.running.copy())
             if self._ledger.waiting.items and not self._lacked_blocks:
                 self._start_waiting()
         return self._finish()
@@ -127,10 +127,15 @@ class StepBuilder:
 
     # ---- the step's token budget
 
+    @property
+    def _beside(self) -> list[Sequence]:
+        """The running sequences that the step may have."""
+        return self._ledger.running
+
     def _chunk_room(self) -> int:
         """Return how many prompt tokens this step can still take beside its decodes."""
         if self._chunk_left is None:
-            decodes = _num_decodes(self._ledger)
+            decodes = count_decodes(self._beside)
             room = self._ledger.config.max_num_batched_tokens - decodes
             self._chunk_left = min(self._prompt_limit(decodes), room)
         return self._chunk_left
@@ -161,8 +166,8 @@ class StepBuilder:
 
     # ---- running sequences
 
-    def _plan_all_running(self) -> None:
-        """Plan the running sequences in rank order.
+    def _plan_all_running(self, running: list[Sequence]) -> None:
+        """Plan running sequences, which come in rank order.
 
         A decode is the common case, and its time is most of the scheduler's cost
         (`python -m tools.lab.bench schedule`). So it is planned here, with `Credit.try_reserve` and
@@ -171,7 +176,7 @@ class StepBuilder:
         step, size, is_running = self._step, self._size, State.RUNNING
         rows, sequences = step.rows, step.sequences
         make, last = tuple.__new__, Logits.LAST
-        for seq in self._ledger.running.copy():
+        for seq in running:
             if seq.state is not is_running:
                 continue  # the sequence lost its blocks or was parked earlier in this pass
             start, known = seq.num_computed, seq.num_tokens
@@ -185,7 +190,7 @@ class StepBuilder:
                 credit.reserved += 1
                 delta = None
                 if not start % size and start >= len(seq.blocks) * size:
-                    delta = self._take_next(seq)
+                    delta = _take_next(self._ledger, step, seq)
                     if delta is None:
                         credit.cancel()
                         self._plan_running(seq)
@@ -199,15 +204,6 @@ class StepBuilder:
             else:
                 self._plan_running(seq)
 
-    def _take_next(self, seq: Sequence) -> BlockDelta | None:
-        """Give a decode its next block, and return the change; None if no block is free."""
-        taken = self._ledger.take(self._step.reservation, 1)
-        if taken is None:
-            return None
-        delta = BlockDelta(len(seq.blocks), taken)
-        seq.blocks += taken
-        return delta
-
     def _plan_running(self, seq: Sequence) -> None:
         """Plan a running sequence's row, if there are tokens, slots and blocks for it."""
         remaining = seq.num_tokens - seq.num_computed
@@ -215,7 +211,7 @@ class StepBuilder:
         count = self._chunk_of(seq, remaining) if is_chunk else 1
         if count == 0:
             return
-        slots = self._slots_for(seq, count)
+        slots = _slots_for(seq, count)
         if slots and not self._reserve_slots(seq, slots):
             return
         if not self._try_row(seq, count, may_preempt=self._may_preempt):
@@ -225,12 +221,6 @@ class StepBuilder:
             self._use_chunk(count)
 
     # ---- one row: its slots, its blocks, its forks
-
-    def _slots_for(self, seq: Sequence, count: int) -> int:
-        """Return how many messages the row will make: one for each choice that it samples for."""
-        if seq.num_computed + count < seq.num_tokens:
-            return 0
-        return 1 + (len(seq.live.attached) if seq.choice == 0 else 0)
 
     def _reserve_slots(self, seq: Sequence, count: int) -> bool:
         """Reserve ``count`` message slots, or park the request."""
@@ -298,10 +288,13 @@ class StepBuilder:
         taken = ledger.take(reservation, count)
         if taken is not None or not may_preempt:
             return taken
-        victims = admission.victims_for_running(ledger, seq, count)
+        victims = self._victims_for_running(seq, count)
         for victim in victims:
             self._preempt(victim)
         return ledger.take(reservation, count) if victims else None
+
+    def _victims_for_running(self, seq: Sequence, count: int) -> list[Sequence]:
+        return admission.victims_for_running(self._ledger, seq, count)
 
     def _preempt(self, victim: Sequence) -> None:
         was_running = victim.state is State.RUNNING
@@ -332,17 +325,19 @@ class StepBuilder:
 
     # ---- the waiting queue
 
-    def _first_waiting(self) -> Sequence | None:
-        return next(filter(self._may_start, self._ledger.waiting.in_order(self._now)), None)
+    def _queue(self) -> list[Sequence]:
+        """Return the waiting sequences that may start, the first one first."""
+        order = self._ledger.waiting.in_order(self._now)
+        return [seq for seq in order if seq.is_known_to_worker] if self._only_begun else order
 
-    def _may_start(self, seq: Sequence) -> bool:
-        return seq.is_known_to_worker or not self._only_begun
+    def _first_waiting(self) -> Sequence | None:
+        return next(iter(self._queue()), None)
 
     def _victims_for_first(self) -> list[Sequence]:
         if (first := self._first_waiting()) is None:
             return []
         return admission.victims_for_first(
-            self._ledger, first, self._now, self._prompt_limit(_num_decodes(self._ledger))
+            self._ledger, first, self._now, self._prompt_limit(count_decodes(self._beside))
         )
 
     def _make_room_for_first(self) -> None:
@@ -350,7 +345,7 @@ class StepBuilder:
         sequences are planned, because a sequence in the plan cannot be preempted. A first sequence
         whose stream is full is parked; the next one is then the first."""
         while (first := self._first_waiting()) is not None and not admission.has_slots(
-            self._ledger, first, self._prompt_limit(_num_decodes(self._ledger))
+            self._ledger, first, self._prompt_limit(count_decodes(self._beside))
         ):
             if any(other.state is State.RUNNING for other in first.live.sequences):
                 return  # the request's running choice needs the slots, or has both parked
@@ -359,31 +354,30 @@ class StepBuilder:
         for victim in self._victims_for_first():
             self._preempt(victim)
 
-    def _start_waiting(self) -> None:
+    def _start_waiting(self) -> bool:
         """Start sequences from the head of the queue, up to the first that cannot start, so that
-        small ones do not overtake a large one for ever."""
+        small ones do not overtake a large one for ever. Return whether none lacked memory."""
         ledger = self._ledger
         if ledger.num_seats >= ledger.config.max_num_seqs:
-            return
-        for seq in ledger.waiting.in_order(self._now).copy():
+            return True
+        for seq in self._queue().copy():
             if self._chunk_room() <= 0:
-                return
-            if not self._may_start(seq):
-                continue
+                return True
             if seq.state is not State.WAITING:
                 continue  # the sequence was just parked, with a choice of its request
             if not admission.has_seats(ledger, seq):
-                return
+                return False
             if seq.is_late(self._now):
                 continue  # its deadline is about to end the sequence, so it is never started (D18)
             matched = admission.match(ledger, seq)
             if self._is_next_block_pending(seq, matched):
                 continue  # the sequence waits for one step; then the block is a cache hit
             if admission.shortfall(ledger, seq, matched) > 0:
-                return
+                return False
             self._start(seq, matched)
             if seq.state is State.WAITING:
-                return  # the step has no room for the sequence's next image
+                return True  # the step has no room for the sequence's next image
+        return True
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """Return whether a row of this plan, or of the executing one, computes the first block that
@@ -407,7 +401,7 @@ class StepBuilder:
         if count == 0:
             seq.num_computed = 0
             return
-        slots = self._slots_for(seq, count)
+        slots = _slots_for(seq, count)
         if slots and not self._reserve_slots(seq, slots):
             seq.num_computed = 0
             return
@@ -429,8 +423,26 @@ class StepBuilder:
             ledger.cache.hit_tokens += start
 
 
-def _num_decodes(ledger: Ledger) -> int:
-    return sum(1 for seq in ledger.running if seq.num_tokens - seq.num_computed == 1)
+def _take_next(ledger: Ledger, step: PlannedStep, seq: Sequence) -> BlockDelta | None:
+    """Give a decode its next block, and return the change; None if no block is free."""
+    taken = ledger.take(step.reservation, 1)
+    if taken is None:
+        return None
+    delta = BlockDelta(len(seq.blocks), taken)
+    seq.blocks += taken
+    return delta
+
+
+def count_decodes(running: Iterable[Sequence]) -> int:
+    """Return how many of some running sequences lack one token."""
+    return sum(1 for seq in running if seq.num_tokens - seq.num_computed == 1)
+
+
+def _slots_for(seq: Sequence, count: int) -> int:
+    """Return how many messages a row will make: one for each choice that it samples for."""
+    if seq.num_computed + count < seq.num_tokens:
+        return 0
+    return 1 + (len(seq.live.attached) if seq.choice == 0 else 0)
 
 
 def _ends_in_an_image(seq: Sequence) -> bool:

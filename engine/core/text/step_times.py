@@ -34,6 +34,8 @@ SHORTEST_STEPS = 4  # a step may last four shortest steps; estimate: a quarter i
 DISCOUNT = 1.1  # each refusal divides a prompt's least time by this; estimate: eight halve it
 TOKEN_COST = 0.05  # what one more position costs, in steps, until that is measured
 PASS_COST = 0.25  # what a draft model's token costs, in steps, until that is measured
+DECODES_S = 0.01  # what decodes cost a holder until they are measured; only the first steps need it
+TOKENS_PER_STEP = 16  # and how many prompt tokens cost as much; estimate, as above
 PLAIN_FIRST = 3  # steps without drafts to begin with; estimate: their median leaves out a slow one
 PLAIN_EVERY = 32  # estimate: one step in 32 goes without the draft model, to be measured
 
@@ -190,6 +192,22 @@ class StepTimes:
     def _size_of(self, num_tokens: int) -> int:
         """Return the index of the size of steps with ``num_tokens`` prompt tokens."""
         return (-(-self._budget // num_tokens) - 1).bit_length()
+
+    # ---- what holders pay
+
+    def price_of_decodes(self, num_decodes: int, num_drafts: int = 0) -> float:
+        """Return how many seconds ``num_decodes`` decodes take alone, as far as is known, if they
+        verify ``num_drafts`` drafts."""
+        ratio = self.ratio(num_drafts) if num_drafts else 1.0
+        return ratio * (self.decodes_s(num_decodes) or DECODES_S)
+
+    def price_of_prompts(self, num_tokens: int) -> float:
+        """Return how many seconds ``num_tokens`` prompt tokens, at least 1, add to a step, by the
+        measured steps whose size is nearest."""
+        place = self._size_of(num_tokens)
+        near = sorted(range(len(self._prompts)), key=lambda k: abs(k - place))
+        known = (_usual(self._prompts[k]) for k in near)
+        return num_tokens * next(filter(None, known), DECODES_S / TOKENS_PER_STEP)
 
     # ---- drafts
 

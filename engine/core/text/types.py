@@ -169,7 +169,8 @@ class Request:
     tokens that this choice has already, or None if it has ended. A choice that has not ended goes
     on behind its tokens, as after a preemption. ``speculates``: its tokens may be drafted, which
     changes none of them. ``images`` are the prompt's images, in the order of their positions.
-    ``reasoning`` is None if none is counted.
+    ``reasoning`` is None if none is counted. ``holder`` is the name of those among whom the machine
+    is shared ("": all without a name), and ``weight`` its part beside others.
     """
 
     request_id: RequestId
@@ -188,6 +189,8 @@ class Request:
     speculates: bool = True
     images: tuple[PromptImage, ...] = ()
     reasoning: Reasoning | None = None
+    holder: str = ""
+    weight: int = 1
 
     @property
     def choices(self) -> tuple[int, ...]:

@@ -105,6 +105,8 @@ class InputPreparer:
             options=options,
             priority=request.priority or 0,
             deadline=assignment.deadline,
+            holder=assignment.origin.holder,
+            weight=assignment.origin.weight,
         )
         return Prepared(core_request)
 

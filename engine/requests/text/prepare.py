@@ -143,6 +143,8 @@ class TextPreparer:
             speculates=request.sampling.speculation is not False,
             images=images,
             reasoning=reasoning,
+            holder=assignment.origin.holder,
+            weight=assignment.origin.weight,
         )
         if request.output.tool_argument_deltas and form.tools is not None:
             form = replace(form, streams_arguments=True)

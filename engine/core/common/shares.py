@@ -1,0 +1,120 @@
+"""Who is behind: how much service each holder has had, and which holders' work a step computes.
+
+A holder's counter grows by the price of what was computed for it, divided by its weight: in seconds
+of a step or, for an encoder, in tokens with their padding. The *least* holder, whose counter is the
+lowest, is in every step. Another one gets what an encoder's step has left. Of a text model's step
+it is left out while the least would stay behind it even after a step of its own: so holders with
+like needs share their steps, and one with many requests skips steps beside one with few.
+
+Rule 1: the counter of a holder whose work begins, or goes on, is lifted to that of the least, so
+that nobody saves up a share (virtual token counters, Sheng et al., arXiv 2401.00588). A holder that
+has left keeps its counter while it is ahead: it cannot lose its lead by leaving. Rule 2: the
+counters of any two holders that could be in every step differ by at most the prices of two steps,
+those of the largest, each divided by its holder's weight. Rule 3: nothing here knows what a price
+is made of (`engine.core.text.prices`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class Share:
+    """A holder's share. ``counter`` is in prices for each unit of ``weight``. ``num_live`` are its
+    requests, and ``num_active`` its sequences that run or wait. Read-only outside `Shares`."""
+
+    __slots__ = ("counter", "holder", "num_active", "num_live", "weight")
+
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
+        self.weight = 1
+        self.counter = 0.0
+        self.num_live = self.num_active = 0
+
+    def __repr__(self) -> str:
+        return f"<Share {self.holder!r} {self.counter:g}, {self.num_active} active>"
+
+
+class Shares:
+    """The shares of one scheduler. ``is_contested``: there are several holders; otherwise nothing
+    is counted."""
+
+    def __init__(self) -> None:
+        self.is_contested = False
+        self._known: dict[str, Share] = {}
+        self._floor = 0.0  # the counter of the holder that was active last
+
+    # ---- holders come and go
+
+    def enter(self, holder: str, weight: int) -> Share:
+        """Return the share of a request that is admitted, until `leave`. The newest request's
+        weight counts for all of its holder's."""
+        share = self._known.get(holder)
+        if share is None:
+            share = self._known[holder] = Share(holder)
+            self.is_contested = len(self._known) > 1
+        share.weight = weight
+        share.num_live += 1
+        return share
+
+    def leave(self, share: Share) -> None:
+        """Take note that a request has ended."""
+        share.num_live -= 1
+        if not share.num_live:
+            self._forget_idle()
+
+    def activate(self, share: Share) -> None:
+        """Take note that a sequence waits or runs from now on."""
+        share.num_active += 1
+        if share.num_active == 1:
+            others = [x.counter for x in self._known.values() if x.num_active and x is not share]
+            share.counter = max(share.counter, min(others, default=self._floor))
+
+    def deactivate(self, share: Share) -> None:
+        """Take note that a sequence neither waits nor runs any more."""
+        share.num_active -= 1
+        if not share.num_active:
+            self._floor = share.counter
+
+    def _forget_idle(self) -> None:
+        """Forget the holders without requests that are not ahead of the least active one."""
+        least = min([x.counter for x in self._known.values() if x.num_active], default=None)
+        known = self._known.values()
+        left = [x for x in known if x.num_live or (least is not None and x.counter > least)]
+        self._known = {x.holder: x for x in left}
+        self.is_contested = len(left) > 1
+
+    # ---- service
+
+    def in_order(self) -> list[Share]:
+        """Return the active holders, the least first."""
+        active = [share for share in self._known.values() if share.num_active]
+        return sorted(active, key=lambda share: share.counter)
+
+    def charge(self, prices: Mapping[Share, float]) -> None:
+        """Count what a step computes for each holder: the ``prices`` of its parts."""
+        for share, price in prices.items():
+            share.counter += price / share.weight
+        if any(not share.num_live for share in self._known.values()):
+            self._forget_idle()
+
+    def pass_over(self, shares: Iterable[Share], until: Share) -> None:
+        """Lift holders that are behind ``until`` and could not be in its step: for want of memory,
+        or because nothing of theirs is left to compute. What they do not use is not saved up."""
+        for share in shares:
+            share.counter = max(share.counter, until.counter)
+
+    def check(self, active: Mapping[str, int], live: Mapping[str, int]) -> None:
+        """Check the counts of each holder's ``active`` sequences and ``live`` requests.
+
+        Raises:
+            AssertionError: It names a holder whose counts are wrong.
+        """
+        for share in self._known.values():
+            assert share.num_active == active.get(share.holder, 0), share
+            assert share.num_live == live.get(share.holder, 0), share
+        assert live.keys() <= self._known.keys()
+        assert self.is_contested == (len(self._known) > 1)

@@ -1,0 +1,342 @@
+"""Holders' shares of one machine, by schedules of a pure scheduler.
+
+`tests.simulator.share_watch` judges every plan of these schedules, as of those of
+`tests/property/test_scheduler.py` and of the simulator's worlds. Here holders keep the machine busy
+for long, so that small wrongs add up.
+"""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from engine.core.common.shares import Shares
+from engine.core.text import prices, shared_steps
+from tests.simulator.mutants import Mutant, planted
+from tests.support.core_driver import Driver, make_request
+from tests.support.encode_driver import EncodeDriver
+from tests.support.examples import examples
+
+DECODE_S, ROW_S, TOKEN_S = 0.008, 0.0008, 0.0007  # of a small model on two cores
+STEPS = 60
+
+
+class Busy:
+    """A scheduler on a machine whose steps take as long as their rows need."""
+
+    def __init__(self, **config):
+        fields = {"num_blocks": 400, "max_model_len": 400, "max_num_seqs": 16}
+        fields |= {"max_num_batched_tokens": 80, "max_queued_requests": 1000}
+        self.driver = Driver(**fields | config)
+        self.count = 0
+
+    def ask(self, holder, *, prompt=8, max_tokens=300, weight=1, first=None, **fields):
+        """Submit a request of a holder, whose prompt begins with ``first`` or with a new token."""
+        self.count += 1
+        name = f"r{self.count}"
+        first = 1000 + self.count if first is None else first
+        self.driver.submit(
+            make_request(
+                name,
+                [first, *range(1, prompt)],
+                max_tokens=max_tokens,
+                arrival=self.driver.now,
+                holder=holder,
+                weight=weight,
+                **fields,
+            ),
+            buffer=100_000,
+        )
+        return name
+
+    def step(self):
+        """Compute one step, and return by holder the number of its rows; None without a step."""
+        plan = self.driver.begin_step()
+        if plan is None:
+            return None
+        lives = self.driver.scheduler._ledger.requests.values()
+        owner = {seq.sequence_id: x.request.holder for x in lives for seq in x.sequences}
+        chunks = [row.count for row in plan.rows if row.count > 1]
+        seconds = TOKEN_S * sum(chunks)
+        if len(chunks) < len(plan.rows):
+            seconds += DECODE_S + ROW_S * (len(plan.rows) - len(chunks))
+        rows = {}
+        for row in plan.rows:
+            name = owner[row.sequence]
+            rows[name] = rows.get(name, 0) + 1
+        self.driver.now += seconds
+        self.driver.end_step()
+        self.driver.scheduler.check()
+        return rows
+
+    def run(self, steps):
+        """Compute so many steps, and return by holder in how many of them it had rows."""
+        seen = {}
+        for _ in range(steps):
+            for name in self.step() or ():
+                seen[name] = seen.get(name, 0) + 1
+        return seen
+
+    def counters(self):
+        """Return each holder's counter."""
+        return {x.holder: x.counter for x in self.driver.scheduler._ledger.shares.in_order()}
+
+
+# ---- shares ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.integers(1, 3),  # weight
+            st.integers(1, 5),  # streams
+            st.integers(2, 60),  # prompt
+            st.sampled_from([3, 20, 60]),  # tokens of an answer; the next request follows at once
+        ),
+        min_size=2,
+        max_size=8,
+    ),
+    prepared=st.booleans(),
+    prefix_cache=st.booleans(),
+    shared_prompts=st.booleans(),
+    interventions=st.lists(
+        st.tuples(st.integers(0, STEPS), st.sampled_from(["cancel", "burst", "leave"])), max_size=6
+    ),
+)
+def test_busy_holders_have_equal_shares_for_their_weights(
+    asked, prepared, prefix_cache, shared_prompts, interventions
+):
+    """The watcher judges every plan; nobody waits for ever; and no step is empty."""
+    busy = Busy(prepared_plans=prepared, prefix_cache=prefix_cache, max_num_seqs=40)
+    live = {}
+
+    def ask(index):
+        weight, _, prompt, max_tokens = asked[index]
+        first = 7 if shared_prompts else None
+        fields = {"prompt": prompt, "max_tokens": max_tokens, "weight": weight, "first": first}
+        live[busy.ask(f"h{index}", **fields)] = index
+
+    for index, (_, streams, _, _) in enumerate(asked):
+        for _ in range(streams):
+            ask(index)
+    for number in range(STEPS):
+        for at, what in interventions:
+            if at == number:
+                name = sorted(live)[number % len(live)]
+                if what == "cancel":
+                    busy.driver.cancel(name)
+                elif what == "burst":
+                    for _ in range(10):
+                        ask(live[name])
+                else:  # it comes back after five steps, with nothing saved up
+                    for other in [one for one, index in live.items() if index == live[name]]:
+                        busy.driver.cancel(other)
+        assert busy.step() is not None
+        ended = {name for name, choice in busy.driver.finished}
+        for name in sorted(live.keys() & ended):
+            index = live.pop(name)
+            if name not in busy.driver.refused and len(live) < 40:
+                ask(index)
+    for name in busy.driver.requests:
+        busy.driver.read(name)
+    busy.driver.run()
+    busy.driver.check_idle()
+    busy.driver.check_ends()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 5)])
+def test_many_streams_have_no_more_of_the_machine_than_one(weights, prepared):
+    """The holder with many rows skips steps, so that both have seconds by their weights."""
+    busy = Busy(prepared_plans=prepared)
+    for _ in range(15):
+        busy.ask("many", weight=weights[0], max_tokens=390)
+    busy.ask("one", weight=weights[1], max_tokens=390)
+    busy.run(20)
+    before = busy.driver.now
+    seen = busy.run(200)
+    # by the true times: a step of both costs nearly what one of the many costs
+    both, alone_s = seen["many"], DECODE_S + ROW_S
+    many_s = both * (DECODE_S + 16 * ROW_S) * 15 / 16
+    one_s = (seen["one"] - both) * alone_s + both * (DECODE_S + 16 * ROW_S) / 16
+    assert seen["one"] == 200
+    assert math.isclose(many_s + one_s, busy.driver.now - before, rel_tol=0.03)
+    assert math.isclose(many_s / one_s, weights[0] / weights[1], rel_tol=0.15)
+
+
+def test_holders_with_like_needs_share_their_steps():
+    busy = Busy()
+    for _ in range(8):
+        busy.ask("one")
+        busy.ask("other")
+    busy.run(10)
+    assert busy.run(100) == {"one": 100, "other": 100}
+
+
+def test_an_idle_holder_saves_nothing_up():
+    busy = Busy(max_num_seqs=40)
+    for _ in range(10):
+        busy.ask("one")
+        busy.ask("other")
+    busy.ask("idle", max_tokens=2)
+    busy.run(200)
+    busy.ask("idle")
+    seen = busy.run(60)
+    assert seen["one"] >= 3  # the others do not wait for what it has not used
+    assert seen["other"] >= 3
+
+
+def test_a_holder_that_leaves_at_once_keeps_its_lead():
+    """Else one that asks for one long prompt after another would always begin anew."""
+    busy = Busy()
+    busy.ask("steady", max_tokens=390)
+    name, steps = busy.ask("hasty", prompt=70, max_tokens=1), 0
+    for _ in range(150):
+        rows = busy.step()
+        steps += "hasty" in rows
+        if (name, 0) in busy.driver.finished:
+            name = busy.ask("hasty", prompt=70, max_tokens=1)
+    share = steps * 70 * TOKEN_S / busy.driver.now
+    assert 0.4 < share < 0.6, share
+
+
+def test_what_is_cached_costs_nothing():
+    """A holder whose prompts are cached is in nearly every step, as it has few tokens computed."""
+    busy = Busy()
+    busy.ask("steady", max_tokens=390)
+    name, done = busy.ask("cached", prompt=68, max_tokens=1, first=7), 0
+    busy.run(20)
+    for _ in range(150):
+        busy.step()
+        if (name, 0) in busy.driver.finished:
+            name = busy.ask("cached", prompt=68, max_tokens=1, first=7)
+            done += 1
+    assert done > 60, done
+
+
+def test_one_holder_is_never_counted():
+    busy = Busy()
+    for _ in range(4):
+        busy.ask("one")
+    busy.run(20)
+    assert busy.counters() == {"one": 0.0}
+    assert not busy.driver.scheduler._ledger.shares.is_contested
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def test_a_holder_gets_a_seat_though_another_has_all():
+    busy = Busy(max_num_seqs=8)
+    for _ in range(20):
+        busy.ask("many")
+    busy.run(5)
+    name = busy.ask("one")
+    busy.step()
+    busy.step()
+    assert busy.driver.scheduler._ledger.requests[name].parent.state.name == "RUNNING"
+    assert len(busy.driver.scheduler._ledger.running) == 8
+
+
+def test_seats_are_taken_up_to_a_holders_part_and_not_back():
+    busy = Busy(max_num_seqs=8)
+    for _ in range(20):
+        busy.ask("many", max_tokens=390)
+    busy.run(5)
+    for _ in range(20):
+        busy.ask("other", max_tokens=390)
+    busy.run(30)
+    before = busy.driver.scheduler.statistics().preemptions
+    busy.run(60)
+    running = [x.live.request.holder for x in busy.driver.scheduler._ledger.running]
+    assert sorted(map(running.count, ("many", "other"))) == [4, 4]
+    assert busy.driver.scheduler.statistics().preemptions == before
+
+
+def test_a_holder_gets_blocks_though_another_has_all():
+    busy = Busy(num_blocks=25, max_model_len=100, max_num_seqs=8)
+    for _ in range(6):
+        busy.ask("many", prompt=60, max_tokens=30)
+    busy.run(6)
+    name = busy.ask("one", prompt=20, max_tokens=10)
+    busy.run(4)
+    assert busy.driver.scheduler._ledger.requests[name].parent.state.name == "RUNNING"
+    busy.driver.run()
+    busy.driver.check_idle()
+
+
+# ---- encoders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1)])
+def test_an_encoder_computes_as_much_for_a_holder_with_few_inputs(weights):
+    driver = EncodeDriver(max_num_batched_tokens=64, max_num_seqs=8, max_queued_tokens=100_000)
+    for number in range(40):
+        driver.submit(f"many{number}", [16] * 12, holder="many", weight=weights[0])
+    for number in range(3):
+        driver.submit(f"few{number}", [16] * 12, holder="few", weight=weights[1])
+    computed = {"many": 0, "few": 0}
+    for _ in range(12):
+        plan = driver.begin_step()
+        rows = driver.scheduler._step.rows
+        for live, _ in rows:
+            computed[live.request.holder] += 1
+        assert len(plan.rows) == 4
+        driver.end_step()
+    assert computed["many"] / computed["few"] == pytest.approx(weights[0] / weights[1], rel=0.1)
+    for name in driver.requests:
+        driver.read(name)
+    driver.run()
+    driver.check_idle()
+
+
+# ---- planted bugs ------------------------------------------------------------------------------
+
+BUGS = (
+    Mutant(
+        "no lift",
+        Shares.activate,
+        "share.counter = max(share.counter, min(others, default=self._floor))",
+        "pass",
+    ),
+    Mutant("prompts are free", prices.price_of, "prices[share] += token_s * count", "pass"),
+    Mutant(
+        "cached tokens are charged",
+        prices.price_of,
+        "count = row.count + sum(",
+        "count = row.start + row.count + sum(",
+    ),
+    Mutant("weights are ignored", Shares.charge, "price / share.weight", "price"),
+    Mutant(
+        "nobody skips a step",
+        shared_steps.SharedStepBuilder._behind,
+        "if share.counter <= most",
+        "if True",
+    ),
+)
+CHECKS = (
+    lambda: test_many_streams_have_no_more_of_the_machine_than_one((3, 1), prepared=True),
+    lambda: test_many_streams_have_no_more_of_the_machine_than_one((1, 1), prepared=False),
+    test_an_idle_holder_saves_nothing_up,
+    test_a_holder_that_leaves_at_once_keeps_its_lead,
+    test_what_is_cached_costs_nothing,
+)
+
+
+def is_found():
+    """Return whether a check fails."""
+    for check in CHECKS:
+        try:
+            check()
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.title)
+def test_a_planted_bug_is_found(bug):
+    assert not is_found()
+    with planted(bug):
+        assert is_found()

@@ -1,0 +1,158 @@
+"""The watcher of holders' shares: by its own account of every plan, no holder that could be
+computed gets more than another, for its weight, by more than the bound."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from engine.core.text.lifecycle import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.core.text.plan import Row, StepPlan
+    from engine.core.text.scheduler import Scheduler
+    from engine.core.text.sequence import Sequence
+
+# The counters of two holders differ by two steps at most (engine/core/common/shares.py), so between
+# any two moments one's service exceeds the other's by four at most.
+STEPS_MAX = 4
+ROUNDING = 1e-6
+
+
+class Leads:
+    """How far holders are ahead of each other in one scheduler."""
+
+    def __init__(self) -> None:
+        self._largest = 0.0  # what the largest step costs for the smallest weight
+        # by two holders that could be computed all the time since then: how much more service the
+        # first had for its weight
+        self._ahead: dict[tuple[str, str], float] = {}
+
+    @property
+    def holders(self) -> set[str]:
+        """The holders whose leads are known."""
+        return {name for pair in self._ahead for name in pair}
+
+    def restart(self) -> None:
+        """Forget the service so far, because rows run alone after a failed step."""
+        self._ahead = {}
+
+    def note(
+        self,
+        service: dict[str, float],
+        weights: dict[str, int],
+        waiting: Iterable[str],
+        largest: float,
+    ) -> str:
+        """Take note of the ``service`` of each holder in a step, and return what is wrong, or "".
+        Only the holders ``waiting`` have had work all the time since the step before, and could
+        have been in this step, which could have cost ``largest``."""
+        largest = max(largest, sum(service.values()))
+        self._largest = max(self._largest, largest / min(weights.values(), default=1))
+        before, self._ahead = self._ahead, {}
+        for pair in combinations(sorted(waiting), 2):
+            one, other = (service.get(name, 0.0) / weights[name] for name in pair)
+            ahead = self._ahead[pair] = before.get(pair, 0.0) + one - other
+            if abs(ahead) > STEPS_MAX * self._largest + ROUNDING:
+                return f"{pair}: {ahead} ahead, where a step costs {self._largest}"
+        return ""
+
+
+class ShareWatch:
+    """Watch one scheduler. Service is in seconds of a step, by the usual times that the scheduler
+    has measured."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._leads = Leads()
+        self.restart = self._leads.restart
+        self._interrupted: set[str] = set()  # holders that had nothing to do since the last plan
+
+    def applied(self) -> None:
+        """Take note of which holders have nothing to do after an event: what they do not use is not
+        saved up."""
+        lives = self._scheduler._ledger.requests.values()
+        active = {
+            _holder(seq)
+            for live in lives
+            for seq in live.sequences
+            if seq.state in (State.RUNNING, State.WAITING) and not seq.is_attached
+        }
+        self._interrupted |= {live.request.holder for live in lives} - active
+        self._interrupted |= self._leads.holders - active
+
+    def planned(self, plan: StepPlan) -> str:
+        """Return what is wrong with a plan that is sent now, or ""."""
+        scheduler = self._scheduler
+        if scheduler._recovery.is_under_way:
+            self.restart()
+            return ""
+        lives = scheduler._ledger.requests.values()
+        sequences = {seq.sequence_id: seq for live in lives for seq in live.sequences}
+        rows = [(sequences[row.sequence], row) for row in plan.rows if row.sequence in sequences]
+        service = self._service_of(rows)
+        weights = {live.request.holder: live.share.weight for live in lives}
+        possible = [seq for seq in sequences.values() if not seq.has_ended]
+        size = scheduler.config.block_size
+        waiting = {_holder(seq) for seq in possible if _could_run(seq, size)} | service.keys()
+        waiting -= self._interrupted
+        self._interrupted = set()
+        wrong = self._leads.note(service, weights, waiting, self._largest_of(possible))
+        self.applied()  # planning may have parked requests
+        return wrong
+
+    def _service_of(self, rows: list[tuple[Sequence, Row]]) -> dict[str, float]:
+        """Return what each holder gets of a step: of the decodes' time by positions, of the
+        prompts' time by tokens."""
+        times = self._scheduler._times
+        decodes = [(seq, row) for seq, row in rows if row.count - row.drafts == 1]
+        chunks = [
+            (seq, row.count + sum(x.cost for x in seq.live.request.images if _has(row, x.start)))
+            for seq, row in rows
+            if row.count - row.drafts > 1
+        ]
+        service: dict[str, float] = {}
+        if decodes:
+            num_drafts = sum(row.drafts for _, row in decodes)
+            each = times.price_of_decodes(len(decodes), num_drafts)
+            each /= sum(row.count for _, row in decodes)
+            for seq, row in decodes:
+                service[_holder(seq)] = service.get(_holder(seq), 0.0) + each * row.count
+        if chunks:
+            total = sum(count for _, count in chunks)
+            each = times.price_of_prompts(total) / total
+            for seq, count in chunks:
+                service[_holder(seq)] = service.get(_holder(seq), 0.0) + each * count
+        return service
+
+    def _largest_of(self, possible: list[Sequence]) -> float:
+        """Return what the largest step would cost now."""
+        times, config = self._scheduler._times, self._scheduler.config
+        tokens = sum(seq.num_tokens for seq in possible)
+        tokens += sum(image.cost for seq in possible for image in seq.live.request.images)
+        tokens = min(config.max_num_batched_tokens, tokens)
+        largest_s = times.price_of_decodes(config.max_num_seqs, config.max_num_batched_tokens)
+        return largest_s + (times.price_of_prompts(tokens) if tokens else 0.0)
+
+
+def _holder(seq: Sequence) -> str:
+    return seq.live.request.holder
+
+
+def _has(row: Row, position: int) -> bool:
+    return row.start <= position < row.start + row.count
+
+
+def _could_run(seq: Sequence, block_size: int) -> bool:
+    """Return whether a sequence that is in no plan could have been in this one, without memory that
+    it lacks."""
+    return (
+        seq.state is State.RUNNING
+        and not seq.in_step
+        and seq.credit.free > len(seq.live.attached)
+        and not seq.live.is_guest
+        and not seq.live.attached
+        and len(seq.blocks) * block_size > seq.num_computed
+    )
