@@ -43,7 +43,7 @@ NEVER = {
         *(*RESUMED, "chat", "reasoning", "constraint.reasoning"),
         *("prompt.truncate_left", "output.tool_argument_deltas"),
     ),
-    "embed": ("inputs[0].image",),
+    "embed": ("inputs[0].image", "kind", "top_k", "threshold"),
     "rerank": (),
     "draw": ("source", "strength", "preview_every"),
 }
