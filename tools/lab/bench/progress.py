@@ -106,6 +106,7 @@ def run() -> list[Row]:
     cold, warm = [], []
     for turn in range(REPEATS):
         with open_engine(config) as engine:
+            engine.wait_ready()
             cold.append(wait(engine, turn))
             warm.append(wait(engine, REPEATS + turn))
     return [*rows_of("cold replica", cold), *rows_of("warm replica", warm)]
