@@ -181,11 +181,11 @@ class FakeEngine:
     def reset_prefix_cache(self, model=""):
         self.asked.append(("reset", model))
 
-    def abort(self, request_id):
+    def abort(self, request_id, only_of=None):
         self.asked.append(("abort", request_id))
         return AbortOutcome.REMEMBERED
 
-    def explain(self, request_id):
+    def explain(self, request_id, only_of=None):
         if request_id != "r1":
             raise RequestNotFound(f"no live request has the id {request_id!r}")
         drafts = (DraftCounts("constraint"), DraftCounts("lookup", 3, 9, 7))
