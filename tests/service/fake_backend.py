@@ -181,9 +181,9 @@ class FakeEngine:
     def reset_prefix_cache(self, model=""):
         self.asked.append(("reset", model))
 
-    def abort(self, request_id, only_of=None):
-        self.asked.append(("abort", request_id))
-        return AbortOutcome.REMEMBERED
+    def abort_all(self, request_ids, only_of=None):
+        self.asked += [("abort", request_id) for request_id in request_ids]
+        return [AbortOutcome.REMEMBERED for _ in request_ids]
 
     def explain(self, request_id, only_of=None):
         if request_id != "r1":
