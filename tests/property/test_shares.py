@@ -166,6 +166,22 @@ def test_many_streams_have_no_more_of_the_machine_than_one(weights, prepared):
     assert math.isclose(many_s / one_s, weights[0] / weights[1], rel_tol=0.15)
 
 
+def test_weights_divide_the_seconds_of_like_holders():
+    """By the true times of the steps. Tokens are divided more evenly, as the steps in which
+    the heavier holder is alone make fewer tokens a second."""
+    busy = Busy(max_num_seqs=48, num_blocks=2000)
+    for _ in range(24):
+        busy.ask("heavy", weight=3, max_tokens=390)
+        busy.ask("light", max_tokens=390)
+    busy.run(40)
+    seen = busy.run(300)
+    both = seen["light"]
+    half_s = (DECODE_S + 48 * ROW_S) / 2
+    heavy_s = both * half_s + (seen["heavy"] - both) * (DECODE_S + 24 * ROW_S)
+    assert seen["heavy"] == 300
+    assert heavy_s / (both * half_s) == pytest.approx(3, rel=0.05)
+
+
 def test_holders_with_like_needs_share_their_steps():
     busy = Busy()
     for _ in range(8):

