@@ -222,7 +222,7 @@ def test_vectors_scores_and_tokens(client):
 
 def test_models_and_control(client):
     listed = client.models.list_models(timeout=CALL_LIMIT_S).models
-    assert [model.name for model in listed] == ["fake", "emb", "rank"]
+    assert [model.name for model in listed] == ["fake", "emb", "rank", "sparse", "multi"]
     got = client.models.get_model(messages.GetModelRequest(model="emb"), timeout=CALL_LIMIT_S)
     assert got.model.capability == messages.CAPABILITY_TEXT_EMBEDDING
     unload = messages.UnloadModelRequest(model="emb")
