@@ -225,13 +225,12 @@ TRIOLET_INLINE void each_constant(std::integer_sequence<int, I...>, Use use) {
     (use(std::integral_constant<int, I>{}), ...);
 }
 
-// Fetches the BYTES bytes that are SMALL_AHEAD behind ``from`` into L2, where this processor gains by
-// it.
-template <int BYTES>
+// Fetches the BYTES bytes that are AHEAD behind ``from`` into L2, where this processor gains by it.
+template <int BYTES, long AHEAD = SMALL_AHEAD>
 static inline void fetch_ahead(const void *from) {
-    if constexpr (SMALL_AHEAD)
+    if constexpr (AHEAD)
         for (long byte = 0; byte < BYTES; byte += 64)
-            __builtin_prefetch((const uint8_t *)from + SMALL_AHEAD + byte, 0, 2);
+            __builtin_prefetch((const uint8_t *)from + AHEAD + byte, 0, 2);
 }
 
 // The sums of a block of rows and panels in memory, with the names of `Sums`.
@@ -263,6 +262,9 @@ template <int BITS, bool HAS_TABLE, class Sum, int ROWS, int PANELS>
 TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPanels &w, long begin,
                                       long end, float *out, long ldo, bool is_more) {
     constexpr long INPUTS = TOGETHER<BITS>, BYTES = INPUTS * BITS * PANEL / 8;
+    // Measured on Zen 4 with twice the distance: Q5_0 is read 1.12 times as fast, Q5_K as before, and
+    // Q4_0 0.83 times.
+    constexpr long AHEAD = BITS == 5 ? 2 * SMALL_AHEAD : SMALL_AHEAD;
     const long blocks = x.blocks();
     const int8_t *numbers = x.numbers + row * x.depth;
     const float *row_scales = x.row_scales + row * blocks, *totals = x.totals + row * blocks;
@@ -287,7 +289,7 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
         for (int n = 0; n < PANELS; n++)
             fetch_ahead<sizeof(f16) * PANEL>(w.scales + n * w.scale_stride + at);
         for (long c = 0; c < x.block; c += INPUTS, weight += BYTES) {
-            for (int n = 0; n < PANELS; n++) fetch_ahead<BYTES>(weight + n * w.stride);
+            for (int n = 0; n < PANELS; n++) fetch_ahead<BYTES, AHEAD>(weight + n * w.stride);
             each_constant(std::make_integer_sequence<int, INPUTS / 8>{}, [&](auto eight)
                           __attribute__((always_inline)) {
                 constexpr int QUAD = 2 * decltype(eight)::value;
