@@ -1093,12 +1093,6 @@ MUTANTS = (
         run=run_over_http,
     ),
     Mutant(
-        "a holder that returns has saved up its share",
-        shares.Shares.activate,
-        "share.counter = max(share.counter, min(others, default=self._floor))",
-        "pass",
-    ),
-    Mutant(
         "prompts cost their holder nothing",
         prices.price_of,
         "prices[share] += token_s * count",
@@ -1109,18 +1103,21 @@ MUTANTS = (
         prices.price_of,
         "count = row.count + sum(",
         "count = row.start + row.count + sum(",
+        seed=141,
     ),
     Mutant(
         "a holder's weight is ignored",
         shares.Shares.charge,
         "price / share.weight",
         "price",
+        seed=174,
     ),
     Mutant(
         "nobody skips a step",
         shared_steps.SharedStepBuilder._behind,
         "if share.counter <= most",
         "if True",
+        seed=6,
     ),
     Mutant(
         "reasoning ends with its budget's margin or not at all",
