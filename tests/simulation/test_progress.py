@@ -11,6 +11,7 @@ from engine.core.common.events import Finished, PauseMode
 from engine.core.common.prompts import PromptProgress
 from engine.core.text.types import Constraint, Tokens
 from engine.requests.progress import INTERVAL_S, UNCHANGED_S
+from engine.requests.quota import NOWHERE, Origin, Quota
 from engine.requests.text.kept_events import ReceivedChoice
 from engine.requests.text.values import GenerateRequest, SamplingParams, Started
 from engine.worker.fakes.text import FakeRunner, FakeScript
@@ -22,6 +23,7 @@ from tests.support.virtual_engine import fake_engine, read_all
 TOKEN_S = 0.01
 PROMPT = 1000  # tokens, which take 10 s
 STEP = 100
+STEP_S = STEP * TOKEN_S
 
 
 class LoadingRunner(FakeRunner):
@@ -58,7 +60,7 @@ in_engine = partial(run_by, run)
 
 
 def ask(engine, name="a", *, prompt=PROMPT, max_tokens=3, progress=True, first=1, **fields):
-    buffer = fields.pop("buffer", 64)
+    buffer, origin = fields.pop("buffer", 64), fields.pop("origin", NOWHERE)
     request = GenerateRequest(
         token_ids=[first + index % 7 for index in range(prompt)],
         request_id=name,
@@ -66,7 +68,7 @@ def ask(engine, name="a", *, prompt=PROMPT, max_tokens=3, progress=True, first=1
         output={"progress": progress},
         **fields,
     )
-    return engine.submit(request, buffer=buffer)
+    return engine.submit(request, buffer=buffer, origin=origin)
 
 
 async def listen(stream):
@@ -156,6 +158,25 @@ async def test_prompts_before_it_count_in_the_estimate(engine):
     at, one = next((at, one) for at, one in told(heard) if one.first_token_s is not None)
     assert one.computed_tokens == 0
     assert one.first_token_s == pytest.approx(first - at, rel=0.2)
+
+
+@pytest.mark.parametrize("own", [400, 800])
+def test_the_prompts_of_another_holder_count_as_far_as_they_take_turns(own):
+    async def body(engine):
+        streams = [
+            ask(engine, name, prompt=prompt, first=first, origin=Origin(quota=Quota(name)))
+            for name, prompt, first in (("one", own, 1), ("two", 800, 3))
+        ]
+        heard = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listen, streams[1])
+            heard = await listen(streams[0])
+        first = first_token_at(heard)
+        for at, one in told(heard):
+            if one.computed_tokens >= STEP and one.first_token_s is not None:
+                assert one.first_token_s == pytest.approx(first - at, rel=0.25, abs=2 * STEP_S)
+
+    run(body)
 
 
 @in_engine()

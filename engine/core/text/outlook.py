@@ -13,7 +13,7 @@ from engine.core.common.prompts import PromptState
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from engine.core.text.ledger import Ledger
     from engine.core.text.planned_step import PlannedStep
@@ -65,23 +65,25 @@ class Outlook:
         starts: dict[Sequence, int],
         start_s: float | None,
     ) -> float | None:
-        """Return the time until the sequence samples: that of the prompts before it, whose tokens
-        come first in each step, and of its own. Unknown for a prompt with images, whose encoding
-        may cost much or nothing."""
+        """Return the time until the sequence samples: that of its own prompt, of its holder's
+        prompts before it, and of what other holders have computed meanwhile. Unknown for a prompt
+        with images, whose encoding may cost much or nothing."""
         ledger, waits = self._ledger, seq.state is State.WAITING
         if start_s is None or seq.state is State.PARKED or seq.live.request.images:
             return None
-        ahead = [seq]
+        own, ahead = seq.live.share, [seq]
+        beside: list[Sequence] = []
         if not start_s:
             ahead += [other for other in ledger.running if waits or other.rank < seq.rank]
             if waits:
                 ahead += ledger.waiting.items[: ledger.waiting.position_of(seq) - 1]
-        num_tokens, num_pairs = 0, 0.0
-        for other in ahead:
-            end, start = other.num_known, _computed(other, starts)
-            if other is seq or end - start > 1:
-                num_tokens += end - start
-                num_pairs += (end - start) * (end + start) / 2
+            if ledger.shares.is_contested:
+                ahead = [other for other in ahead if other.live.share is own]
+                both = (*ledger.running, *ledger.waiting.items)
+                beside = [other for other in both if other.live.share is not own]
+        num_tokens, num_pairs = _left(ahead, starts)
+        others_tokens, others_pairs = _beside(beside, starts, num_tokens / own.weight)
+        num_tokens, num_pairs = num_tokens + others_tokens, num_pairs + others_pairs
         decodes = sum([1 for other in ledger.running if other.has_sampled])
         chunk = self._prompt_limit(decodes)
         seconds = self._times.pace.seconds(num_tokens, num_pairs, chunk)
@@ -109,6 +111,30 @@ def _starts(steps: tuple[PlannedStep, ...]) -> dict[Sequence, int]:
 
 def _computed(seq: Sequence, starts: dict[Sequence, int]) -> int:
     return starts.get(seq, seq.num_computed)
+
+
+def _left(prompts: Iterable[Sequence], starts: dict[Sequence, int]) -> tuple[int, float]:
+    """Return how many tokens of prompts are still to be computed, and the sum of their contexts. A
+    decode has none."""
+    num_tokens, num_pairs = 0, 0.0
+    for seq in prompts:
+        end, start = seq.num_known, _computed(seq, starts)
+        if end - start > 1 or not seq.has_sampled:
+            num_tokens += end - start
+            num_pairs += (end - start) * (end + start) / 2
+    return num_tokens, num_pairs
+
+
+def _beside(prompts: list[Sequence], starts: dict[Sequence, int], most: float) -> tuple[int, float]:
+    """Return the tokens of other holders' prompts that are computed meanwhile, and the sum of their
+    contexts: at most ``most`` tokens for each unit of a holder's weight."""
+    num_tokens, num_pairs = 0, 0.0
+    for share in {seq.live.share for seq in prompts}:
+        tokens, pairs = _left([seq for seq in prompts if seq.live.share is share], starts)
+        part = min(1.0, most * share.weight / max(1, tokens))
+        num_tokens += round(part * tokens)
+        num_pairs += part * pairs
+    return num_tokens, num_pairs
 
 
 def _share(step: PlannedStep, num_tokens: int) -> float:
