@@ -24,6 +24,7 @@ FILES = {
     "step-zen4": File("Zen 4", "^(s135|q05) (decode B=.* at 128|prefill)"),
     "step-memory-zen3": File("Zen 3", "^s135 decode B=8 at 128"),
     "quantized-weights-peers-zen4": File("Zen 4"),
+    "gguf-zen4": File("Zen 4", "^(q05|q17) .* (decode|prefill)"),
     "serve-zen4": File("Zen 4", "^(8|32) clients"),
     "serve-openai-zen4": File("Zen 4"),
     "embed": File("Zen 3"),
@@ -91,22 +92,23 @@ def _decode() -> tuple[Line, ...]:
 
 def _gguf_lines() -> tuple[Line, ...]:
     lines = []
-    for model in ("s135", "q05"):
-        for case, label in CASES.items():
-            head, one = f"{model} {case}", "B=1" in case
-            best = "against the best of llama.cpp's"
+    for model, many in (("q05", 128), ("q17", 32), ("q4b", 32)):
+        for mix in ("Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS", "Q8_0", "Q4_0"):
+            one, several, prompt = (
+                f"{model} {mix} {case}"
+                for case in ("decode B=1 at 128", f"decode B=8 at {many}", "prefill 1 × 1024")
+            )
+            both = mix in ("Q8_0", "Q4_0")
             rows = (
-                *(
-                    f"{head}: int8",
-                    f"{head}: Q8_0",
-                    f"{head}, {'against Q8_0' if one else best}: int8",
-                ),
-                *(f"{head}: int4", f"{head}: Q4_0", f"{head}: Q4_K_M"),
-                f"{head}, {'against Q4_0' if one else best}: int4",
+                *(f"{one}: triolet", f"{one}, against llama.cpp"),
+                f"{one}, against ik_llama.cpp",
+                f"{one}, against openvino" if both else None,
+                *(f"{several}: triolet", f"{several}, against llama.cpp"),
+                *(f"{prompt}: triolet", f"{prompt}, against llama.cpp"),
+                f"{prompt}, against ik_llama.cpp",
+                f"{prompt}, against openvino" if both else None,
             )
-            lines.append(
-                Line(f"{model}, {label}", "tokens/s", rows, "quantized-weights-peers-zen4", (2, 6))
-            )
+            lines.append(Line(f"{model} {mix}", "", rows, "gguf-zen4", (), is_new=True))
     return tuple(lines)
 
 
@@ -265,8 +267,9 @@ CLAIMS = (
         "gguf",
         PAGE,
         (
-            *("8 bits", "Q8_0", "× llama.cpp"),
-            *("4 bits", "Q4_0", "Q4_K_M", "× llama.cpp"),
+            *("1 sequence", "× llama.cpp", "× ik", "× OpenVINO"),
+            *("8 sequences", "× llama.cpp"),
+            *("prompt", "× llama.cpp", "× ik", "× OpenVINO"),
         ),
         _gguf_lines(),
     ),
