@@ -294,8 +294,8 @@ class Portal:
         """Ask the engine to end. Idempotent, for any thread and any finaliser; never waits."""
         if not self.is_own_process:
             return
-        # The flag is set first and the token read second; `_main` sets the token first and reads
-        # the flag second. So one of the two sees the other.
+        # Here `_is_closing` is set before `_token` is read; `_main`, in the engine's thread, sets
+        # `_token` before it reads `_is_closing`. So one of the two threads sees the other's value.
         self._is_closing = True
         if self._token is not None:
             with suppress(trio.RunFinishedError):

@@ -224,7 +224,7 @@ def mate_of(engine, alone):
 
 def check(engine, alone, prompt, field):
     """Send a request with these two fields beside a mate, and check both answers."""
-    is_full = prompt[0] == "length" and prompt[1] > LENGTH - 4  # no room to continue an answer
+    is_full = prompt[0] == "length" and prompt[1] > LENGTH - 4  # no continuation would fit
     assume(not (is_full and field[0].startswith("continu")))
     wrong = {wrong_path(PROMPTS, *prompt), wrong_path(FIELDS, *field)} - {""}
     cut = field[1] if field[0] == "truncate_to" and field[1] > 0 else LENGTH

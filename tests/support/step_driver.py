@@ -279,7 +279,7 @@ class OneChoiceDriver(StepDriver):
         return len(self.requests.keys() - ended)
 
     def check_counts(self):
-        """Check the statistics, with the number of live requests."""
+        """Check the statistics, also that they count as many requests as are alive."""
         super().check_counts()
         stats = self.scheduler.statistics()
         assert stats.running + stats.waiting + stats.parked == self.num_live()

@@ -67,7 +67,9 @@ class Stops:
     shown: frozenset[int] = frozenset()
 
 
-MARGIN_MAX = 64  # tokens; a guess: two or three sentences
+# The most tokens of reasoning beyond its budget, in which a sentence may end. Guess: two or three
+# sentences.
+MARGIN_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ def _weight_files(folder: Path, name: str) -> tuple[str, tuple[str, ...], dict[s
 
 
 def _check(pipeline: Pipeline) -> None:
-    """Refuse a pipeline whose configs need more than the verbs of `model` can do."""
+    """Refuse a pipeline whose configs need computations that our image generation lacks."""
     unet, vae = pipeline.components["unet"].config, pipeline.components["vae"].config
     inputs, latents = unet.get("in_channels", 4), vae.get("latent_channels", 4)
     if inputs != latents:

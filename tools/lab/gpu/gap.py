@@ -65,7 +65,8 @@ def run(target: Target) -> None:
 async def _measure(
     directory: Path, device: str, prepared: bool, readers: int, tokens: int
 ) -> list[tuple[float, float, float]]:
-    """Return the median gap and step in ms and the tokens per second, once for each round."""
+    """Measure several times, and return for each measurement the median time between two steps
+    and of a step, both in ms, and the tokens generated per second."""
     config = EngineConfig(
         models=(ModelConfig(str(directory), device=device, dtype="bfloat16", threads=2),),
         prepared_plans=prepared,

@@ -39,7 +39,7 @@ class Reservation:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.blocks: list[BlockId] = []  # fresh and shared blocks, one entry per holding
+        self.blocks: list[BlockId] = []  # one entry for each reference that is held
 
     def __repr__(self) -> str:
         return f"<Reservation of {len(self.blocks)} blocks, {'open' if self.is_open else 'ended'}>"

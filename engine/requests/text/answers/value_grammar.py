@@ -121,8 +121,9 @@ class ValueGrammar:
     def _text(
         self, schema: Any, closing: str, padding: str = "", *, is_mixed: bool = False
     ) -> list[str]:
-        """Return a string as it is, and the marker that ends it. ``is_mixed``: the schema accepts
-        other types, too, for which the text must not be taken."""
+        """Return the grammar's symbols for a string without quotes and for ``closing``, the marker
+        that ends it. ``is_mixed``: the schema accepts other types, too, and a text that reads as a
+        value of theirs is not accepted."""
         self._num_alternatives = 0
         contents = " | ".join(self._contents(schema))
         end = re.escape(closing).replace("/", r"\/")
