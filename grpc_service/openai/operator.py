@@ -98,6 +98,7 @@ class Operator:
 def _encode_model(status: ModelStatus) -> dict[str, Any]:
     shown = asdict(status)
     shown |= {"state": status.state.value, "capability": status.capability.value}
+    shown["capabilities"] = [one.value for one in status.capabilities]
     shown["replicas"] = [
         asdict(replica) | {"state": replica.state.value} for replica in status.replicas
     ]
