@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Set
+    from collections.abc import Callable, Set
     from contextlib import AbstractAsyncContextManager, ExitStack
 
     import trio
@@ -52,11 +52,6 @@ class Assignment(Generic[RequestT, ReplicaT]):
     held: ExitStack
     report: Callable[[Phase], None]
     spare_images: Callable[[Set[RequestId]], RequestId | None]
-
-    @property
-    def party(self) -> Hashable:
-        """The party of a fair share (`Origin.party`)."""
-        return self.origin.party
 
     @property
     def deadline(self) -> float | None:

@@ -72,7 +72,7 @@ class InputPreparer:
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
         """
-        request, replica, party = assignment.request, assignment.replica, assignment.party
+        request, replica, party = assignment.request, assignment.replica, assignment.origin.party
         info = replica.info
         images: list[ImageInput] = []
         if isinstance(request, EmbedRequest):

@@ -76,7 +76,9 @@ class ImageGenerationPreparer:
         if too_large := [*pixel_violations(request.num_images, width, height, info.max_pixels)]:
             raise RequestTooLarge(too_large)
         prompt_tokens, _ = [
-            await self._count_tokens(replica, field, getattr(request, field), assignment.party)
+            await self._count_tokens(
+                replica, field, getattr(request, field), assignment.origin.party
+            )
             for field in ("prompt", "negative_prompt")
         ]
         source = await self._read_source(assignment, width, height)

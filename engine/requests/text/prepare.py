@@ -100,7 +100,7 @@ class TextPreparer:
         Cancellation: at once. A thread that tokenises goes on to its end, and its result is
             dropped.
         """
-        request, replica, party = assignment.request, assignment.replica, assignment.party
+        request, replica, party = assignment.request, assignment.replica, assignment.origin.party
         info = replica.info
         (ids, images), (form, reasoning, constraint), dropped = await self._prompt_ids(assignment)
         if constraint is None and request.chat is not None and request.chat.must_call:
@@ -161,7 +161,7 @@ class TextPreparer:
     ) -> tuple[VisionPrompt, Answer, tuple[int, ...]]:
         """Return the prompt before it is cut, with its images; how the answer is read and led; and
         the indices of the messages that were left out."""
-        request, replica, party = assignment.request, assignment.replica, assignment.party
+        request, replica, party = assignment.request, assignment.replica, assignment.origin.party
         add_special = request.prompt.add_special_tokens
         bound = _bound_of(request.prompt, replica.info)
         if request.token_ids is not None:
