@@ -30,9 +30,9 @@ def read_tools(path: str) -> list[messages.Tool]:
         listed = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "it is not JSON"
-        raise ConfigError(f"cannot read --tools {path}: {reason}") from None
+        raise ConfigError(f"--tools {path} cannot be read: {reason}") from None
     if not isinstance(listed, list):
-        raise ConfigError(f"cannot read --tools {path}: it is no list of functions")
+        raise ConfigError(f"--tools {path} cannot be read: it is no list of functions")
     return [_tool_of(path, index, one) for index, one in enumerate(listed)]
 
 
@@ -45,7 +45,7 @@ def _tool_of(path: str, index: int, one: Any) -> messages.Tool:
         fields = {name: value for name, value in function.items() if name != "strict"}
         return ParseDict(fields, messages.Tool())
     except ParseError as error:
-        raise ConfigError(f"cannot read --tools {path}: [{index}]: {error}") from None
+        raise ConfigError(f"--tools {path} cannot be read: [{index}]: {error}") from None
 
 
 class Calls:

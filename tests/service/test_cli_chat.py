@@ -168,7 +168,7 @@ def test_a_file_of_tools_that_cannot_be_read_is_refused(chat, tmp_path, content,
     path = str(tmp_path / "none.json") if content is None else file_of(tmp_path, content)
     code, out, err = chat(FakeBackend(*ANSWER), "one\n", "--tools", path)
     assert (code, out) == (2, "")
-    assert re.search(f"cannot read --tools {re.escape(path)}: {reason}", err)
+    assert re.search(f"--tools {re.escape(path)} cannot be read: {reason}", err)
 
 
 def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):
