@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         "an abort before its request is forgotten at once",
         supervisor.Supervisor.abort,
-        "self._aborts_to_come.add(request_id)",
+        "self._aborts_to_come.add(request_id, only_of)",
         "pass",
         seed=8,
     ),
