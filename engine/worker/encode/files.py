@@ -11,8 +11,6 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-
 from engine.status import Capability
 from engine.worker.load.capability import IMAGE_TEXT_TYPES, MODULES_NAME, OWN_CONFIG_NAME
 from engine.worker.load.reading import check_readable, has_file
@@ -81,8 +79,6 @@ def check(directory: Path, capability: Capability) -> Path:
             _check_weights(folder, name)
         if name == "Dense":
             _check_activation(read_json(folder, "config.json").get("activation_function"))
-    if capability is Capability.MULTI_VECTOR_EMBEDDING and not modules:
-        _check_projection(directory)
     if has_file(folders[0] / "adapter_config.json"):
         raise Refusal("it is an adapter, and adapters are not supported")
     config = read_json(folders[0], "config.json")
@@ -117,12 +113,16 @@ def _check_weights(folder: Path, module: str) -> None:
         )
 
 
-def _check_projection(directory: Path) -> None:
-    """Check that a model without modules has the projection of its vectors; the library would make
-    one at random."""
-    with safe_open(directory / WEIGHTS_NAME, "np") as file:
-        if PROJECTION not in file.keys():  # noqa: SIM118  (it is no mapping)
-            raise Refusal(f"its checkpoint lacks the tensor {PROJECTION}")
+def check_projection(directory: Path, capability: Capability, stored: Iterable[str]) -> None:
+    """Check that a checkpoint has the projection of its vectors to a few dimensions, if no module
+    has it; the library would make one at random.
+
+    Raises:
+        Refusal: The checkpoint lacks it.
+    """
+    makes_several = capability is Capability.MULTI_VECTOR_EMBEDDING
+    if makes_several and not has_file(directory / MODULES_NAME) and PROJECTION not in stored:
+        raise Refusal(f"its checkpoint lacks the tensor {PROJECTION}")
 
 
 def _check_image_model(config: dict[str, Any], folder: Path) -> None:

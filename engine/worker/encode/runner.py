@@ -42,7 +42,7 @@ from engine.worker.encode.apart import (
     expansion_of,
     query_limit,
 )
-from engine.worker.encode.files import check
+from engine.worker.encode.files import check, check_projection
 from engine.worker.encode.interface import EncoderInfo
 from engine.worker.encode.library import (
     check_model_type,
@@ -169,6 +169,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             for name in stored:
                 checkpoint.check_finite(name)
             weights = checkpoint.without_copies()
+        check_projection(source.directory, self._capability, stored)
         dtype = pick_dtype(spec.dtype, main_dtype, device)
         progress(LoadProgress("weights"))
         is_rerank = self._capability is Capability.RERANK
