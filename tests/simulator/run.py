@@ -494,6 +494,30 @@ class Simulation:
             raise Violation(f"more blocks free than there are: {statistics}")
         if statistics.free_states > statistics.total_states:
             raise Violation(f"more state slots free than there are: {statistics}")
+        for holder in (self._quota, *self._holders):
+            self._look_as_user(backend.engine, holder.name)
+
+    def _look_as_user(self, engine: Engine, holder: str) -> None:
+        """Ask for a holder: it sees, explains and ends requests of its own alone."""
+        live = [one for one in self._generations if not one.is_closed]
+        own = {one.request_id for one in live if one.origin.holder == holder}
+        listed = {one.request_id for one in engine.list_live(len(live), holder)}
+        if listed != own or engine.num_live_of(holder) < len(own):
+            raise Violation(f"{holder} has {own} and sees {listed}")
+        for name in [one.request_id for one in live]:
+            with suppress(RequestNotFound):
+                engine.explain(name, holder)
+                if name not in own:
+                    raise Violation(f"{name} is explained to {holder}")
+            if name not in own:
+                with suppress(RequestNotFound):
+                    engine.abort_all([name], holder)
+                    raise Violation(f"{holder} ends {name}")
+        over = {x.request_id for x in self._generations if x.origin.holder == holder} - own
+        for name in sorted(over - {one.request_id for one in live})[:3]:
+            with suppress(RequestNotFound):
+                if engine.abort_all([name], holder) != [AbortOutcome.ALREADY_ENDED]:
+                    raise Violation(f"{name} of {holder} has ended, and is aborted")
 
     async def _look_at_tokens(self, engine: Engine) -> None:
         ids = [3, 4] * 700
