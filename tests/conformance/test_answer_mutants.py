@@ -136,6 +136,7 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60)  # a grammar without an end is a bug that is found, too
 @pytest.mark.parametrize(("mutant", "judge"), CASES)
 def test_a_planted_bug_is_found(marked, mutant, judge):
     with planted(mutant), pytest.raises((Exception, pytest.fail.Exception)):
