@@ -21,6 +21,7 @@ from engine.requests.text.answers.choice_parser import parser_of
 from engine.requests.text.answers.dialects import DIALECTS, dialect_named
 from engine.requests.text.answers.format import AnswerFormat, detect_format
 from engine.requests.text.answers.tool_grammar import tool_constraint
+from engine.requests.text.answers.value_grammar import without_nulls
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import AnswerTokens, GenerateRequest, Tokens
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
@@ -312,6 +313,72 @@ def test_what_a_dialect_cannot_enforce_is_refused_by_name(name, own, what):
     with pytest.raises(Unsupported, match=what) as caught:
         tool_constraint([tool], "f", form, lambda _: None)
     assert caught.value.field == "chat.tools[0].parameters"
+
+
+NULLS = {  # an argument's schema with null keywords
+    "a text": {"type": "string", "enum": None, "maxLength": 3, "minLength": None, "pattern": None},
+    "values": {"enum": ["a", None], "anyOf": None},
+    "a null": {"const": None, "enum": None},
+    "a list": {"type": "array", "minItems": None, "maxItems": 2, "items": {"type": "boolean"}},
+    "a list of anything": {"type": "array", "maxItems": 0, "items": None},
+    "an object": {
+        "type": "object",
+        "required": None,
+        "properties": {"required": {"type": "boolean", "enum": None}},
+        "additionalProperties": False,
+    },
+    "a reference": {"$ref": "#/$defs/A", "anyOf": None},
+}
+
+
+@pytest.mark.parametrize("what", NULLS)
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "pythonic", "gemma", "hermes"])
+def test_a_keyword_that_is_null_is_as_good_as_absent(marked, name, what):
+    tokenizer, grammars = marked
+    schema = {
+        "type": "object",
+        "properties": {"a": NULLS[what]},
+        "required": ["a"],
+        "additionalProperties": None,
+        "$defs": {"A": {"type": "integer", "minimum": 1, "maximum": 9, "enum": None}},
+    }
+    form = AnswerFormat(dialect_named(name), {"f": schema})
+    tool = {"name": "f", "parameters": schema}
+    constraint = tool_constraint([tool], "f", form, tokenizer.added_id_of)
+    grammars.compile(constraint)
+    valid = jsonschema.Draft202012Validator(without_nulls(schema))
+    for seed in range(6):
+        tokens = walk(grammars.start(constraint), seed)
+        written = tokenizer.decode(tokens, skip_special_tokens=False)
+        _, _, [call] = parse(form, written)
+        assert valid.is_valid(json.loads(call.arguments_json)), written
+    grammars.forget(constraint)
+
+
+MALFORMED = [
+    {"properties": 5},
+    {"properties": ["a"]},
+    {"required": 5, "properties": {"a": {}}},
+    {"required": [{}]},
+    {"required": [5]},
+    {"properties": {"a": {"type": "array", "minItems": "x"}}},
+    {"properties": {"a": {"type": "array", "maxItems": []}}},
+    {"properties": {"a": {"enum": 5}}},
+    {"properties": {"a": {"anyOf": 5}}},
+]
+
+
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma", "pythonic"])
+def test_a_malformed_schema_is_the_requests_fault(marked, name, schema):
+    tokenizer, grammars = marked
+    form = AnswerFormat(dialect_named(name), {"f": schema})
+    tools = [{"name": "g"}, {"name": "f", "parameters": schema}]
+    with pytest.raises((InvalidRequest, Unsupported)) as caught:
+        grammars.compile(tool_constraint(tools, "", form, tokenizer.added_id_of))
+    refused = caught.value
+    field = refused.field if isinstance(refused, Unsupported) else refused.violations[0].field
+    assert field in ("chat.tools[1].parameters", "chat.tools")
 
 
 @pytest.mark.parametrize("times", [1, 50])

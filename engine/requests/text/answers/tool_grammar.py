@@ -24,7 +24,7 @@ from engine.requests.text.answers.dialects import (
 )
 from engine.requests.text.answers.reader import NAME_CHARS_MAX
 from engine.requests.text.answers.reasoning_grammar import lead_rules, literal, marker
-from engine.requests.text.answers.value_grammar import SPACING, ValueGrammar
+from engine.requests.text.answers.value_grammar import SPACING, ValueGrammar, without_nulls
 from engine.requests.text.chat_values import function_of
 from engine.requests.text.values import MAX_CONSTRAINT_CHARS
 
@@ -133,7 +133,10 @@ class _Grammar:
         schema = _schema_of(index, function)
         field = f"chat.tools[{index}].parameters"
         values = ValueGrammar(form, schema, f"v{index}", field, self._find_id)
-        right = values.parameters() if part.kind == "parameters" else values.keywords()
+        try:
+            right = values.parameters() if part.kind == "parameters" else values.keywords()
+        except (TypeError, ValueError, AttributeError):  # a keyword's value is of another type
+            raise InvalidRequest.of(field, "is not a valid JSON Schema") from None
         self.rules += [f"a{index}: {right}", *values.rules]
         return f"a{index}"
 
@@ -187,7 +190,7 @@ def _arguments(index: int, function: Tool) -> str:
 
 def _schema_of(index: int, function: Tool) -> Mapping[str, Any]:
     """Return the schema of a function's arguments."""
-    schema = function.get("parameters") or {}
+    schema = without_nulls(function.get("parameters") or {})
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         field = f"chat.tools[{index}].parameters"
         raise InvalidRequest.of(field, "must be the schema of an object")

@@ -51,6 +51,27 @@ PLAIN_KEY = re.compile(rf"[^=,:(){{}}\[\]<>\s\"'`\\]{{1,{NAME_CHARS_MAX}}}")
 OTHER_TYPE = r"/\s*([\[\{(](?s:.*)|[\-+.0-9](?s:.*)|[tT]rue|[fF]alse|null|[nN]one|\"(?s:.*))\s*/"
 ANY_TEXT = {"type": "string"}
 COUNT_MAX = 100  # least items of an array, and alternatives of a string; a guess
+# Keywords whose value may be null, and those whose value has schemas by any name.
+OF_VALUES = frozenset({"const", "default"})
+OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas"})
+OF_SCHEMAS |= {"$defs", "definitions"}
+
+
+def without_nulls(schema: Any) -> Any:
+    """Return a schema without its keywords that are null, which say as much as absent ones."""
+    if isinstance(schema, list | tuple):
+        return [without_nulls(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, own in schema.items():
+        if key in OF_SCHEMAS and isinstance(own, Mapping):
+            kept[key] = {name: without_nulls(one) for name, one in own.items()}
+        elif key in OF_VALUES or (key in ("enum", "examples") and own is not None):
+            kept[key] = own
+        elif own is not None:
+            kept[key] = without_nulls(own)
+    return kept
 
 
 class ValueGrammar:
