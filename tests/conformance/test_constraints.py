@@ -19,6 +19,7 @@ import regex
 import torch
 import trio
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
@@ -619,6 +620,10 @@ WITH_MARKERS = {
     "lark": (Constraint("lark", f'start: "{SPELLED}"'), SPELLED),
     "tools": (Constraint("tools", f'start: %json {{"const": "{SPELLED}"}}'), f'"{SPELLED}"'),
     "json_schema": (Constraint("json_schema", r'{"const": "green \u003c/think>"}'), f'"{SPELLED}"'),
+    "pattern": (
+        Constraint("json_schema", r'{"type": "string", "pattern": "^green <\\/think>$"}'),
+        f'"{SPELLED}"',
+    ),
     "behind": (Constraint("choice", SPELLED, lead='start: "so: " @form\n'), f"so: {SPELLED}"),
 }
 
@@ -634,3 +639,17 @@ def test_a_form_may_have_the_text_of_an_added_token(marked, name):
         assert tokenizer.decode(tokens, skip_special_tokens=False) == text
         assert tokenizer.added_id_of("</think>") not in tokens
     grammars.forget(constraint)
+
+
+def test_added_tokens_that_are_plain_text_leave_a_form_its_forced_tokens():
+    """Red if the line breaks, spaces and words among a vocabulary's added tokens forbid forcing."""
+    plain = ["\n", "\n\n", "   ", "widget"]
+    backend = toy_tokenizers.byte_level()
+    backend.add_tokens([AddedToken(one, normalized=False) for one in plain])
+    tokenizer = HfTokenizer(backend)
+    text = "a\nb\n\nc   d widget"
+    with closing(ConstraintCompiler(tokenizer, tokenizer.vocab_size, frozenset({3}))) as own:
+        constraint = Constraint("choice", text)
+        own.compile(constraint)
+        assert tokenizer.decode(own.start(constraint).forced()) == text
+        assert tokenizer.decode(walk(own.start(constraint), 0)) == text

@@ -205,13 +205,13 @@ class ConstraintCompiler:
             self._sandbox.close()
 
     def _lead_of(self, constraint: Constraint) -> str:
-        """Return the constraint's lead. With an added token's text in the form it begins with
+        """Return the constraint's lead. With a marker's text in the form it begins with
         `NO_FORCING`: llguidance would mask all but that token, as the tokenizer writes the text,
         and then refuse it."""
-        plain = constraint.source.replace("\\", "")
+        plain = constraint.source
         if constraint.kind == "json_schema":
-            plain = json.dumps(json.loads(constraint.source), ensure_ascii=False)
-        if not self.tokenizer.has_added(plain):
+            plain = json.dumps(json.loads(plain), ensure_ascii=False)
+        if not self.tokenizer.has_marker(plain.replace("\\", "")):
             return constraint.lead
         return NO_FORCING + (constraint.lead or "start: @form\n")
 

@@ -213,9 +213,14 @@ class HfTokenizer(TextEncoder):
         """Return the id of a text that is an added token, special or not; None for others."""
         return self._added.get(text)
 
-    def has_added(self, text: str) -> bool:
-        """Return whether a text has the text of an added token in it."""
-        return any(own in text for own in self._added)
+    def has_marker(self, text: str) -> bool:
+        """Return whether a text has the text of a special token in it, or of another added token
+        that llguidance takes for one: in angle brackets."""
+        return any(
+            own in text
+            for own, id_ in self._added.items()
+            if id_ in self.special_ids or (own.startswith("<") and own.endswith(">"))
+        )
 
     def _template(self, *, has_tools: bool) -> str:
         """Return the template that transformers would choose: with tools the template named
