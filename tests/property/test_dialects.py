@@ -153,6 +153,19 @@ def test_arguments_come_as_they_are_generated(name):
     assert early > 20
 
 
+@pytest.mark.parametrize("value", ['("so (it) goes")', '[("so it goes")]', '((("so it goes")))'])
+def test_a_text_in_parentheses_that_is_cut_is_kept(value):
+    """Red if what is held back of it, until it is known to be no tuple, is lost."""
+    form = AnswerFormat(dialect_named("pythonic"), {"f": {}}, streams_arguments=True)
+    written = f"[f(a=1, b={value})]"
+    _, _, [(_, whole)] = parse(form, [written])
+    begin = written.index('"')
+    for at in range(begin + 1, written.rindex('"')):
+        _, _, [(_, arguments)] = parse(form, [written[:at]])
+        assert whole.startswith(arguments)
+        assert arguments.endswith(written[begin:at]), at
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.think])
 def test_reasoning_may_follow_a_call(name):
     family = FAMILIES[name]

@@ -122,6 +122,7 @@ class ValueReader(AnswerReader):
         yield from self._skip_space()
         first = "".join(self._aside.pop())
         if not self._next:
+            self._write(first)
             return False
         is_tuple = not (is_whole and first and self._next == ")")
         self._write("[" * is_tuple + first)
