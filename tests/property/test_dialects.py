@@ -210,6 +210,46 @@ def num_inside(family, written):
     return sum(map(len, spans))
 
 
+MARKED = [
+    name
+    for name, family in FAMILIES.items()
+    if family.think and family.dialect != "channels" and dialect_named(family.dialect).openings
+]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_what_ends_a_call_may_be_missing_before_reasoning(name):
+    """Red if reasoning that the parser reads is not counted, and so not bounded."""
+    family, num_seen = FAMILIES[name], 0
+    opening, closing = family.think
+    for seed in range(60):
+        functions, turn = draw(family, seed)
+        form = form_of(family, functions)
+        written = family.write(Turn("Hm.", "", turn.calls[-1:])).rstrip()
+        assert form.tools
+        ends = {part.text.strip() for one in form.tools.read for part in one.call + one.closing}
+        for end in (end for end in ends if len(end) > 1 and written.endswith(end)):
+            cut_off = f"{written.removesuffix(end).rstrip()}{opening}Then the other.{closing}"
+            _, reasoning, _ = parse(form, cut_off)
+            if len(cut_off) < 600 and reasoning.endswith("Then the other."):
+                assert count_reasoning(form, cut_off) == num_inside(family, cut_off), cut_off
+                num_seen += 1
+    assert num_seen > 5 or family.dialect == "glm", "whose only end must come"
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("code", ["if (a) {\n}", "f(x)", "a[0]", "```"])
+def test_code_opens_no_reasoning(name, code):
+    family = FAMILIES[name]
+    opening, closing = family.think
+    functions, _ = draw(family, 0)
+    form = form_of(family, functions)
+    written = f"So.{closing}{code}\n{opening}x = 1" if family.is_open else f"{code}\n{opening}x = 1"
+    _, reasoning, calls = parse(form, written)
+    assert not calls
+    assert count_reasoning(form, written) == len(reasoning)
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.think])
 def test_reasoning_behind_a_call_is_bounded_by_the_budget(name):
     family = FAMILIES[name]

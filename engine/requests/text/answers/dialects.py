@@ -127,10 +127,14 @@ class Form:
 
     @property
     def ends(self) -> Iterator[str]:
-        """The texts with which a call may end, and all calls together."""
-        for parts in (self.call, self.closing):
-            if parts:
-                yield parts[-1].text.strip() if parts[-1].kind == "text" else "}"
+        """The texts with which a call may end, since its last parts may be missing, and all calls
+        together."""
+        slots = [index for index, part in enumerate(self.call) if part.kind in SLOTS]
+        if self.call[slots[-1]].kind in ("object", "arguments"):
+            yield "}"
+        for part in (*self.call[slots[-1] + 1 :], *self.closing):
+            if part.kind == "text":
+                yield part.text.strip()
 
     @property
     def separator(self) -> str:

@@ -126,12 +126,18 @@ class AnswerFormat:
     @property
     def opens_again(self) -> re.Pattern[str] | None:
         """What opens reasoning behind the answer's beginning, as
-        `engine.core.text.types.Reasoning` has it; None if nothing does."""
+        `engine.core.text.types.Reasoning` has it; None if nothing does.
+
+        In the text, an end of a call that is no marker, such as "}", counts where the marker that
+        opens the call is in sight (`engine.core.text.thought.OPENING_CHARS`). Which functions were
+        offered is not looked at: what stands between markers of reasoning behind a call of another
+        function is counted and bounded, although the parser reads it as text.
+        """
         if self.has_channels:
             return REASONING_HEADER
         if self.reasoning is None or self.tools is None:
             return None
-        ends = {re.escape(end) for form in self.tools.read for end in form.ends}
+        ends = {_end_of(form.first, end) for form in self.tools.read for end in form.ends}
         return re.compile(rf"(?:{'|'.join(sorted(ends))})\s*{re.escape(self.reasoning.opening)}")
 
     @property
@@ -191,6 +197,15 @@ def detect_format(
         is_behind=bool(answer_opened)
         or (reasoning is not None and prompt.rstrip().endswith(reasoning.closing)),
     )
+
+
+def _end_of(opening: str, end: str) -> str:
+    """Return the pattern of a text that ends calls: with the call itself if the text is no marker.
+    Calls without an opening marker cannot be told from other text."""
+    if not opening or (len(end) > 1 and end[0] in "<["):
+        return re.escape(end)
+    begin = re.escape(opening)
+    return rf"{begin}(?:\"(?:[^\"\\]|\\.)*+\"|(?!{begin})[^\"])*?{re.escape(end)}"
 
 
 def _find_pair(pairs: Iterable[Pair], template: str, prompt: str) -> tuple[Pair | None, str]:
