@@ -7,6 +7,7 @@ probes make every few seconds, such as health, are logged at DEBUG, all others a
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from engine import logs
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from grpc_service.access.rpc_record import CallRecord
 
 log = logging.getLogger("triolet.access")
+
+SUMS = {"prompt_tokens", "cached_tokens", "tokens_done", "reasoning_tokens"}
 
 
 def write(call: CallRecord, fields: Mapping[str, str | int | float]) -> None:
@@ -40,7 +43,8 @@ def fields_of(call: CallRecord, code: str, seconds: float) -> dict[str, str | in
     """Return the fields of the line, by name, with times in seconds.
 
     A request that reached the engine has the times of its phases: of all phases if it finished, and
-    otherwise how long it waited and how long it ran.
+    otherwise how long it waited and how long it ran. Of a call with several requests the tokens are
+    the sums, the first of all tokens counts, and the phases are those of the one that ended first.
     """
     fields: dict[str, str | int | float] = {
         "method": call.method,
@@ -52,4 +56,19 @@ def fields_of(call: CallRecord, code: str, seconds: float) -> dict[str, str | in
         fields["key"] = call.quota.name
     if call.stream is not None:
         fields |= call.stream.account(seconds)
+    for other in call.others:
+        _add(fields, other)
     return fields
+
+
+def _add(fields: dict[str, str | int | float], other: Mapping[str, str | int | float]) -> None:
+    """Add what another request of the call has used."""
+    for name in SUMS & other.keys():
+        fields[name] = int(fields.get(name, 0)) + int(other[name])
+    if "first_s" in other:
+        fields["first_s"] = min(float(fields.get("first_s", math.inf)), float(other["first_s"]))
+    if "finish" in other:
+        before = f"{fields['finish']}," if "finish" in fields else ""
+        fields["finish"] = f"{before}{other['finish']}"
+    if "reason" in other:
+        fields.setdefault("reason", other["reason"])

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from engine.requests.quota import Origin
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engine.requests.quota import Quota
     from engine.requests.stream import RequestStream
     from grpc_service.rpc.call import Call
@@ -27,7 +29,8 @@ class CallRecord:
     it. ``arrived_at`` is when the request had come whole, on Trio's clock. ``quota`` is the
     holder's, None for a call without one; ``num_counted`` requests are counted by ``counted_by``.
     ``is_operator``: the client may operate the server, and ask about everybody's requests.
-    ``stream`` is set by the code that submits a request to the engine for this call.
+    ``stream`` is set by the code that submits a request to the engine for this call. ``others`` are
+    the accounts (`RequestStream.account`) of the other requests of a call that has several.
     """
 
     method: str
@@ -40,6 +43,7 @@ class CallRecord:
     counted_by: Quota | None = None
     num_counted: int = 0
     stream: RequestStream[Any] | None = None
+    others: tuple[Mapping[str, str | int | float], ...] = ()
 
     @property
     def origin(self) -> Origin:

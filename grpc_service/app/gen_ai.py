@@ -14,7 +14,7 @@ from engine.replica.telemetry import Histogram
 from grpc_service.access.interceptor import COUNTED_ALREADY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
 
     from engine.replica.telemetry import Distribution
 
@@ -31,6 +31,9 @@ ATTRIBUTES = {
     "reasoning_tokens": "gen_ai.usage.reasoning.output_tokens",
     "first_s": "gen_ai.response.time_to_first_chunk",
 }
+USAGE = "gen_ai.usage."
+# The phases of a request's whole time, by the clock of its ``first_s``.
+PHASES = ("queue_s", "load_s", "prefill_s", "decode_s", "parked_s")
 # What each operation has for output; those that generate text count its tokens.
 OUTPUTS = {"chat": "text", "text_completion": "text", "generate_content": "image"}
 
@@ -55,11 +58,13 @@ FIRST_TOKEN = GenAiMetric(
 )
 PER_TOKEN = GenAiMetric(
     "gen_ai_server_time_per_output_token_seconds",
-    "a call's time behind its first token, divided by its other tokens, of calls that succeeded",
+    "the time behind the first token, divided by the other tokens, of calls for one answer that "
+    "succeeded",
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 METRICS = (DURATION, FIRST_TOKEN, PER_TOKEN)
 LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "error_type")
+MODEL = LABELS.index("gen_ai_request_model")
 
 
 def attributes_of(fields: Fields) -> dict[str, Any]:
@@ -76,6 +81,8 @@ def attributes_of(fields: Fields) -> dict[str, Any]:
         named["gen_ai.output.type"] = OUTPUTS[str(operation)]
     if OUTPUTS.get(str(operation)) != "text":
         del named["gen_ai.usage.output_tokens"]
+    if fields["method"] in COUNTED_ALREADY:  # the span of the first call has the usage
+        named = {name: value for name, value in named.items() if not name.startswith(USAGE)}
     if fields.get("finish"):
         named["gen_ai.response.finish_reasons"] = str(fields["finish"]).split(",")
     if error := _error_of(fields):
@@ -103,11 +110,18 @@ class GenAiMetrics:
             return
         first, more = float(fields["first_s"]), int(fields["tokens_done"]) - 1
         self._observe(FIRST_TOKEN, labels, first)
-        if more > 0:
-            self._observe(PER_TOKEN, labels, max(0.0, elapsed - first) / more)
+        has_one = "decode_s" in fields and "," not in str(fields.get("finish", ""))
+        if more > 0 and has_one:
+            whole = sum(float(fields.get(phase, 0.0)) for phase in PHASES)
+            self._observe(PER_TOKEN, labels, max(0.0, whole - first) / more)
 
-    def samples(self) -> Iterator[tuple[GenAiMetric, tuple[str, ...], Distribution]]:
-        """Yield a copy of each histogram with the values of its labels."""
+    def samples(
+        self, models: Container[str]
+    ) -> Iterator[tuple[GenAiMetric, tuple[str, ...], Distribution]]:
+        """Yield a copy of each histogram with the values of its labels. Those of models and
+        adapters that are not among ``models`` any more are dropped."""
+        for key in [key for key in self._histograms if key[1][MODEL] not in models]:
+            del self._histograms[key]
         for (metric, labels), histogram in self._histograms.items():
             yield metric, labels, histogram.snapshot()
 

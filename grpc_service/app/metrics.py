@@ -354,7 +354,12 @@ async def text_of(backend: Backend, interceptor: Interceptor, named: GenAiMetric
 def _samples(
     backend: Backend, interceptor: Interceptor, named: GenAiMetrics
 ) -> list[tuple[Metric, tuple[str, ...], Any]]:
-    of_gen_ai = [(OF_GEN_AI[metric], labels, value) for metric, labels, value in named.samples()]
+    models = {
+        name for status in backend.engine.list_models() for name in (status.name, *status.aliases)
+    }
+    of_gen_ai = [
+        (OF_GEN_AI[metric], labels, value) for metric, labels, value in named.samples(models)
+    ]
     return [*samples_of(backend.telemetry(), interceptor.calls.items()), *of_gen_ai]
 
 

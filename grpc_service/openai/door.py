@@ -340,7 +340,11 @@ class Door:
                     failed.append(error)
                     nursery.cancel_scope.cancel(reason="another prompt has failed")
                 finally:
-                    record.stream = record.stream or own.stream
+                    if record.stream is None:
+                        record.stream = own.stream
+                    elif own.stream is not None:
+                        seconds = trio.current_time() - own.arrived_at
+                        record.others += (own.stream.account(seconds),)
 
             for source in range(len(work.requests)):
                 nursery.start_soon(serve, source)

@@ -146,6 +146,7 @@ def test_a_server_exports_its_spans(monkeypatch):
 # ---- OpenTelemetry's names for what models do
 
 SETTLED = {"prompt_tokens": 7, "tokens_done": 9, "first_s": 0.2}
+TIMES = {"queue_s": 0.1, "load_s": 0.0, "prefill_s": 0.1, "decode_s": 0.6, "parked_s": 0.2}
 ENDS = {"cached_tokens": 4, "reasoning_tokens": 3, "finish": "stop,length"}
 
 
@@ -168,6 +169,14 @@ def test_the_span_of_a_chat_has_the_conventions_names(tracing, exporter):
     assert "error.type" not in span.attributes
 
 
+def test_the_span_of_an_attach_does_not_count_the_tokens_again(tracing, exporter):
+    attach = {"method": "triolet.v1.Inference/Attach"}
+    tracing.record(fields(operation="chat", model="m", **SETTLED, **ENDS, **attach), [], "r1")
+    [span] = exporter.get_finished_spans()
+    assert span.attributes["gen_ai.request.model"] == "m"
+    assert not [name for name in span.attributes if name.startswith("gen_ai.usage")]
+
+
 def test_a_call_that_fails_names_its_reason(tracing, exporter):
     failed = fields(operation="chat", model="m", code="DEADLINE_EXCEEDED", reason="DEADLINE")
     tracing.record(failed, [], "r1")
@@ -179,21 +188,22 @@ def test_a_call_that_fails_names_its_reason(tracing, exporter):
 
 def test_metrics_have_the_conventions_bounds_and_labels():
     named = GenAiMetrics()
-    done = fields(operation="chat", model="m", **SETTLED)
-    named.record(done)
-    named.record(done | {"elapsed_s": 0.2, "tokens_done": 1})
+    done = fields(operation="chat", model="m", **SETTLED, **TIMES, finish="stop")
+    named.record(done | {"elapsed_s": 1.2})  # the call lasted longer than its request
+    named.record(done | {"elapsed_s": 0.8, "finish": "stop,length"})
+    named.record(done | {"elapsed_s": 0.5, "tokens_done": 1})
     named.record(done | {"code": "ABORTED", "reason": "ABORTED"})
     named.record(done | {"method": "triolet.v1.Inference/Attach"})
     named.record(fields())
     found = {
         (metric.name.removeprefix("gen_ai_server_"), labels): (counted.count, counted.total)
-        for metric, labels, counted in named.samples()
+        for metric, labels, counted in named.samples({"m"})
     }
     labels, failed = ("chat", "triolet", "m", ""), ("chat", "triolet", "m", "ABORTED")
     assert found == {
-        ("request_duration_seconds", labels): (2, 1.2),
+        ("request_duration_seconds", labels): (3, 2.5),
         ("request_duration_seconds", failed): (1, 1.0),
-        ("time_to_first_token_seconds", labels): (2, 0.4),
+        ("time_to_first_token_seconds", labels): (3, pytest.approx(0.6)),
         ("time_per_output_token_seconds", labels): (1, 0.1),
     }
     # semantic-conventions-genai, docs/gen-ai/gen-ai-metrics.md
@@ -204,6 +214,35 @@ def test_metrics_have_the_conventions_bounds_and_labels():
     ]
     assert LABELS == ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model",
                       "error_type")  # fmt: skip
+
+
+def test_series_of_models_that_are_gone_are_dropped_at_a_scrape():
+    named = GenAiMetrics()
+    for model in ("m", "adapter"):
+        named.record(fields(operation="chat", model=model))
+    assert {labels[2] for _, labels, _ in named.samples({"m", "adapter"})} == {"m", "adapter"}
+    assert {labels[2] for _, labels, _ in named.samples({"m"})} == {"m"}
+    assert {labels[2] for _, labels, _ in named.samples({"m", "adapter"})} == {"m"}
+
+
+def test_the_prompts_of_one_call_are_counted_together(monkeypatch):
+    """Red if only the first of them is, or if their tokens are taken for one answer's."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    with fake(server={"openai_port": 0, "metrics_port": 0}) as server:
+        wait_serving(server.channel)
+        body = {"model": "fake", "max_tokens": 5, "prompt": ["a b c", "d e", "f"]}
+        answer = json.loads(ask(server.openai_port, "/v1/completions", body).body)
+        scraped = ask(server.openai_port, "/metrics", verb="GET").body.decode()
+        assert server.stop() == 0
+        spans = spans_in(server.out.partition("\n")[2])
+    usage = answer["usage"]
+    [span] = [one for one in spans if one["name"].endswith("/v1/completions")]
+    counted = span["attributes"]
+    assert counted["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert counted["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 15
+    assert counted["gen_ai.response.finish_reasons"] == ["length"] * 3
+    assert "gen_ai_server_time_to_first_token_seconds_count" in scraped
+    assert "gen_ai_server_time_per_output_token_seconds_count" not in scraped
 
 
 MODELS = [
