@@ -69,18 +69,20 @@ class ProgressReports:
 
     async def _report(self, stream: RequestStream[Any]) -> None:
         """Report until the request has a token. Cancellation: at once."""
-        shown = PromptProgress("")
+        shown, loads = PromptProgress(""), _Loads()
         shown_at = trio.current_time()
         while True:
             await trio.sleep(max(INTERVAL_S, self._num_watched / LOOKS_PER_S))
             if stream.tokens_done or stream.is_closed:
                 return
-            progress, now = self._look(stream, shown), trio.current_time()
+            progress, now = self._look(stream, shown, loads), trio.current_time()
             if now >= shown_at + UNCHANGED_S or _without_times(progress) != _without_times(shown):
                 stream.show(progress)
                 shown, shown_at = progress, now
 
-    def _look(self, stream: RequestStream[Any], before: PromptProgress) -> PromptProgress:
+    def _look(
+        self, stream: RequestStream[Any], before: PromptProgress, loads: _Loads
+    ) -> PromptProgress:
         """Return what the request does now; ``before`` is what it did when it was last told."""
         explained, loop = None, None if stream.replica is None else stream.replica.loop
         if loop is not None:
@@ -88,9 +90,8 @@ class ProgressReports:
         phase = (loop and loop.phase_of(stream.core_id)) or stream.phase
         progress = before._replace(phase=phase.value, position=0, first_token_s=None)
         if phase is Phase.LOAD and (load := self._load_of(stream)) is not None:
-            done, total = load.bytes_done, load.bytes_total
-            done = max(done, before.loaded_bytes if total == before.total_bytes else 0)
-            progress = progress._replace(loaded_bytes=done, total_bytes=total)
+            loads.see(load)
+            progress = progress._replace(loaded_bytes=loads.done, total_bytes=loads.total)
         if stream.prepared is not None:
             progress = progress._replace(prompt_tokens=stream.prepared.request.prompt_tokens)
         if explained is None or (prompt := explained.prompt) is None:
@@ -112,6 +113,30 @@ class ProgressReports:
         except TrioletError:
             return None  # its task is about to end with the error
         return entry.progress if entry.load is not None else None
+
+
+class _Loads:
+    """The bytes of the loads that a request waits for one after the other: of its model, of a draft
+    model, and of a load that begins anew. ``done`` of ``total`` bytes; neither falls."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._before = 0  # bytes of the loads before this one
+        self._own = self._own_total = 0  # of this one
+
+    def see(self, load: LoadProgress) -> None:
+        """Take note of how far the load is. One without a total has not read anything yet."""
+        if not load.bytes_total:
+            return
+        if load.bytes_done < self._own or load.bytes_total < self._own_total:
+            self._before += self._own
+        self._own, self._own_total = load.bytes_done, load.bytes_total
+        self.total = max(self.total, self._before + self._own_total)
+
+    @property
+    def done(self) -> int:
+        """The bytes that are loaded."""
+        return self._before + self._own
 
 
 def _without_times(progress: PromptProgress) -> PromptProgress:

@@ -256,6 +256,43 @@ def test_the_bytes_of_a_load_are_told_before_started():
     run(body, script=script, make=LoadingRunner, waits=False)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        [(0, 300), (300, 300)],
+        [(0, 2000), (1000, 2000)],
+        [(0, 9), (0, 1)],
+        [(0, 5000), (3000, 5000)],
+    ],
+    ids=["a draft model", "again", "small ones", "a larger one"],
+)
+def test_loads_one_after_the_other_are_counted_together(others):
+    """Red if the bytes of a second load take the place of the first one's."""
+    stages = [(100, 2000), (1900, 2000), *others]
+
+    async def load(engine):
+        [entry] = engine.registry.entries.values()
+        for stage in stages:
+            entry.note_progress(LoadProgress("weights", *stage))
+            await trio.sleep(1.0)
+
+    async def body(engine):
+        async with trio.open_nursery() as nursery:
+            stream = ask(engine, prompt=10)
+            nursery.start_soon(call_at, 0.1, partial(nursery.start_soon, load, engine))
+            events = [one for _, one in told(await listen(stream))]
+        counts = [(one.loaded_bytes, one.total_bytes) for one in events]
+        assert counts[0] == stages[0]
+        assert counts == sorted(counts)
+        totals = [total for _, total in counts]
+        assert totals == sorted(totals)
+        done, total = counts[-1]
+        assert 1900 + others[-1][0] == done <= total
+
+    script = FakeScript(token_s=TOKEN_S, load_s=0.5 + len(stages))
+    run(body, script=script, waits=False)
+
+
 def test_a_request_is_heard_of_while_it_is_tokenised_and_its_form_is_compiled():
     async def body(engine):
         script.encode_s = 2.0

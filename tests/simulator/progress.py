@@ -20,7 +20,7 @@ FAULT = "progress"
 SHARE = 0.4  # of worlds
 ASKING_MAX = 8  # clients of such a world: each wakes the engine four times a virtual second
 SLACK_S = 0.1
-COUNTS = ("loaded_bytes", "prompt_tokens", "computed_tokens", "cached_tokens")
+COUNTS = ("loaded_bytes", "total_bytes", "prompt_tokens", "computed_tokens", "cached_tokens")
 
 
 def is_drawn(seed: int) -> bool:
