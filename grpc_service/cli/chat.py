@@ -35,6 +35,7 @@ HELP = """\
 /help          show this text
 Ctrl-C ends an answer, and Ctrl-D ends the chat. To send a line that begins with /, put a space
 before it."""
+COMMANDS = frozenset({"/reset", "/system", "/image", "/help"})
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 TERMINAL_LINE_BYTES = 4096  # Linux's N_TTY passes on no more of a line, unless readline edits it
 TOO_MANY = 2**31  # stands for the number of tokens when the server refuses to count them
@@ -169,13 +170,14 @@ class Conversation:
 
     def _results(self, calls: Calls) -> list[Turn] | None:
         """Read a line for each call: what the tool returns. Return None at the end of the input, or
-        after a command, which is carried out."""
+        after a command, which is carried out. Another line that begins with / is a result, such as
+        a path."""
         turns = []
         for call in calls:
             if self._is_terminal:
                 _note(f"(What does {call.name} return?)")
             line = self._read(f"{call.name}{PROMPT}")
-            if line is not None and line.startswith("/"):
+            if line is not None and line.partition(" ")[0] in COMMANDS:
                 self._command(line)
                 line = None
             if line is None:
@@ -247,6 +249,7 @@ class Conversation:
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
+            printer.show_calls()
             printer.note("(stopped)")
         finally:
             stream.cancel()
@@ -281,11 +284,17 @@ class _Printer:
             print(text, end="", flush=True)
             self._is_line_open = not text.endswith("\n")
         if event.HasField("finished"):
-            self.end_line()
-            for call in self.calls:
-                print(shown(call), flush=True)
+            self.show_calls()
         if event.finished.reason == messages.FINISH_REASON_LENGTH:
             self.note("(cut at --max-tokens, or at the end of the context)")
+
+    def show_calls(self) -> None:
+        """Print the calls that have come, once the answer has ended."""
+        if self._is_json:
+            return
+        self.end_line()
+        for call in self.calls:
+            print(shown(call), flush=True)
 
     def note(self, text: str) -> None:
         """Print a note about the answer on a line of its own."""

@@ -342,10 +342,10 @@ os.execv(sys.executable, [sys.executable, "-m", "grpc_service", *sys.argv[1:]])
 class Terminal:
     """A chat on a terminal of its own."""
 
-    def __init__(self, address):
+    def __init__(self, address, *flags):
         self._fd, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ON_ITS_TERMINAL, "chat", "--server", address],
+            [sys.executable, "-c", ON_ITS_TERMINAL, "chat", "--server", address, *flags],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -397,6 +397,41 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self._fd)
+
+
+def test_a_call_that_came_before_ctrl_c_is_shown(tmp_path):
+    """Red if the chat asks what a call returns that nobody has seen."""
+    started, _, call, _ = with_call("", '{"city": "Oslo"}')
+    backend = FakeBackend(started, call, [tokens("Once")], hangs=True)
+    flags = ("--tools", file_of(tmp_path, [WEATHER]))
+
+    async def command(channel):
+        with Terminal(channel.address, *flags) as terminal:
+            await terminal.expect("> ")
+            terminal.type("one\n")
+            await terminal.expect("Once")
+            terminal.type("\x03")
+            assert 'weather({"city": "Oslo"})' in await terminal.expect("(stopped)")
+            await terminal.expect("weather> ")
+            terminal.type("\x04")
+            await terminal.expect("not kept")
+            await terminal.expect("> ")
+            terminal.type("\x04")
+            return await terminal.end()
+
+    assert run(backend, command) == 0
+
+
+@pytest.mark.parametrize("result", ["/usr/share/x", "/", "/resets"])
+def test_a_result_may_begin_with_a_slash(chat, tmp_path, result):
+    backend = FakeBackend()
+    answers = [with_call("", "{}"), ANSWER]
+    backend.engine.script_of = lambda request: {
+        "batches": list(answers[min(1, len(backend.streams))])
+    }
+    code, out, _ = chat(backend, f"Where?\n{result}\n", "--tools", file_of(tmp_path, [WEATHER]))
+    assert (code, out) == (0, "weather({})\nYes, so.\n")
+    assert said(backend.streams[1])[-1] == ("tool", result)
 
 
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
