@@ -40,7 +40,8 @@ class _Answer:
     """What the four encoders share: the answer's head, and the usage of all choices.
 
     ``num_choices`` are those of each of the ``num_sources`` requests, which are numbered through.
-    ``stop_ids`` are the tokens by which the client asked an answer to end.
+    ``stop_ids`` are the tokens by which the client asked an answer to end. ``asked`` is the model's
+    name in the request, which stands in what is sent before the request begins.
     """
 
     kind = ""
@@ -58,7 +59,9 @@ class _Answer:
         with_ids: bool = False,
         is_single_call: bool = False,
         stop_ids: Iterable[int] = (),
+        asked: str = "",
     ) -> None:
+        self._asked = asked
         self._head: dict[str, Any] = {"id": answer_id, "created": created, "model": ""}
         self._num_choices = num_choices
         self._num_sources = num_sources
@@ -228,6 +231,7 @@ class _Stream(_Answer):
         if self._num_sources > 1:
             progress["prompt"] = source
         body = {**self._head, "object": self.chunk_kind, "choices": []}
+        body["model"] = self._head["model"] or self._asked
         if self._with_usage:
             body["usage"] = None
         return b"data: " + encode_json(body | {"prompt_progress": progress}) + b"\n\n"

@@ -136,6 +136,7 @@ def decode_chat(body: dict[str, Any], context: Context) -> Work:
     encoder = made(
         f"chatcmpl-{request_id}",
         context.created,
+        asked=request.model,
         num_choices=request.n or 1,
         with_usage=with_usage,
         with_logprobs=output.logprobs is not None,
@@ -286,6 +287,7 @@ def decode_completion(body: dict[str, Any], context: Context) -> Work:
     encoder: Encoder = made(
         f"cmpl-{shared.request_id}",
         context.created,
+        asked=shared.model,
         num_choices=shared.n or 1,
         num_sources=len(prompts),
         with_usage=with_usage,

@@ -107,6 +107,7 @@ def test_http_sends_chunks_without_choices_in_the_form_of_llama_cpp(server, path
     assert all(one["choices"] == [] for one in told)
     assert events.index(told[-1]) < first
     assert {one["object"] for one in told} == {events[first]["object"]}
+    assert {one["model"] for one in told} == {"slow"}
     parts = [one["prompt_progress"] for one in told]
     assert all(0 <= one["cache"] <= one["processed"] <= one["total"] for one in parts)
     assert parts[0]["total"] > 900
