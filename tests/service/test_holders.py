@@ -8,11 +8,16 @@ somebody else's; an RPC of which this says nothing fails a test.
 import contextlib
 
 import grpc
+import hypothesis.strategies as st
 import pytest
+from hypothesis import example, given, settings
 
+from engine.requests.quota import Origin, Quota
+from engine.requests.text.prepare import _salt_of
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
+from tests.support.examples import examples
 from tests.support.openai_calls import ask
 from tests.support.server import fake
 from tests.support.wire import Generation, error_of, generate, reason, wait_serving, wait_until
@@ -22,10 +27,13 @@ KEYS = {
     "ben": "the-key-of-ben-0001",
     "ops": "the-key-of-the-operator",
     "gate": "the-key-of-a-gateway",
+    "late": "the-key-of-somebody-patient",
 }
 LINES = {"ann": "role=user max_priority=-1", "ops": "role=operator", "gate": "delegate=true"}
+LINES["late"] = "max_priority=5"
 SOON_S = 15.0
 PROMPT = list(range(1, 40))
+NAMES = st.text("3a:\0", max_size=6)
 LIVE = {"prompt_ids": [5], "max_tokens": 2000}
 # By caller, whether it gets the answer about a request of Ann's; otherwise it is NOT_FOUND.
 MAY_SEE = {"ann": True, "ben": False, "ops": True, "gate": False, "gate for ann": False}
@@ -218,6 +226,18 @@ def test_holders_share_no_cached_prefix(server):
     for caller in ("ben", "gate", "gate for ann", "gate for ben"):
         assert cached(server, caller, PROMPT) == 0, caller
     assert cached(server, "gate for ann", PROMPT) == 32
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(st.tuples(NAMES, NAMES), min_size=2, max_size=2, unique=True))
+@example([("a", ""), ("", "a\0")])
+@example([("a", "\0"), ("a\0", "")])
+def test_no_salt_of_a_client_makes_another_holders(pairs):
+    """No two pairs of a holder's name and a client's own salt make one salt; without both there
+    is none, so that a router follows the blocks (`ObservePrefixes`)."""
+    one, other = (_salt_of(*pair) for pair in pairs)
+    assert one != other
+    assert _salt_of("", "") == ""
 
 
 def test_holders_share_prefixes_if_the_server_is_told_so(tmp_path):

@@ -324,8 +324,9 @@ def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
 
 
 def _salt_of(owner: str, own_salt: str) -> str:
-    """Return the salt of a request's cached prefixes, which no other holder's requests have."""
-    return f"{owner}\0{own_salt}" if owner else own_salt
+    """Return the salt of a request's cached prefixes, which no other holder's requests have,
+    whatever salt their client sends: the owner's length says where its name ends."""
+    return f"{len(owner)}:{owner}{own_salt}" if owner or own_salt else ""
 
 
 def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:
