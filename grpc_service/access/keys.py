@@ -5,10 +5,11 @@ Each line of the file is a key: ``NAME KEY [SETTING=VALUE …]``, with the setti
 one; the holder has the settings of the last such line. A limit that a line does not set is the
 server's default (``--key-max-requests`` and ``--key-max-queued-tokens``).
 
-A line without ``role`` is a user's if any line of the file has a role, and an operator's otherwise.
-A file without any role is of a time when every key could operate the server: its scripts that
-drain, and its one team, go on as before, and the log says so at the start. Whoever writes the first
-role has users and operators in mind, and then a line that says nothing gets the fewer rights.
+A line without ``role`` is a user's if any line of the file has one of `SINCE_ROLES`, and an
+operator's otherwise. A file without any is of a time when every key could operate the server: its
+scripts that drain, and its one team, go on as before, and the log says so at the start. Whoever
+writes the first of them has users and operators in mind, and then a line that says nothing gets the
+fewer rights; for the same reason a file that is read again and has lost the last of them is wrong.
 
 Rule 1: only digests are kept, and no key is written anywhere. Rule 2: a client's key is compared
 with all keys, each in constant time, so that the time of an answer reveals nothing. Rule 3: a file
@@ -38,6 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 KEY = re.compile(r"[!-~]+")
 log = logging.getLogger(__name__)
 ROLES = ("user", "operator")
+SINCE_ROLES = ("role", "weight", "delegate", "max_priority")  # settings as old as roles
 PRIORITIES = (-(2**31), 2**31 - 1)
 WEIGHT_MAX = 1000  # a holder with more than that beside others with 1 leaves them nothing
 
@@ -45,7 +47,7 @@ WEIGHT_MAX = 1000  # a holder with more than that beside others with 1 leaves th
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
     """The settings of a key's holder (`Quota`). A limit of None means no limit; a ``role`` of ""
-    means that the line has none."""
+    means that the line has none. ``knows_roles``: the line has one of `SINCE_ROLES`."""
 
     max_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -53,6 +55,7 @@ class KeyLimits:
     weight: int = 1
     role: str = ""
     delegate: bool = False
+    knows_roles: bool = False
 
 
 class KeyRing:
@@ -71,6 +74,7 @@ class KeyRing:
         self._defaults = defaults or KeyLimits()
         self._quotas: dict[str, Quota] = {}
         self._entries: tuple[tuple[bytes, Quota], ...] = ()
+        self._has_roles = False
         self.reload()
 
     def reload(self) -> int:
@@ -78,7 +82,8 @@ class KeyRing:
         keys are gone.
 
         Raises:
-            ConfigError: as at creation. The keys stay as they were.
+            ConfigError: as at creation, or the file had roles and has none. The keys stay as they
+                were.
         """
         lines = list(_lines(self._path, self._defaults))
         if not lines:
@@ -86,8 +91,13 @@ class KeyRing:
         digests = [digest for _, digest, _ in lines]
         if len(set(digests)) < len(digests):
             raise ConfigError(f"--api-key-file {self._path} holds a key twice")
+        has_roles = any(limits.knows_roles for _, _, limits in lines)
+        if self._has_roles and not has_roles:
+            raise ConfigError(
+                f"--api-key-file {self._path} has no role= any more, so that every key would "
+                "operate the server; that needs a restart, or role=operator in every line"
+            )
         quotas = {name: self._quotas.get(name) or Quota(name) for name, _, _ in lines}
-        has_roles = any(limits.role for _, _, limits in lines)
         for name, _, limits in lines:
             holder = quotas[name]  # a later line of the name decides
             holder.max_requests = limits.max_requests
@@ -101,6 +111,7 @@ class KeyRing:
                 "--api-key-file %s: every key may operate the server, as no line has a role=",
                 self._path,
             )
+        self._has_roles = has_roles
         self._quotas = quotas
         self._entries = tuple((digest, quotas[name]) for name, digest, _ in lines)
         return len(lines)
@@ -183,6 +194,7 @@ def _entry(words: list[str], defaults: KeyLimits) -> tuple[str, bytes, KeyLimits
         if parsed is None:
             raise ValueError(f"{field}= must be {told}")
         limits = replace(limits, **{field: parsed})
+        limits = replace(limits, knows_roles=limits.knows_roles or field in SINCE_ROLES)
     return name, _digest(key.encode()), limits
 
 

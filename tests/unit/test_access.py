@@ -223,6 +223,24 @@ def test_in_a_file_without_roles_every_key_operates_and_the_log_says_so(file, ca
     assert "every key" not in caplog.text
 
 
+@pytest.mark.parametrize("setting", ["role=user", "weight=1", "delegate=false", "max_priority=0"])
+def test_a_file_that_loses_its_last_role_is_wrong(file, setting):
+    """Else every key would operate the server as soon as the file is read again."""
+    file.write_text(f"alice {KEY}\nbob {OTHER_KEY} {setting}\n")
+    ring = KeyRing(str(file))
+    for text in (f"alice {KEY}\n", f"alice {KEY}\nbob {OTHER_KEY} max_requests=3\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no role= any more"):
+            ring.reload()
+        for key in (KEY, OTHER_KEY):
+            with pytest.raises(NotAllowed, match="operators"):
+                policy.admit(DRAIN, REMOTE[0], showing(key), ring)
+        assert ring.find(OTHER_KEY.encode()).max_requests is None
+    file.write_text(f"alice {KEY} role=operator\n")
+    ring.reload()
+    assert policy.admit(DRAIN, REMOTE[0], showing(KEY), ring).is_operator
+
+
 # ---- holders for whom others call --------------------------------------------------------------
 
 
