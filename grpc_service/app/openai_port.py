@@ -80,7 +80,12 @@ class OpenAIPort:
         door = Door(
             self._backend,
             shared,
-            Access(self._keys, frozenset(config.openai_origins), is_local),
+            Access(
+                self._keys,
+                frozenset(config.openai_origins),
+                is_local,
+                has_holders=self._keys is not None or bool(config.client_ca),
+            ),
             Answers(self._is_healthy, metadata.version("triolet"), self._metrics),
             decoding=self._interceptor.decoding,
             calls=self._interceptor.calls,

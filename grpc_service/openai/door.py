@@ -102,11 +102,14 @@ class Route(NamedTuple):
 
 class Access(NamedTuple):
     """Who may call: the ``keys``, None without; the ``origins`` whose pages may; and whether the
-    port is this machine's alone, so that only this machine's names are Hosts."""
+    port is this machine's alone, so that only this machine's names are Hosts. ``has_holders``:
+    clients have keys or certificates, so that the server's metrics, which are of all holders, are
+    for operators."""
 
     keys: KeyRing | None
     origins: frozenset[str]
     is_local: bool
+    has_holders: bool = False
 
 
 class Door:
@@ -145,6 +148,8 @@ class Door:
         embed = Route("POST", f"{INFERENCE}Embed", encode_codec.decode_embeddings)
         rerank = Route("POST", f"{INFERENCE}Rerank", encode_codec.decode_rerank)
         draw = Route("POST", f"{INFERENCE}GenerateImage", encode_codec.decode_images)
+        has_holders = self._access.has_holders
+        measure = f"{policy.CONTROL}GetStats" if has_holders else "triolet.v1.Models/ListModels"
         return {
             "/v1/chat/completions": chat,
             "/v1/completions": text,
@@ -154,7 +159,7 @@ class Door:
             "/v2/rerank": rerank,
             "/v1/images/generations": draw,
             "/v1/models": Route("GET", "triolet.v1.Models/ListModels", reply=self._list_models),
-            "/metrics": Route("GET", "triolet.v1.Models/ListModels", reply=self._show_metrics),
+            "/metrics": Route("GET", measure, reply=self._show_metrics),
             "/health": Route("GET", "", reply=self._show_health),
             "/version": Route("GET", "", reply=self._show_version),
             **{path: Route("GET", "", reply=show) for path, show in static_page.replies().items()},

@@ -199,6 +199,8 @@ def test_the_page_shows_a_user_its_own_requests(server, caller):
         assert told.status == (200 if MAY_SEE[caller] else 404)
         statistics = ask(port, "/triolet/statistics", verb="GET", headers=headers)
         assert statistics.status == (200 if caller == "ops" else 403)
+        metrics = ask(port, "/metrics", verb="GET", headers=headers)
+        assert metrics.status == (200 if caller == "ops" else 403)
         ended = ask(port, "/triolet/abort", {"request_ids": [name]}, headers=headers)
         assert ended.status == (200 if MAY_SEE[caller] else 404)
         if MAY_SEE[caller]:
