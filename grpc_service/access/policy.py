@@ -2,10 +2,10 @@
 certificate and its metadata.
 
 A call's *holder* is that of its key; else, on a server without keys, the first subject alternative
-name of its client's certificate; all other calls have none together. A key that may delegate can
-name another holder in the metadata `HOLDER_HEADER`. A holder is a *user* unless its key is an
-operator's; without a key, the clients on this machine are operators. A user may end its own
-requests, ask about them and attach to them, and nothing that concerns other holders' requests.
+name of its client's certificate, with its type; all other calls have none together. A key that may
+delegate can name another holder in the metadata `HOLDER_HEADER`. A holder is a *user* unless its
+key is an operator's; without a key, the clients on this machine are operators. A user may end its
+own requests, ask about them and attach to them, and nothing that concerns other holders' requests.
 
 Rule 1: with a key file, every client over TCP needs a key, even on this machine, because its other
 users and everything that forwards calls connect over loopback, too. A Unix socket is protected by

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ _CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client
 HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux has it
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+# The types of names that tell clients apart, as `ssl` and as OpenSSL's settings call them. Of other
+# types `ssl` gives no text, or the same for all names.
+NAME_TYPES = {"DNS": "DNS", "URI": "URI", "email": "email", "IP Address": "IP"}
 
 # ---- listening ---------------------------------------------------------------------------------
 
@@ -240,8 +243,9 @@ class PlainTransport:
 
     @property
     def certified(self) -> str:
-        """The first subject alternative name of the client's certificate, once the transport is
-        open; "" without a certificate or such a name."""
+        """The first subject alternative name of the client's certificate of a type in `NAME_TYPES`,
+        once the transport is open: ``type:value``, such as ``DNS:a.example``. "" without a
+        certificate or such a name."""
         return ""
 
     async def open(self) -> None:
@@ -325,6 +329,14 @@ class PlainTransport:
             self._socket.close()
 
 
+def name_of(certificate: Mapping[str, Any] | None) -> str:
+    """Return `PlainTransport.certified` of a certificate, as `ssl.SSLSocket.getpeercert` has it."""
+    for kind, value in (certificate or {}).get("subjectAltName", ()):
+        if kind in NAME_TYPES:
+            return f"{NAME_TYPES[kind]}:{value}"
+    return ""
+
+
 class TlsTransport(PlainTransport):
     """TLS over a socket. OpenSSL writes to the socket itself: a write is one system
     call here, too, and a client whose certificate is refused gets TLS's alert."""
@@ -341,8 +353,7 @@ class TlsTransport(PlainTransport):
     @property
     def certified(self) -> str:
         """The name, as the authority of `--client-ca` has signed it."""
-        names: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
-        return str(names[0][1]) if names else ""
+        return name_of(self._tls.getpeercert())
 
     async def open(self) -> None:
         """Do the handshake.

@@ -175,7 +175,7 @@ def test_mtls_takes_its_authoritys_clients_only(files):
         assert is_refused_by_transport(nameless)
         assert is_refused_by_transport(wrong)
         assert generates(channel)
-        wait_until(lambda: "certificate/client.example" in server.log, SOON_S, "its name")
+        wait_until(lambda: "certificate/DNS:client.example" in server.log, SOON_S, "its name")
 
 
 def test_an_expired_certificate_is_a_warning_at_the_start(files, tmp_path):

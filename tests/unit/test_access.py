@@ -200,10 +200,11 @@ def test_a_certificates_client_is_a_user_elsewhere(method):
             with pytest.raises(NotAllowed):
                 policy.admit(method, peer, [], None, "ann.example")
         else:
-            caller = policy.admit(method, peer, [], None, "ann.example")
+            caller = policy.admit(method, peer, [], None, "DNS:ann.example")
             assert caller.is_operator == (peer == LOCAL[0])
-            assert caller.holder.name == "certificate/ann.example"
-            assert policy.admit(method, peer, [], None, "ann.example").holder is caller.holder
+            assert caller.holder.name == "certificate/DNS:ann.example"
+            again = policy.admit(method, peer, [], None, "DNS:ann.example")
+            assert again.holder is caller.holder
 
 
 def test_with_a_key_file_a_certificate_names_nobody(ring):

@@ -11,6 +11,7 @@ import trustme
 from engine.errors import ConfigError
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.app.tls import certificate_warnings, server_context
+from grpc_service.rpc.sockets import name_of
 
 DAY_S = 86_400.0
 NOW = datetime.datetime(2030, 6, 15, tzinfo=datetime.UTC)
@@ -54,6 +55,29 @@ def is_accepted(context, folder, client):
             except ssl.SSLError:
                 return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        ([], ""),
+        ([("DNS", "ann"), ("DNS", "ben")], "DNS:ann"),
+        ([("URI", "ann")], "URI:ann"),
+        ([("email", "ann")], "email:ann"),
+        ([("IP Address", "10.0.0.1")], "IP:10.0.0.1"),
+        # `ssl` has the same text for every name of these types.
+        ([("othername", "<unsupported>")], ""),
+        ([("othername", "<unsupported>"), ("DNS", "ann")], "DNS:ann"),
+        ([("DirName", ((("commonName", "ann"),),))], ""),
+    ],
+)
+def test_a_certificates_name_has_its_type(names, name):
+    """Else who has a URI signed is the holder whose DNS name reads the same."""
+    assert name_of({"subjectAltName": tuple(names)}) == name
+
+
+def test_a_client_without_a_certificate_has_no_name():
+    assert name_of(None) == name_of({}) == ""
 
 
 # The clients that a server with each --client-ca accepts, as grpcio's server does. A client sends
