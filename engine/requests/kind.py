@@ -25,7 +25,7 @@ class ClientRequest(Protocol):
 
     @property
     def priority(self) -> int | None:
-        """The rank among the waiting requests of its holder, the lowest first; None means 0."""
+        """The rank among its holder's waiting requests, the lowest first (`Origin.priority_of`)."""
 
     @property
     def timeout_s(self) -> float | None:

@@ -205,6 +205,14 @@ class Origin:
         """The name of the holder among whom the server is shared; "" for all without a name."""
         return "" if self.quota is None else self.quota.name
 
+    def priority_of(self, asked: int | None) -> int:
+        """Return a request's priority: the one it asks for, or else the one nearest to 0 that its
+        holder may have."""
+        if asked is not None:
+            return asked
+        most = None if self.quota is None else self.quota.max_priority
+        return 0 if most is None else max(0, most)
+
     @property
     def weight(self) -> int:
         """The holder's part of a shared server beside other holders."""

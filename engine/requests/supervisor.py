@@ -199,9 +199,8 @@ class Supervisor:
         except InvalidRequest as invalid:
             return invalid
         most = None if origin.quota is None else origin.quota.max_priority
-        priority = request.priority or 0
-        if most is not None and priority < most:
-            what = f"is {priority}, but this key's requests may have {most} or more"
+        if most is not None and request.priority is not None and request.priority < most:
+            what = f"is {request.priority}, but this key's requests may have {most} or more"
             return InvalidRequest.of("priority", what)
         if not self._tasks.is_open:
             return ShuttingDown("the engine is closed")

@@ -257,3 +257,20 @@ def test_a_keys_requests_are_as_urgent_as_it_may_be(server):
     error = generate(ann, priority=-2, max_tokens=2, timeout=SOON_S).error
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "priority: is -2, but this key's requests may have -1 or more" in error.details()
+
+
+def test_a_request_without_a_priority_has_one_that_its_key_may_use(server):
+    late = called_by(server, "late")
+    assert generate(late, max_tokens=2, timeout=SOON_S).error is None
+    assert generate(late, priority=5, max_tokens=2, timeout=SOON_S).error is None
+    error = generate(late, priority=0, max_tokens=2, timeout=SOON_S).error
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "priority"),
+    [(None, None, 0), (None, -3, -3), (-1, None, 0), (5, None, 5), (5, 7, 7), (0, None, 0)],
+)
+def test_what_the_scheduler_takes_for_a_requests_priority(most, asked, priority):
+    assert Origin(quota=Quota("ann", max_priority=most)).priority_of(asked) == priority
+    assert Origin().priority_of(asked) == (asked or 0)

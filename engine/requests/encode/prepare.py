@@ -103,7 +103,7 @@ class InputPreparer:
             inputs=_in_order(request, tokenized, images),
             arrival=assignment.arrival,
             options=options,
-            priority=request.priority or 0,
+            priority=assignment.origin.priority_of(request.priority),
             deadline=assignment.deadline,
             holder=assignment.origin.holder,
             weight=assignment.origin.weight,

@@ -91,7 +91,7 @@ class ImageGenerationPreparer:
             num_tiles=info.num_tiles(drawing),
             preview_every=request.preview_every or 0,
             prompt_tokens=prompt_tokens,
-            priority=request.priority or 0,
+            priority=assignment.origin.priority_of(request.priority),
             deadline=assignment.deadline,
         )
         return PreparedDrawing(

@@ -133,7 +133,7 @@ class TextPreparer:
             stops=stops,
             arrival=assignment.arrival,
             n=request.n or 1,
-            priority=request.priority or 0,
+            priority=assignment.origin.priority_of(request.priority),
             deadline=assignment.deadline,
             constraint=constraint,
             cache_salt=_salt_of(assignment.cache_owner, request.prompt.cache_salt),
