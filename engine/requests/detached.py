@@ -132,9 +132,11 @@ class DetachedStreams:
         """Return whether a stream waits for its client."""
         return stream.attach_token in self._waits
 
-    def waiting(self, request_id: str) -> TextStream | None:
-        """Return the newest waiting stream with this id, if there is one."""
-        waits = [x.stream for x in self._waits.values() if x.stream.request_id == request_id]
+    def waiting(self, request_id: str, only_of: str | None = None) -> TextStream | None:
+        """Return the newest waiting stream with this id, a holder's or with None anybody's, if
+        there is one."""
+        named = [x.stream for x in self._waits.values() if x.stream.request_id == request_id]
+        waits = [stream for stream in named if only_of in (None, stream.origin.holder)]
         return waits[-1] if waits else None
 
     def attachable(self, request_id: str, token: str, holder: Quota | None) -> TextStream:

@@ -4,7 +4,8 @@ Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason 
 Rule 2: a request's client gets the end at once, and the engine frees the request's resources within
 one step: closing a stream never waits for the step in flight.
 Rule 3: this file decides which requests may be live; `engine.requests.serving` takes each from the
-lease of a replica to its end.
+lease of a replica to its end. Rule 4: a request's name is its holder and its id. No holder learns
+from an answer which ids others use, and an operator's id means the requests of all holders with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from engine.requests.kind import ClientRequest, RequestKind
     from engine.requests.readers import Reader
     from engine.requests.stream import RequestStream
+
+    Name = tuple[str, str]  # a request's holder and its id
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,8 @@ class Supervisor:
                 kind, preparer, pool, reports, self.detached.spare_images, config.share_prefixes
             )
             self._servings |= dict.fromkeys(kind.request_types, serving)
-        self._live: dict[str, RequestStream[Any]] = {}
+        self._live: dict[Name, RequestStream[Any]] = {}
+        self._num_live = Counter[str]()  # by holder, of those that have any
         self._serials = itertools.count(1)
         self._take_leave = take_leave
         self.is_draining = self._refuses_new = False
@@ -172,7 +177,9 @@ class Supervisor:
         if error is not None:
             stream.close(error)
             return stream
-        self._live[request_id] = stream
+        name = (origin.holder, request_id)
+        self._num_live[origin.holder] += name not in self._live
+        self._live[name] = stream
         self.image_files.add(request.image_bytes)
         if stream.attach_token:
             self.detached.register(stream)
@@ -189,7 +196,7 @@ class Supervisor:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
         if self._aborts_to_come.take(request_id, origin.holder):
             return RequestAborted("the request was aborted before it arrived")
-        live = self._live.get(request_id)
+        live = self._live.get((origin.holder, request_id))
         if live is not None and not live.is_closed:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
         if error := self.image_files.refusal(request.image_bytes):
@@ -231,38 +238,39 @@ class Supervisor:
         """
         if only_of is not None:
             for request_id in request_ids:
-                if self._owner_of(request_id) != only_of:
+                is_live = (only_of, request_id) in self._live
+                if not is_live and not self._recently_ended.has(request_id, only_of):
                     raise _not_found(request_id)
         return [self.abort(request_id, only_of) for request_id in request_ids]
 
-    def _owner_of(self, request_id: str) -> str | None:
-        """Return whose request this is, if it is live or has ended a moment ago."""
-        stream = self._live.get(request_id)
-        if stream is not None:
-            return stream.origin.holder
-        return self._recently_ended.owner_of(request_id)
-
     def abort(self, request_id: str, only_of: str | None = None) -> AbortOutcome:
-        """End a request: now if it is live, otherwise when it arrives, if that is within
-        `ABORT_MEMORY_S`. Never waits. Unless ``only_of`` is None, only that holder's request is
-        meant."""
-        stream = self._live.get(request_id)
-        if stream is not None and only_of not in (None, stream.origin.holder):
-            stream = None
+        """End the requests with an id: now if one is live, otherwise when it arrives, if that is
+        within `ABORT_MEMORY_S`. Never waits. Unless ``only_of`` is None, only that holder's request
+        is meant."""
+        named = self._named(request_id, only_of)
         self.detached.abort(request_id, only_of)
-        if stream is not None and not stream.is_closed:
+        live = [stream for stream in named if not stream.is_closed]
+        for stream in live:
             stream.cancel(EndReason.ABORTED)
+        if live:
             return AbortOutcome.ABORTED
-        if stream is not None or request_id in self._recently_ended:
+        if named or self._recently_ended.has(request_id, only_of):
             return AbortOutcome.ALREADY_ENDED
         self._aborts_to_come.add(request_id, only_of)
         return AbortOutcome.REMEMBERED
+
+    def _named(self, request_id: str, only_of: str | None) -> list[RequestStream[Any]]:
+        """Return the requests with an id whose tasks have not ended: a holder's, or with None
+        all."""
+        holders: Iterable[str] = self._num_live if only_of is None else (only_of,)
+        names = [(holder, request_id) for holder in holders]
+        return [self._live[name] for name in names if name in self._live]
 
     def num_live_of(self, only_of: str | None) -> int:
         """Return the number of requests whose task has not ended: a holder's, or with None all."""
         if only_of is None:
             return len(self._live)
-        return sum(stream.origin.holder == only_of for stream in self._live.values())
+        return self._num_live[only_of]
 
     def list_live(self, most: int, only_of: str | None = None) -> tuple[LiveRequest, ...]:
         """Return the ``most`` oldest of the live requests: a holder's, or with None all. Never
@@ -293,12 +301,11 @@ class Supervisor:
         Raises:
             RequestNotFound: no such request is live, or it is another holder's.
         """
-        stream = self._live.get(request_id)
-        if stream is not None and only_of not in (None, stream.origin.holder):
-            raise _not_found(request_id)
-        if stream is None or stream.is_closed:
-            waiting = self.detached.waiting(request_id)
-            if waiting is None or only_of not in (None, waiting.origin.holder):
+        named = self._named(request_id, only_of)
+        stream = next((one for one in named if not one.is_closed), None)
+        if stream is None:
+            waiting = self.detached.waiting(request_id, only_of)
+            if waiting is None:
                 raise _not_found(request_id)
             return self.detached.explain(waiting, Explanation("ENDED"))
         explained = None
@@ -329,10 +336,14 @@ class Supervisor:
             self._end(stream)
 
     def _end(self, stream: RequestStream[Any]) -> None:
-        """Forget the request, unless another request has its id by now."""
-        if self._live.get(stream.request_id) is stream:
-            del self._live[stream.request_id]
-        self._recently_ended.add(stream.request_id, stream.origin.holder)
+        """Forget the request, unless another request has its name by now."""
+        holder = stream.origin.holder
+        if self._live.get((holder, stream.request_id)) is stream:
+            del self._live[holder, stream.request_id]
+            self._num_live[holder] -= 1
+            if not self._num_live[holder]:
+                del self._num_live[holder]
+        self._recently_ended.add(stream.request_id, holder)
         if not self._live:
             self._idle.set()
         log.debug(
@@ -416,37 +427,38 @@ class Supervisor:
 
 class _RecentIds:
     """The ids added in the last `ABORT_MEMORY_S`, at most `ABORT_MEMORY_MAX`; beyond that, the
-    oldest are forgotten. Old ids are removed when this object is used, so no timer is needed."""
+    oldest are forgotten. Old ids are removed when this object is used, so no timer is needed.
+
+    Each was added for a holder's request, or with None for everybody's.
+    """
 
     def __init__(self) -> None:
-        self._added_at: dict[str, float] = {}
-        self._owners: dict[str, str | None] = {}  # of the same ids
+        self._added_at: dict[tuple[str | None, str], float] = {}
+        self._num_of = Counter[str]()  # by id, the holders for whom it was added
 
-    def add(self, request_id: str, owner: str | None) -> None:
-        """Add an id, of a request of the holder ``owner``, or with None of any holder."""
-        self._added_at.pop(request_id, None)
+    def add(self, request_id: str, holder: str | None) -> None:
+        """Add an id."""
         self._forget_old()
+        self._forget((holder, request_id))
         if len(self._added_at) >= ABORT_MEMORY_MAX:
             self._forget(next(iter(self._added_at)))
-        self._added_at[request_id] = trio.current_time()
-        self._owners[request_id] = owner
+        self._added_at[holder, request_id] = trio.current_time()
+        self._num_of[request_id] += 1
 
     def take(self, request_id: str, holder: str) -> bool:
-        """Return whether the id was added for a request of the holder, and forget it."""
+        """Return whether the id was added for the holder's request or everybody's; forget it."""
         self._forget_old()
-        is_known = self._owners.get(request_id, "") in (None, holder) and request_id in self
-        if is_known:
-            self._forget(request_id)
-        return is_known
+        found = [name for one in (holder, None) if (name := (one, request_id)) in self._added_at]
+        for name in found:
+            self._forget(name)
+        return bool(found)
 
-    def owner_of(self, request_id: str) -> str | None:
-        """Return the holder with whom the id was added; None if it was not."""
+    def has(self, request_id: str, holder: str | None) -> bool:
+        """Return whether the id was added for the holder's request, or with None anybody's."""
         self._forget_old()
-        return self._owners.get(request_id)
-
-    def __contains__(self, request_id: str) -> bool:
-        self._forget_old()
-        return request_id in self._added_at
+        if holder is None:
+            return request_id in self._num_of
+        return (holder, request_id) in self._added_at
 
     def _forget_old(self) -> None:
         limit = trio.current_time() - ABORT_MEMORY_S
@@ -456,8 +468,12 @@ class _RecentIds:
                 return
             self._forget(oldest)
 
-    def _forget(self, request_id: str) -> None:
-        del self._added_at[request_id], self._owners[request_id]
+    def _forget(self, name: tuple[str | None, str]) -> None:
+        """Forget an id, if it is known."""
+        if self._added_at.pop(name, None) is not None:
+            self._num_of[name[1]] -= 1
+            if not self._num_of[name[1]]:
+                del self._num_of[name[1]]
 
 
 def _not_found(request_id: str) -> RequestNotFound:

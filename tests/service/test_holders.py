@@ -183,6 +183,30 @@ def test_a_gateways_holders_have_requests_of_their_own(server):
         assert explain(called_by(server, "ops"), name) == "RUNNING"
 
 
+def test_holders_have_ids_of_their_own(server):
+    """Nobody learns from an answer that another holder uses an id, or keeps it from using one."""
+    ann, ben, ops = (called_by(server, caller) for caller in ("ann", "ben", "ops"))
+    with living(server, request_id="job-1") as (call, name):
+        assert is_not_found(error_of(lambda: explain(ben, name)))
+        with living(server, "ben", request_id=name) as (own, own_name):
+            assert own_name == name
+            again = generate(ben, prompt_ids=[5], request_id=name, max_tokens=2, timeout=SOON_S)
+            assert reason(again.error) == "DUPLICATE_REQUEST"
+            assert [explain(channel, name) for channel in (ann, ben, ops)] == ["RUNNING"] * 3
+            assert abort(ben, name) == [pb.ABORT_OUTCOME_ABORTED]
+            assert reason(own.finish().error) == "ABORTED"
+            call.read_deltas(len(call.heard.deltas) + 5)
+        assert abort(ben, name) == [pb.ABORT_OUTCOME_ALREADY_ENDED]
+        assert is_not_found(error_of(lambda: explain(ben, name)))
+        assert explain(ops, name) == "RUNNING"
+        with living(server, "ben", request_id=name) as (own, _):
+            assert abort(ops, name) == [pb.ABORT_OUTCOME_ABORTED]
+            for one in (call, own):
+                assert reason(one.finish().error) == "ABORTED"
+    for channel in (ann, ben, ops):
+        assert abort(channel, name) == [pb.ABORT_OUTCOME_ALREADY_ENDED]
+
+
 # ---- the paths of HTTP -----------------------------------------------------------------------
 
 

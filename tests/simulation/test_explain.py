@@ -32,7 +32,7 @@ def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
         async with fake_engine(script, make, waits=not load_s, **settings | config) as engine:
             await body(engine)
             engine.resume()
-            for name in list(engine._supervisor._live):
+            for _, name in list(engine._supervisor._live):
                 engine.abort(name)
 
     run_deterministically(main, seed)

@@ -50,7 +50,7 @@ def run(body, *, script=None, num_blocks=512, max_model_len=2048, make=FakeRunne
         async with fake_engine(script, made, **settings | config) as engine:
             await body(engine)
             engine.resume()
-            for name in list(engine._supervisor._live):
+            for _, name in list(engine._supervisor._live):
                 engine.abort(name)
 
     run_deterministically(main, 0)
