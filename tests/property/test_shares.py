@@ -6,16 +6,19 @@ for long, so that small wrongs add up.
 """
 
 import math
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from engine.core.common.shares import Shares
+from engine.core.common.steps import FailureKind
+from engine.core.common.waiting_queue import WaitingQueue
 from engine.core.text import prices, shared_steps
 from tests.simulator.mutants import Mutant, planted
 from tests.support.core_driver import Driver, make_request
-from tests.support.encode_driver import EncodeDriver
+from tests.support.encode_driver import EncodeDriver, Picture
 from tests.support.examples import examples
 
 DECODE_S, ROW_S, TOKEN_S = 0.008, 0.0008, 0.0007  # of a small model on two cores
@@ -30,6 +33,7 @@ class Busy:
         fields |= {"max_num_batched_tokens": 80, "max_queued_requests": 1000}
         self.driver = Driver(**fields | config)
         self.count = 0
+        self._prepare, self.driver.scheduler.prepare = self.driver.scheduler.prepare, self._watched
 
     def ask(self, holder, *, prompt=8, max_tokens=300, weight=1, first=None, **fields):
         """Submit a request of a holder, whose prompt begins with ``first`` or with a new token."""
@@ -49,6 +53,12 @@ class Busy:
             buffer=100_000,
         )
         return name
+
+    def _watched(self, now):
+        """Prepare a plan, which may be dropped and so must not change what holders had."""
+        before = self.counters()
+        self._prepare(now)
+        assert self.counters() == before
 
     def step(self):
         """Compute one step, and return by holder the number of its rows; None without a step."""
@@ -232,6 +242,77 @@ def test_what_is_cached_costs_nothing():
     assert done > 60, done
 
 
+def test_a_holder_that_cannot_be_in_a_step_saves_nothing_up():
+    """The least holder's only sequence samples its last token in the step in flight. It is lifted
+    when the next step is taken, and not before: a plan that is dropped changes nothing."""
+    busy = Busy()
+    busy.ask("many", max_tokens=390)
+    busy.run(10)
+    busy.ask("few", max_tokens=2)
+    busy.driver.begin_step()
+    while busy.driver.scheduler._prepared is None or not busy.driver.scheduler._prepared.passed:
+        busy.driver.end_step()
+        busy.driver.begin_step()
+    few = busy.driver.scheduler._prepared.passed[0]
+    before = few.counter
+    assert few.holder == "few"
+    busy.ask("new")  # so the prepared plan is dropped
+    assert busy.driver.scheduler._prepared is None
+    assert few.counter == before
+
+
+def test_a_step_that_failed_is_not_charged_beside_its_rows_alone():
+    busy = Busy(prepared_plans=False)
+    for _ in range(4):
+        busy.ask("one")
+        busy.ask("other")
+    busy.run(10)
+    before = busy.counters()
+    for kind in FailureKind:
+        assert len(busy.driver.begin_step().rows) > 1
+        assert busy.counters() != before
+        busy.driver.fail_step(kind)
+        assert busy.counters() == pytest.approx(before)
+
+
+@pytest.mark.parametrize("num_waiting", [0, 2])
+def test_a_steps_cost_grows_with_holders_and_requests_not_with_their_product(
+    monkeypatch, num_waiting
+):
+    """Counts how often a plan goes through all running sequences, and through the queue."""
+    looks = Counter()
+
+    class Counted(list):
+        def __iter__(self):
+            looks["running"] += 1
+            return super().__iter__()
+
+    in_order = WaitingQueue.in_order
+
+    def counted(queue, now):
+        looks["queue"] += 1
+        return in_order(queue, now)
+
+    monkeypatch.setattr(WaitingQueue, "in_order", counted)
+    busy = Busy(max_num_seqs=60, num_blocks=4000, prepared_plans=False)
+    ledger = busy.driver.scheduler._ledger
+    ledger.running = Counted()
+    for number in range(60):
+        busy.ask(f"h{number}")
+    busy.run(10)
+    for number in range(60 * num_waiting):
+        busy.ask(f"h{number % 60}")
+    assert len(ledger.running) == 60
+    for _ in range(5):
+        looks.clear()
+        busy.driver.scheduler.plan(busy.driver.now)
+        assert looks["running"] <= 12, looks
+        assert looks["queue"] <= 4, looks
+        step = busy.driver.scheduler._step
+        busy.driver.in_flight = step.plan
+        busy.driver.end_step()
+
+
 def test_one_holder_is_never_counted():
     busy = Busy()
     for _ in range(4):
@@ -306,6 +387,55 @@ def test_an_encoder_computes_as_much_for_a_holder_with_few_inputs(weights):
         driver.read(name)
     driver.run()
     driver.check_idle()
+
+
+def run_encoder(driver, steps):
+    """Compute steps, and return how many inputs of each holder there were."""
+    computed = Counter()
+    for _ in range(steps):
+        driver.begin_step()
+        computed.update(live.request.holder for live, _ in driver.scheduler._step.rows)
+        driver.end_step()
+    return computed
+
+
+def test_holders_with_inputs_of_different_kinds_do_not_drift_apart():
+    """Steps of texts and of images take turns, whatever they cost: a holder of texts that are
+    cheap must not save up what it could not have, which a new holder would then be lifted to."""
+    driver = EncodeDriver(max_num_batched_tokens=64, max_num_seqs=4, max_queued_tokens=100_000)
+    for number in range(60):
+        driver.submit(f"t{number}", [2] * 12, holder="texts")
+        driver.submit(f"i{number}", [Picture(32)] * 12, holder="images")
+    run_encoder(driver, 80)
+    counters = [share.counter for share in driver.scheduler._shares.in_order()]
+    assert max(counters) - min(counters) <= 2 * 64
+    for number in range(20):
+        driver.submit(f"n{number}", [Picture(32)] * 12, holder="new")
+    computed = run_encoder(driver, 24)
+    assert computed["images"] == pytest.approx(computed["new"], abs=4)
+
+
+def test_holders_of_one_kind_share_its_steps_beside_another_kind():
+    """Lifting them does not make them equal."""
+    driver = EncodeDriver(max_num_batched_tokens=64, max_num_seqs=2, max_queued_tokens=100_000)
+    for number in range(60):
+        driver.submit(f"h{number}", [4] * 12, holder="heavy", weight=3)
+        driver.submit(f"l{number}", [4] * 12, holder="light")
+        driver.submit(f"i{number}", [Picture(32)] * 12, holder="images")
+    computed = run_encoder(driver, 160)
+    assert computed["heavy"] / computed["light"] == pytest.approx(3, rel=0.1)
+
+
+def test_an_encoders_step_that_failed_is_not_charged_beside_its_rows_alone():
+    driver = EncodeDriver(max_num_batched_tokens=64, max_num_seqs=4)
+    for name in ("one", "other"):
+        driver.submit(name, [16] * 12, holder=name)
+    run_encoder(driver, 2)
+    shares = driver.scheduler._shares
+    before = {share.holder: share.counter for share in shares.in_order()}
+    assert len(driver.begin_step().rows) > 1
+    driver.fail_step()
+    assert {share.holder: share.counter for share in shares.in_order()} == before
 
 
 # ---- planted bugs ------------------------------------------------------------------------------

@@ -101,11 +101,29 @@ class Shares:
         if any(not share.num_live for share in self._known.values()):
             self._forget_idle()
 
-    def pass_over(self, shares: Iterable[Share], until: Share) -> None:
-        """Lift holders that are behind ``until`` and could not be in its step: for want of memory,
-        or because nothing of theirs is left to compute. What they do not use is not saved up."""
+    def refund(self, prices: Mapping[Share, float]) -> None:
+        """Take back what was charged for a step that failed and whose parts run again."""
+        for share, price in prices.items():
+            share.counter -= price / share.weight
+
+    def pass_over(self, shares: Iterable[Share], computed: Iterable[Share]) -> None:
+        """Lift holders to the least one of a step, ``computed``, that they could not be in: for
+        want of memory, or because nothing of theirs is left to compute. What they do not use is not
+        saved up. Call this before the step is charged."""
+        least = min(share.counter for share in computed)
         for share in shares:
-            share.counter = max(share.counter, until.counter)
+            share.counter = max(share.counter, least)
+
+    def pass_over_kind(self, computed: Iterable[Share]) -> None:
+        """Lift the active holders that are behind all of a step, ``computed``, as they have no work
+        of its kind, until the first of them has the counter of the step's least. They stay as far
+        from each other as they are, because they share the steps of another kind. Call this before
+        the step is charged."""
+        least = min(share.counter for share in computed)
+        behind = [share for share in self.in_order() if share.counter < least]
+        lift = least - max([share.counter for share in behind], default=least)
+        for share in behind:
+            share.counter += lift
 
     def check(self, active: Mapping[str, int], live: Mapping[str, int]) -> None:
         """Check the counts of each holder's ``active`` sequences and ``live`` requests.

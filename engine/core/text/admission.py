@@ -305,7 +305,7 @@ def victims_for_first(
         of_seats = max(lacking, over) <= 0
         num_new = ledger.seats_of(first) if of_seats else still_needs(ledger, first) - len(matched)
         # Holders whose rows come before would start what they gave up again at once.
-        sooner = let_in[: let_in.index(first.live.share)]
+        sooner = set(let_in[: let_in.index(first.live.share)])
         running = [seq for seq in ledger.running if seq.live.share not in sooner]
         others = _by_share(ledger, first, running, num_new, of_seats=of_seats)
         order = _among_holders(order, others, first)
@@ -323,7 +323,7 @@ def victims_for_first(
     is_free = max(lacking, seats_over, over) <= 0
     if not is_free:
         return []
-    before = let_in[: let_in.index(first.live.share) + 1] if let_in else None
+    before = set(let_in[: let_in.index(first.live.share) + 1]) if let_in else None
     return victims if _has_tokens_left(ledger, victims, prompt_limit, before) else []
 
 

@@ -17,6 +17,7 @@ from engine.core.text.memory.states import StepStates
 from engine.core.text.plan import AdmittedSequence, StepPlan
 
 if TYPE_CHECKING:
+    from engine.core.common.shares import Share
     from engine.core.common.types import BlockId, SequenceId
     from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row
@@ -32,7 +33,8 @@ class PlannedStep:
     in its row; ``started`` are the sequences that this step took from the waiting queue;
     ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
     the drafted tokens of its rows, and ``image_cost`` what encoding its rows' images may cost, in
-    tokens. ``states`` are the state slots that it takes; None if the model has no states. ``plan``
+    tokens. ``states`` are the state slots that it takes; None if the model has no states.
+    ``passed`` are the holders behind those of its rows that it could compute nothing for. ``plan``
     and ``started_at`` are set by `seal`.
     """
 
@@ -42,6 +44,7 @@ class PlannedStep:
         "forks",
         "image_cost",
         "num_drafts",
+        "passed",
         "pending_keys",
         "plan",
         "reservation",
@@ -64,6 +67,7 @@ class PlannedStep:
         self.pending_keys: set[bytes] = set()
         self.num_drafts = 0
         self.image_cost = 0
+        self.passed: list[Share] = []
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.plan = EMPTY_PLAN
 

@@ -17,6 +17,7 @@ from engine.core.common.core import Core
 from engine.core.common.events import PauseMode
 from engine.core.common.live_requests import Places
 from engine.core.common.step_budget import StepBudget
+from engine.core.common.steps import FailureKind
 from engine.core.text.commit import Committer
 from engine.core.text.drafting.drafts import Drafts
 from engine.core.text.endings import Endings
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from engine.config import SchedulerConfig
     from engine.core.common.credit import Credit
     from engine.core.common.events import InputEvent
+    from engine.core.common.shares import Share
     from engine.core.common.steps import StepFailure
     from engine.core.common.types import EndReason, Explanation, PlanId
     from engine.errors import FieldViolation, TrioletError
@@ -77,6 +79,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         )
         self._recovery = Recovery(self._ledger, self._budget, self._endings, self._note_preemption)
         self._prepared: PlannedStep | None = None
+        self._charged: dict[Share, float] = {}  # for the step in flight
         self._preemptions = self._discarded = 0
 
     def __repr__(self) -> str:
@@ -106,8 +109,10 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
         if step is not None:
             step.seal(plan_id, now)
-            if self._shares.is_contested:
-                self._shares.charge(charge(step, self._times))
+            self._charged = charge(step, self._times) if self._shares.is_contested else {}
+            if self._charged:
+                self._shares.pass_over(step.passed, self._charged)
+                self._shares.charge(self._charged)
         return step
 
     def prepare(self, now: float) -> None:
@@ -221,6 +226,8 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def _step_failed(self, step: PlannedStep, failure: StepFailure, now: float) -> None:
         self._discard_prepared(now)
         step.undo(now)
+        if len(step.sequences) > 1 or failure.kind is FailureKind.OUT_OF_MEMORY:
+            self._shares.refund(self._charged)  # the rows run again
         self._recovery.step_failed(step, failure, now)
 
     # ---- views

@@ -11,14 +11,16 @@ whoever's it is (I10).
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from engine.core.text import admission
+from engine.core.text.lifecycle import State
 from engine.core.text.prices import price_alone
 from engine.core.text.step_builder import StepBuilder, count_decodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from engine.core.common.shares import Share
     from engine.core.text.ledger import Ledger
@@ -31,7 +33,15 @@ class SharedStepBuilder(StepBuilder):
     """Builds one step, in which holders share. ``times`` has what steps cost; the others are as for
     `StepBuilder`."""
 
-    __slots__ = ("_computable", "_is_by_rank", "_let_in", "_share", "_times")
+    __slots__ = (
+        "_computable",
+        "_is_by_rank",
+        "_let_in",
+        "_running",
+        "_share",
+        "_times",
+        "_waiting",
+    )
 
     def __init__(
         self,
@@ -49,6 +59,9 @@ class SharedStepBuilder(StepBuilder):
         self._computable: list[Sequence] = []  # the running sequences of those holders
         self._share: Share | None = None  # of the holder whose sequences may start now
         self._is_by_rank = False  # whether the oldest takes memory from anybody
+        # Each holder's sequences in their order, so that a holder's turn costs no look at others'.
+        self._running = _by_holder(ledger.running)
+        self._waiting: dict[Share, list[Sequence]] | None = None  # None: not looked up yet
 
     def build(self) -> PlannedStep | None:
         """Return the next step, as `StepBuilder.build`."""
@@ -85,13 +98,12 @@ class SharedStepBuilder(StepBuilder):
             self._plan_all_running(ledger.running.copy())
         if self._step.rows:
             computed = {seq.live.share for seq in self._step.sequences}
-            first = next(share for share in order if share in computed)
-            ledger.shares.pass_over(order[: order.index(first)], first)
+            self._step.passed = list(takewhile(lambda share: share not in computed, order))
 
     def _behind(self, order: list[Share]) -> list[Share]:
         """Return the least holder, and those that it would overtake by a step of its own."""
         first = order[0]
-        running = [seq for seq in self._ledger.running if seq.live.share is first]
+        running = self._running.get(first, [])
         waiting = [seq for seq in self._ledger.waiting.items if seq.live.share is first]
         room = self._prompt_limit(count_decodes(running))
         alone_s = price_alone(self._times, [*running, *waiting], room)
@@ -101,7 +113,8 @@ class SharedStepBuilder(StepBuilder):
     def _let(self, shares: list[Share]) -> None:
         """Let these holders in, and no others."""
         self._let_in = shares
-        self._computable = [seq for seq in self._ledger.running if seq.live.share in shares]
+        own = [seq for share in shares for seq in self._running.get(share, ())]
+        self._computable = [seq for seq in own if seq.state is State.RUNNING]
         self._chunk_left = None
 
     def _plan_let_in(self, *, may_start: bool) -> bool:
@@ -110,7 +123,7 @@ class SharedStepBuilder(StepBuilder):
         memory, which they would take as it becomes free."""
         ledger = self._ledger
         for share in self._let_in:
-            self._plan_all_running([seq for seq in ledger.running if seq.live.share is share])
+            self._plan_all_running(self._running.get(share, []))
             if may_start and ledger.waiting.items:
                 self._share = share
                 may_start = self._start_waiting()
@@ -138,7 +151,17 @@ class SharedStepBuilder(StepBuilder):
         return self._computable
 
     def _queue(self) -> list[Sequence]:
-        return [seq for seq in super()._queue() if seq.live.share is self._share]
+        if self._waiting is None:
+            self._waiting = _by_holder(super()._queue())
+        if self._share is None:
+            return []
+        # Some have started or were parked since.
+        own = self._waiting.get(self._share, ())
+        return [seq for seq in own if seq.state is State.WAITING]
+
+    def _preempt(self, victim: Sequence) -> None:
+        super()._preempt(victim)
+        self._waiting = None
 
     def _victims_for_first(self) -> list[Sequence]:
         if (first := self._first_waiting()) is None:
@@ -150,3 +173,10 @@ class SharedStepBuilder(StepBuilder):
         if self._is_by_rank:
             return super()._victims_for_running(seq, count)
         return admission.victims_by_share(self._ledger, seq, count)
+
+
+def _by_holder(sequences: Iterable[Sequence]) -> dict[Share, list[Sequence]]:
+    found: dict[Share, list[Sequence]] = {}
+    for seq in sequences:
+        found.setdefault(seq.live.share, []).append(seq)
+    return found
