@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.common.credit import Credit
     from engine.core.common.one_choice import OneChoiceStep, Parts
+    from engine.core.common.shares import Share
     from engine.core.common.steps import StepFailure
     from engine.core.common.types import CoreStatistics, PlanId
     from engine.core.encode.types import EncodeRowResult, InputKind
@@ -55,6 +56,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         self._shares = Shares()
         self._inputs = WaitingInputs(self._waiting, self._shares)
         self._last_kind: InputKind | None = None  # the kind of the last step's inputs
+        self._charged: dict[Share, float] = {}  # for the step in flight
         self._suspects: deque[tuple[LiveEncode, int]] = deque()  # to run alone
         self._sequence_ids = count(1)
         self._budget = StepBudget(config.max_num_batched_tokens)
@@ -79,10 +81,12 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         )
         plan = EncodePlan(plan_id, made)
         self._last_kind = plan.kind
+        self._charged = {}
         if self._shares.is_contested:  # a row costs as much as the longest, to which it is padded
             each = plan.num_tokens // len(made)
             holders = Counter(live.share for live, _ in rows)
-            self._shares.charge({share: each * count for share, count in holders.items()})
+            self._charged = {share: each * count for share, count in holders.items()}
+            self._shares.charge(self._charged)
         return plan
 
     def _choose(self, now: float) -> list[tuple[LiveEncode, int]]:
@@ -103,6 +107,8 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         batch.build()
         for live in batch.starved:
             self._park(live, now)
+        if self._shares.is_contested and batch.chosen:
+            self._shares.pass_over_kind([live.share for live, _ in batch.chosen])
         return sorted(batch.chosen, key=lambda row: row[0].length(row[1]))
 
     def _next_suspect(self, now: float) -> tuple[LiveEncode, int] | None:
@@ -174,6 +180,8 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
     def _step_failed(self, step: OneChoiceStep, failure: StepFailure, now: float) -> None:
         """Put the inputs of a failed step back. They run again: after running out of memory in
         batches of half the size, otherwise each alone. A row alone fails with its request."""
+        if len(step.rows) > 1:
+            self._shares.refund(self._charged)  # they run again
         super()._step_failed(step, failure, now)
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._budget.halve(step.plan.num_tokens)
