@@ -504,17 +504,18 @@ class Simulation:
         listed = {one.request_id for one in engine.list_live(len(live), holder)}
         if listed != own or engine.num_live_of(holder) < len(own):
             raise Violation(f"{holder} has {own} and sees {listed}")
+        ever = {x.request_id for x in self._generations if x.origin.holder == holder}
         for name in [one.request_id for one in live]:
             with suppress(RequestNotFound):
                 engine.explain(name, holder)
-                if name not in own:
+                if name not in ever:
                     raise Violation(f"{name} is explained to {holder}")
-            if name not in own:
+            if name not in own:  # the holder may have had a request with this id, which has ended
                 with suppress(RequestNotFound):
-                    engine.abort_all([name], holder)
-                    raise Violation(f"{holder} ends {name}")
-        over = {x.request_id for x in self._generations if x.origin.holder == holder} - own
-        for name in sorted(over - {one.request_id for one in live})[:3]:
+                    outcomes = engine.abort_all([name], holder)
+                    if name not in ever or outcomes != [AbortOutcome.ALREADY_ENDED]:
+                        raise Violation(f"{holder} ends {name}")
+        for name in sorted((ever - own) - {one.request_id for one in live})[:3]:
             with suppress(RequestNotFound):
                 if engine.abort_all([name], holder) != [AbortOutcome.ALREADY_ENDED]:
                     raise Violation(f"{name} of {holder} has ended, and is aborted")
