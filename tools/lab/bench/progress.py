@@ -53,7 +53,7 @@ def wait(engine: Engine, seed: int) -> Wait:
     rng = random.Random(seed)
     request = GenerateRequest(
         token_ids=[rng.randrange(1000, 40_000) for _ in range(PROMPT)],
-        sampling=SamplingParams(max_tokens=1),
+        sampling=SamplingParams(max_tokens=4),  # decodes show a replica how short a step can be
         output={"progress": True},
     )
     begun, heard = time.perf_counter(), list[tuple[float, PromptProgress]]()
