@@ -33,7 +33,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import struct
 import tempfile
 import time
@@ -46,7 +45,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.block_layer import Packed
-from engine.worker.forward.user_cache import NoCache, private_folder, user_cache
+from engine.worker.forward.user_cache import (
+    NoCache,
+    open_own,
+    private_folder,
+    read_own,
+    try_lock,
+    user_cache,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -159,7 +165,7 @@ class PackedCache:
             identity = _identity(state)
             note = self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:40]}{KNOWN}"
             with suppress(OSError, ValueError):
-                noted, content = _own(note).decode().split("\n")
+                noted, content = read_own(note, HEADER).decode().split("\n")
                 if noted == identity:
                     os.utime(note)
                     return content
@@ -218,7 +224,7 @@ def _open_kept(path: Path, library: ctypes.CDLL) -> _KeptLayers | None:
         OSError: The file cannot be read.
     """
     try:
-        handle = _open_own(path)
+        handle = open_own(path)
         try:
             mapped = mmap(handle, 0, access=ACCESS_READ)
             if not _is_vouched(path, handle, mapped, library):
@@ -257,7 +263,7 @@ def _is_vouched(path: Path, handle: int, mapped: mmap, library: ctypes.CDLL) -> 
     note its use. All its pages are in memory then, and mapped."""
     note, size = path.with_suffix(VOUCHED), len(mapped)
     with suppress(OSError, ValueError):
-        if _own(note) == _vow(os.fstat(handle)):
+        if read_own(note, HEADER) == _vow(os.fstat(handle)):
             os.utime(note)
             return bool(library.triolet_in_memory(_view(mapped, 0, size).data_ptr(), size))
     return False
@@ -476,29 +482,6 @@ def _hash(handle: int, size: int) -> str:
     return hashlib.sha256(digests + str((size, part)).encode()).hexdigest()
 
 
-def _open_own(path: Path) -> int:
-    """Open a file of this user that nobody else may write.
-
-    Raises:
-        OSError: The file is missing or unreadable. ValueError: It is another user's.
-    """
-    if path.is_symlink():
-        raise ValueError("it is a link")
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    state = os.fstat(handle)
-    is_own = state.st_uid == os.getuid() and not state.st_mode & 0o077
-    if not is_own or not stat.S_ISREG(state.st_mode):
-        os.close(handle)
-        raise ValueError("it is not this user's own file")
-    return handle
-
-
-def _own(path: Path) -> bytes:
-    handle = _open_own(path)
-    with os.fdopen(handle, "rb") as file:
-        return file.read(HEADER)
-
-
 def _write(path: Path, data: bytes) -> None:
     """Write a small file aside and rename it."""
     handle, name = tempfile.mkstemp(PARTIAL, dir=path.parent)
@@ -526,17 +509,9 @@ def _locked(path: Path) -> int:
         path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
     )
     end = time.monotonic() + LOCK_LIMIT_S
-    while not _try_lock(lock) and time.monotonic() < end:
+    while not try_lock(lock) and time.monotonic() < end:
         time.sleep(_LOCK_STEP_S)
     return lock
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove_if_left(path: Path) -> None:
@@ -544,7 +519,7 @@ def _remove_if_left(path: Path) -> None:
     with suppress(OSError):
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if _try_lock(handle):
+            if try_lock(handle):
                 path.unlink()
         finally:
             os.close(handle)
