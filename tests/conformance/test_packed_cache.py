@@ -2,6 +2,7 @@
 files."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from mmap import ACCESS_READ, mmap
 
 import pytest
 import torch
@@ -186,12 +188,12 @@ def note_of(folder):
     return note
 
 
-def spoil(folder):
-    """Change a weight of the packed file, and have its note vouch for it: as if the disk returned
-    other bytes than it was given, which no time shows."""
+def spoil(folder, place=HEADER + 5, flipped=4):
+    """Change a byte of the packed file, a weight's by default, and have its note vouch for it: as
+    if the disk returned other bytes than it was given, which no time shows."""
     path, note = only(folder), note_of(folder)
     data = bytearray(path.read_bytes())
-    data[HEADER + 5] ^= 4
+    data[place] ^= flipped
     path.write_bytes(data)
     note.write_text(packed_cache.BOOT.read_text() + packed_cache._identity(path.stat()))
 
@@ -218,6 +220,40 @@ def test_a_note_that_does_not_count_has_the_file_read_whole(
     assert alike(weights_of(model, folder), plain)
     assert watch.packed
     assert watch.checked
+
+
+@pytest.mark.parametrize("what", ["magic", "size", "index's size", "name", "place", "bracket"])
+def test_a_note_does_not_vouch_for_the_header_and_the_index(model, plain, folder, watch, what):
+    """They say where the weights are; one damaged byte of them has the file packed anew."""
+    weights_of(model, folder)
+    data = only(folder).read_bytes()
+    index = HEADER + int.from_bytes(data[16:24], "little")
+    spoil(folder, {
+        "magic": 3,
+        "size": 17,
+        "index's size": 24,
+        "name": index + 4,
+        "place": data.index(b"[[", index) + 2,
+        "bracket": index,
+    }[what], 1)  # fmt: skip
+    watch.packed = 0
+    assert alike(weights_of(model, folder), plain)
+    packed = watch.packed
+    assert packed > 10
+    assert alike(weights_of(model, folder), plain)
+    assert watch.packed == packed
+
+
+@pytest.mark.parametrize("place", [[HEADER - 1, 1], [HEADER, 101], [HEADER + 101, 0], [HEADER, -1]])
+def test_an_index_that_points_outside_of_its_layers_is_refused(tmp_path, place):
+    library, index = native.load(), json.dumps({"a": [[HEADER, 100], place]}).encode()
+    data = torch.frombuffer(bytearray(index), dtype=torch.uint8)
+    own = library.triolet_checksum(data.data_ptr(), len(data))
+    head = packed_cache._FIELDS.pack(packed_cache.MAGIC, 100, len(index), 0, own)
+    path = tmp_path / "own.packed"
+    path.write_bytes(head.ljust(HEADER, b"\0") + bytes(100) + index)
+    with path.open("rb") as file, pytest.raises(ValueError, match="a layer outside of it"):
+        packed_cache._index_of(mmap(file.fileno(), 0, access=ACCESS_READ), library)
 
 
 @pytest.mark.parametrize("note", [b"", b"a\n", b"\xff", None])

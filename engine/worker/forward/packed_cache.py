@@ -6,10 +6,11 @@ layout.
 
 Rule 1: what is read is what was written. The folder and its files belong to the server's own user,
 and nobody else may use them; a file counts only if its checksum is right, and is removed otherwise.
-It is read whole for that once, and then only if it can have changed (`_is_vouched`). Rule 2: a file
-is written aside, under a name that ends in `PARTIAL`, and renamed when it is whole. So it does not
-matter when a writer is killed, or how many write at once. Rule 3: the cache never makes a load
-fail. Where it cannot be read or written, weights are packed in memory.
+It is read whole for that once, and then only if it can have changed (`_is_vouched`); its header and
+index are checked at every load. Rule 2: a file is written aside, under a name that ends in
+`PARTIAL`, and renamed when it is whole. So it does not matter when a writer is killed, or how many
+write at once. Rule 3: the cache never makes a load fail. Where it cannot be read or written,
+weights are packed in memory.
 
 The content of a model file is known by a SHA-256 of its bytes. Reading 2.5 GB for it takes a second
 or more, so the hash is noted beside the file's identity: device, inode, size, and the times of its
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.block_layer import BlockLayer
 
 OFF = "off"  # the setting's value for no cache
-MAGIC = b"TrioletPacked 1\n"
+MAGIC = b"TrioletPacked 2\n"
 HEADER = 4096  # a page, so that layers are aligned as the mapping is
 ALIGNMENT = 64  # a layer's tensors begin at multiples of this many bytes, as cache lines do
 WHOLE, PARTIAL, LOCK, KNOWN, VOUCHED = ".packed", ".partial", ".lock", ".known", ".vouched"
@@ -77,7 +78,8 @@ FREE_LEAST = 1 << 30  # bytes that a file leaves free on its disk
 SLOW_S, FAST = 10.0, 500e6
 LOCK_LIMIT_S = 60.0  # how long a load waits for another one that packs the same weights
 _LOCK_STEP_S = 0.05
-_FIELDS = struct.Struct("<16sQQQ")  # magic, bytes of the layers and of the index, their checksum
+# Magic, bytes of the layers and of the index, the checksum of both, and that of the index.
+_FIELDS = struct.Struct("<16sQQQQ")
 
 log = logging.getLogger(__name__)
 
@@ -227,14 +229,13 @@ def _open_kept(path: Path, library: ctypes.CDLL) -> _KeptLayers | None:
         handle = open_own(path)
         try:
             mapped = mmap(handle, 0, access=ACCESS_READ)
+            index = _index_of(mapped, library)
             if not _is_vouched(path, handle, mapped, library):
                 vow = _vow_of(path.parent, handle)
                 _check(mapped, library)
                 _vouch(path, handle, vow)
         finally:
             os.close(handle)
-        _, size, *_ = _FIELDS.unpack_from(mapped)
-        index = json.loads(mapped[HEADER + size :])
     except FileNotFoundError:
         return None
     except (ValueError, struct.error) as error:
@@ -244,15 +245,32 @@ def _open_kept(path: Path, library: ctypes.CDLL) -> _KeptLayers | None:
     return _KeptLayers(path, mapped, index)
 
 
-def _check(mapped: mmap, library: ctypes.CDLL) -> None:
-    """Read a mapped file whole.
+def _index_of(mapped: mmap, library: ctypes.CDLL) -> dict[str, list[list[int]]]:
+    """Check the header and the index of a mapped file, and return the index.
 
     Raises:
-        ValueError, struct.error: The file is not as it was written.
+        ValueError, struct.error: They are not as they were written.
     """
-    magic, layers, index, checksum = _FIELDS.unpack_from(mapped)
-    if magic != MAGIC or len(mapped) != HEADER + layers + index:
-        raise ValueError("its size is another")
+    magic, layers, length, _, checksum = _FIELDS.unpack_from(mapped)
+    end = HEADER + layers
+    if magic != MAGIC or len(mapped) != end + length:
+        raise ValueError("its header is another")
+    if library.triolet_checksum(_view(mapped, end, length).data_ptr(), length) != checksum:
+        raise ValueError("its index is another")
+    index: dict[str, list[list[int]]] = json.loads(mapped[end:])
+    places = [place for own in index.values() for place in own]
+    if not all(HEADER <= start <= start + size <= end for start, size in places):
+        raise ValueError("its index has a layer outside of it")
+    return index
+
+
+def _check(mapped: mmap, library: ctypes.CDLL) -> None:
+    """Read a mapped file whole, whose header `_index_of` has checked.
+
+    Raises:
+        ValueError: The file is not as it was written.
+    """
+    _, layers, index, checksum, _ = _FIELDS.unpack_from(mapped)
     whole = _view(mapped, HEADER, layers + index)
     if library.triolet_checksum(whole.data_ptr(), layers + index) != checksum:
         raise ValueError("its checksum is another")
@@ -391,8 +409,11 @@ class _WrittenLayers(Layers):
             os.ftruncate(self._file, self._places.end + len(index))
             size = self._places.end - HEADER
             whole = _view(mmap(self._file, 0, access=ACCESS_READ), HEADER, size + len(index))
-            checksum = self._library.triolet_checksum(whole.data_ptr(), size + len(index))
-            head = _FIELDS.pack(MAGIC, size, len(index), checksum)
+            checksums = (
+                self._library.triolet_checksum(whole[first:].data_ptr(), len(whole) - first)
+                for first in (0, size)
+            )
+            head = _FIELDS.pack(MAGIC, size, len(index), *checksums)
             _write_at(self._file, head.ljust(HEADER, b"\0"), 0)
             self._partial.replace(self._path)  # until now, nobody else knew of the file
             _vouch(self._path, self._file, _vow_of(self._path.parent, self._file))
